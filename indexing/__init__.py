@@ -1,0 +1,1 @@
+"""Layer 1: from text to a datastore and its neighbors; plain functions of one shard (never ray, retro, pipelines)."""

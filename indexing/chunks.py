@@ -1,0 +1,151 @@
+"""Documents → chunks: one shard of the corpus becomes token arrays (design: "on disk").
+
+    pieces of files → documents → tokens ([bos] text [eos]) → rows of m tokens, the last one of a document padded
+
+Each document falls into `train` or `valid` by a hash of its text. A chunk never spans two documents.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.corpus import CorpusSettings, Document, Piece, Problem, in_validation, read_documents
+from indexing.store.datastore import SPLITS
+from indexing.store.errors import InputError
+from indexing.store.files import NpyWriter
+from indexing.tokenizer import Tokenizer
+
+# Text tokenised at once: enough to keep SentencePiece's threads busy, little enough to stay out of sight in memory.
+_BATCH_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class ChunkSettings:
+    """How documents are cut."""
+
+    chunk_length: int = 64
+    """m, tokens in a chunk (paper: 64)."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.chunk_length <= 65535:
+            raise InputError(f"chunks.chunk_length = {self.chunk_length}: must be between 2 and 65535 (paper: 64).")
+
+
+def to_chunks(tokens: np.ndarray, chunk_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut one document's tokens [t] into chunks [ceil(t/m), m], the last padded, and their lengths [ceil(t/m)] uint16."""
+    num_chunks = -(-len(tokens) // chunk_length)
+    chunks = np.full(num_chunks * chunk_length, pad_id, dtype=tokens.dtype)
+    chunks[: len(tokens)] = tokens
+    lengths = np.full(num_chunks, chunk_length, dtype=np.uint16)
+    if num_chunks:
+        lengths[-1] = len(tokens) - (num_chunks - 1) * chunk_length
+    return chunks.reshape(num_chunks, chunk_length), lengths
+
+
+def to_tokens(chunks: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The inverse of `to_chunks`: chunks [n, m] and lengths [n] → tokens [t]."""
+    return np.asarray(chunks)[np.arange(chunks.shape[1]) < np.asarray(lengths)[:, None]]
+
+
+class _SplitWriter:
+    """The four files of one split of one shard, grown document by document."""
+
+    def __init__(self, folder: Path, settings: ChunkSettings, tokenizer: Tokenizer, metadata_keys: Iterable[str]) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        folder.mkdir(parents=True)
+        self.chunk_length, self.pad_id = settings.chunk_length, tokenizer.pad_id
+        self.tokens = NpyWriter(folder / "tokens.npy", tokenizer.dtype, (settings.chunk_length,))
+        self.lengths = NpyWriter(folder / "lengths.npy", np.uint16)
+        self.offsets = NpyWriter(folder / "documents.npy", np.int64)
+        self.offsets.append(np.zeros(1, np.int64))
+        self.metadata_keys = list(metadata_keys)
+        text_fields = [(name, pyarrow.string()) for name in ("id", "file", *self.metadata_keys)]
+        number_fields = [(name, pyarrow.int64()) for name in ("bytes", "tokens", "chunks")]
+        self.schema = pyarrow.schema(text_fields + number_fields)
+        self.documents = pyarrow.parquet.ParquetWriter(folder / "documents.parquet", self.schema)
+        self.rows: list[dict[str, Any]] = []
+        self.counts = {"documents": 0, "chunks": 0, "tokens": 0, "bytes": 0}
+
+    def append(self, document: Document, file: str, tokens: np.ndarray) -> None:
+        chunks, lengths = to_chunks(tokens, self.chunk_length, self.pad_id)
+        self.tokens.append(chunks)
+        self.lengths.append(lengths)
+        row = {"id": document.id, "file": file, "bytes": len(document.text.encode()), "tokens": len(tokens)}
+        row |= {"chunks": len(chunks)} | {key: document.metadata.get(key) for key in self.metadata_keys}
+        self.counts["documents"] += 1
+        for key in ("chunks", "tokens", "bytes"):
+            self.counts[key] += row[key]
+        self.offsets.append(np.array([self.counts["chunks"]], np.int64))
+        self.rows.append(row)
+        if len(self.rows) >= 10_000:
+            self._flush_rows()
+
+    def _flush_rows(self) -> None:
+        import pyarrow
+
+        self.documents.write_table(pyarrow.Table.from_pylist(self.rows, schema=self.schema))
+        self.rows.clear()
+
+    def close(self) -> dict[str, int]:
+        self._flush_rows()
+        self.documents.close()
+        for writer in (self.tokens, self.lengths, self.offsets):
+            writer.close()
+        return self.counts
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def chunk_shard(
+    work: Path,
+    pieces: list[Piece],
+    corpus: CorpusSettings,
+    settings: ChunkSettings,
+    tokenizer_folder: Path,
+    *,
+    on_problem: Callable[[Problem], None],
+    advance: Callable[[int], None],
+) -> dict[str, dict[str, int]]:
+    """Write the chunks of one shard into the folder `work`, `work/train` and `work/valid`.
+
+    Args:
+        work: an empty folder.
+        pieces: the documents of this shard, as ranges of records in files.
+        corpus: how the files are read and which documents are held out.
+        settings: how documents are cut.
+        tokenizer_folder: the datastore's `tokenizer/`.
+        on_problem: told of everything that was skipped or mended.
+        advance: told how many bytes of text are done.
+
+    Returns:
+        for each split, how many documents, chunks, tokens (with bos and eos) and bytes of text.
+    """
+    tokenizer = Tokenizer.open(tokenizer_folder)
+    writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys) for name in SPLITS}
+    before = np.array([tokenizer.bos_id], dtype=tokenizer.dtype)
+    after = np.array([tokenizer.eos_id], dtype=tokenizer.dtype)
+    for piece in pieces:
+        documents = read_documents(piece.file, corpus, start=piece.start, stop=piece.stop, on_problem=on_problem)
+        for batch in _batches(documents):
+            texts = [document.text for document in batch]
+            for document, tokens in zip(batch, tokenizer.encode_batch(texts), strict=True):
+                split = "valid" if in_validation(document.text, corpus.valid_per_mille) else "train"
+                writers[split].append(document, piece.file.name, np.concatenate([before, tokens, after]))
+            advance(sum(len(text.encode()) for text in texts))
+    return {name: writer.close() for name, writer in writers.items()}

@@ -1,0 +1,347 @@
+"""Embeddings → a sharded Faiss index: which key, train, add, tune; and searching it.
+
+    sample of all shards → trained.faiss → one copy per shard, filled → nprobe tuned to a recall target
+    queries → every shard → merged candidates → distances from the stored embeddings → the nearest k
+
+Cheap codes plus exact re-ranking is the default: with the top 64 re-ranked, four-bit codes lose almost nothing. Faiss is
+imported where it is used, so that a machine without it can read the settings.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from indexing.store.datastore import ShardedArray, Split, shard_name
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_json
+
+_BLOCK_ROWS = 65_536
+# Below this many lists a flat coarse quantizer is faster to build than a graph, exact, and as fast to search.
+_HNSW_LISTS = 16_384
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """Which index is built and how well it must do."""
+
+    factory: str = ""
+    """A Faiss factory string; empty: chosen for the size of the corpus by autofaiss and the settings below."""
+    memory: str = "4GB"
+    """Memory budget for the whole index, as autofaiss reads it (`500MB`, `16GB`)."""
+    flat_below: int = 20_000
+    """Corpora with fewer chunks get exact search (`Flat`)."""
+    codes: Literal["fast-scan", "pq"] = "fast-scan"
+    """`fast-scan`: 4-bit PQ (d/8 bytes a chunk), fastest, made to be re-ranked; `pq`: what autofaiss proposes (OPQ + 8-bit PQ)."""
+    points_per_list: int = 64
+    """Training vectors per inverted list, sampled over all shards."""
+    recall_target: float = 0.95
+    """`nprobe` is the smallest power of two whose recall@10 after re-ranking reaches this on held-out queries."""
+    tune_queries: int = 1000
+    """Held-out chunks used as queries for tuning."""
+    seed: int = 0
+    """Of the training sample and the k-means."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.recall_target <= 1:
+            raise InputError(f"index.recall_target = {self.recall_target}: must be above 0 and at most 1.")
+        for key in ("points_per_list", "tune_queries"):
+            if getattr(self, key) < 1:
+                raise InputError(f"index.{key} = {getattr(self, key)}: must be at least 1.")
+        if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]?B", self.memory):
+            raise InputError(f"index.memory = {self.memory!r}: must be a size such as '500MB' or '16GB'.")
+
+
+def choose_key(num_vectors: int, dimension: int, settings: IndexSettings) -> str:
+    """The Faiss factory string for this many vectors.
+
+    autofaiss proposes the number of inverted lists and the product quantizer for the memory budget.
+
+    Raises:
+        InputError: nothing fits into `index.memory` (autofaiss then returns an empty list).
+    """
+    if settings.factory:
+        return settings.factory
+    if num_vectors < settings.flat_below:
+        return "Flat"
+    from autofaiss.external.optimize import get_optimal_index_keys_v2
+
+    threshold = max(settings.flat_below, 1)
+    proposals = get_optimal_index_keys_v2(
+        num_vectors,
+        dimension,
+        settings.memory,
+        flat_threshold=threshold - 1,
+        quantization_threshold=threshold - 1,
+        ivf_flat_threshold=0,
+        should_be_memory_mappable=True,
+    )
+    if not proposals:
+        raise InputError(
+            f"index.memory = {settings.memory}: no index of {num_vectors:,} × {dimension} fits. "
+            "Raise it, or name a smaller index.factory yourself."
+        )
+    lists = re.search(r"IVF(\d+)", proposals[0])
+    if lists is None:
+        return proposals[0]
+    nlist = int(lists.group(1))
+    quantizer = f"IVF{nlist}_HNSW32" if nlist >= _HNSW_LISTS else f"IVF{nlist}"
+    if settings.codes == "pq":
+        return re.sub(r"IVF\d+(_HNSW\d+)?", quantizer, proposals[0])
+    return f"{quantizer},PQ{largest_divisor(dimension, dimension // 4)}x4fs"
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is not above `at_most`."""
+    return next(divisor for divisor in range(max(at_most, 1), 0, -1) if number % divisor == 0)
+
+
+def training_sample(split: Split, key: str, settings: IndexSettings) -> np.ndarray:
+    """A uniform sample over all shards, [n, d] float32: never the first rows, which are one source's."""
+    lists = re.search(r"IVF(\d+)", key)
+    wanted = max(int(lists.group(1)) * settings.points_per_list if lists else 0, 65_536)
+    total = split.num_chunks
+    if total <= wanted:
+        ids = np.arange(total, dtype=np.int64)
+    else:
+        ids = np.sort(np.random.default_rng(settings.seed).choice(total, wanted, replace=False)).astype(np.int64)
+    return split.embeddings.gather(ids).astype(np.float32)
+
+
+def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> None:
+    """Write `work/trained.faiss`: an empty index trained on the sample [n, d] float32.
+
+    Raises:
+        InputError: Faiss does not understand the key, or the sample is too small for it.
+    """
+    import faiss
+
+    try:
+        index = faiss.index_factory(sample.shape[1], key, faiss.METRIC_L2)
+        ivf = ivf_of(index)
+        if ivf is None:
+            index = faiss.IndexIDMap2(index)  # ids are ours, also where the index has none
+        else:
+            ivf.cp.seed = settings.seed
+            ivf.cp.max_points_per_centroid = settings.points_per_list
+            ivf.cp.min_points_per_centroid = 1  # few points are our choice for a small corpus: no warning
+            if isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW):
+                _train_graph_quantizer(index, ivf, sample)
+        index.train(sample)
+    except RuntimeError as error:
+        raise InputError(f"index.factory = {key!r} with {len(sample):,} training vectors: {error}") from error
+    faiss.write_index(index, str(work / "trained.faiss"))
+    write_json(work / "index.json", {"key": key, "dimension": int(sample.shape[1]), "trained_on": len(sample)})
+
+
+def _train_graph_quantizer(index: Any, ivf: Any, sample: np.ndarray) -> None:
+    """k-means first, then the HNSW graph on one thread: built on several it comes out another one each time."""
+    import faiss
+
+    transformed = sample
+    if isinstance(index, faiss.IndexPreTransform):
+        for number in range(index.chain.size()):
+            transform = faiss.downcast_VectorTransform(index.chain.at(number))
+            if not transform.is_trained:
+                transform.train(transformed)
+            transformed = transform.apply(transformed)
+    kmeans = faiss.Clustering(ivf.d, ivf.nlist, ivf.cp)
+    kmeans.train(transformed, faiss.IndexFlatL2(ivf.d))
+    centroids = faiss.vector_to_array(kmeans.centroids).reshape(ivf.nlist, ivf.d)
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    ivf.quantizer.add(centroids)
+    faiss.omp_set_num_threads(threads)
+
+
+def ivf_of(index: Any) -> Any | None:
+    """The IVF part of an index, or None where it has none."""
+    import faiss
+
+    return faiss.try_extract_index_ivf(index)
+
+
+def add_shard(work: Path, trained: Path, embeddings: np.ndarray, first_id: int, *, advance: Callable[[int], None]) -> None:
+    """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from `first_id`."""
+    import faiss
+
+    index = faiss.read_index(str(trained / "trained.faiss"))
+    for start in range(0, len(embeddings), _BLOCK_ROWS):
+        rows = np.asarray(embeddings[start : start + _BLOCK_ROWS], dtype=np.float32)
+        index.add_with_ids(rows, np.arange(first_id + start, first_id + start + len(rows), dtype=np.int64))
+        advance(len(rows))
+    faiss.write_index(index, str(work / "vectors.faiss"))
+
+
+class ShardedIndex:
+    """All shards of an index searched as one.
+
+    Args:
+        shards: Faiss indexes with disjoint ids.
+        nprobe: inverted lists visited in each shard; None leaves what the index says.
+    """
+
+    def __init__(self, shards: Sequence[Any], nprobe: int | None = None) -> None:
+        self.shards = list(shards)
+        self.num_vectors = sum(int(shard.ntotal) for shard in self.shards)
+        self.nprobe = 1
+        if nprobe is not None:
+            self.set_nprobe(nprobe)
+
+    @classmethod
+    def open(cls, folder: Path, num_shards: int) -> "ShardedIndex":
+        """Read every shard of `datastore/index` with the tuned `nprobe`."""
+        import faiss
+
+        shards = [faiss.read_index(str(folder / shard_name(shard) / "vectors.faiss")) for shard in range(num_shards)]
+        tuned = folder / "tuned" / "tuned.json"
+        return cls(shards, read_json(tuned)["nprobe"] if tuned.exists() else None)
+
+    @property
+    def max_nprobe(self) -> int:
+        """The number of inverted lists; 1 for an index without."""
+        ivf = ivf_of(self.shards[0]) if self.shards else None
+        return int(ivf.nlist) if ivf is not None else 1
+
+    def set_nprobe(self, nprobe: int) -> None:
+        """Visit this many inverted lists (no effect on an index without)."""
+        self.nprobe = min(nprobe, self.max_nprobe)
+        for shard in self.shards:
+            ivf = ivf_of(shard)
+            if ivf is not None:
+                ivf.nprobe = self.nprobe
+
+    def search(self, queries: np.ndarray, k: int) -> np.ndarray:
+        """The k candidates of each query over all shards: [n, d] float32 → ids [n, k] int64, -1 where there are fewer."""
+        import faiss
+
+        queries = np.ascontiguousarray(queries, dtype=np.float32)
+        distances = np.empty((len(self.shards), len(queries), k), dtype=np.float32)
+        ids = np.empty((len(self.shards), len(queries), k), dtype=np.int64)
+        for number, shard in enumerate(self.shards):
+            distances[number], ids[number] = shard.search(queries, k)
+        if len(self.shards) == 1:
+            return ids[0]
+        return faiss.merge_knn_results(distances, ids)[1]
+
+
+def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Order candidates by the squared L2 distance of their stored embeddings; equal distances by id.
+
+    Args:
+        queries: [n, d] float32.
+        ids: [n, c] int64 candidates, -1 = none.
+        embeddings: of the split that the ids name, [chunks, d].
+
+    Returns:
+        distances [n, c] float32 ascending, +inf for none, and ids [n, c].
+    """
+    distances = np.full(ids.shape, np.inf, dtype=np.float32)
+    step = max(1, 2**25 // max(1, ids.shape[1] * queries.shape[1]))  # 64 MB of float16 candidates at a time
+    for start in range(0, len(queries), step):
+        block = slice(start, start + step)
+        present = ids[block] >= 0
+        vectors = embeddings.gather(ids[block][present]).astype(np.float32)
+        rows = np.nonzero(present)[0]
+        found = queries[block][rows]
+        distances[block][present] = np.einsum("nd,nd->n", found - vectors, found - vectors)
+    return order_by_distance(distances, ids)
+
+
+def order_by_distance(distances: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sort each row by distance, then id, the missing (-1) last: the same input always gives the same order."""
+    distances = np.where(ids < 0, np.float32(np.inf), distances)
+    order = np.lexsort((np.where(ids < 0, np.iinfo(np.int64).max, ids), distances), axis=-1)
+    return np.take_along_axis(distances, order, -1), np.take_along_axis(ids, order, -1)
+
+
+def exact_search(
+    queries: np.ndarray, embeddings: ShardedArray, k: int, excluded: tuple[np.ndarray, np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The true k nearest by a blocked matrix product over all stored embeddings: the yardstick of every recall.
+
+    Args:
+        queries: [n, d] float32.
+        embeddings: [chunks, d].
+        k: how many.
+        excluded: first and stop [n] of a range of ids that a query must not find (its own document).
+
+    Returns:
+        distances [n, k] float32 (+inf) and ids [n, k] (-1), nearest first.
+    """
+    best_distances = np.full((len(queries), k), np.inf, dtype=np.float32)
+    best_ids = np.full((len(queries), k), -1, dtype=np.int64)
+    norms = np.einsum("nd,nd->n", queries, queries)
+    for start, vectors in _blocks(embeddings):
+        distances = norms[:, None] - 2 * (queries @ vectors.T) + np.einsum("nd,nd->n", vectors, vectors)
+        ids = np.arange(start, start + len(vectors), dtype=np.int64)
+        if excluded is not None:
+            distances[(ids >= excluded[0][:, None]) & (ids < excluded[1][:, None])] = np.inf
+        if len(vectors) > k:
+            columns = np.argpartition(distances, k - 1, axis=1)[:, :k]
+        else:
+            columns = np.broadcast_to(np.arange(len(vectors)), distances.shape)
+        found = np.take_along_axis(distances, columns, 1)
+        joined_ids = np.concatenate([best_ids, np.where(np.isfinite(found), ids[columns], -1)], axis=1)
+        joined = order_by_distance(np.concatenate([best_distances, found], axis=1), joined_ids)
+        best_distances, best_ids = joined[0][:, :k], joined[1][:, :k]
+    return np.maximum(best_distances, 0), best_ids
+
+
+def _blocks(embeddings: ShardedArray) -> Iterator[tuple[int, np.ndarray]]:
+    for start in range(0, len(embeddings), 16_384):
+        yield start, embeddings.read(start, min(start + 16_384, len(embeddings))).astype(np.float32)
+
+
+def recall(found: np.ndarray, exact: np.ndarray) -> float:
+    """Share of the exact neighbors that were found, by distance, so that ties between equal chunks do not count as misses.
+
+    Args:
+        found: [n, k] exact distances of what was found, ascending.
+        exact: [n, k] distances of the true nearest, ascending; +inf where there are fewer than k.
+    """
+    present = np.isfinite(exact)
+    if not present.any():
+        return 1.0
+    limit = np.where(present, exact, -np.inf).max(axis=1, keepdims=True)
+    hits = np.minimum((found <= limit + 1e-4).sum(axis=1), present.sum(axis=1))
+    return float(hits.sum() / present.sum())
+
+
+def tune(
+    work: Path, index: ShardedIndex, queries: np.ndarray, embeddings: ShardedArray, candidates: int, settings: IndexSettings
+) -> dict[str, Any]:
+    """Choose `nprobe` for the recall target on held-out queries and write `work/tuned.json`.
+
+    Args:
+        work: folder to write into.
+        index: the filled index.
+        queries: [n, d] float32.
+        embeddings: of the chunks in the index.
+        candidates: how many are re-ranked for each query.
+        settings: the recall target.
+
+    Returns:
+        {nprobe, recall_at_10, queries, curve: [[nprobe, recall_at_10], …]}.
+    """
+    k = min(10, max(1, index.num_vectors))
+    exact, _ = exact_search(queries, embeddings, k)
+    curve: list[tuple[int, float]] = []
+    nprobe = 1
+    while True:
+        index.set_nprobe(nprobe)
+        distances, _ = rerank(queries, index.search(queries, max(candidates, k)), embeddings)
+        curve.append((index.nprobe, recall(distances[:, :k], exact)))
+        if curve[-1][1] >= settings.recall_target or nprobe >= index.max_nprobe:
+            break
+        nprobe *= 2
+    # Where the target is out of reach at any nprobe (codes too coarse), more lists than the best needs cost time only.
+    reached = max(recall for _, recall in curve)
+    chosen = next(probe for probe, recall in curve if recall >= min(settings.recall_target, reached - 0.002))
+    index.set_nprobe(chosen)
+    tuned = {"nprobe": chosen, "recall_at_10": dict(curve)[chosen], "queries": len(queries), "curve": curve}
+    write_json(work / "tuned.json", tuned)
+    return tuned

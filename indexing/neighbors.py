@@ -1,0 +1,202 @@
+"""The nearest chunks of every chunk, computed once (paper, section 2.2 and 2.4).
+
+    embeddings of a shard → candidates → own document out → near copies out (if asked) → exact distances → k stored
+
+Everything is excluded by id, never by its place in a result: column 0 of a search need not be the query itself. What
+filtering leaves too few of is searched again deeper; what is still missing is -1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from indexing.index import ShardedIndex, rerank
+from indexing.store.datastore import Split
+from indexing.store.errors import InputError
+from indexing.store.files import NpyWriter
+
+_BLOCK_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class NeighborSettings:
+    """How many neighbors are stored and which are not."""
+
+    k: int = 16
+    """Neighbors stored for each chunk: more than are used, since a batch skips those of its own documents."""
+    candidates: int = 64
+    """Candidates that the index returns for each chunk, before filtering and re-ranking."""
+    rerank: bool = True
+    """Order candidates by the stored embeddings instead of the index's codes."""
+    max_overlap: float = 1.0
+    """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise InputError(f"neighbors.k = {self.k}: must be at least 1.")
+        if self.candidates < self.k:
+            raise InputError(
+                f"neighbors.candidates = {self.candidates}: must be at least neighbors.k = {self.k} (4 times k is good)."
+            )
+        if not 0 <= self.max_overlap <= 1:
+            raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")
+
+
+def longest_common_substring(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Tokens in the longest run that stands in both, for each pair: [n, s] and [n, t] → [n] int64.
+
+    Negative tokens (padding, if the caller marks it so) match nothing.
+    """
+    best = np.zeros(len(first), dtype=np.int64)
+    run = np.zeros((len(first), second.shape[1] + 1), dtype=np.int32)
+    for column in range(first.shape[1]):
+        token = first[:, column, None]
+        same = (second == token) & (token >= 0)  # [n, t]
+        run[:, 1:] = np.where(same, run[:, :-1] + 1, 0)
+        best = np.maximum(best, run.max(axis=1))
+    return best
+
+
+def overlap(tokens: np.ndarray, lengths: np.ndarray, neighbors: np.ndarray, neighbor_lengths: np.ndarray) -> np.ndarray:
+    """r = s/m of the paper (section 2.7): longest common token substring of chunk and neighbor over the chunk's length.
+
+    Args:
+        tokens: [n, m] chunks; lengths: [n] real tokens.
+        neighbors: [n, r] one neighbor each, with or without its continuation; neighbor_lengths: [n].
+
+    Returns:
+        [n] float64 between 0 and 1.
+    """
+    first = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens.astype(np.int64), -1)
+    second = np.where(np.arange(neighbors.shape[1]) < neighbor_lengths[:, None], neighbors.astype(np.int64), -2)
+    return longest_common_substring(first, second) / np.maximum(lengths, 1)
+
+
+def neighbors_of(
+    queries: np.ndarray,
+    index: ShardedIndex,
+    train: Split,
+    settings: NeighborSettings,
+    *,
+    excluded: tuple[np.ndarray, np.ndarray] | None = None,
+    tokens: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """The stored neighbors of some queries.
+
+    Args:
+        queries: [n, d] float32 embeddings.
+        index: over the chunks of `train`.
+        train: the split in the index.
+        settings: k, candidates, re-ranking, overlap.
+        excluded: first and stop [n] of the ids of each query's own document; None for held-out chunks.
+        tokens: chunks [n, m] and lengths [n] of the queries, needed for `max_overlap`.
+
+    Returns:
+        ids [n, k] int64 (-1 = none), distances [n, k] float32 (+inf), and how many queries were searched deeper.
+    """
+    ids, distances = _search_once(queries, index, train, settings, settings.candidates, excluded, tokens)
+    starved = np.flatnonzero(ids[:, -1] < 0)
+    if settings.candidates >= index.num_vectors and index.nprobe >= index.max_nprobe:
+        return ids, distances, 0  # everything has been seen already
+    usual, deeper = index.nprobe, len(starved)
+    for factor in (8, index.max_nprobe):
+        if not len(starved):
+            break
+        index.set_nprobe(usual * factor)
+        longest = int((excluded[1] - excluded[0])[starved].max()) if excluded is not None else 0
+        depth = min(index.num_vectors, longest + settings.candidates * 4)
+        for rows in np.array_split(starved, max(1, len(starved) * depth // 2**22)):
+            own = (excluded[0][rows], excluded[1][rows]) if excluded is not None else None
+            text = (tokens[0][rows], tokens[1][rows]) if tokens is not None else None
+            ids[rows], distances[rows] = _search_once(queries[rows], index, train, settings, depth, own, text)
+        starved = starved[ids[starved, -1] < 0]
+    index.set_nprobe(usual)
+    return ids, distances, deeper
+
+
+def _search_once(
+    queries: np.ndarray,
+    index: ShardedIndex,
+    train: Split,
+    settings: NeighborSettings,
+    depth: int,
+    excluded: tuple[np.ndarray, np.ndarray] | None,
+    tokens: tuple[np.ndarray, np.ndarray] | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    ids = index.search(queries, depth)  # [n, depth]
+    if excluded is not None:
+        ids[(ids >= excluded[0][:, None]) & (ids < excluded[1][:, None])] = -1
+    if tokens is not None and settings.max_overlap < 1:
+        ids[_too_similar(ids, train, tokens, settings.max_overlap)] = -1
+    if settings.rerank:
+        distances, ids = rerank(queries, ids, train.embeddings)
+    else:
+        # The index's own order stays; the distances stored are exact all the same.
+        ids = np.take_along_axis(ids, np.argsort(ids < 0, axis=1, kind="stable"), 1)
+        distances = _exact_distances(queries, ids, train)
+    if depth < settings.k:
+        ids = np.pad(ids, ((0, 0), (0, settings.k - depth)), constant_values=-1)
+        distances = np.pad(distances, ((0, 0), (0, settings.k - depth)), constant_values=np.inf)
+    return ids[:, : settings.k], distances[:, : settings.k]
+
+
+def _exact_distances(queries: np.ndarray, ids: np.ndarray, train: Split) -> np.ndarray:
+    columns = [rerank(queries, ids[:, [column]], train.embeddings)[0] for column in range(ids.shape[1])]
+    return np.concatenate(columns, axis=1)
+
+
+def _too_similar(
+    ids: np.ndarray, train: Split, tokens: tuple[np.ndarray, np.ndarray], max_overlap: float
+) -> np.ndarray:
+    """Which candidates [n, c] hold too much of their query, continuation included; in blocks, to bound memory."""
+    out = np.zeros(ids.shape, dtype=bool)
+    rows, columns = np.nonzero(ids >= 0)
+    for start in range(0, len(rows), 32_768):
+        row, column = rows[start : start + 32_768], columns[start : start + 32_768]
+        found, lengths = train.with_continuation(ids[row, column])
+        out[row, column] = overlap(tokens[0][row], tokens[1][row], found, lengths) > max_overlap
+    return out
+
+
+def neighbor_shard(
+    work: Path,
+    split: Split,
+    rows: tuple[int, int],
+    index: ShardedIndex,
+    train: Split,
+    settings: NeighborSettings,
+    *,
+    advance: Callable[[int], None],
+) -> dict[str, int]:
+    """Write `work/ids.npy` [n, k] int64 and `work/distances.npy` [n, k] float32 for the chunks `rows` of a split.
+
+    Returns:
+        counts: queries, neighbors found, chunks with fewer than k, chunks with none, chunks searched deeper.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
+    with (
+        NpyWriter(work / "ids.npy", np.int64, (settings.k,)) as id_file,
+        NpyWriter(work / "distances.npy", np.float32, (settings.k,)) as distance_file,
+    ):
+        for start in range(*rows, _BLOCK_ROWS):
+            stop = min(start + _BLOCK_ROWS, rows[1])
+            chunk_ids = np.arange(start, stop, dtype=np.int64)
+            excluded = split.documents_of(chunk_ids)[1:] if split.name == train.name else None
+            tokens = (split.tokens.read(start, stop), split.lengths.read(start, stop)) if settings.max_overlap < 1 else None
+            queries = split.embeddings.read(start, stop).astype(np.float32)
+            ids, distances, deeper = neighbors_of(
+                queries, index, train, settings, excluded=excluded, tokens=tokens
+            )
+            id_file.append(ids)
+            distance_file.append(distances)
+            found = (ids >= 0).sum(axis=1)
+            counts["queries"] += len(ids)
+            counts["neighbors"] += int(found.sum())
+            counts["short"] += int((found < settings.k).sum())
+            counts["empty"] += int((found == 0).sum())
+            counts["deeper"] += deeper
+            advance(len(ids))
+    return counts

@@ -1,0 +1,1 @@
+"""Layer 0: the artefact format: shards, manifests, fingerprints, atomic writes."""

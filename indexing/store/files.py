@@ -1,0 +1,103 @@
+"""Files on disk: arrays that grow row by row, JSON that is never half written, checksums.
+
+Everything here is a plain file that a stranger can open: `.npy` by `numpy.load(mmap_mode="r")`, JSON by anyone.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. Fixed at this size
+# it can be written first, with a wrong number of rows, and written again in place once the rows have been counted.
+_NPY_HEADER_BYTES = 128
+
+
+class NpyWriter:
+    """Appends rows to a `.npy` file of unknown length; memory stays at one block.
+
+    Args:
+        path: the file to create.
+        dtype: of the elements.
+        row_shape: shape of one row; `()` for a one-dimensional array.
+    """
+
+    def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = ()) -> None:
+        self.dtype = np.dtype(dtype)
+        self.row_shape = row_shape
+        self.rows = 0
+        self._file = open(path, "wb")  # noqa: SIM115  (closed by close())
+        self._write_header()
+
+    def _write_header(self) -> None:
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, *self.row_shape)}
+        text = repr(header).encode("latin1")
+        padding = _NPY_HEADER_BYTES - 10 - len(text) - 1
+        assert padding >= 0, header
+        length = (_NPY_HEADER_BYTES - 10).to_bytes(2, "little")
+        self._file.seek(0)
+        self._file.write(b"\x93NUMPY\x01\x00" + length + text + b" " * padding + b"\n")
+
+    def append(self, rows: np.ndarray) -> None:
+        """Add `rows` of shape [n, *row_shape]."""
+        assert rows.shape[1:] == self.row_shape, (rows.shape, self.row_shape)
+        self._file.write(np.ascontiguousarray(rows, dtype=self.dtype).data)
+        self.rows += len(rows)
+
+    def close(self) -> None:
+        """Write the true number of rows into the header and flush to disk."""
+        self._write_header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> "NpyWriter":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON with sorted keys, atomically: readers see the old file or the whole new one."""
+    write_bytes(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` atomically: a temporary name, flushed, then renamed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file written by `write_json`."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """The BLAKE2b-128 of a file's bytes, in hexadecimal; reads the file once in blocks."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Layer 3: the command line, the stage table, executors and reports."""

@@ -1,0 +1,103 @@
+"""`retro VERB …`: every verb is a row of one table, with its positional arguments, its settings and what it does.
+
+    retro demo                        the whole thing, from no data to a measured answer
+    retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
+    retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
+    retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
+    retro doctor                      versions, devices, conflicts
+
+Settings come from the TOML file named first and from options (`--train.lr 1e-3`), which win.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from indexing.store.errors import InputError
+from pipelines import verbs
+from pipelines.config import Config
+from pipelines.demo import DemoOptions, demo
+from pipelines.progress import setup_logging
+from pipelines.settings import load
+
+log = logging.getLogger("retro")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A row of the table.
+
+    Attributes:
+        run: called with the positional arguments and the settings; returns the exit status.
+        settings: the type of its settings.
+        positional: names of the positional arguments. `CONFIG` is a TOML file and goes into the settings.
+    """
+
+    run: Callable[..., int]
+    settings: type[Any]
+    positional: tuple[str, ...] = ()
+
+
+VERBS: dict[str, Verb] = {
+    "demo": Verb(demo, DemoOptions),
+    "index": Verb(verbs.index, verbs.IndexOptions, ("CONFIG",)),
+    "train": Verb(verbs.train, Config, ("CONFIG",)),
+    "eval": Verb(verbs.evaluate, verbs.EvalOptions, ("CHECKPOINT",)),
+    "generate": Verb(verbs.generate, verbs.GenerateOptions, ("CHECKPOINT",)),
+    "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
+    "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
+    "doctor": Verb(verbs.doctor, verbs.DoctorOptions),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit status: 0, 2 for a user's mistake (told in one message), 130 when interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(__doc__)
+        return 0
+    setup_logging()
+    try:
+        return run_verb(arguments[0], arguments[1:])
+    except (InputError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)  # a full disk, a folder that may not be written, …
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from what is finished", file=sys.stderr)
+        return 130
+
+
+def run_verb(name: str, arguments: list[str]) -> int:
+    """Split the positional arguments off, load the settings, run the verb.
+
+    Raises:
+        InputError: an unknown verb, a missing argument, or settings that are refused.
+    """
+    import difflib
+
+    if name not in VERBS:
+        close = difflib.get_close_matches(name, VERBS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise InputError(f"unknown verb {name!r}.{hint} Verbs: {', '.join(VERBS)}.")
+    verb = VERBS[name]
+    wanted = len(verb.positional)
+    given = [argument for argument in arguments[:wanted] if not argument.startswith("-")]
+    if len(given) < wanted and not {"-h", "--help"} & set(arguments):
+        raise InputError(f"usage: retro {name} {' '.join(verb.positional)} [--options]; `retro {name} --help` lists them.")
+    rest = arguments[len(given) :]
+    usage = " ".join((name, *verb.positional))
+    if verb.positional == ("CONFIG",):
+        return verb.run(load(verb.settings, Path(given[0]) if given else None, rest, verb=usage))
+    return verb.run(*given, load(verb.settings, None, rest, verb=usage))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

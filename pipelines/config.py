@@ -1,0 +1,37 @@
+"""The one tree of settings: each branch stands beside its owner, this file only joins them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from indexing.chunks import ChunkSettings
+from indexing.corpus import CorpusSettings
+from indexing.embedders import EmbedderSettings
+from indexing.index import IndexSettings
+from indexing.neighbors import NeighborSettings
+from indexing.tokenizer import TokenizerSettings
+from pipelines.executors import ExecutorSettings
+from retro.batches import DataSettings
+from retro.evaluation import EvaluationSettings
+from retro.model import ModelSettings
+from retro.trainer import TrainSettings
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a datastore and a training run are made of; one TOML file serves every verb."""
+
+    datastore: Path = Path("datastore")
+    """The folder that holds chunks, embeddings, index and neighbors."""
+    run: Path = Path("run")
+    """The folder of a training run: resolved settings, metrics, checkpoints."""
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    chunks: ChunkSettings = field(default_factory=ChunkSettings)
+    embedder: EmbedderSettings = field(default_factory=EmbedderSettings)
+    index: IndexSettings = field(default_factory=IndexSettings)
+    neighbors: NeighborSettings = field(default_factory=NeighborSettings)
+    executor: ExecutorSettings = field(default_factory=ExecutorSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

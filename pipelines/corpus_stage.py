@@ -1,0 +1,189 @@
+"""The first half of the `chunk` stage: look through the corpus once, plan its shards, settle the tokenizer.
+
+    corpus/     files.json (names, sizes, checksums)   plan.json (pieces of every shard)   problems.json
+    tokenizer/  trained on a sample, or copied from where the settings point
+"""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from indexing.corpus import (
+    CorpusFile,
+    CorpusSettings,
+    FileScan,
+    Piece,
+    find_duplicates,
+    in_validation,
+    list_files,
+    plan_shards,
+    read_documents,
+    scan_file,
+    strict_problem,
+)
+from indexing.store.artefact import MANIFEST, Recipe, create, fingerprint, is_finished, read_manifest
+from indexing.store.errors import InputError
+from indexing.store.files import checksum, read_json, write_json
+from indexing.tokenizer import install_tokenizer, train_sentencepiece
+from pipelines.config import Config
+from pipelines.executors import Advance, Executor, Task
+from pipelines.progress import progress
+
+log = logging.getLogger("retro")
+
+
+def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
+    """Make `corpus/` and `tokenizer/` unless they are finished; returns the pieces of every shard.
+
+    Raises:
+        InputError: the files or settings differ from those of the finished corpus, or there is no text.
+    """
+    folder = config.datastore / "corpus"
+    files = list_files(config.corpus)
+    known = _known_checksums(folder, files)
+    scans = None if known else _scan(config.corpus, files, executor)
+    checksums = known or [scan.checksum for scan in scans or []]
+    recipe = Recipe(
+        stage="chunk",
+        version=1,
+        settings={
+            f"corpus.{key}": getattr(config.corpus, key) for key in ("text_key", "id_key", "metadata_keys", "shard_bytes")
+        },
+        inputs={file.name: value for file, value in zip(files, checksums, strict=True)}
+        if len(files) <= 1000
+        else {"files": fingerprint([[file.name, value] for file, value in zip(files, checksums, strict=True)])},
+    )
+    if not is_finished(folder, recipe):
+        _write_corpus(folder, recipe, config.corpus, files, scans or _scan(config.corpus, files, executor))
+    _report_problems(folder)
+    _make_tokenizer(config)
+    return read_plan(folder)
+
+
+def read_plan(folder: Path) -> list[list[Piece]]:
+    """The pieces of every shard, from `corpus/plan.json`."""
+    read_manifest(folder)
+    return [
+        [Piece(**{**piece, "file": CorpusFile(**piece["file"])}) for piece in shard]
+        for shard in read_json(folder / "plan.json")
+    ]
+
+
+def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
+    """The checksums of an earlier scan, where names, sizes and times of all files are still the same."""
+    if not (folder / MANIFEST).exists():
+        return None
+    stored = read_json(folder / "files.json")
+    now = [asdict(file) for file in files]
+    if [{key: value for key, value in file.items() if key != "checksum"} for file in stored] != now:
+        return None
+    return [file["checksum"] for file in stored]
+
+
+def _scan(settings: CorpusSettings, files: list[CorpusFile], executor: Executor) -> list[FileScan]:
+    tasks = [Task((file, settings), max(1, file.size)) for file in files]
+    with progress("scan", total=sum(task.size for task in tasks), unit="bytes") as advance:
+        return list(executor.map(scan_task, tasks, advance))
+
+
+def scan_task(file: CorpusFile, settings: CorpusSettings, *, advance: Advance) -> FileScan:
+    """Look through one file."""
+    scan = scan_file(file, settings)
+    advance(max(1, file.size))
+    return scan
+
+
+def _write_corpus(
+    folder: Path, recipe: Recipe, settings: CorpusSettings, files: list[CorpusFile], scans: list[FileScan]
+) -> None:
+    if not any(scan.documents for scan in scans):
+        raise InputError(
+            f"corpus.paths = {settings.paths}: {len(files)} files hold no document with text. "
+            f"Problems: {dict(_problem_counts(scans))}; text is looked for under corpus.text_key = {settings.text_key!r}."
+        )
+    duplicates = find_duplicates(files, scans)
+    if settings.strict and duplicates:
+        strict_problem(duplicates[0])
+    counts = _problem_counts(scans) + Counter({"duplicate id": len(duplicates)} if duplicates else {})
+    examples = [problem for scan in scans for problem in scan.examples] + duplicates[:1000]
+    with create(folder, recipe) as (work, totals):
+        write_json(work / "files.json", [asdict(f) | {"checksum": s.checksum} for f, s in zip(files, scans, strict=True)])
+        plan = plan_shards(files, scans, settings.shard_bytes)
+        write_json(work / "plan.json", [[asdict(piece) for piece in shard] for shard in plan])
+        write_json(work / "problems.json", {"counts": counts, "examples": [asdict(problem) for problem in examples]})
+        totals |= {
+            "files": len(files),
+            "shards": len(plan),
+            "documents": sum(scan.documents for scan in scans),
+            "bytes": sum(scan.text_bytes for scan in scans),
+        }
+
+
+def _problem_counts(scans: list[FileScan]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for scan in scans:
+        counts.update(scan.problems)
+    return counts
+
+
+def _report_problems(folder: Path) -> None:
+    """Say what was found wrong in the corpus, the first of each kind by file and line."""
+    found: dict[str, Any] = read_json(folder / "problems.json")
+    for kind, count in sorted(found["counts"].items()):
+        first = next((problem for problem in found["examples"] if problem["kind"] == kind), None)
+        where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""
+        log.warning("corpus: %s: %s%s", kind, f"{count:,}", where)
+    if found["counts"]:
+        log.warning("corpus: all of them by file and line: %s", folder / "problems.json")
+
+
+# --- tokenizer -----------------------------------------------------------------------------------------------------
+
+
+def _make_tokenizer(config: Config) -> None:
+    """Train the tokenizer on a sample of the training documents, or copy the one that `tokenizer.path` names."""
+    folder, settings = config.datastore, config.tokenizer
+    trained = settings.kind in ("bpe", "unigram")
+    if trained:
+        inputs = {"corpus": read_manifest(folder / "corpus")["fingerprint"]}
+        seen = {"corpus.valid_per_mille": config.corpus.valid_per_mille}
+    else:
+        inputs, seen = {"tokenizer.path": _checksum_of(Path(settings.path))}, {}
+    values = {f"tokenizer.{key}": value for key, value in asdict(settings).items()} | seen
+    recipe = Recipe("chunk", 1, values, inputs)
+    if is_finished(folder / "tokenizer", recipe):
+        return
+    with create(folder / "tokenizer", recipe) as (work, _):
+        if trained:
+            with progress("tokenizer", total=settings.sample_bytes, unit="bytes") as advance:
+                train_sentencepiece(_sample(config, advance), settings, work)
+        else:
+            install_tokenizer(settings, work)
+
+
+def _sample(config: Config, advance: Advance) -> Iterator[str]:
+    """Training documents up to `tokenizer.sample_bytes`, uniform over the corpus: each by a hash of its id."""
+    total = read_manifest(config.datastore / "corpus")["counts"]["bytes"]
+    share = min(1.0, config.tokenizer.sample_bytes / max(1, total))
+    for shard in read_plan(config.datastore / "corpus"):
+        for piece in shard:
+            for document in read_documents(
+                piece.file, config.corpus, start=piece.start, stop=piece.stop, on_problem=lambda _: None
+            ):
+                draw = hashlib.blake2b(f"{config.tokenizer.seed}/{document.id}".encode(), digest_size=8).digest()
+                if int.from_bytes(draw, "little") < share * 2**64 and not in_validation(
+                    document.text, config.corpus.valid_per_mille
+                ):
+                    advance(len(document.text.encode()))
+                    yield document.text
+
+
+def _checksum_of(path: Path) -> str:
+    if path.is_file():
+        return checksum(path)
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    return fingerprint([checksum(path / name) for name in names if (path / name).is_file()])

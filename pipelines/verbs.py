@@ -1,0 +1,302 @@
+"""What each verb of the command line does with its settings: a few lines of calls into the layers below."""
+
+import json
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from indexing.store.artefact import read_manifest
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_json
+from indexing.tokenizer import read_meta
+from pipelines.config import Config
+from pipelines.progress import human_bytes, progress
+from retro.evaluation import EvaluationSettings
+from retro.generation import GenerationSettings
+
+log = logging.getLogger("retro")
+
+
+@dataclass(frozen=True)
+class IndexOptions(Config):
+    """Build a datastore, or bring it up to date. What is finished is kept, so a stopped run goes on where it was."""
+
+    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors"] = "all"
+    """One stage only; `all` runs them in order."""
+    rebuild: bool = False
+    """First remove what this stage and the ones after it have made."""
+    strict: bool = False
+    """Stop at the first problem in the corpus instead of reporting it."""
+
+
+def index(options: IndexOptions) -> int:
+    """`retro index CONFIG`."""
+    from pipelines.executors import make_executor
+    from pipelines.index_report import summary_table, write_index_report
+    from pipelines.stages import build
+
+    config = replace(options, corpus=replace(options.corpus, strict=options.corpus.strict or options.strict))
+    datastore = build(config, make_executor(config.executor), only=options.stage, rebuild=options.rebuild)
+    if datastore.has("neighbors"):
+        print_rows(summary_table(write_index_report(datastore)).rows)
+        print(f"report: {datastore.folder / 'report.html'}")
+    return 0
+
+
+def train(config: Config) -> int:
+    """`retro train CONFIG`."""
+    outcome = run_training(config, "train")
+    print_rows([[key.replace("_", " "), f"{value:.4g}"] for key, value in outcome.metrics[-1].items()])
+    print(f"checkpoint: {outcome.checkpoint}")
+    return 0
+
+
+def run_training(config: Config, name: str) -> Any:
+    """Train with a progress bar; see `retro.trainer.train`."""
+    from retro import trainer
+
+    folders = list(config.data.datastores) or [config.datastore]
+    per_step = config.train.batch_size * config.train.accumulation * config.data.sequence_length
+    with progress(name, total=config.train.steps * per_step, unit="tokens") as advance:
+        return trainer.train(
+            config.run, folders, config.model, config.data, config.train, config.evaluation, advance=advance
+        )
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Bits-per-byte of held-out documents, retrieval OFF and ON."""
+
+    datastore: str = ""
+    """Datastore whose held-out documents are scored; empty: the one of the training run."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results to, with the fingerprints of checkpoint and datastore."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+
+def evaluate(checkpoint: str, options: EvalOptions) -> int:
+    """`retro eval CHECKPOINT`."""
+    from retro.checkpoint import fingerprint_of, load_model, open_checkpoint
+    from retro.device import place
+
+    opened = open_checkpoint(Path(checkpoint))
+    datastore = Datastore.open(options.datastore or opened.settings["data"]["datastores"][0])
+    placement = place(options.device, opened.settings["train"]["precision"])
+    model = load_model(opened, placement.device)
+    results = measure_all(
+        model, datastore, options.evaluation, placement, sequence_length=opened.settings["data"]["sequence_length"]
+    )
+    print_rows(
+        [["retrieval", "k", "bits/byte", "perplexity", "tokens", "tokens/s"]]
+        + [
+            [r.retrieval, str(r.k), f"{r.bits_per_byte:.4f}", f"{r.perplexity:.2f}", f"{r.tokens:,}", f"{r.tokens_per_second:,.0f}"]
+            for r in results
+        ]
+    )
+    for result in results[1:]:
+        print(f"ON k={result.k} against OFF: {describe_change(result, results[0], options.evaluation.seed)}")
+    if options.json:
+        prints = {"checkpoint": fingerprint_of(opened), "datastore": datastore.fingerprint}
+        write_json(Path(options.json), {"fingerprints": prints, "results": [result.as_json() for result in results]})
+    return 0
+
+
+def measure_all(
+    model: Any, datastore: Datastore, settings: EvaluationSettings, placement: Any, *, sequence_length: int
+) -> list[Any]:
+    """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""
+    from retro.evaluation import evaluate as score
+
+    token_bytes = read_meta(datastore.folder / "tokenizer").token_bytes
+    ks = (0, *settings.k) if model.settings.cca_layers else (0,)
+    held_out = sum(datastore.manifest["splits"]["valid"]["tokens"])
+    total = min(settings.max_tokens or held_out, held_out)
+    results = []
+    for k in ks:
+        with progress(f"eval k={k}" if k else "eval OFF", total=total, unit="tokens") as advance:
+            results.append(
+                score(
+                    model,
+                    datastore,
+                    token_bytes,
+                    settings,
+                    placement,
+                    k=k,
+                    sequence_length=sequence_length,
+                    advance=advance,
+                )
+            )
+    return results
+
+
+def describe_change(measured: Any, reference: Any, seed: int = 0) -> str:
+    """The change of bits-per-byte in words, with its uncertainty."""
+    from retro.evaluation import compare
+
+    change, low, high = compare(measured, reference, seed)
+    return f"{change:+.2f}% bits per byte (95% of bootstraps over documents: {low:+.2f}% to {high:+.2f}%)"
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a prompt, with retrieval at every chunk boundary."""
+
+    prompt: str = ""
+    """Text to continue; empty: from the beginning of a document."""
+    retrieval: bool = True
+    """Whether finished chunks ask the datastore for neighbors."""
+    k: int = 2
+    """Neighbors of each chunk."""
+    datastore: str = ""
+    """Datastore to search; empty: the one of the training run."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+
+
+def generate(checkpoint: str, options: GenerateOptions) -> int:
+    """`retro generate CHECKPOINT`."""
+    from retro.checkpoint import load_model, open_checkpoint
+    from retro.device import place
+
+    opened = open_checkpoint(Path(checkpoint))
+    folder = Path(options.datastore or opened.settings["data"]["datastores"][0])
+    placement = place(options.device, opened.settings["train"]["precision"])
+    model = load_model(opened, placement.device)
+    print(options.prompt + generate_text(model, folder, options, placement, opened.settings["data"]["sequence_length"]))
+    return 0
+
+
+def generate_text(model: Any, folder: Path, options: GenerateOptions, placement: Any, context: int) -> str:
+    """The continuation of a prompt as text."""
+    from indexing.tokenizer import Tokenizer
+    from retro.generation import generate as sample
+
+    tokenizer = Tokenizer.open(folder / "tokenizer")
+    retrieve = None
+    if options.retrieval and model.settings.cca_layers:
+        from indexing.retriever import Retriever
+
+        retriever = Retriever.open(folder)
+        retrieve = lambda chunks: retriever.neighbors(chunks, options.k)  # noqa: E731
+    prompt = np.concatenate([[tokenizer.bos_id], tokenizer.encode(options.prompt)]).astype(np.int64)
+    with progress("generate", total=options.generation.max_tokens, unit="tokens") as advance:
+        tokens = []
+        for token in sample(
+            model, prompt, options.generation, placement, eos_id=tokenizer.eos_id, context=context, retrieve=retrieve
+        ):
+            tokens.append(token)
+            advance(1)
+    return tokenizer.decode(np.array(tokens, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """The chunks of a datastore that are nearest to a text."""
+
+    k: int = 5
+    """How many."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+def search(datastore: str, text: str, options: SearchOptions) -> int:
+    """`retro search DATASTORE "text"`."""
+    from dataclasses import asdict
+
+    from indexing.retriever import Retriever
+
+    hits = Retriever.open(datastore).search([text], options.k)[0]
+    if options.json:
+        print(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
+        return 0
+    for rank, hit in enumerate(hits, start=1):
+        print(f"{rank}. cosine {1 - hit.distance / 2:.3f}  {hit.document['id']}  (chunk {hit.chunk_id})")
+        print(indented(hit.text) + (f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else "") + "\n")
+    return 0
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What a datastore or a checkpoint holds."""
+
+
+def inspect(path: str, options: InspectOptions) -> int:
+    """`retro inspect DATASTORE|CHECKPOINT`."""
+    from retro.checkpoint import latest
+
+    folder = Path(path)
+    if (folder / "state.json").exists() or latest(folder) is not None:
+        return inspect_checkpoint(folder)
+    return inspect_datastore(folder)
+
+
+def inspect_datastore(folder: Path) -> int:
+    """Totals, stages, problems of the corpus and, where it has been measured, the report."""
+    datastore = Datastore.open(folder)
+    meta = read_meta(folder / "tokenizer")
+    rows = [["fingerprint", datastore.fingerprint], ["tokenizer", f"{meta.kind}, {meta.vocab_size:,} tokens"]]
+    rows.append(["chunk length", str(datastore.chunk_length)])
+    for name, totals in datastore.manifest["splits"].items():
+        parts = (f"{sum(totals[key]):,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))
+        rows.append([name, ", ".join(parts) + f", in {len(totals['chunks'])} shards"])
+    rows.append(["finished stages", ", ".join(datastore.manifest["fingerprints"])])
+    problems = read_json(folder / "corpus" / "problems.json")["counts"]
+    rows.append(["corpus problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
+    rows.append(["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))])
+    if (folder / "report.json").exists():
+        measured = read_json(folder / "report.json")
+        rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
+        rows += [[name.replace("_", " "), f"{value:.3f}"] for name, value in measured["recall"].items()]
+    print_rows(rows)
+    return 0
+
+
+def inspect_checkpoint(folder: Path) -> int:
+    """Step, sizes, parameters and settings."""
+    import torch
+
+    from retro.checkpoint import open_checkpoint
+    from retro.model import Retro, count_parameters
+
+    opened = open_checkpoint(folder)
+    with torch.device("meta"):
+        model = Retro(opened.model)
+    manifest = read_manifest(opened.folder)
+    rows = [["checkpoint", str(opened.folder)], ["fingerprint", manifest["fingerprint"]]]
+    rows += [["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
+    rows.append(["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"])
+    rows.append(["datastores", ", ".join(opened.settings["data"]["datastores"])])
+    rows += [[f"{section}.{key}", str(value)] for section, values in opened.settings.items() for key, value in values.items()]
+    print_rows(rows)
+    return 0
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Versions, builds, devices, threads and known conflicts on this machine."""
+
+
+def doctor(options: DoctorOptions) -> int:
+    """`retro doctor`."""
+    from pipelines.doctor import examine, print_findings
+
+    return print_findings(examine())
+
+
+def print_rows(rows: list[list[str]]) -> None:
+    """Rows of text as aligned columns on standard output."""
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+
+
+def indented(text: str) -> str:
+    """Text moved in by three blanks."""
+    return "\n".join(f"   {line}" for line in text.splitlines())

@@ -1,0 +1,1 @@
+"""Layer 2: the model, batches, trainer, evaluation and generation (imports neither faiss nor ray)."""

@@ -1,0 +1,65 @@
+"""Where tensors live and in what precision they are multiplied."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from indexing.store.errors import InputError
+from retro.batches import Batch
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A device and a precision, resolved.
+
+    Attributes:
+        device: of parameters and batches.
+        bfloat16: whether matrix products run under autocast to bfloat16; parameters stay float32.
+    """
+
+    device: torch.device
+    bfloat16: bool
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The precision of the forward pass."""
+        if not self.bfloat16:
+            yield
+            return
+        with torch.autocast(self.device.type, torch.bfloat16):
+            yield
+
+    def tensors(self, batch: Batch) -> dict[str, torch.Tensor | None]:
+        """The model's arguments from a batch."""
+        return {
+            "tokens": self.tensor(batch.tokens),
+            "documents": self.tensor(batch.documents),
+            "neighbors": self.tensor(batch.neighbors),
+            "neighbor_lengths": self.tensor(batch.neighbor_lengths),
+        }
+
+    def tensor(self, array: np.ndarray | None) -> torch.Tensor | None:
+        """An array on the device."""
+        return None if array is None else torch.from_numpy(array).to(self.device)
+
+
+def place(device: str, precision: Precision) -> Placement:
+    """Resolve `auto`: CUDA where there is one; bfloat16 on CUDA devices that have it and on CPUs with AMX.
+
+    Without AMX a CPU gains nothing from bfloat16 (measured in docs/benchmarks.md).
+
+    Raises:
+        InputError: a CUDA device is asked for and there is none.
+    """
+    cuda = torch.cuda.is_available()
+    chosen = device if device != "auto" else "cuda" if cuda else "cpu"
+    if chosen.startswith("cuda") and not cuda:
+        raise InputError(f"device = {device!r}: this machine has no CUDA device; use 'auto' or 'cpu'.")
+    fast = torch.cuda.is_bf16_supported() if chosen.startswith("cuda") else torch.cpu._is_amx_tile_supported()
+    return Placement(torch.device(chosen), precision == "bfloat16" or (precision == "auto" and fast))

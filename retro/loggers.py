@@ -1,0 +1,108 @@
+"""Where metrics go: `metrics.jsonl` and the console always, TensorBoard and Weights & Biases where asked for."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+from indexing.store.errors import InputError
+from indexing.store.files import write_bytes
+
+log = logging.getLogger("retro")
+
+
+class Logger(Protocol):
+    """Takes one line of metrics at a time."""
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Values by name; `step` is among them."""
+
+    def close(self) -> None:
+        """Flush."""
+
+
+class JsonLines:
+    """`metrics.jsonl`. Lines after the step that a run goes on from are dropped: they will come again."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = []
+        if path.exists():
+            complete = path.read_text().split("\n")[:-1]  # a kill may have cut the last line
+            kept = [line for line in complete if json.loads(line)["step"] <= step]
+        write_bytes(path, "".join(f"{line}\n" for line in kept).encode())
+        self._file = open(path, "a")  # noqa: SIM115  (closed by close())
+
+    def write(self, values: dict[str, Any]) -> None:
+        """One line, flushed."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Console:
+    """One readable line through the project's logger."""
+
+    def write(self, values: dict[str, Any]) -> None:
+        """`step 200  loss 5.1234  …`."""
+        shown = [
+            f"{name} {value:,.0f}" if name in ("step", "tokens", "tokens_per_second") else f"{name} {value:.4g}"
+            for name, value in values.items()
+        ]
+        log.info("  ".join(shown))
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class TensorBoard:
+    """Scalars in `run/tensorboard`."""
+
+    def __init__(self, run: Path) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise InputError("train.log_to: 'tensorboard' needs pip install 'retro[tensorboard]'.") from error
+        self._writer = SummaryWriter(str(run / "tensorboard"))
+
+    def write(self, values: dict[str, Any]) -> None:
+        """A point for each value."""
+        for name, value in values.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, values["step"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run named after its folder, resumed under the same id."""
+
+    def __init__(self, run: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise InputError("train.log_to: 'wandb' needs pip install 'retro[wandb]'.") from error
+        self._run = wandb.init(project="retro", name=run.name, id=run.name, resume="allow", dir=str(run))
+
+    def write(self, values: dict[str, Any]) -> None:
+        """A point for each value."""
+        self._run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._run.finish()
+
+
+def open_loggers(run: Path, step: int, log_to: tuple[str, ...]) -> list[Logger]:
+    """The loggers of a run that starts, or goes on, at a step.
+
+    Raises:
+        InputError: a package that `log_to` needs is missing.
+    """
+    makers = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    extra: list[Logger] = [makers[name](run) for name in log_to]
+    return [JsonLines(run / "metrics.jsonl", step), Console(), *extra]

@@ -1,0 +1,57 @@
+"""AdamW with decay groups and the learning-rate schedules (paper, section 3 and table 11)."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
+
+
+def make_optimizer(
+    model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float, fused: bool
+) -> torch.optim.AdamW:
+    """AdamW whose decay spares what is not a matrix: norm gains and biases.
+
+    Args:
+        model: its parameters are grouped by their number of dimensions.
+        lr: peak learning rate.
+        betas: of the two moments (paper: 0.9, 0.95).
+        weight_decay: of matrices and embeddings (paper: 0.1).
+        fused: one kernel for the whole step.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, fused=fused)
+
+
+def learning_rate(
+    step: int, *, schedule: Schedule, steps: int, warmup_steps: int, lr: float, min_lr_ratio: float, decay_share: float
+) -> float:
+    """The learning rate of a step, counted from 0: linear warm-up from 1e-7, then the schedule down to `min_lr_ratio`·lr.
+
+    Args:
+        step: the step to come.
+        schedule: `cosine`, `linear`, `constant`, or `wsd`: constant, then linear over the last `decay_share` of the steps.
+        steps: of the whole run.
+        warmup_steps: of the warm-up (paper: 750).
+        lr: the peak.
+        min_lr_ratio: last learning rate over the peak (paper: 0.1).
+        decay_share: of the steps, for `wsd`.
+    """
+    if step < warmup_steps:
+        return 1e-7 + (lr - 1e-7) * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    if schedule == "constant":
+        share = 1.0
+    elif schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    elif schedule == "linear":
+        share = max(0.0, 1 - progress)
+    else:
+        share = min(1.0, max(0.0, (1 - progress) / decay_share))
+    return lr * (min_lr_ratio + (1 - min_lr_ratio) * share)

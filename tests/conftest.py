@@ -1,0 +1,92 @@
+"""The fixtures that every test knows: a tiny corpus, a tiny datastore, a tiny model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.corpus import CorpusSettings
+from indexing.embedders import EmbedderSettings
+from indexing.index import IndexSettings
+from indexing.neighbors import NeighborSettings
+from indexing.store.datastore import Datastore
+from indexing.tokenizer import TokenizerSettings
+from pipelines.config import Config
+from pipelines.executors import ExecutorSettings, make_executor
+from pipelines.stages import build
+from retro.batches import DataSettings
+from retro.model import ModelSettings
+from retro.trainer import TrainSettings
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+_WORDS = (
+    "the a of to and in is it that for on with as was at by from or an be this which are not have has had but were they "
+    "index chunk token neighbor vector search model train loss gradient layer head shard store retrieve document memory "
+    "检索 模型 训练 数据 向量 分片 文档 邻居"
+).split()
+
+
+def write_corpus(path: Path, num_documents: int, seed: int = 0) -> Path:
+    """Documents of random sentences of which many share whole paragraphs: something to retrieve. JSON Lines."""
+    rng = np.random.default_rng(seed)
+    paragraphs = [" ".join(rng.choice(_WORDS, 60)) + ".\n" for _ in range(max(4, num_documents // 3))]
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(num_documents):
+            parts = [paragraphs[i] for i in rng.integers(0, len(paragraphs), rng.integers(1, 6))]
+            text = f"# Document {number}\n\n" + "".join(parts) + "\tif x == 1:\n\t\treturn 2\n"
+            file.write(json.dumps({"id": f"doc-{number}", "text": text, "title": f"Title {number}"}) + "\n")
+    return path
+
+
+def tiny_config(folder: Path, corpus: Path, **changes) -> Config:
+    """Settings with which everything takes a second or two: several shards, 16-token chunks, exact index."""
+    config = Config(
+        datastore=folder / "datastore",
+        run=folder / "run",
+        corpus=CorpusSettings(paths=(str(corpus),), shard_bytes=30_000, valid_per_mille=100),
+        tokenizer=TokenizerSettings(vocab_size=400),
+        chunks=replace(Config().chunks, chunk_length=16),
+        embedder=EmbedderSettings(dimension=32, bigram_buckets=1024),
+        index=IndexSettings(tune_queries=100),
+        neighbors=NeighborSettings(k=6, candidates=24),
+        executor=ExecutorSettings(threads=1),
+        data=DataSettings(sequence_length=64, k=2),
+        model=ModelSettings(
+            d_model=32,
+            d_ffw=64,
+            num_heads=2,
+            head_dim=16,
+            num_layers=3,
+            cca_layers=(2, 3),
+            encoder_d_model=16,
+            encoder_d_ffw=32,
+            encoder_num_heads=1,
+            encoder_head_dim=16,
+            encoder_num_layers=1,
+            chunk_length=16,
+        ),
+        train=TrainSettings(
+            steps=8, batch_size=2, warmup_steps=2, eval_every=4, eval_tokens=500, checkpoint_every=4, log_every=1, device="cpu"
+        ),
+    )
+    return replace(config, **changes)
+
+
+def build_local(config: Config, **options) -> Datastore:
+    """Build in this process."""
+    return build(config, make_executor(config.executor), **options)
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 short documents, English, Chinese and code, in one JSON Lines file."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 200)
+
+
+@pytest.fixture(scope="session")
+def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Datastore:
+    """A finished datastore of `tiny_corpus` in several shards. Read only."""
+    return build_local(tiny_config(tmp_path_factory.mktemp("tiny"), tiny_corpus))
