@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.corpus import CorpusSettings, Document, Piece, Problem, in_validation, read_documents
+from indexing.corpus import CorpusSettings, Document, Piece, Problem, in_validation, read_piece
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
@@ -141,7 +141,7 @@ def chunk_shard(
     before = np.array([tokenizer.bos_id], dtype=tokenizer.dtype)
     after = np.array([tokenizer.eos_id], dtype=tokenizer.dtype)
     for piece in pieces:
-        documents = read_documents(piece.file, corpus, start=piece.start, stop=piece.stop, on_problem=on_problem)
+        documents = read_piece(piece, corpus, on_problem=on_problem)
         for batch in _batches(documents):
             texts = [document.text for document in batch]
             for document, tokens in zip(batch, tokenizer.encode_batch(texts), strict=True):

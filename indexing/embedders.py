@@ -69,7 +69,7 @@ class Embedder(Protocol):
     dimension: int
 
     def embed(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Tokens [n, t] and lengths [n] → [n, dimension] float32 of unit length (zero for a text without content)."""
+        """Tokens [n, t] and lengths [n] → [n, dimension] float32 of unit length, also for a text without content."""
 
 
 # --- lexical -------------------------------------------------------------------------------------------------------
@@ -246,6 +246,7 @@ def _import_transformers() -> Any:
         raise InputError(
             "embedder.kind = 'transformer' needs the package transformers: pip install 'retro[transformer]'."
         ) from error
+    transformers.utils.logging.disable_progress_bar()  # loading is short; ours is the one progress bar
     return transformers
 
 
@@ -273,8 +274,14 @@ def model_fingerprint(path: str) -> str:
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
+    """Rows of unit length. A row without content becomes the first axis: zero would be nearer to every unit vector
+    (d² = 1) than nearly all of them are to each other (d² ≈ 2), and so everybody's neighbor."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / np.maximum(norms, 1e-12)
+    empty = norms[:, 0] < 1e-6
+    out = vectors / np.maximum(norms, 1e-12)
+    out[empty] = 0
+    out[empty, 0] = 1
+    return out
 
 
 def open_embedder(folder: Path, decode: Callable[[np.ndarray], str], settings: EmbedderSettings | None = None) -> Embedder:

@@ -4,7 +4,6 @@
     tokenizer/  trained on a sample, or copied from where the settings point
 """
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from indexing.corpus import (
     in_validation,
     list_files,
     plan_shards,
-    read_documents,
+    read_piece,
     scan_file,
     strict_problem,
 )
@@ -147,8 +146,7 @@ def _report_problems(folder: Path) -> None:
 def _make_tokenizer(config: Config) -> None:
     """Train the tokenizer on a sample of the training documents, or copy the one that `tokenizer.path` names."""
     folder, settings = config.datastore, config.tokenizer
-    trained = settings.kind in ("bpe", "unigram")
-    if trained:
+    if settings.is_trained:
         inputs = {"corpus": read_manifest(folder / "corpus")["fingerprint"]}
         seen = {"corpus.valid_per_mille": config.corpus.valid_per_mille}
     else:
@@ -158,28 +156,22 @@ def _make_tokenizer(config: Config) -> None:
     if is_finished(folder / "tokenizer", recipe):
         return
     with create(folder / "tokenizer", recipe) as (work, _):
-        if trained:
-            with progress("tokenizer", total=settings.sample_bytes, unit="bytes") as advance:
-                train_sentencepiece(_sample(config, advance), settings, work)
+        if settings.is_trained:
+            total = read_manifest(folder / "corpus")["counts"]["bytes"]
+            with progress("tokenizer", total=total, unit="bytes") as advance:
+                train_sentencepiece(_training_texts(config, advance), settings, work)
         else:
             install_tokenizer(settings, work)
 
 
-def _sample(config: Config, advance: Advance) -> Iterator[str]:
-    """Training documents up to `tokenizer.sample_bytes`, uniform over the corpus: each by a hash of its id."""
-    total = read_manifest(config.datastore / "corpus")["counts"]["bytes"]
-    share = min(1.0, config.tokenizer.sample_bytes / max(1, total))
+def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
+    """The text of every training document, in order; held-out documents are not seen by the tokenizer either."""
     for shard in read_plan(config.datastore / "corpus"):
         for piece in shard:
-            for document in read_documents(
-                piece.file, config.corpus, start=piece.start, stop=piece.stop, on_problem=lambda _: None
-            ):
-                draw = hashlib.blake2b(f"{config.tokenizer.seed}/{document.id}".encode(), digest_size=8).digest()
-                if int.from_bytes(draw, "little") < share * 2**64 and not in_validation(
-                    document.text, config.corpus.valid_per_mille
-                ):
-                    advance(len(document.text.encode()))
+            for document in read_piece(piece, config.corpus, on_problem=lambda _: None):
+                if not in_validation(document.text, config.corpus.valid_per_mille):
                     yield document.text
+                advance(len(document.text.encode()))
 
 
 def _checksum_of(path: Path) -> str:

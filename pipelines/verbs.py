@@ -12,7 +12,7 @@ from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
-from indexing.tokenizer import read_meta
+from indexing.tokenizer import read_meta, read_token_bytes
 from pipelines.config import Config
 from pipelines.progress import human_bytes, progress
 from retro.evaluation import EvaluationSettings
@@ -113,7 +113,7 @@ def measure_all(
     """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""
     from retro.evaluation import evaluate as score
 
-    token_bytes = read_meta(datastore.folder / "tokenizer").token_bytes
+    token_bytes = read_token_bytes(datastore.folder / "tokenizer")
     ks = (0, *settings.k) if model.settings.cca_layers else (0,)
     held_out = sum(datastore.manifest["splits"]["valid"]["tokens"])
     total = min(settings.max_tokens or held_out, held_out)

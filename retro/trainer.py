@@ -20,7 +20,7 @@ import torch
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
-from indexing.tokenizer import read_meta
+from indexing.tokenizer import read_token_bytes
 from retro import checkpoint as checkpoints
 from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, Precision, place
@@ -290,7 +290,7 @@ def _measure(
     if not datastore.valid.num_documents:
         log.warning("%s holds no held-out documents: nothing is evaluated while training", datastore.folder)
         return dict
-    token_bytes = read_meta(datastore.folder / "tokenizer").token_bytes
+    token_bytes = read_token_bytes(datastore.folder / "tokenizer")
     limited = replace(evaluation, max_tokens=settings.eval_tokens)
 
     def measure() -> dict[str, float]:

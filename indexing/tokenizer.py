@@ -1,0 +1,476 @@
+"""Text to token ids and back: trained SentencePiece models, those of others, and local Hugging Face tokenizers.
+
+    texts ────────► train_sentencepiece ─┐
+    a model file ─► install_tokenizer ───┴► model, meta.json, token_bytes.npy ─► Tokenizer.open ─► encode, decode
+
+A trained tokenizer gives back every text exactly: no normalisation, every byte has a token, runs of blanks, tabs and
+line ends are tokens of their own. `read_meta` and `read_token_bytes` need numpy only, so that a machine that trains
+from a finished datastore knows the vocabulary without the library that made it.
+"""
+
+import dataclasses
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_bytes, write_json
+
+MODEL = "sentencepiece.model"
+HUGGINGFACE_MODEL = "tokenizer.json"
+META = "meta.json"
+TOKEN_BYTES = "token_bytes.npy"
+
+# SentencePiece puts no tab into a piece and no line end into more than one byte token, so runs of them are declared.
+WHITESPACE_PIECES = [*("\n" * n for n in range(1, 5)), *("\t" * n for n in range(1, 5)), "\r\n", "\r\n\r\n"]
+_FIXED_PIECES = 4 + 256 + len(WHITESPACE_PIECES)  # special tokens, bytes, whitespace
+_SMALLEST_VOCABULARY = 320
+_CHARACTER_COVERAGE = 0.9995
+_TRAINING_PIECE = 1024  # characters: about 4 KB in UTF-8 at most
+# The sums of the unigram trainer depend on the number of threads in their last bits, so it is not the machine's.
+_TRAINING_THREADS = 4
+
+_META_SYMBOL = "\u2581"  # ▁, which SentencePiece writes for a blank, and so cannot tell from one
+_RESERVED = "\u2585"  # ▅: the trainer drops every text that holds it
+
+# What install_tokenizer tries to find out whether a tokenizer gives back every text.
+_PROBES = (
+    "", "Plain words.", " leading, trailing ", "a  b   c", "don 't , do n't .", "1234567890", "ĊĠ", "\u2581 \u2581",
+    "def f(x):\n\n    return x\t# tab\r\n", "\n\n\n", "中文，標點。", "Ｆｕｌｌ ﬁ ½ é e\u0301 \u00a0\u3000",
+    "\U0001f642\U0001f469\u200d\U0001f467", "\x00\x7f\ufffd\ufeff", "<s></s><unk><pad> <0x0A> <|endoftext|> [CLS]",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """Which tokenizer the datastore and the model use."""
+
+    kind: Literal["bpe", "unigram", "sentencepiece", "huggingface"] = "bpe"
+    """`bpe` and `unigram` are trained on the corpus; `sentencepiece` and `huggingface` are copied from `path`."""
+    path: str = ""
+    """An existing SentencePiece .model file, or a local Hugging Face tokenizer: its folder or tokenizer.json."""
+    vocab_size: int = 8192
+    """Tokens of a trained tokenizer, at most: a small corpus gives fewer."""
+    sample_bytes: int = 32 * 2**20
+    """Bytes of text that training sees: a uniform sample of pieces of all documents."""
+    seed: int = 0
+    """Seed of the sample."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("bpe", "unigram", "sentencepiece", "huggingface"):
+            raise InputError(f"tokenizer.kind is {self.kind!r}; accepted: bpe, unigram, sentencepiece, huggingface.")
+        if self.is_trained and self.path:
+            raise InputError(
+                f"tokenizer.path is {self.path!r}, but tokenizer.kind = '{self.kind}' is trained on the corpus. "
+                "Set tokenizer.kind to 'sentencepiece' or 'huggingface', or remove the path."
+            )
+        if not self.is_trained and not self.path:
+            raise InputError(
+                f"tokenizer.path is empty, but tokenizer.kind = '{self.kind}' needs the path of its model."
+            )
+        if not _SMALLEST_VOCABULARY <= self.vocab_size <= 2**31:
+            raise InputError(
+                f"tokenizer.vocab_size is {self.vocab_size}; it must be at least {_SMALLEST_VOCABULARY} "
+                f"({_FIXED_PIECES} tokens are bytes, whitespace and special tokens) and at most 2^31."
+            )
+        if self.sample_bytes < 1:
+            raise InputError(f"tokenizer.sample_bytes is {self.sample_bytes}; it must be 1 or more.")
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is made from the corpus, by `train_sentencepiece`, rather than copied, by `install_tokenizer`."""
+        return self.kind in ("bpe", "unigram")
+
+
+@dataclass(frozen=True)
+class TokenizerMeta:
+    """The facts of a tokenizer that the datastore and the model need.
+
+    Attributes:
+        kind: as in the settings.
+        vocab_size: ids are in [0, vocab_size).
+        pad_id: fills the last chunk of a document; no text encodes to it, and it is not bos_id or eos_id.
+        bos_id, eos_id: begin and end of a document; one id for both where the model has only one.
+        lossless: whether decode(encode(text)) == text for each of our difficult samples.
+    """
+
+    kind: str
+    vocab_size: int
+    pad_id: int
+    bos_id: int
+    eos_id: int
+    lossless: bool
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger]:
+        """The smallest type that holds every id: uint16 or uint32."""
+        return np.uint16 if self.vocab_size <= 2**16 else np.uint32
+
+
+def read_meta(folder: Path) -> TokenizerMeta:
+    """The facts of the tokenizer in `folder`.
+
+    Raises:
+        InputError: there is none.
+    """
+    path = folder / META
+    if not path.exists():
+        raise InputError(f"{path} is missing: {folder} holds no finished tokenizer. Run `retro index` to make it.")
+    return TokenizerMeta(**read_json(path))
+
+
+def read_token_bytes(folder: Path) -> np.ndarray:
+    """[vocab_size] uint16: UTF-8 bytes that each token adds to the text, 0 for special tokens."""
+    return np.load(folder / TOKEN_BYTES, allow_pickle=False)
+
+
+def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folder: Path) -> None:
+    """Train a model on a sample of `texts`, which are read once, and write it to `folder` with its facts.
+
+    The same texts and settings give the same bytes, on any number of cores.
+
+    Raises:
+        InputError: there is no text to learn from.
+    """
+    import sentencepiece
+
+    assert settings.is_trained
+    sample = sample_pieces(texts, settings.sample_bytes, settings.seed)
+    if not sample:
+        raise InputError(
+            "The corpus has no text to train a tokenizer on. Look at the problems reported for corpus.paths."
+        )
+    foreign = _rare_characters(sample, (settings.vocab_size - _FIXED_PIECES) // 2)
+    # A line end cuts a sample without being learnt, so it takes the place of what must not become a piece. The last
+    # sentence gives the blank a token also where the corpus has none (Chinese): SentencePiece would write it as the
+    # three bytes of ▁. And it keeps the trainer from failing where nothing else is left.
+    sentences = [piece.translate(foreign) for piece in sample] + [" a"]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        model_type=settings.kind,
+        vocab_size=settings.vocab_size,
+        hard_vocab_limit=False,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        user_defined_symbols=WHITESPACE_PIECES,
+        byte_fallback=True,
+        character_coverage=1.0,  # rare characters have been taken out above
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        max_sentence_length=2**20,
+        num_threads=_TRAINING_THREADS,
+        minloglevel=2,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_bytes(folder / MODEL, model.getvalue())
+    trained = _SentencePiece(folder / MODEL)
+    _write_facts(folder, settings.kind, trained, trained.special_ids())
+
+
+def sample_pieces(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
+    """A uniform sample of pieces of up to 1024 characters, of `sample_bytes` in all, in the order of the texts.
+
+    Every piece gets a random number and the smallest stay: one pass, with memory for the sample only.
+    """
+    import heapq
+
+    generator = np.random.default_rng(seed)
+    kept: list[tuple[float, int, str, int]] = []  # a heap: the largest random number first
+    total = number = 0
+    for text in texts:
+        pieces = [text[start : start + _TRAINING_PIECE] for start in range(0, len(text), _TRAINING_PIECE)]
+        for piece, draw in zip(pieces, generator.random(len(pieces)).tolist(), strict=True):
+            number += 1
+            if total >= sample_bytes and draw >= -kept[0][0]:
+                continue
+            size = len(piece.encode(errors="replace"))
+            heapq.heappush(kept, (-draw, number, piece, size))
+            total += size
+            while total - kept[0][3] >= sample_bytes:
+                total -= heapq.heappop(kept)[3]
+    return [piece for _, _, piece, _ in sorted(kept, key=lambda item: item[1])]
+
+
+def _rare_characters(pieces: list[str], limit: int) -> dict[int, str]:
+    """Characters that get no token of their own, mapped to a line end; what stays covers 99.95% and is `limit` at most.
+
+    SentencePiece stops with an error where a vocabulary cannot hold all characters of the coverage asked for, and it
+    accepts no coverage below 98%; so the choice is made here. Rare characters are encoded by their bytes.
+    """
+    counts: Counter[str] = Counter()
+    for piece in pieces:
+        counts.update(piece)
+    for character in (_META_SYMBOL, _RESERVED, " "):
+        counts.pop(character, None)
+    wanted = _CHARACTER_COVERAGE * counts.total()
+    rare = {ord(_META_SYMBOL): "\n", ord(_RESERVED): "\n", **dict.fromkeys(range(0xD800, 0xE000), "\n")}
+    covered = 0
+    for rank, (character, count) in enumerate(sorted(counts.items(), key=lambda item: (-item[1], item[0]))):
+        if covered >= wanted or rank >= limit:
+            rare[ord(character)] = "\n"
+        covered += count
+    return rare
+
+
+def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
+    """Copy the tokenizer at `settings.path` to `folder`, with its facts.
+
+    A special token that the model lacks gets a new id after the last one: always for padding, and for begin and end of
+    a document if it has neither; if it has one of these, it serves as both.
+
+    Raises:
+        InputError: there is no such model, or it cannot be read; or the package that reads it is not installed.
+    """
+    assert not settings.is_trained
+    source = Path(settings.path).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    if settings.kind == "sentencepiece":
+        if not source.is_file():
+            raise InputError(f"tokenizer.path: {source} is not a file. Name a SentencePiece model (.model).")
+        write_bytes(folder / MODEL, source.read_bytes())
+        model = _SentencePiece(folder / MODEL)
+        _write_facts(folder, settings.kind, model, model.special_ids())
+        return
+    source = source / HUGGINGFACE_MODEL if source.is_dir() else source
+    if not source.is_file():
+        raise InputError(
+            f"tokenizer.path: {source} does not exist. Name a folder with a {HUGGINGFACE_MODEL} (a 'fast' tokenizer); "
+            "older ones are converted by transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)."
+        )
+    write_bytes(folder / HUGGINGFACE_MODEL, source.read_bytes())
+    fast = _HuggingFace(folder / HUGGINGFACE_MODEL)
+    names = _special_names(source.parent)
+    _write_facts(folder, settings.kind, fast, {role: fast.tokenizer.token_to_id(name) for role, name in names.items()})
+
+
+def _special_names(folder: Path) -> dict[str, str]:
+    """`pad`, `bos` and `eos` to the token, as the files beside a Hugging Face tokenizer say."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
+        if (folder / name).is_file():
+            found.update({key: value for key, value in _read_object(folder / name).items() if value})
+    # BERT's tokenizers have no begin and end of a text, but tokens that stand at the same places.
+    names = {"pad": ("pad_token",), "bos": ("bos_token", "cls_token"), "eos": ("eos_token", "sep_token")}
+    special = {}
+    for role, keys in names.items():
+        value = next((found[key] for key in keys if found.get(key)), None)
+        value = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(value, str):
+            special[role] = value
+    return special
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = read_json(path)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}, it must be a JSON object.")
+    return value
+
+
+def _write_facts(folder: Path, kind: str, model: "_Model", special: Mapping[str, int | None]) -> None:
+    """Write meta.json and token_bytes.npy; `special` gives the model's ids for `pad`, `bos` and `eos`."""
+    sizes = model.token_bytes()
+    vocab_size = len(sizes)
+    pad, bos, eos = (special.get(role) for role in ("pad", "bos", "eos"))
+    bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
+    if bos is None or eos is None:
+        bos = eos = vocab_size
+        vocab_size += 1
+    if pad is None or pad in (bos, eos):
+        pad = vocab_size
+        vocab_size += 1
+    token_bytes = np.zeros(vocab_size, dtype=np.uint16)
+    token_bytes[: len(sizes)] = sizes
+    token_bytes[[pad, bos, eos]] = 0
+    encoded = model.encode_batch(list(_PROBES), 1)
+    lossless = all(model.decode(ids) == text for text, ids in zip(_PROBES, encoded, strict=True))
+    # A token of text that serves as padding would be dropped by decode.
+    lossless = lossless and not any({pad, bos, eos} & set(ids) for ids in encoded)
+    meta = TokenizerMeta(kind, vocab_size, pad, bos, eos, lossless)
+    np.save(folder / TOKEN_BYTES, token_bytes)
+    write_json(folder / META, dataclasses.asdict(meta))
+
+
+class Tokenizer:
+    """Encodes and decodes; opened from a folder that `train_sentencepiece` or `install_tokenizer` has filled.
+
+    Attributes:
+        meta: its facts; `vocab_size`, `pad_id`, `bos_id`, `eos_id` and `dtype` are also here.
+        token_bytes: [vocab_size] uint16, UTF-8 bytes that each token adds to the text, 0 for special tokens. For a
+            lossless tokenizer `token_bytes[encode(text)].sum()` is the size of the text; for others it is near.
+    """
+
+    def __init__(self, meta: TokenizerMeta, token_bytes: np.ndarray, model: "_Model", num_threads: int) -> None:
+        self.meta = meta
+        self.token_bytes = token_bytes
+        self.vocab_size, self.dtype = meta.vocab_size, meta.dtype
+        self.pad_id, self.bos_id, self.eos_id = meta.pad_id, meta.bos_id, meta.eos_id
+        self._special = {meta.pad_id, meta.bos_id, meta.eos_id}
+        self._model = model
+        self._num_threads = num_threads
+
+    @classmethod
+    def open(cls, folder: Path, num_threads: int = -1) -> "Tokenizer":
+        """Open the tokenizer in `folder`; `num_threads` is for encode_batch, -1 = one a core.
+
+        Hugging Face tokenizers take their number of threads from the environment variable RAYON_NUM_THREADS instead.
+
+        Raises:
+            InputError: there is none, or the package that reads it is not installed.
+        """
+        meta = read_meta(folder)
+        is_huggingface = meta.kind == "huggingface"
+        model = _HuggingFace(folder / HUGGINGFACE_MODEL) if is_huggingface else _SentencePiece(folder / MODEL)
+        return cls(meta, read_token_bytes(folder), model, num_threads)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids [tokens] of `dtype`, without begin and end of document. Lone surrogates count as U+FFFD."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, as `encode`, on several threads."""
+        encoded = self._model.encode_batch([_without_surrogates(text) for text in texts], self._num_threads)
+        return [np.fromiter(ids, dtype=self.dtype, count=len(ids)) for ids in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids (an array or a list), special tokens left out; half a character becomes U+FFFD."""
+        return self._model.decode([token for token in map(int, ids) if token not in self._special])
+
+
+def _without_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return text
+
+
+class _Model(Protocol):
+    """What the two libraries are used for."""
+
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def token_bytes(self) -> list[int]: ...
+
+
+class _SentencePiece:
+    """A SentencePiece model.
+
+    It writes ▁ for a blank, so that a ▁ in the text comes back as a blank. Where the model has a token for each byte
+    and adds no blank before a text, ▁ is encoded by its three bytes instead, and comes back as it was.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        self.processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self.processor.load(str(path))
+        except (RuntimeError, OSError) as error:
+            raise InputError(f"{path} is not a SentencePiece model: {error}") from error
+        self.symbol_ids: list[int] = []
+        byte_ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SYMBOL.encode()]
+        adds_blank = self.processor.id_to_piece(self.processor.encode("a")[0]).startswith(_META_SYMBOL)
+        if not adds_blank and all(map(self.processor.is_byte, byte_ids)):
+            self.symbol_ids = byte_ids
+
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
+        encoded = self.processor.encode(texts, num_threads=num_threads)
+        for number, text in enumerate(texts):
+            if self.symbol_ids and _META_SYMBOL in text:
+                encoded[number] = list(self._around_symbols(text))
+        return encoded
+
+    def _around_symbols(self, text: str) -> Iterator[int]:
+        for number, part in enumerate(text.split(_META_SYMBOL)):
+            yield from self.symbol_ids if number else ()
+            yield from self.processor.encode(part)
+
+    def decode(self, ids: list[int]) -> str:
+        size = self.processor.get_piece_size()
+        return self.processor.decode([token for token in ids if token < size])
+
+    def token_bytes(self) -> list[int]:
+        processor = self.processor
+        sizes = []
+        for token in range(processor.get_piece_size()):
+            if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
+                sizes.append(0)  # an unknown token stands for any number of bytes: 0 is a lower bound
+            elif processor.is_byte(token):
+                sizes.append(1)
+            else:
+                sizes.append(len(processor.id_to_piece(token).replace(_META_SYMBOL, " ").encode()))
+        return sizes
+
+    def special_ids(self) -> dict[str, int | None]:
+        ids = {"pad": self.processor.pad_id(), "bos": self.processor.bos_id(), "eos": self.processor.eos_id()}
+        return {role: token if token >= 0 else None for role, token in ids.items()}
+
+
+# The characters by which GPT-2's byte-level vocabularies write the 256 bytes: printable Latin-1 stands for itself.
+_BYTE_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)]))
+
+
+class _HuggingFace:
+    """A tokenizer.json, read by the `tokenizers` package. Special tokens in a text are read as the text they are."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise InputError(
+                f"{path} needs the package tokenizers, which is not installed: pip install 'retro[transformer]'"
+            ) from error
+        self.content = _read_object(path)
+        if "model" not in self.content:
+            raise InputError(
+                f"{path} is not a Hugging Face tokenizer: it has no 'model'. Found: {', '.join(self.content)}"
+            )
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def token_bytes(self) -> list[int]:
+        """Exact for byte-level BPE and for ▁ with byte tokens; else the size of what the token alone decodes to."""
+        decoder = self.content.get("decoder") or {}
+        types = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
+        added = {token["id"]: token for token in self.content.get("added_tokens", ())}
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        sizes = [0] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            if token_id in added:
+                size = 0 if added[token_id]["special"] else len(token.encode())
+            elif "ByteLevel" in types and _BYTE_ALPHABET.issuperset(token):
+                size = len(token)
+            elif "ByteFallback" in types and re.fullmatch("<0x[0-9A-F]{2}>", token):
+                size = 1
+            elif types & {"ByteFallback", "Metaspace"}:
+                size = len(token.replace(_META_SYMBOL, " ").encode())
+            else:
+                size = len(self.tokenizer.decode([token_id], skip_special_tokens=False).encode())
+            sizes[token_id] = size
+        return sizes

@@ -1,0 +1,551 @@
+"""RETRO in one file, in the order of section 2 of Borgeaud et al. (2022), arXiv 2112.04426.
+
+    tokens ─ embed ─ [ self-attention ─ (chunked cross-attention at layers P) ─ feed-forward ] × L ─ norm ─ logits
+                             │ min(P): activations of chunk u          ▲
+                             ▼                                         │ read from the last token of chunk u on
+    neighbors of chunk u ─ bidirectional encoder ──────────────────────┘ encoded once
+
+Notable: retrieval OFF is the same weights with `neighbors=None`; RMSNorm before each block; no biases; rotary positions
+(ours) or Transformer-XL's (the paper's); one class is every attention; no loop over chunks; no buffers, so a model made
+on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and freezes the
+rest. The model knows nothing of meshes, shards or optimizers.
+
+Letters of the shape comments:
+    B batch    T tokens       D decoder width    V vocabulary    U complete chunks (T // m)    M = m, tokens of a chunk
+    K neighbors of a chunk    R tokens of a neighbor (r)         E encoder width
+    N attentions side by side    Q queries    S keys    H heads    C features of a head    X distances
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from indexing.store.errors import InputError
+
+IGNORED_LABEL = -100
+"""A label that no loss counts: padding, and the last token of a document."""
+
+# ---------------------------------------------------------------------------------------------------------- settings
+
+PositionScheme = Literal["rope", "transformer-xl"]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The sizes of a model. `PRESETS` holds the paper's four and three for a CPU."""
+
+    vocab_size: int = 0
+    """Rows of the embedding tables; 0 takes the number from the datastore's tokenizer."""
+    d_model: int = 256
+    """Width of the decoder."""
+    d_ffw: int = 1024
+    """Inner width of the decoder's feed-forward blocks."""
+    num_heads: int = 4
+    """Heads of every attention in the decoder."""
+    head_dim: int = 64
+    """Features of a decoder head; the attention's width is num_heads * head_dim, whatever d_model is."""
+    num_layers: int = 6
+    """Layers of the decoder."""
+    cca_layers: tuple[int, ...] = (3, 6)
+    """Decoder layers with chunked cross-attention, counted from 1 (P in the paper); none = a plain decoder."""
+    encoder_d_model: int = 128
+    """Width of the encoder of neighbors."""
+    encoder_d_ffw: int = 512
+    """Inner width of the encoder's feed-forward blocks."""
+    encoder_num_heads: int = 2
+    """Heads of every attention in the encoder."""
+    encoder_head_dim: int = 64
+    """Features of an encoder head."""
+    encoder_num_layers: int = 2
+    """Layers of the encoder."""
+    encoder_cca_layers: tuple[int, ...] = (1,)
+    """Encoder layers that read the querying chunk, counted from 1; none = neighbors encoded without their query."""
+    chunk_length: int = 64
+    """Tokens of a chunk (m); must be the datastore's."""
+    positions: PositionScheme = "rope"
+    """Relative positions: rotary ones, or Transformer-XL's as in the paper (slower, more parameters)."""
+    dropout: float = 0.0
+    """Share of the features dropped from the output of every block in training."""
+    tied_embeddings: bool = True
+    """Use the decoder's embedding table as its output layer too."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no model can have.
+
+        Raises:
+            InputError: (a ValueError) naming the key, the value found, and what is accepted.
+        """
+        if self.vocab_size < 0:
+            self._refuse("vocab_size", "a positive number, or 0 to take it from the datastore's tokenizer")
+        sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers", "chunk_length")
+        encoder_sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers")
+        for field in (*sizes, *(f"encoder_{size}" for size in encoder_sizes)):
+            if getattr(self, field) < 1:
+                self._refuse(field, "a positive number")
+        if self.positions not in ("rope", "transformer-xl"):
+            self._refuse("positions", "rope or transformer-xl")
+        # Sines and cosines come in pairs: per head with RoPE, over the whole width with Transformer-XL.
+        paired = ("head_dim", "encoder_head_dim") if self.positions == "rope" else ("d_model", "encoder_d_model")
+        for field in paired:
+            if getattr(self, field) % 2:
+                self._refuse(field, f"an even number, as model.positions = {self.positions!r} pairs its features")
+        for field in ("cca_layers", "encoder_cca_layers"):
+            layers, count = getattr(self, field), field.replace("cca", "num")
+            if list(layers) != sorted({layer for layer in layers if 1 <= layer <= getattr(self, count)}):
+                self._refuse(field, f"increasing numbers from 1 to model.{count} = {getattr(self, count)}, or nothing")
+        if not 0 <= self.dropout < 1:
+            self._refuse("dropout", "a number from 0 up to, not including, 1")
+
+    def _refuse(self, field: str, accepted: str) -> NoReturn:
+        raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")
+
+
+def _paper(d: int, d_ffw: int, heads: int, head_dim: int, layers: int, last_cca: int) -> ModelSettings:
+    """A row of table 10. All sizes share one encoder, and P is every third layer from 6 (section 2.5)."""
+    return ModelSettings(0, d, d_ffw, heads, head_dim, layers, tuple(range(6, last_cca + 1, 3)), 896, 3584, 16)
+
+
+PRESETS: dict[str, ModelSettings] = {
+    # name            d  d_ffw  heads size layers P            without embeddings
+    "tiny": ModelSettings(0, 128, 512, 2, 64, 4, (2, 4), 64, 256, 1),  # 1.0M
+    "small": ModelSettings(0, 256, 1024, 4, 64, 6, (3, 6), 128, 512, 2),  # 5.5M
+    "base-cpu": ModelSettings(0, 384, 1536, 6, 64, 7, (3, 6), 256, 1024, 4),  # 15.2M
+    # Table 10, by the published size with Transformer-XL positions; RoPE needs fewer parameters.
+    "172m": _paper(896, 3584, 16, 64, 12, last_cca=12),
+    "425m": _paper(1536, 6144, 12, 128, 12, last_cca=12),
+    "1.5b": _paper(2048, 8192, 16, 128, 24, last_cca=24),
+    "7.5b": _paper(4096, 16384, 32, 128, 32, last_cca=30),
+}
+"""Named settings: sizes for a CPU, then the paper's."""
+
+
+# ------------------------------------------------------------------------------------------- positions (section 2.4)
+
+
+class Rotary(NamedTuple):
+    """RoPE: the rotations of every query and key. A score then depends on the difference of the two angles alone."""
+
+    query: Tensor  # [2, Q, 1, C/2], cosines and sines
+    key: Tensor  # [2, S, 1, C/2]
+
+
+class Relative(NamedTuple):
+    """Transformer-XL: sinusoids of every distance that occurs, and which of them lies between query and key."""
+
+    waves: Tensor  # [X, width of the queries]
+    lookup: Tensor  # [Q, S]
+
+
+def waves(positions: Tensor, num_frequencies: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions [S] at geometrically falling frequencies, both [S, num_frequencies] float32."""
+    steps = torch.arange(num_frequencies, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None] * 10_000 ** (-steps / num_frequencies)
+    return angles.cos(), angles.sin()
+
+
+Places = Rotary | Relative
+
+
+def place(
+    scheme: str,
+    width: int,
+    head_dim: int,
+    query: range,
+    key: range,
+    device: torch.device,
+    copies: tuple[int, int] = (1, 1),
+) -> Places:
+    """What the attentions of a stack have to know of positions, where a query at i and a key at j are i - j apart.
+
+    `scheme` is `ModelSettings.positions`, `width` that of what asks. The copies are the K neighbors side by side, which
+    stand at the same r positions.
+    """
+    query_at = torch.arange(query.start, query.stop, device=device).repeat(copies[0])  # [Q]
+    key_at = torch.arange(key.start, key.stop, device=device).repeat(copies[1])  # [S]
+    if scheme == "rope":
+        return Rotary(*(torch.stack(waves(at, head_dim // 2))[:, :, None] for at in (query_at, key_at)))
+    lowest = query.start - key.stop + 1
+    distances = torch.arange(lowest, query.stop - key.start, device=device)  # [X]
+    return Relative(torch.cat(waves(distances, width // 2), dim=-1), query_at[:, None] - key_at - lowest)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn the feature pairs (c, c + C/2) of x [N, S, H, C] by the rotation [2, S, 1, C/2] of each position."""
+    cos, sin = rotation.to(x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+# ------------------------------------------------------------------------------------------------------------ blocks
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """softmax(q·k / sqrt(C) + bias) v of [N, H, Q, C] and twice [N, H, S, C]; a bool bias is True where q may look."""
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or not q.requires_grad:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
+    # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long as this.
+    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)  # [N, H, Q, S]
+    if causal:
+        bias = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+    return scores.softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    """Multi-head attention with relative positions (section 2.4): self- and cross-, in decoder and encoder.
+
+    With Transformer-XL positions the score of query i and key j is (q_i + u)·k_j + (q_i + v)·W_kR R_{i-j}.
+    """
+
+    def __init__(self, query_width: int, key_width: int, num_heads: int, head_dim: int, scheme: str) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, head_dim
+        width = num_heads * head_dim
+        self.query = nn.Linear(query_width, width, bias=False)
+        self.key_value = nn.Linear(key_width, 2 * width, bias=False)
+        self.out = nn.Linear(width, query_width, bias=False)
+        if scheme == "transformer-xl":
+            self.distance = nn.Linear(query_width, width, bias=False)  # W_kR
+            self.content_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))  # u
+            self.distance_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))  # v
+
+    def forward(
+        self,
+        x: Tensor,
+        places: Places,
+        source: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """Attend from x [N, Q, D] to source [N, S, E], and return [N, Q, D].
+
+        Args:
+            x: what asks.
+            places: from `place`, for Q and S.
+            source: what is read; x itself by default.
+            mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. It must leave every query one
+                key at least: a softmax over nothing is NaN.
+            causal: look at nothing later; in place of a mask, as the fused kernels have a short cut for it.
+        """
+        q = rearrange(self.query(x), "n q (h c) -> n q h c", h=self.num_heads)
+        key_value = self.key_value(x if source is None else source)
+        k, v = rearrange(key_value, "n s (two h c) -> two n s h c", two=2, h=self.num_heads)
+        if isinstance(places, Rotary):
+            q, k, bias = rotate(q, places.query), rotate(k, places.key), mask
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, H, S, C] twice
+        if isinstance(places, Relative):
+            q, bias = q + self.content_bias.to(q.dtype), self.distance_scores(q, places)
+            if causal:  # the kernels take a bias or the flag, not both
+                mask = torch.ones_like(places.lookup, dtype=torch.bool).tril()
+            if mask is not None:
+                bias = bias.masked_fill(~mask, -math.inf)
+        out = attend(q, k, v, bias, causal and bias is None)
+        return self.out(rearrange(out, "n h q c -> n q (h c)"))
+
+    def distance_scores(self, q: Tensor, places: Relative) -> Tensor:
+        """The part (q_i + v)·W_kR R_{i-j} of the scores of q [N, H, Q, C], scaled: [N, H, Q, S]."""
+        keys = rearrange(self.distance(places.waves.to(q.dtype)), "x (h c) -> h c x", h=self.num_heads)
+        scores = (q + self.distance_bias.to(q.dtype)) @ keys * self.head_dim**-0.5  # [N, H, Q, X]
+        return scores.gather(-1, places.lookup.expand(*scores.shape[:2], -1, -1))
+
+
+class FeedForward(nn.Module):
+    """Two matrices and a GELU, for each token by itself."""
+
+    def __init__(self, width: int, inner_width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner_width, bias=False)
+        self.out = nn.Linear(inner_width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        return self.out(F.gelu(self.up(x)))
+
+
+class Residual(nn.Module):
+    """x + dropout(block(RMSNorm(x))), around every block of decoder and encoder."""
+
+    def __init__(self, width: int, block: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.block = block
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[..., D] to [..., D]; what else the block takes follows x."""
+        return x + self.dropout(self.block(self.norm(x), *args, **kwargs))
+
+
+def some_key(mask: Tensor) -> Tensor:
+    """The mask [..., S], with everything visible where nothing was, so that softmax and gradients stay finite.
+
+    What is read there means nothing, and the caller must drop it.
+    """
+    return mask | ~mask.any(-1, keepdim=True)
+
+
+# ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
+
+
+class ChunkedCrossAttention(nn.Module):
+    """The last token of chunk u and the first m - 1 tokens of chunk u + 1 read the neighbors of chunk u.
+
+        tokens      0 . . . m-1  m . . . . 2m-1  2m . . .
+        chunks      └─── 0 ───┘  └──── 1 ────┘  └── 2 …        neighbors of chunk u were found with all its tokens, so
+        windows               └─── 0 ────┘└─── 1 ────┘         no token before its last one may know them
+
+    A window is the sequence shifted by m - 1 tokens and cut every m: no copies, no loop. Token i of a window is
+    i - i' + m - 1 from token i' of a neighbor. One softmax runs over all tokens of all K neighbors.
+    """
+
+    def __init__(self, attention: Attention, chunk_length: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.chunk_length = chunk_length
+
+    def forward(self, x: Tensor, places: Places, encoded: Tensor, mask: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D], and exactly 0 for tokens with nothing to read.
+
+        Args:
+            x: decoder activations, [B, T, D].
+            places: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
+            encoded: encoded neighbors of the complete chunks, [B, U, K, R, E].
+            mask: bool, which of their tokens are real, [B, U, K, R].
+        """
+        m, num_chunks = self.chunk_length, encoded.shape[1]
+        shifted = x[:, m - 1 :]
+        num_readers = shifted.shape[1]  # the last window is cut short by the end of the sequence
+        shifted = F.pad(shifted, (0, 0, 0, num_chunks * m - num_readers))
+        windows = rearrange(shifted, "b (u m) d -> (b u) m d", m=m)
+        source = rearrange(encoded, "b u k r e -> (b u) (k r) e")
+        mask = rearrange(mask, "b u k r -> (b u) 1 1 (k r)")
+        read = self.attention(windows, places, source=source, mask=some_key(mask))
+        read = read.masked_fill(~mask.any(-1), 0.0)  # [(b u), 1, 1]
+        read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
+        return F.pad(read[:, :num_readers], (0, 0, m - 1, 0))
+
+
+# ------------------------------------------------------------------------------------ encoder (sections 2.3 and 2.5)
+
+
+class Encoder(nn.Module):
+    """Bidirectional transformer over each neighbor, conditioned on the chunk that retrieved it (algorithm 1)."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        width, dropout = settings.encoder_d_model, settings.dropout
+        self.scheme = (settings.positions, width, settings.encoder_head_dim)
+
+        def attention(source_width: int) -> Residual:
+            heads, head_dim = settings.encoder_num_heads, settings.encoder_head_dim
+            return Residual(width, Attention(width, source_width, heads, head_dim, settings.positions), dropout)
+
+        self.embedding = nn.Embedding(settings.vocab_size, width)
+        layers = range(settings.encoder_num_layers)
+        self.attention = nn.ModuleList(attention(width) for _ in layers)
+        self.cross = nn.ModuleDict({str(layer): attention(settings.d_model) for layer in settings.encoder_cca_layers})
+        self.feed_forward = nn.ModuleList(
+            Residual(width, FeedForward(width, settings.encoder_d_ffw), dropout) for _ in layers
+        )
+        if settings.encoder_cca_layers:
+            self.query_norm = nn.RMSNorm(settings.d_model, eps=1e-6)
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+
+    def forward(self, tokens: Tensor, mask: Tensor, chunks: Tensor) -> Tensor:
+        """Encode every neighbor of every chunk at once.
+
+        Args:
+            tokens: of the neighbors, int64 [B, U, K, R].
+            mask: which of them are real, bool [B, U, K, R].
+            chunks: decoder activations of the querying chunks, [B, U, M, D].
+
+        Returns:
+            [B, U, K, R, E]. Where the mask is False it means nothing.
+        """
+        _, num_chunks, k, r = tokens.shape
+        e = self.embedding(rearrange(tokens, "b u k r -> (b u k) r"))
+        mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
+        inner = place(*self.scheme, range(r), range(r), tokens.device)
+        if self.cross:
+            outer = place(*self.scheme, range(r), range(chunks.shape[2]), tokens.device, (k, 1))
+            chunks = rearrange(self.query_norm(chunks), "b u m d -> (b u) m d")
+        for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
+            e = attention(e, inner, mask=mask)
+            if str(layer) in self.cross:
+                e = rearrange(e, "(b u k) r e -> (b u) (k r) e", u=num_chunks, k=k)
+                e = self.cross[str(layer)](e, outer, source=chunks)
+                e = rearrange(e, "(b u) (k r) e -> (b u k) r e", u=num_chunks, k=k)
+            e = feed_forward(e)
+        return rearrange(self.norm(e), "(b u k) r e -> b u k r e", u=num_chunks, k=k)
+
+
+# --------------------------------------------------------------------------------------- decoder (section 2.4, alg. 1)
+
+
+class Retro(nn.Module):
+    """The language model. Without `cca_layers` it is a plain decoder, the paper's baseline."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        if settings.vocab_size < 1:
+            raise InputError(
+                "model.vocab_size is 0, which stands for the datastore's tokenizer: "
+                "fill it in with dataclasses.replace(settings, vocab_size=...) before building the model."
+            )
+        self.settings = settings
+        width, heads, head_dim, dropout = settings.d_model, settings.num_heads, settings.head_dim, settings.dropout
+        self.scheme = (settings.positions, width, head_dim)
+
+        def attention(source_width: int) -> Attention:
+            return Attention(width, source_width, heads, head_dim, settings.positions)
+
+        def cross() -> ChunkedCrossAttention:
+            return ChunkedCrossAttention(attention(settings.encoder_d_model), settings.chunk_length)
+
+        layers = range(settings.num_layers)
+        self.embedding = nn.Embedding(settings.vocab_size, width)
+        self.attention = nn.ModuleList(Residual(width, attention(width), dropout) for _ in layers)
+        self.feed_forward = nn.ModuleList(Residual(width, FeedForward(width, settings.d_ffw), dropout) for _ in layers)
+        self.cross = nn.ModuleDict({str(layer): Residual(width, cross(), dropout) for layer in settings.cca_layers})
+        if settings.cca_layers:
+            self.encoder = Encoder(settings)
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw all weights anew; what a model built on the meta device needs after `to_empty`.
+
+        Matrices keep the variance of what they multiply (std 1/sqrt(fan-in)), at any width. What is added to the
+        residual stream is scaled down by the number of additions, so its variance at the top does not grow with depth.
+        Tokens enter both streams about as loud as the blocks speak: with 0.02 as it stands (GPT-2's choice) they are
+        drowned by the first block, and learning to copy from neighbors took more than twice the steps.
+        """
+        num_blocks = 2 * self.settings.num_layers + len(self.settings.cca_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Embedding):
+                # The decoder's rows are small, as they are the output layer too; `hidden` multiplies them.
+                nn.init.normal_(module.weight, std=0.02 if module is self.embedding else 1.0)
+            elif isinstance(module, nn.Linear):
+                into_stream = name.endswith(".out")
+                nn.init.normal_(module.weight, std=(module.in_features * (num_blocks if into_stream else 1)) ** -0.5)
+            elif isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, Attention) and self.settings.positions == "transformer-xl":
+                nn.init.zeros_(module.content_bias)
+                nn.init.zeros_(module.distance_bias)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The logits of every next token, [B, T, V]. The arguments are those of `hidden`."""
+        return self.logits(self.hidden(tokens, documents, neighbors, neighbor_lengths))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] from `hidden` to [..., V]: apart, since logits are large and few of them may be wanted at a time."""
+        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The activations under the output layer, [B, T, D].
+
+        Args:
+            tokens: int64 [B, T], for any T; a chunk is every m tokens from the first on, U = T // m are complete.
+            documents: int64 [B, ceil(T / m)], the document that each chunk belongs to, the incomplete one included.
+                Tokens see nothing of other documents or their neighbors. Padding stands at the end of a document,
+                where causality hides it from everything else. None says that each row is one document: that is faster.
+            neighbors: int64 [B, U, K, R], the neighbors of the complete chunks, any K and R; every id must lie in
+                the vocabulary. None turns retrieval off. A model without `cca_layers` ignores them.
+            neighbor_lengths: int64 [B, U, K], how many of the R tokens are real, from the first on; 0 = no neighbor,
+                K zeros = retrieval off for this chunk. None means all R.
+        """
+        (_, num_tokens), m = tokens.shape, self.settings.chunk_length
+        num_chunks = num_tokens // m
+        if documents is not None and documents.shape[1] != -(-num_tokens // m):
+            raise ValueError(f"documents has {documents.shape[1]} columns; {num_tokens} tokens begin one every {m}")
+        if neighbors is not None and neighbors.shape[1] != num_chunks:
+            raise ValueError(f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_chunks}")
+        here = place(*self.scheme, range(num_tokens), range(num_tokens), tokens.device)
+        mask = None if documents is None else document_mask(documents, m, num_tokens)
+        cca_layers: tuple[int, ...] = ()
+        if neighbors is not None and neighbors.numel() > 0:
+            cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
+            there = place(*self.scheme, range(m - 1, 2 * m - 1), range(r), tokens.device, (1, k))
+            real = neighbor_mask(neighbors, neighbor_lengths, documents)
+
+        h = self.embedding(tokens) * self.settings.d_model**0.5
+        for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
+            h = attention(h, here, mask=mask, causal=mask is None)
+            if layer == min(cca_layers, default=0):
+                chunks = rearrange(h[:, : num_chunks * m], "b (u m) d -> b u m d", m=m)
+                encoded = self.encoder(neighbors, real, chunks)
+            if layer in cca_layers:
+                h = self.cross[str(layer)](h, there, encoded, real)
+            h = feed_forward(h)
+        return self.norm(h)
+
+
+def document_mask(documents: Tensor, chunk_length: int, num_tokens: int) -> Tensor:
+    """Which token may see which: none later, none of another document. [B, ceil(T/m)] to bool [B, 1, T, T]."""
+    document = documents.repeat_interleave(chunk_length, dim=1)[:, :num_tokens]  # [B, T]
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
+def neighbor_mask(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:
+    """Which tokens of the neighbors [B, U, K, R] may be read: bool [B, U, K, R].
+
+    Real ones, unless the next chunk begins another document: most of the window belongs to that one. The window's
+    first token, the last of chunk u, then goes without, but it has nothing left to predict in its own document.
+    """
+    mask = torch.ones_like(neighbors, dtype=torch.bool)
+    if lengths is not None:
+        mask = torch.arange(neighbors.shape[3], device=neighbors.device) < lengths[..., None]
+    if documents is not None:
+        goes_on = documents[:, 1:] == documents[:, :-1]
+        # The last complete chunk of a sequence may have no next one.
+        goes_on = F.pad(goes_on, (0, neighbors.shape[1] - goes_on.shape[1]), value=True)
+        mask = mask & goes_on[:, :, None, None]
+    return mask
+
+
+def count_parameters(model: nn.Module, embeddings: bool = False) -> int:
+    """The number of parameters, as table 10 counts them: without the embedding tables and the output layer."""
+    tables = ("embedding.weight", "encoder.embedding.weight", "head.weight")
+    return sum(p.numel() for name, p in model.named_parameters() if embeddings or name not in tables)
+
+
+# -------------------------------------------------------------------------------------------------------------- loss
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each label under its logits, in nats: float32 [B, T], 0 where the label is ignored.
+
+    Args:
+        logits: [B, T, V]. Log-probabilities are taken in float32, whatever their type.
+        labels: int64 [B, T], the token that follows each; `IGNORED_LABEL` where none counts.
+    """
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return losses.view(labels.shape)
+
+
+def loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean of `token_losses` over the labels that count; 0, not NaN, where none does."""
+    return token_losses(logits, labels).sum() / (labels != IGNORED_LABEL).sum().clamp(min=1)

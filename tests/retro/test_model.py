@@ -1,0 +1,618 @@
+"""What the model may depend on, shown by changing inputs and by gradients; its formulas, in slow loops; its sizes."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from retro.model import (
+    IGNORED_LABEL,
+    PRESETS,
+    Attention,
+    ModelSettings,
+    Retro,
+    count_parameters,
+    loss,
+    place,
+    token_losses,
+)
+
+B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
+T = U * M
+SETTINGS = ModelSettings(
+    vocab_size=V,
+    d_model=32,
+    d_ffw=64,
+    num_heads=2,
+    head_dim=16,
+    num_layers=4,
+    cca_layers=(2, 4),
+    encoder_d_model=24,
+    encoder_d_ffw=48,
+    encoder_num_heads=2,
+    encoder_head_dim=8,
+    chunk_length=M,
+)
+SCHEMES = ("rope", "transformer-xl")
+both_schemes = pytest.mark.parametrize("scheme", SCHEMES)
+few = settings(max_examples=8, deadline=None, derandomize=True)
+MODELS: dict[str, Retro] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from a second thread, and wait for it when the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(scheme: str = "rope", **changes: Any) -> Retro:
+    """A small model whose every part matters: the biases u and v start at zero, so they are moved off it."""
+    torch.manual_seed(0)
+    model = Retro(replace(SETTINGS, positions=scheme, **changes)).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def model_of(scheme: str) -> Retro:
+    """The same, made once: no test changes its weights."""
+    return MODELS.setdefault(scheme, build(scheme))
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens [B, T], neighbors [B, U, K, R] and their lengths [B, U, K]."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(V, (B, T), generator=generator)
+    neighbors = torch.randint(V, (B, U, K, R), generator=generator)
+    return tokens, neighbors, torch.randint(1, R + 1, (B, U, K), generator=generator)
+
+
+@torch.no_grad()
+def logits(model: Retro, *inputs: Tensor | None) -> Tensor:
+    return model(*inputs)
+
+
+def first_difference(a: Tensor, b: Tensor) -> int:
+    """The first position of [B, T, V] where two outputs are not bit for bit the same; T where they are."""
+    differs = (a != b).any(-1).any(0)
+    return int(differs.int().argmax()) if differs.any() else T
+
+
+def embedding_gradients(model: Retro, output: Tensor, table: Tensor) -> Tensor:
+    """Sums of absolute gradients, by token id: which ids does this output depend on?"""
+    return torch.autograd.grad(output, table, retain_graph=True)[0].abs().sum(-1)
+
+
+# ------------------------------------------------------------------------------------------------------- causality
+
+
+@both_schemes
+@given(chunk=st.integers(0, U - 1), row=st.integers(0, B - 1), neighbor=st.integers(0, K - 1))
+@few
+def test_changing_a_neighbor_of_chunk_u_changes_no_logit_before_its_last_token(scheme, chunk, row, neighbor):
+    tokens, neighbors, _ = batch(chunk)
+    changed = neighbors.clone()
+    changed[row, chunk, neighbor] = (changed[row, chunk, neighbor] + 1) % V
+    before = logits(model_of(scheme), tokens, None, neighbors)
+    after = logits(model_of(scheme), tokens, None, changed)
+    assert first_difference(before, after) == (chunk + 1) * M - 1
+    assert torch.equal(before[1 - row], after[1 - row])
+
+
+@both_schemes
+@given(position=st.integers(0, T - 1), row=st.integers(0, B - 1))
+@few
+def test_changing_a_token_changes_no_earlier_logit(scheme, position, row):
+    tokens, neighbors, lengths = batch(position)
+    changed = tokens.clone()
+    changed[row, position] = (changed[row, position] + 1) % V
+    before = logits(model_of(scheme), tokens, None, neighbors, lengths)
+    after = logits(model_of(scheme), changed, None, neighbors, lengths)
+    assert first_difference(before, after) == position
+    assert torch.equal(before[1 - row], after[1 - row])
+
+
+@both_schemes
+def test_gradients_reach_only_earlier_tokens_and_neighbors_of_finished_chunks(scheme):
+    model = build(scheme, tied_embeddings=False)  # so the embedding's gradients are those of the inputs alone
+    tokens = torch.arange(T)[None]  # every position and every neighbor has ids of its own
+    neighbors = (torch.arange(U)[:, None, None] * K + torch.arange(K)[:, None]).expand(1, U, K, R)
+    output = model(tokens, None, neighbors).square().sum(-1)[0]
+    for position in range(T):
+        token_gradients = embedding_gradients(model, output[position], model.embedding.weight)
+        assert (token_gradients[: position + 1] > 0).all()
+        assert (token_gradients[position + 1 :] == 0).all()
+        table = model.encoder.embedding.weight
+        readable = (position + 1) // M  # chunks whose last token is at this position or before it
+        if readable:
+            neighbor_gradients = embedding_gradients(model, output[position], table)
+            assert (neighbor_gradients[: readable * K] > 0).all()
+            assert (neighbor_gradients[readable * K :] == 0).all()
+
+
+@both_schemes
+def test_rows_of_a_batch_do_not_depend_on_each_other(scheme):
+    model = build(scheme, tied_embeddings=False)
+    _, neighbors, lengths = batch()
+    tokens = torch.arange(B * T).view(B, T)
+    neighbors = neighbors % 25 + torch.tensor([0, 25]).view(B, 1, 1, 1)
+    output = model(tokens, None, neighbors, lengths).square().sum((1, 2))
+    own = embedding_gradients(model, output[0], model.embedding.weight) > 0
+    assert own[:T].all()
+    assert not own[T:].any()
+    assert not (embedding_gradients(model, output[0], model.encoder.embedding.weight)[25:] > 0).any()
+
+
+@both_schemes
+@given(num_tokens=st.integers(1, T))
+@few
+def test_a_prefix_has_the_first_logits_of_the_whole(scheme, num_tokens):
+    tokens, neighbors, lengths = batch()
+    documents = torch.tensor([[0, 0, 0, 0], [4, 4, 5, 5]])
+    for whole in (None, documents):
+        full = logits(model_of(scheme), tokens, whole, neighbors, lengths)
+        part = None if whole is None else whole[:, : math.ceil(num_tokens / M)]
+        complete = num_tokens // M
+        prefix = logits(model_of(scheme), tokens[:, :num_tokens], part, neighbors[:, :complete], lengths[:, :complete])
+        # The last token of a document may read its chunk's neighbors until another document is seen to follow.
+        compared = torch.ones(B, num_tokens, dtype=torch.bool)
+        if whole is not None and num_tokens == 2 * M:
+            compared[1, -1] = False
+        torch.testing.assert_close(prefix[compared], full[:, :num_tokens][compared], rtol=1e-4, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------- missing neighbors
+
+
+@both_schemes
+def test_what_stands_beyond_a_neighbors_length_changes_nothing(scheme):
+    tokens, neighbors, lengths = batch()
+    lengths[0, 1, 0] = lengths[1, 2] = 0
+    missing = torch.arange(R) >= lengths[..., None]
+    other = torch.where(missing, (neighbors + 7) % V, neighbors)
+    model = model_of(scheme)
+    assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens, None, other, lengths))
+    encoder_gradients = torch.autograd.grad(
+        model(tokens % 10, None, torch.where(missing, 49, neighbors % 49), lengths).square().sum(),
+        model.encoder.embedding.weight,
+    )[0]
+    assert (encoder_gradients[49] == 0).all()
+
+
+@both_schemes
+def test_a_missing_neighbor_equals_one_neighbor_less(scheme):
+    tokens, neighbors, lengths = batch()
+    lengths[:, :, 1] = 0
+    torch.testing.assert_close(
+        logits(model_of(scheme), tokens, None, neighbors, lengths),
+        logits(model_of(scheme), tokens, None, neighbors[:, :, :1], lengths[:, :, :1]),
+    )
+
+
+@both_schemes
+def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
+    model = build(scheme)
+    tokens, neighbors, lengths = batch()
+    off = logits(model, tokens)
+    assert torch.equal(logits(model, tokens, None, neighbors, torch.zeros_like(lengths)), off)
+    assert torch.equal(logits(model, tokens, None, neighbors[:, :, :0], lengths[:, :, :0]), off)
+    lengths[0] = 0  # retrieval dropped for one sequence of two
+    on = model(tokens, None, neighbors, lengths)
+    torch.testing.assert_close(on[0], off[0])
+    assert not torch.allclose(on[1], off[1])
+    loss(on, tokens).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+@both_schemes
+def test_gradients_are_finite_and_zero_where_every_neighbor_is_missing(scheme):
+    model = build(scheme)
+    tokens, neighbors, lengths = batch()
+    loss(model(tokens, None, neighbors, torch.zeros_like(lengths)), tokens).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if name.startswith(("encoder.", "cross.")):
+            assert parameter.grad.eq(0).all(), name
+        else:
+            assert parameter.grad.isfinite().all(), name
+
+
+@both_schemes
+def test_the_order_of_the_neighbors_does_not_matter(scheme):
+    tokens, neighbors, lengths = batch()
+    torch.testing.assert_close(
+        logits(model_of(scheme), tokens, None, neighbors, lengths),
+        logits(model_of(scheme), tokens, None, neighbors.flip(2), lengths.flip(2)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- documents
+
+DOCUMENTS = torch.tensor([[3, 3, 4, 4], [5, 6, 6, 6]])
+
+
+@both_schemes
+def test_documents_of_one_sequence_do_not_see_each_other(scheme):
+    tokens, neighbors, lengths = batch()
+    model = model_of(scheme)
+    changed = tokens.clone()
+    changed[0, : 2 * M] = (changed[0, : 2 * M] + 1) % V
+    before = logits(model, tokens, DOCUMENTS, neighbors, lengths)
+    after = logits(model, changed, DOCUMENTS, neighbors, lengths)
+    assert torch.equal(before[0, 2 * M :], after[0, 2 * M :])
+    assert not torch.equal(before[0, : 2 * M], after[0, : 2 * M])
+
+
+@both_schemes
+def test_a_document_inside_a_sequence_has_the_logits_it_has_alone(scheme):
+    tokens, neighbors, lengths = batch()
+    together = logits(model_of(scheme), tokens, DOCUMENTS, neighbors, lengths)[1, M:]
+    alone = logits(model_of(scheme), tokens[1:, M:], None, neighbors[1:, 1:], lengths[1:, 1:])[0]
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-5)
+
+
+@both_schemes
+def test_neighbors_of_a_documents_last_chunk_do_not_reach_the_next_document(scheme):
+    tokens, neighbors, lengths = batch()
+    changed = neighbors.clone()
+    changed[0, 1] = (changed[0, 1] + 1) % V
+    model = model_of(scheme)
+    before = logits(model, tokens, DOCUMENTS, neighbors, lengths)
+    assert torch.equal(before, logits(model, tokens, DOCUMENTS, changed, lengths))
+    one_document = torch.zeros_like(DOCUMENTS)
+    assert first_difference(
+        logits(model, tokens, one_document, neighbors, lengths), logits(model, tokens, one_document, changed, lengths)
+    ) == (2 * M - 1)
+
+
+@both_schemes
+@given(padding=st.integers(1, M - 1))
+@few
+def test_padding_at_a_documents_end_influences_nothing_but_itself(scheme, padding):
+    tokens, neighbors, lengths = batch()
+    changed = tokens.clone()
+    padded = slice(2 * M - padding, 2 * M)
+    changed[0, padded] = (changed[0, padded] + 1) % V
+    before = logits(model_of(scheme), tokens, DOCUMENTS, neighbors, lengths)
+    after = logits(model_of(scheme), changed, DOCUMENTS, neighbors, lengths)
+    outside = torch.ones(T, dtype=torch.bool)
+    outside[padded] = False
+    assert torch.equal(before[:, outside], after[:, outside])
+
+
+@both_schemes
+def test_a_single_document_may_be_named_or_not(scheme):
+    tokens, neighbors, lengths = batch()
+    named = logits(model_of(scheme), tokens, torch.full((B, U), 9), neighbors, lengths)
+    torch.testing.assert_close(named, logits(model_of(scheme), tokens, None, neighbors, lengths), rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- formulas, against slow loops
+
+
+def turn(x: Tensor, position: int) -> Tensor:
+    """RoPE of one vector: as the complex numbers x_c + i x_{c + C/2}, turned by position * 10000^(-2c/C)."""
+    half = len(x) // 2
+    turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half), position * FREQUENCIES[half])
+    return torch.cat((turned.real, turned.imag))
+
+
+def sinusoid(distance: int, width: int) -> Tensor:
+    """R of one distance: cosines, then sines."""
+    angles = distance * FREQUENCIES[width // 2]
+    return torch.cat((angles.cos(), angles.sin()))
+
+
+FREQUENCIES = {n: torch.tensor([10_000 ** (-c / n) for c in range(n)]) for n in (4, 8, 12, 16)}
+
+
+def slow_score(attention: Attention, q: Tensor, k: Tensor, distance: int) -> Tensor:
+    """The score of one query and one key of a single-headed attention, from their distance alone."""
+    if not hasattr(attention, "distance"):
+        return turn(q, distance) @ k / math.sqrt(len(q))
+    u, v = attention.content_bias[0, 0], attention.distance_bias[0, 0]
+    r = attention.distance.weight @ sinusoid(distance, attention.query.in_features)
+    return ((q + u) @ k + (q + v) @ r) / math.sqrt(len(q))
+
+
+def slow_attention(
+    attention: Attention, x: Tensor, source: Tensor, distance: Callable[[int, int], int | None]
+) -> Tensor:
+    """Query by query and key by key: x [Q, D] reads source [S, E]; the distance is None where it may not look."""
+    out = torch.zeros_like(x)
+    for i in range(len(x)):
+        scores, values = [], []
+        for j in range(len(source)):
+            if (apart := distance(i, j)) is not None:
+                key, value = (attention.key_value.weight @ source[j]).chunk(2)
+                scores.append(slow_score(attention, attention.query.weight @ x[i], key, apart))
+                values.append(value)
+        if scores:
+            out[i] = attention.out.weight @ (torch.stack(scores).softmax(0)[:, None] * torch.stack(values)).sum(0)
+    return out
+
+
+@pytest.fixture(params=SCHEMES)
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What went into and came out of every block of a single-headed model, for a sequence that ends within a chunk.
+
+    The first of three chunks has one whole neighbor and one cut short, the second none at all.
+    """
+    model = build(request.param, num_heads=1, encoder_num_heads=1)
+    record: dict[str, Any] = {"lengths": torch.tensor([[R, 3], [0, 0], [0, 5]])}
+
+    def keep(name: str) -> Any:
+        def hook(block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+            record[name] = (block, inputs, named, output)
+
+        return hook
+
+    for name, block in model.named_modules():
+        if name.endswith(".block"):
+            block.register_forward_hook(keep(name.removesuffix(".block")), with_kwargs=True)
+    tokens, neighbors, _ = batch()
+    logits(model, tokens[:1, : 3 * M + 2], None, neighbors[:1, :3], record["lengths"][None])
+    return record
+
+
+@torch.no_grad()
+def test_self_attention_is_the_papers_formula(seen):
+    attention, (x, _), _, output = seen["attention.1"]
+    slow = slow_attention(attention, x[0], x[0], lambda i, j: i - j if j <= i else None)
+    torch.testing.assert_close(output[0], slow, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_chunked_cross_attention_is_the_papers_formula(seen):
+    """Section 2.4: token i of the window of chunk u is i - i' + m - 1 from token i' of the neighbors of chunk u."""
+    cross, (x, _, encoded, _), _, output = seen["cross.4"]
+    assert (output[0, : M - 1] == 0).all()
+    for chunk in range(3):
+        window = slice((chunk + 1) * M - 1, (chunk + 2) * M - 1)
+
+        def distance(i: int, j: int, lengths: Tensor = seen["lengths"][chunk]) -> int | None:
+            neighbor, token = divmod(j, R)
+            return i - token + M - 1 if token < lengths[neighbor] else None
+
+        slow = slow_attention(cross.attention, x[0, window], encoded[0, chunk].flatten(0, 1), distance)
+        torch.testing.assert_close(output[0, window], slow, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_encoder_is_bidirectional_over_the_real_tokens_of_each_neighbor(seen):
+    attention, (x, _), _, output = seen["encoder.attention.1"]
+    for row, length in enumerate(seen["lengths"].flatten().tolist()):
+        if length:
+
+            def distance(i: int, j: int, length: int = length) -> int | None:
+                return i - j if j < length else None
+
+            slow = slow_attention(attention, x[row], x[row], distance)
+            torch.testing.assert_close(output[row], slow, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_encoded_neighbors_read_the_chunk_that_asked(seen):
+    """Token i' of a neighbor and token j of the chunk are i' - j apart, in each of the K neighbors."""
+    attention, (x, _), named, output = seen["encoder.cross.1"]
+    for chunk in range(3):
+        slow = slow_attention(attention, x[chunk], named["source"][chunk], lambda i, j: i % R - j)
+        torch.testing.assert_close(output[chunk], slow, rtol=1e-4, atol=1e-4)
+
+
+@both_schemes
+def test_heads_work_by_themselves(scheme):
+    torch.manual_seed(2)
+    both = Attention(query_width=12, key_width=10, num_heads=2, head_dim=8, scheme=scheme)
+    if scheme == "transformer-xl":
+        torch.nn.init.normal_(both.content_bias)
+        torch.nn.init.normal_(both.distance_bias)
+    x, source = torch.randn(1, 5, 12), torch.randn(1, 6, 10)
+    places = place(scheme, 12, 8, range(5), range(6), x.device)
+    expected = torch.zeros(1, 5, 12)
+    with torch.no_grad():
+        for head in range(2):
+            one = Attention(12, 10, 1, 8, scheme)
+            rows = slice(head * 8, head * 8 + 8)
+            one.query.weight.copy_(both.query.weight[rows])
+            one.key_value.weight.copy_(torch.cat([half[rows] for half in both.key_value.weight.chunk(2)]))
+            one.out.weight.copy_(both.out.weight[:, rows])
+            if scheme == "transformer-xl":
+                one.distance.weight.copy_(both.distance.weight[rows])
+                one.content_bias.copy_(both.content_bias[head : head + 1])
+                one.distance_bias.copy_(both.distance_bias[head : head + 1])
+            expected += one(x, places, source)
+        torch.testing.assert_close(both(x, places, source), expected, rtol=1e-4, atol=1e-5)
+
+
+@both_schemes
+def test_a_neighbor_is_encoded_with_its_own_chunk_and_without_the_other_neighbors(scheme):
+    encoder = model_of(scheme).encoder
+    _, neighbors, _ = batch()
+    mask, chunks = torch.ones_like(neighbors, dtype=torch.bool), torch.randn(B, U, M, SETTINGS.d_model)
+    with torch.no_grad():
+        encoded = encoder(neighbors, mask, chunks)
+        others = chunks.clone()
+        others[0, 1] += 1
+        changed = encoder(neighbors, mask, others) != encoded
+        alone = encoder(neighbors[:, :, 1:], mask[:, :, 1:], chunks)
+    assert changed[0, 1].any(-1).all()
+    changed[0, 1] = False
+    assert not changed.any()
+    torch.testing.assert_close(alone, encoded[:, :, 1:], rtol=1e-4, atol=1e-5)
+    unconditioned = build(scheme, encoder_cca_layers=())
+    assert not any("cross" in name for name, _ in unconditioned.encoder.named_parameters())
+
+
+@both_schemes
+def test_bfloat16_autocast_agrees_with_float32(scheme):
+    model = build(scheme)
+    tokens, neighbors, lengths = batch()
+    exact = model(tokens, DOCUMENTS, neighbors, lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        training = model(tokens, DOCUMENTS, neighbors, lengths)
+        single = model(tokens, None, neighbors, lengths)
+        evaluating = logits(model, tokens, DOCUMENTS, neighbors, lengths)
+    scale = exact.std()
+    for rounded in (training, evaluating):
+        assert (rounded.float() - exact).abs().mean() < 0.05 * scale
+    assert (single.float() - model(tokens, None, neighbors, lengths)).abs().mean() < 0.05 * scale
+    loss(training, tokens).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------ sizes and settings
+
+
+@pytest.mark.parametrize(
+    ("preset", "retro", "base"),
+    [("172m", 172.5, 121.1), ("425m", 425.5, 339.7), ("1.5b", 1451.4, 1208.0), ("7.5b", 7531.5, 6442.5)],
+)
+def test_the_papers_sizes_have_the_papers_parameters(preset, retro, base):
+    sized = replace(PRESETS[preset], vocab_size=128)
+    with torch.device("meta"):
+        with_retrieval = Retro(replace(sized, positions="transformer-xl"))
+        without = Retro(replace(sized, cca_layers=()))
+    assert count_parameters(with_retrieval) / 1e6 == pytest.approx(retro, rel=1e-3)
+    assert count_parameters(without) / 1e6 == pytest.approx(base, rel=1e-3)
+    tables = 128 * (sized.d_model + sized.encoder_d_model)
+    assert count_parameters(with_retrieval, embeddings=True) == count_parameters(with_retrieval) + tables
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("tiny", 1), ("small", 5.5), ("base-cpu", 15)])
+def test_the_presets_for_a_cpu_have_the_size_they_say(preset, millions):
+    with torch.device("meta"):
+        model = Retro(replace(PRESETS[preset], vocab_size=128))
+    assert count_parameters(model) / 1e6 == pytest.approx(millions, rel=0.03)
+
+
+def test_a_model_from_the_meta_device_is_the_model():
+    with torch.device("meta"):
+        model = Retro(SETTINGS)
+    model.to_empty(device="cpu")
+    direct = Retro(SETTINGS)
+    for either in (model, direct):
+        torch.manual_seed(3)
+        either.initialize()
+    tokens, neighbors, lengths = batch()
+    assert torch.equal(
+        logits(model, tokens, None, neighbors, lengths), logits(direct, tokens, None, neighbors, lengths)
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cca_layers": (0, 3)},
+        {"cca_layers": (7,)},
+        {"cca_layers": (6, 3)},
+        {"cca_layers": (3, 3)},
+        {"encoder_cca_layers": (3,)},
+        {"head_dim": 63},
+        {"encoder_head_dim": 7},
+        {"d_model": 0},
+        {"encoder_d_ffw": -1},
+        {"num_layers": 0},
+        {"chunk_length": 0},
+        {"dropout": 1.0},
+        {"dropout": -0.1},
+        {"vocab_size": -1},
+        {"positions": "absolute"},
+    ],
+)
+def test_impossible_settings_are_refused_by_name(wrong):
+    ((key, value),) = wrong.items()
+    with pytest.raises(ValueError) as refusal:
+        ModelSettings(**wrong)
+    assert f"model.{key} is {value!r}: set it to " in str(refusal.value)
+
+
+def test_an_odd_width_is_refused_for_transformer_xl_only():
+    ModelSettings(d_model=33)
+    ModelSettings(head_dim=33, positions="transformer-xl")
+    with pytest.raises(ValueError, match=r"model\.d_model is 33.*transformer-xl"):
+        ModelSettings(d_model=33, positions="transformer-xl")
+
+
+def test_a_model_needs_a_vocabulary():
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 0"):
+        Retro(ModelSettings())
+
+
+def test_inputs_of_the_wrong_number_of_chunks_are_refused():
+    tokens, neighbors, _ = batch()
+    with pytest.raises(ValueError, match=r"3 chunks.*16 tokens complete 4"):
+        model_of("rope")(tokens, None, neighbors[:, :3])
+    with pytest.raises(ValueError, match="4 columns; 11 tokens"):
+        model_of("rope")(tokens[:, :11], DOCUMENTS)
+
+
+def test_the_baseline_has_no_encoder_and_ignores_neighbors():
+    model = build(cca_layers=())
+    tokens, neighbors, lengths = batch()
+    assert not any(name.startswith(("encoder.", "cross.")) for name, _ in model.named_parameters())
+    assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens))
+
+
+def test_dropout_drops_in_training_only():
+    model = build(dropout=0.5)
+    tokens, neighbors, _ = batch()
+    assert torch.equal(logits(model, tokens, None, neighbors), logits(model, tokens, None, neighbors))
+    model.train()
+    assert not torch.equal(logits(model, tokens, None, neighbors), logits(model, tokens, None, neighbors))
+
+
+# ---------------------------------------------------------------------------------------------------- loss, learning
+
+
+def test_ignored_labels_count_for_nothing():
+    scores, labels = torch.randn(B, T, V), torch.randint(V, (B, T))
+    labels[0, 3:] = IGNORED_LABEL
+    each = token_losses(scores, labels)
+    assert each.dtype == torch.float32
+    assert (each[0, 3:] == 0).all()
+    expected = -scores.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(each[1], expected[1])
+    torch.testing.assert_close(loss(scores, labels), torch.cat((expected[0, :3], expected[1])).mean())
+    assert loss(scores, torch.full_like(labels, IGNORED_LABEL)) == 0
+
+
+def test_a_model_learns_to_copy_what_its_neighbors_show():
+    """Random text, so without neighbors nothing can be learned but the frequencies: chunk u + 1 stands in chunk u's."""
+    vocabulary, m, num_chunks = 16, 4, 4
+
+    def train(retrieval: bool) -> float:
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        model = Retro(replace(SETTINGS, vocab_size=vocabulary, chunk_length=m, encoder_d_model=32))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        value = math.nan
+        for _ in range(40):
+            text = torch.randint(vocabulary, (32, (num_chunks + 1) * m), generator=generator)
+            tokens, labels = text[:, : num_chunks * m], text[:, 1 : num_chunks * m + 1].clone()
+            labels[:, : m - 1] = IGNORED_LABEL  # no neighbors there
+            neighbors = text[:, m:].reshape(-1, num_chunks, 1, m)
+            objective = loss(model(tokens, None, neighbors if retrieval else None), labels)
+            optimizer.zero_grad()
+            objective.backward()
+            optimizer.step()
+            value = objective.item()
+        return value
+
+    with_neighbors, without = train(True), train(False)
+    assert without > 0.95 * math.log(vocabulary)
+    assert with_neighbors < 0.5 * without
