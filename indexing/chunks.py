@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from indexing.corpus import CorpusSettings, Document, Piece, Problem, in_validation, read_piece
+from indexing.corpus import Piece, in_validation, read_piece
+from indexing.readers import CorpusSettings, Document, Problem
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
@@ -53,7 +54,9 @@ def to_tokens(chunks: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 class _SplitWriter:
     """The four files of one split of one shard, grown document by document."""
 
-    def __init__(self, folder: Path, settings: ChunkSettings, tokenizer: Tokenizer, metadata_keys: Iterable[str]) -> None:
+    def __init__(
+        self, folder: Path, settings: ChunkSettings, tokenizer: Tokenizer, metadata_keys: Iterable[str]
+    ) -> None:
         import pyarrow
         import pyarrow.parquet
 
@@ -75,7 +78,12 @@ class _SplitWriter:
         chunks, lengths = to_chunks(tokens, self.chunk_length, self.pad_id)
         self.tokens.append(chunks)
         self.lengths.append(lengths)
-        row = {"id": document.id, "file": file, "bytes": len(document.text.encode()), "tokens": len(tokens)}
+        row: dict[str, Any] = {
+            "id": document.id,
+            "file": file,
+            "bytes": len(document.text.encode()),
+            "tokens": len(tokens),
+        }
         row |= {"chunks": len(chunks)} | {key: document.metadata.get(key) for key in self.metadata_keys}
         self.counts["documents"] += 1
         for key in ("chunks", "tokens", "bytes"):

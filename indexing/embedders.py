@@ -1,6 +1,6 @@
 """Chunks → unit vectors, behind one protocol.
 
-`lexical` (default): TF-IDF of token unigrams and hashed bigrams, projected by a fixed Gaussian matrix. It needs no model,
+`lexical` (default): damped TF-IDF of token unigrams and hashed bigrams, projected by a fixed Gaussian matrix. It needs no model,
 and lexical overlap is what RETRO gains most from (Norlund et al. 2023; Doostmohammadi et al. 2023).
 `transformer`: any encoder that `transformers` loads, mean-pooled like the paper's BERT (section 2.2), CLS, or what a
 sentence-transformers folder says.
@@ -19,6 +19,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, checksum, read_json, write_json
 
 _BLOCK_ROWS = 8192
+_BIGRAM_WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class EmbedderSettings:
     pooling: Literal["auto", "mean", "cls"] = "auto"
     """Transformer: `auto` follows a sentence-transformers folder's own setting and is `mean` elsewhere."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Transformer: `auto` is bfloat16 on a GPU or a CPU with AMX, else float32."""
+    """Transformer: `auto` is bfloat16 where the hardware multiplies it, else float32."""
     device: str = "auto"
     """Transformer: `auto`, `cpu`, `cuda`, `cuda:1` …"""
     batch_tokens: int = 16_384
@@ -106,27 +107,27 @@ class LexicalEmbedder:
     """Sublinear TF-IDF of token unigrams and hashed bigrams times a Gaussian matrix.
 
     Args:
-        idf: [vocabulary + buckets] float32, 0 for tokens that are not text.
-        vocab_size: of the tokenizer.
+        weights: [vocabulary + buckets] float32 of the n-grams, 0 for tokens that are not text.
+        is_special: [vocabulary] bool, tokens that are not text.
         dimension: width of the embeddings.
         seed: of the projection.
     """
 
-    def __init__(self, idf: np.ndarray, is_special: np.ndarray, dimension: int, seed: int) -> None:
+    def __init__(self, weights: np.ndarray, is_special: np.ndarray, dimension: int, seed: int) -> None:
         import torch
 
-        self.idf, self.is_special, self.dimension = idf, is_special, dimension
+        self.weights, self.is_special, self.dimension = weights, is_special, dimension
         generator = np.random.default_rng(seed)
-        projection = generator.standard_normal((len(idf), dimension), dtype=np.float32)
+        projection = generator.standard_normal((len(weights), dimension), dtype=np.float32)
         self.projection = torch.from_numpy(projection)
 
     def embed(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """See `Embedder.embed`."""
         import torch
 
-        features = _ngrams(tokens, lengths, self.is_special, len(self.idf) - len(self.is_special))
+        features = _ngrams(tokens, lengths, self.is_special, len(self.weights) - len(self.is_special))
         rows, values, counts = _term_frequencies(features)
-        weights = (1 + np.log(counts, dtype=np.float32)) * self.idf[values]
+        weights = (1 + np.log(counts, dtype=np.float32)) * self.weights[values]
         offsets = np.searchsorted(rows, np.arange(len(tokens)))
         vectors = torch.nn.functional.embedding_bag(
             torch.from_numpy(values),
@@ -138,8 +139,10 @@ class LexicalEmbedder:
         return _unit(vectors)
 
 
-def fit_lexical(folder: Path, settings: EmbedderSettings, tokens: np.ndarray, lengths: np.ndarray, is_special: np.ndarray) -> None:
-    """Write a lexical embedder into `folder`: inverse document frequencies of a sample of chunks [n, m].
+def fit_lexical(
+    folder: Path, settings: EmbedderSettings, tokens: np.ndarray, lengths: np.ndarray, is_special: np.ndarray
+) -> None:
+    """Write a lexical embedder into `folder`: weights of n-grams from their document frequencies in a sample of chunks.
 
     Args:
         folder: the datastore's `embedder/` (being made).
@@ -153,10 +156,19 @@ def fit_lexical(folder: Path, settings: EmbedderSettings, tokens: np.ndarray, le
         block = slice(start, start + _BLOCK_ROWS)
         _, values, _ = _term_frequencies(_ngrams(tokens[block], lengths[block], is_special, settings.bigram_buckets))
         frequency += np.bincount(values, minlength=len(frequency))
-    idf = np.log((1 + len(tokens)) / (1 + frequency)).astype(np.float32)
-    idf[: len(is_special)][is_special] = 0
-    np.save(folder / "idf.npy", idf)
+    # Damped twice: with plain TF-IDF the rarest bigrams decide, chunks that share only common words fall apart into a
+    # cloud without clusters, and both the index's recall and what the neighbors tell of the next chunk are worse
+    # (benchmarks/embedders.py measures it).
+    weights = np.sqrt(np.log((1 + len(tokens)) / (1 + frequency))).astype(np.float32)
+    weights[: len(is_special)][is_special] = 0
+    weights[len(is_special) :] *= _BIGRAM_WEIGHT
+    np.save(folder / "weights.npy", weights)
     np.save(folder / "is_special.npy", is_special)
+    write_settings(folder, settings)
+
+
+def write_settings(folder: Path, settings: EmbedderSettings) -> None:
+    """Write `embedder.json`, all that a transformer embedder needs: its weights stay where they are."""
     write_json(folder / "embedder.json", asdict(settings))
 
 
@@ -183,7 +195,9 @@ class TransformerEmbedder:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model = transformers.AutoModel.from_pretrained(path, dtype=torch.bfloat16 if low else torch.float32)
         except (OSError, ValueError) as error:
-            raise InputError(f"embedder.path = {settings.path!r}: no model could be loaded from it ({error}).") from error
+            raise InputError(
+                f"embedder.path = {settings.path!r}: no model could be loaded from it ({error})."
+            ) from error
         self.model = model.eval().to(self.device)
         self.pooling = settings.pooling if settings.pooling != "auto" else _pooling_of(path)
         self.dimension = int(model.config.hidden_size)
@@ -235,8 +249,9 @@ def _pooling_of(path: str) -> str:
 def _prefers_bfloat16(device: str) -> bool:
     import torch
 
-    # Without AMX bfloat16 is no faster than float32 on a CPU and loses digits for nothing.
-    return device.startswith("cuda") or torch.cpu._is_amx_tile_supported()
+    return device.startswith("cuda") or bool(
+        torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    )
 
 
 def _import_transformers() -> Any:
@@ -284,11 +299,15 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return out
 
 
-def open_embedder(folder: Path, decode: Callable[[np.ndarray], str], settings: EmbedderSettings | None = None) -> Embedder:
+def open_embedder(
+    folder: Path, decode: Callable[[np.ndarray], str], settings: EmbedderSettings | None = None
+) -> Embedder:
     """The embedder of a datastore's `embedder/` folder; `settings` may choose another device or batch size."""
     stored = EmbedderSettings(**read_json(folder / "embedder.json"))
     if stored.kind == "lexical":
-        return LexicalEmbedder(np.load(folder / "idf.npy"), np.load(folder / "is_special.npy"), stored.dimension, stored.seed)
+        return LexicalEmbedder(
+            np.load(folder / "weights.npy"), np.load(folder / "is_special.npy"), stored.dimension, stored.seed
+        )
     return TransformerEmbedder(settings or stored, decode)
 
 

@@ -63,8 +63,10 @@ def overlap(tokens: np.ndarray, lengths: np.ndarray, neighbors: np.ndarray, neig
     """r = s/m of the paper (section 2.7): longest common token substring of chunk and neighbor over the chunk's length.
 
     Args:
-        tokens: [n, m] chunks; lengths: [n] real tokens.
-        neighbors: [n, r] one neighbor each, with or without its continuation; neighbor_lengths: [n].
+        tokens: [n, m] chunks.
+        lengths: [n] real tokens in each.
+        neighbors: [n, r] one neighbor each, with or without its continuation.
+        neighbor_lengths: [n] real tokens in each.
 
     Returns:
         [n] float64 between 0 and 1.
@@ -185,11 +187,11 @@ def neighbor_shard(
             stop = min(start + _BLOCK_ROWS, rows[1])
             chunk_ids = np.arange(start, stop, dtype=np.int64)
             excluded = split.documents_of(chunk_ids)[1:] if split.name == train.name else None
-            tokens = (split.tokens.read(start, stop), split.lengths.read(start, stop)) if settings.max_overlap < 1 else None
-            queries = split.embeddings.read(start, stop).astype(np.float32)
-            ids, distances, deeper = neighbors_of(
-                queries, index, train, settings, excluded=excluded, tokens=tokens
+            tokens = (
+                (split.tokens.read(start, stop), split.lengths.read(start, stop)) if settings.max_overlap < 1 else None
             )
+            queries = split.embeddings.read(start, stop).astype(np.float32)
+            ids, distances, deeper = neighbors_of(queries, index, train, settings, excluded=excluded, tokens=tokens)
             id_file.append(ids)
             distance_file.append(distances)
             found = (ids >= 0).sum(axis=1)

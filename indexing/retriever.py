@@ -1,8 +1,8 @@
 """Text or vectors → the nearest chunks of a datastore: one class for the command line, generation and evaluation.
 
-    texts → tokens → embedder ┐
-    chunks [n, m] → embedder  ┼→ vectors → index → exact distances → hits with text, continuation and document
-    vectors ──────────────────┘
+texts → tokens → embedder ┐
+chunks [n, m] → embedder  ┼→ vectors → index → exact distances → hits with text, continuation and document
+vectors ──────────────────┘
 """
 
 from collections.abc import Sequence

@@ -91,7 +91,9 @@ def run_verb(name: str, arguments: list[str]) -> int:
     wanted = len(verb.positional)
     given = [argument for argument in arguments[:wanted] if not argument.startswith("-")]
     if len(given) < wanted and not {"-h", "--help"} & set(arguments):
-        raise InputError(f"usage: retro {name} {' '.join(verb.positional)} [--options]; `retro {name} --help` lists them.")
+        raise InputError(
+            f"usage: retro {name} {' '.join(verb.positional)} [--options]; `retro {name} --help` lists them."
+        )
     rest = arguments[len(given) :]
     usage = " ".join((name, *verb.positional))
     if verb.positional == ("CONFIG",):

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from indexing.chunks import ChunkSettings
-from indexing.corpus import CorpusSettings
 from indexing.embedders import EmbedderSettings
 from indexing.index import IndexSettings
 from indexing.neighbors import NeighborSettings
+from indexing.readers import CorpusSettings
 from indexing.tokenizer import TokenizerSettings
 from pipelines.executors import ExecutorSettings
 from retro.batches import DataSettings

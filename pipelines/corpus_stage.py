@@ -1,7 +1,7 @@
 """The first half of the `chunk` stage: look through the corpus once, plan its shards, settle the tokenizer.
 
-    corpus/     files.json (names, sizes, checksums)   plan.json (pieces of every shard)   problems.json
-    tokenizer/  trained on a sample, or copied from where the settings point
+corpus/     files.json (names, sizes, checksums)   plan.json (pieces of every shard)   problems.json
+tokenizer/  trained on a sample, or copied from where the settings point
 """
 
 import logging
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from indexing.corpus import (
-    CorpusFile,
-    CorpusSettings,
     FileScan,
     Piece,
     find_duplicates,
@@ -24,6 +22,7 @@ from indexing.corpus import (
     scan_file,
     strict_problem,
 )
+from indexing.readers import CorpusFile, CorpusSettings
 from indexing.store.artefact import MANIFEST, Recipe, create, fingerprint, is_finished, read_manifest
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, write_json
@@ -50,7 +49,8 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
         stage="chunk",
         version=1,
         settings={
-            f"corpus.{key}": getattr(config.corpus, key) for key in ("text_key", "id_key", "metadata_keys", "shard_bytes")
+            f"corpus.{key}": getattr(config.corpus, key)
+            for key in ("text_key", "id_key", "metadata_keys", "shard_bytes")
         },
         inputs={file.name: value for file, value in zip(files, checksums, strict=True)}
         if len(files) <= 1000
@@ -110,7 +110,9 @@ def _write_corpus(
     counts = _problem_counts(scans) + Counter({"duplicate id": len(duplicates)} if duplicates else {})
     examples = [problem for scan in scans for problem in scan.examples] + duplicates[:1000]
     with create(folder, recipe) as (work, totals):
-        write_json(work / "files.json", [asdict(f) | {"checksum": s.checksum} for f, s in zip(files, scans, strict=True)])
+        write_json(
+            work / "files.json", [asdict(f) | {"checksum": s.checksum} for f, s in zip(files, scans, strict=True)]
+        )
         plan = plan_shards(files, scans, settings.shard_bytes)
         write_json(work / "plan.json", [[asdict(piece) for piece in shard] for shard in plan])
         write_json(work / "problems.json", {"counts": counts, "examples": [asdict(problem) for problem in examples]})

@@ -1,7 +1,7 @@
 """`retro demo`: from no data to a measured answer, with every real stage in between.
 
-    Python's own documentation and sources (or --corpus) → datastore → baseline and RETRO of the same size, trained on the
-    same tokens → held-out bits-per-byte → neighbors, a generated paragraph, report.html
+Python's own documentation and sources (or --corpus) → datastore → baseline and RETRO of the same size, trained on the
+same tokens → held-out bits-per-byte → neighbors, a generated paragraph, report.html
 """
 
 import json
@@ -20,7 +20,15 @@ from indexing.store.files import read_json, write_bytes, write_json
 from pipelines import report
 from pipelines.config import Config
 from pipelines.settings import load, to_toml
-from pipelines.verbs import GenerateOptions, describe_change, generate_text, indented, measure_all, print_rows, run_training
+from pipelines.verbs import (
+    GenerateOptions,
+    describe_change,
+    generate_text,
+    indented,
+    measure_all,
+    print_rows,
+    run_training,
+)
 from retro.evaluation import EvaluationSettings, Result
 from retro.generation import GenerationSettings
 
@@ -68,11 +76,11 @@ def demo(options: DemoOptions) -> int:
 
     print("\n3. held-out documents")
     placement = place(config.train.device, config.train.precision)
-    models = {name: load_model(open_checkpoint(outcome.checkpoint), placement.device) for name, outcome in outcomes.items()}
+    models = {
+        name: load_model(open_checkpoint(outcome.checkpoint), placement.device) for name, outcome in outcomes.items()
+    }
     results = {
-        name: measure_all(
-            model, datastore, config.evaluation, placement, sequence_length=config.data.sequence_length
-        )
+        name: measure_all(model, datastore, config.evaluation, placement, sequence_length=config.data.sequence_length)
         for name, model in models.items()
     }
     baseline, off, *on = results["baseline"] + results["retro"]
@@ -98,11 +106,16 @@ def demo(options: DemoOptions) -> int:
 
     path = options.out / "report.html"
     _write_html(path, retriever, measured, outcomes, table, verdict, examples, prompt, text, tokens)
-    summary = {"results": {name: [result.as_json() for result in rows] for name, rows in results.items()}, "verdict": verdict}
+    summary = {
+        "results": {name: [result.as_json() for result in rows] for name, rows in results.items()},
+        "verdict": verdict,
+    }
     write_json(options.out / "results.json", summary)
-    print(f"\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} \"open a file\"")
+    print(f'\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} "open a file"')
     print(f"checkpoint: {outcomes['retro'].checkpoint}")
-    print(f"settings:   {options.out / 'demo.toml'}   change them and run: retro train {options.out / 'demo.toml'} --run NEW")
+    print(
+        f"settings:   {options.out / 'demo.toml'}   change them and run: retro train {options.out / 'demo.toml'} --run NEW"
+    )
     return 0
 
 
@@ -111,7 +124,7 @@ def demo(options: DemoOptions) -> int:
 
 def _config(options: DemoOptions) -> Config:
     """The demo's settings; those of an earlier demo in the same folder, if it asked for the same."""
-    from indexing.corpus import CorpusSettings
+    from indexing.readers import CorpusSettings
     from indexing.tokenizer import TokenizerSettings
     from retro.batches import DataSettings
     from retro.model import ModelSettings
@@ -182,7 +195,7 @@ def _seconds_per_step(config: Config) -> float:
 
 def runs_of(config: Config) -> dict[str, Config]:
     """The baseline, as many parameters in a plain decoder, and the RETRO."""
-    from retro.model import baseline_of
+    from retro.presets import baseline_of
 
     baseline = replace(config, run=config.run.with_name("baseline"), model=baseline_of(config.model))
     return {"baseline": baseline, "retro": config}
@@ -229,7 +242,12 @@ def _print_datastore(measured: dict[str, Any]) -> None:
 def _results_table(baseline: Result, off: Result, on: list[Result]) -> report.Table:
     names = ["baseline (no retrieval)", "RETRO, retrieval OFF", *(f"RETRO, retrieval ON, k={r.k}" for r in on)]
     rows = [
-        [name, f"{r.bits_per_byte:.4f}", f"{100 * (r.bits_per_byte / baseline.bits_per_byte - 1):+.2f}%", f"{r.perplexity:.2f}"]
+        [
+            name,
+            f"{r.bits_per_byte:.4f}",
+            f"{100 * (r.bits_per_byte / baseline.bits_per_byte - 1):+.2f}%",
+            f"{r.perplexity:.2f}",
+        ]
         for name, r in zip(names, [baseline, off, *on], strict=True)
     ]
     return report.Table(["held-out text", "bits per byte", "against baseline", "perplexity"], rows)
@@ -279,14 +297,19 @@ def _write_html(
             scored = [line for line in outcome.metrics if f"valid_bits_per_byte_{mode}" in line]
             if scored:
                 label = name if name == "baseline" else f"{name} {mode.upper()}"
-                held_out[label] = ([line["tokens"] for line in scored], [line[f"valid_bits_per_byte_{mode}"] for line in scored])
+                held_out[label] = (
+                    [line["tokens"] for line in scored],
+                    [line[f"valid_bits_per_byte_{mode}"] for line in scored],
+                )
     report.write_report(
         path,
         title="RETRO demo",
         subtitle=f"{tokens:,} training tokens for each model",
         figures=[(row[0], row[1], f"{row[2]} against the baseline") for row in table.rows],
         sections=[
-            report.Section("Does retrieval help?", text=" ".join(" ".join(line.split()) + "." for line in verdict), table=table),
+            report.Section(
+                "Does retrieval help?", text=" ".join(" ".join(line.split()) + "." for line in verdict), table=table
+            ),
             report.Section(
                 "Training",
                 plots=[

@@ -88,9 +88,9 @@ class RayExecutor:
         import ray
 
         threads = self.settings.threads or max(1, int(self.settings.cpus_per_task))
-        remote = ray.remote(
-            num_cpus=self.settings.cpus_per_task, num_gpus=self.settings.gpus_per_task, max_retries=3
-        )(_run_in_worker).options(name=function.__name__)
+        remote = ray.remote(num_cpus=self.settings.cpus_per_task, num_gpus=self.settings.gpus_per_task, max_retries=3)(
+            _run_in_worker
+        ).options(name=function.__name__)
         in_flight = 4 * max(1, int(ray.cluster_resources().get("CPU", 1)))
         waiting: dict[Any, int] = {}
         results: dict[int, Any] = {}
@@ -103,7 +103,9 @@ class RayExecutor:
         yield from (results[number] for number in range(len(tasks)))
 
 
-def _collect(ray: Any, waiting: dict[Any, int], results: dict[int, Any], tasks: Sequence[Task], advance: Advance) -> None:
+def _collect(
+    ray: Any, waiting: dict[Any, int], results: dict[int, Any], tasks: Sequence[Task], advance: Advance
+) -> None:
     (done,), _ = ray.wait(list(waiting), num_returns=1)
     number = waiting.pop(done)
     try:

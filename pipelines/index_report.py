@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.index import exact_search, recall
+from indexing.index import exact_search, ivf_of, recall
 from indexing.neighbors import overlap
 from indexing.retriever import Retriever
 from indexing.store.artefact import read_manifest
@@ -60,7 +60,9 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "splits": {name: _totals(datastore, name) for name in ("train", "valid")},
         "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "neighbors")},
         "recall": {
-            f"recall_at_{k}": recall(stored[:, :k], exact[:, :k]) for k in sorted({1, 2, 10, stored.shape[1]}) if k <= stored.shape[1]
+            f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
+            for k in sorted({1, 2, 10, stored.shape[1]})
+            if k <= stored.shape[1]
         },
         "recall_queries": len(ids),
         "recall_split": split_name,
@@ -114,13 +116,11 @@ def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
 
 def _skew(retriever: Retriever) -> float | None:
     """Chunks in the largest inverted list over the mean, over all shards; None for an index without lists."""
-    from indexing.index import ivf_of
-
-    indexes = [ivf_of(shard) for shard in retriever.index.shards]
-    if not indexes or indexes[0] is None:
+    parts = [ivf for shard in retriever.index.shards if (ivf := ivf_of(shard)) is not None]
+    if not parts:
         return None
-    sizes = sum(np.array([ivf.get_list_size(n) for n in range(ivf.nlist)]) for ivf in indexes)
-    return float(np.max(sizes) / max(1e-9, np.mean(sizes)))
+    sizes = np.sum([[ivf.get_list_size(number) for number in range(ivf.nlist)] for ivf in parts], axis=0)
+    return float(sizes.max() / max(1e-9, sizes.mean()))
 
 
 def examples_of(retriever: Retriever, ids: np.ndarray, split: Split, k: int = 2) -> list[report.NeighborExample]:
@@ -129,13 +129,18 @@ def examples_of(retriever: Retriever, ids: np.ndarray, split: Split, k: int = 2)
     for chunk_id in ids:
         tokens = split.tokens.gather(np.array([chunk_id]))[0][: int(split.lengths.gather(np.array([chunk_id]))[0])]
         following, _ = split.with_continuation(np.array([chunk_id]))
-        near, distances = (array.gather(np.array([chunk_id]))[0][:k] for array in (split.neighbor_ids, split.neighbor_distances))
+        near, distances = (
+            array.gather(np.array([chunk_id]))[0][:k] for array in (split.neighbor_ids, split.neighbor_distances)
+        )
         hits = retriever.hits(near, distances)
         out.append(
             report.NeighborExample(
                 chunk=retriever.tokenizer.decode(tokens),
                 continuation=retriever.tokenizer.decode(following[0, split.chunk_length :]),
-                neighbors=[report.NeighborText(hit.distance, str(hit.document["id"]), hit.text, hit.continuation) for hit in hits],
+                neighbors=[
+                    report.NeighborText(hit.distance, str(hit.document["id"]), hit.text, hit.continuation)
+                    for hit in hits
+                ],
             )
         )
     return out
@@ -155,9 +160,19 @@ def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[str]:
     split = retriever.datastore.split(measured["recall_split"])
     ids = np.sort(np.random.default_rng(3).choice(split.num_chunks, min(20_000, split.num_chunks), replace=False))
     distances = split.neighbor_distances.gather(ids)
-    ranks = {f"neighbor {rank + 1}": distances[:, rank] for rank in sorted({0, 1, distances.shape[1] - 1}) if rank < distances.shape[1]}
+    ranks = {
+        f"neighbor {rank + 1}": distances[:, rank]
+        for rank in sorted({0, 1, distances.shape[1] - 1})
+        if rank < distances.shape[1]
+    }
     finite = {name: values[np.isfinite(values)] for name, values in ranks.items()}
-    plots = [report.histogram({name: values for name, values in finite.items() if len(values)}, "squared L2 distance", "Distance to the neighbors")]
+    plots = [
+        report.histogram(
+            {name: values for name, values in finite.items() if len(values)},
+            "squared L2 distance",
+            "Distance to the neighbors",
+        )
+    ]
     curve = measured["index"]["curve"]
     if len(curve) > 1:
         points = {"recall@10 after re-ranking": ([probe for probe, _ in curve], [value for _, value in curve])}

@@ -9,7 +9,6 @@ and maps a plain function of `indexing/` over the rest. Nothing here knows where
 import contextlib
 import fcntl
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from indexing import chunks, embedders, index, neighbors
-from indexing.store.artefact import MANIFEST, Recipe, create, fingerprint, is_finished, read_manifest, remove
+from indexing.store.artefact import Recipe, create, fingerprint, is_finished, read_manifest, remove
 from indexing.store.datastore import SPLITS, Datastore, shard_name, write_datastore_manifest
 from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
@@ -182,7 +181,9 @@ def run_chunk(config: Config, executor: Executor) -> str:
     return fingerprint([_fingerprint_of(path) for path in _shards(folder, "chunks")])
 
 
-def chunk_task(out: Path, recipe: Recipe, pieces: Any, corpus: Any, settings: Any, tokenizer: Path, *, advance: Advance) -> None:
+def chunk_task(
+    out: Path, recipe: Recipe, pieces: Any, corpus: Any, settings: Any, tokenizer: Path, *, advance: Advance
+) -> None:
     """Make one shard of chunks. Problems were listed when the corpus was scanned."""
     with create(out, recipe) as (work, counts):
         counts |= chunks.chunk_shard(
@@ -266,7 +267,10 @@ def run_train_index(config: Config, executor: Executor) -> str:
         dimension = datastore.train.embeddings.shard(0).shape[1]
         key = index.choose_key(datastore.train.num_chunks, dimension, settings)
         sample = index.training_sample(datastore.train, key, settings)
-        with progress(f"train-index {key}", total=len(sample), unit="vectors") as advance, create(out, recipe) as (work, counts):
+        with (
+            progress(f"train-index {key}", total=len(sample), unit="vectors") as advance,
+            create(out, recipe) as (work, counts),
+        ):
             index.train(work, key, sample, settings)
             counts["vectors"] = len(sample)
             advance(len(sample))
@@ -317,7 +321,10 @@ def _tune(config: Config) -> str:
         datastore = Datastore.open(folder)
         queries = sample_queries(datastore, settings.tune_queries, settings.seed)[1]
         opened = index.ShardedIndex.open(folder / "index", len(shards))
-        with progress("tune nprobe", total=len(queries), unit="queries") as advance, create(out, recipe) as (work, counts):
+        with (
+            progress("tune nprobe", total=len(queries), unit="queries") as advance,
+            create(out, recipe) as (work, counts),
+        ):
             tuned = index.tune(work, opened, queries, datastore.train.embeddings, config.neighbors.candidates, settings)
             counts |= {"nprobe": tuned["nprobe"], "recall_at_10": tuned["recall_at_10"]}
             advance(len(queries))

@@ -10,7 +10,6 @@ import numpy as np
 
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
-from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.tokenizer import read_meta, read_token_bytes
 from pipelines.config import Config
@@ -95,7 +94,14 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     print_rows(
         [["retrieval", "k", "bits/byte", "perplexity", "tokens", "tokens/s"]]
         + [
-            [r.retrieval, str(r.k), f"{r.bits_per_byte:.4f}", f"{r.perplexity:.2f}", f"{r.tokens:,}", f"{r.tokens_per_second:,.0f}"]
+            [
+                r.retrieval,
+                str(r.k),
+                f"{r.bits_per_byte:.4f}",
+                f"{r.perplexity:.2f}",
+                f"{r.tokens:,}",
+                f"{r.tokens_per_second:,.0f}",
+            ]
             for r in results
         ]
     )
@@ -263,7 +269,8 @@ def inspect_checkpoint(folder: Path) -> int:
     import torch
 
     from retro.checkpoint import open_checkpoint
-    from retro.model import Retro, count_parameters
+    from retro.model import Retro
+    from retro.presets import count_parameters
 
     opened = open_checkpoint(folder)
     with torch.device("meta"):
@@ -271,9 +278,13 @@ def inspect_checkpoint(folder: Path) -> int:
     manifest = read_manifest(opened.folder)
     rows = [["checkpoint", str(opened.folder)], ["fingerprint", manifest["fingerprint"]]]
     rows += [["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
-    rows.append(["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"])
+    rows.append(
+        ["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"]
+    )
     rows.append(["datastores", ", ".join(opened.settings["data"]["datastores"])])
-    rows += [[f"{section}.{key}", str(value)] for section, values in opened.settings.items() for key, value in values.items()]
+    rows += [
+        [f"{section}.{key}", str(value)] for section, values in opened.settings.items() for key, value in values.items()
+    ]
     print_rows(rows)
     return 0
 

@@ -36,7 +36,9 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         if self.weights and len(self.weights) != len(self.datastores):
-            raise InputError(f"data.weights has {len(self.weights)} numbers for {len(self.datastores)} data.datastores.")
+            raise InputError(
+                f"data.weights has {len(self.weights)} numbers for {len(self.datastores)} data.datastores."
+            )
         if any(weight <= 0 for weight in self.weights):
             raise InputError(f"data.weights = {self.weights}: all must be above 0.")
         if self.sequence_length < 1:
@@ -208,7 +210,9 @@ class TrainingData:
         first = self.datastores[0]
         m = first.chunk_length
         if settings.sequence_length % m:
-            raise InputError(f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length.")
+            raise InputError(
+                f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length."
+            )
         self.num_chunks = settings.sequence_length // m
         for datastore in self.datastores:
             _check_datastore(datastore, first, self.k)

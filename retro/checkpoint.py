@@ -1,6 +1,6 @@
 """Checkpoints: finished folders like every other artefact, of safetensors and JSON; nothing in them is ever unpickled.
 
-    run/checkpoints/00000200/  model.safetensors  optimizer.safetensors  state.json  manifest.json
+run/checkpoints/00000200/  model.safetensors  optimizer.safetensors  state.json  manifest.json
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,9 @@ def save(
     if (folder / MANIFEST).exists():
         return folder
     with create(folder, recipe) as (work, counts):
-        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, work / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, work / "model.safetensors"
+        )
         save_file(_optimizer_tensors(model, optimizer), work / "optimizer.safetensors")
         state = {"step": step, "tokens": tokens, "settings": settings, "datastores": datastores}
         write_json(work / "state.json", state)

@@ -50,9 +50,8 @@ class Placement:
 
 
 def place(device: str, precision: Precision) -> Placement:
-    """Resolve `auto`: CUDA where there is one; bfloat16 on CUDA devices that have it and on CPUs with AMX.
-
-    Without AMX a CPU gains nothing from bfloat16 (measured in docs/benchmarks.md).
+    """Resolve `auto`: CUDA where there is one; bfloat16 where it is multiplied in hardware, CPUs included (AMX or
+    AVX512-BF16: a training step takes less than half the time, docs/benchmarks.md).
 
     Raises:
         InputError: a CUDA device is asked for and there is none.
@@ -61,5 +60,10 @@ def place(device: str, precision: Precision) -> Placement:
     chosen = device if device != "auto" else "cuda" if cuda else "cpu"
     if chosen.startswith("cuda") and not cuda:
         raise InputError(f"device = {device!r}: this machine has no CUDA device; use 'auto' or 'cpu'.")
-    fast = torch.cuda.is_bf16_supported() if chosen.startswith("cuda") else torch.cpu._is_amx_tile_supported()
+    fast = torch.cuda.is_bf16_supported() if chosen.startswith("cuda") else cpu_has_bfloat16()
     return Placement(torch.device(chosen), precision == "bfloat16" or (precision == "auto" and fast))
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware."""
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

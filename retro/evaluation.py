@@ -194,4 +194,3 @@ def compare(measured: Result, reference: Result, seed: int = 0, rounds: int = 10
     changes = 100 * (ours[drawn].sum(1) / theirs[drawn].sum(1) - 1)
     low, high = np.quantile(changes, [0.025, 0.975])
     return 100 * (ours.sum() / theirs.sum() - 1), float(low), float(high)
-

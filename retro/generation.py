@@ -1,6 +1,6 @@
 """Sampling with retrieval: at every chunk boundary the chunk just finished asks the datastore for neighbors.
 
-    prompt → tokens → (a chunk is full → its neighbors) → logits → next token → …
+prompt → tokens → (a chunk is full → its neighbors) → logits → next token → …
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,9 @@ class GenerationSettings:
         if self.max_tokens < 1:
             raise InputError(f"generation.max_tokens = {self.max_tokens}: must be at least 1.")
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise InputError("generation.temperature and generation.top_k must be 0 or more, generation.top_p in (0, 1].")
+            raise InputError(
+                "generation.temperature and generation.top_k must be 0 or more, generation.top_p in (0, 1]."
+            )
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,6 +104,6 @@ def open_loggers(run: Path, step: int, log_to: tuple[str, ...]) -> list[Logger]:
     Raises:
         InputError: a package that `log_to` needs is missing.
     """
-    makers = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-    extra: list[Logger] = [makers[name](run) for name in log_to]
+    makers: dict[str, Callable[[Path], Logger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    extra = [makers[name](run) for name in log_to]
     return [JsonLines(run / "metrics.jsonl", step), Console(), *extra]

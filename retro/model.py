@@ -37,7 +37,7 @@ PositionScheme = Literal["rope", "transformer-xl"]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The sizes of a model. `PRESETS` holds the paper's four and three for a CPU."""
+    """The sizes of a model; `retro/presets.py` holds the paper's four and three for a CPU."""
 
     vocab_size: int = 0
     """Rows of the embedding tables; 0 takes the number from the datastore's tokenizer."""
@@ -73,6 +73,8 @@ class ModelSettings:
     """Share of the features dropped from the output of every block in training."""
     tied_embeddings: bool = True
     """Use the decoder's embedding table as its output layer too."""
+    preset: str = ""
+    """A row of the table in `retro/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) for all sizes."""
 
     def __post_init__(self) -> None:
         """Refuse what no model can have.
@@ -103,25 +105,6 @@ class ModelSettings:
 
     def _refuse(self, field: str, accepted: str) -> NoReturn:
         raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")
-
-
-def _paper(d: int, d_ffw: int, heads: int, head_dim: int, layers: int, last_cca: int) -> ModelSettings:
-    """A row of table 10. All sizes share one encoder, and P is every third layer from 6 (section 2.5)."""
-    return ModelSettings(0, d, d_ffw, heads, head_dim, layers, tuple(range(6, last_cca + 1, 3)), 896, 3584, 16)
-
-
-PRESETS: dict[str, ModelSettings] = {
-    # name            d  d_ffw  heads size layers P            without embeddings
-    "tiny": ModelSettings(0, 128, 512, 2, 64, 4, (2, 4), 64, 256, 1),  # 1.0M
-    "small": ModelSettings(0, 256, 1024, 4, 64, 6, (3, 6), 128, 512, 2),  # 5.5M
-    "base-cpu": ModelSettings(0, 384, 1536, 6, 64, 7, (3, 6), 256, 1024, 4),  # 15.2M
-    # Table 10, by the published size with Transformer-XL positions; RoPE needs fewer parameters.
-    "172m": _paper(896, 3584, 16, 64, 12, last_cca=12),
-    "425m": _paper(1536, 6144, 12, 128, 12, last_cca=12),
-    "1.5b": _paper(2048, 8192, 16, 128, 24, last_cca=24),
-    "7.5b": _paper(4096, 16384, 32, 128, 32, last_cca=30),
-}
-"""Named settings: sizes for a CPU, then the paper's."""
 
 
 # ------------------------------------------------------------------------------------------- positions (section 2.4)
@@ -522,12 +505,6 @@ def neighbor_mask(neighbors: Tensor, lengths: Tensor | None, documents: Tensor |
         goes_on = F.pad(goes_on, (0, neighbors.shape[1] - goes_on.shape[1]), value=True)
         mask = mask & goes_on[:, :, None, None]
     return mask
-
-
-def count_parameters(model: nn.Module, embeddings: bool = False) -> int:
-    """The number of parameters, as table 10 counts them: without the embedding tables and the output layer."""
-    tables = ("embedding.weight", "encoder.embedding.weight", "head.weight")
-    return sum(p.numel() for name, p in model.named_parameters() if embeddings or name not in tables)
 
 
 # -------------------------------------------------------------------------------------------------------------- loss

@@ -26,8 +26,9 @@ from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, Precision, place
 from retro.evaluation import EvaluationSettings, Result, evaluate
 from retro.loggers import Logger, open_loggers
-from retro.model import ModelSettings, Retro, count_parameters, loss
+from retro.model import ModelSettings, Retro, loss
 from retro.optimizer import Schedule, learning_rate, make_optimizer
+from retro.presets import count_parameters, resolve
 
 log = logging.getLogger("retro")
 
@@ -105,7 +106,18 @@ class TrainSettings:
 
 
 # Settings that change neither weights nor losses: a run may be resumed with other values of these.
-_FREE = {"train": {"device", "threads", "eval_every", "eval_tokens", "checkpoint_every", "keep_checkpoints", "log_every", "log_to"}}
+_FREE = {
+    "train": {
+        "device",
+        "threads",
+        "eval_every",
+        "eval_tokens",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "log_every",
+        "log_to",
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -151,6 +163,7 @@ def train(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     placement = place(settings.device, settings.precision)
+    model_settings = resolve(model_settings)
     data = TrainingData(datastores, data_settings, retrieval=bool(model_settings.cca_layers))
     first = data.datastores[0]
     model_settings = _fit_to(model_settings, first)
@@ -213,7 +226,9 @@ def _fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
     if model.vocab_size not in (0, vocab_size):
         raise InputError(f"model.vocab_size = {model.vocab_size}: the datastore's tokenizer has {vocab_size}; use 0.")
     if model.chunk_length != datastore.chunk_length:
-        raise InputError(f"model.chunk_length = {model.chunk_length}: the datastore has chunks of {datastore.chunk_length}.")
+        raise InputError(
+            f"model.chunk_length = {model.chunk_length}: the datastore has chunks of {datastore.chunk_length}."
+        )
     return replace(model, vocab_size=vocab_size)
 
 
@@ -235,7 +250,9 @@ def _last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str])
     if found.datastores != datastores:
         changed.append("the datastore has changed")
     if changed:
-        raise InputError(f"{run} holds a run with other settings: {'; '.join(changed)}. Set them back or choose another `run`.")
+        raise InputError(
+            f"{run} holds a run with other settings: {'; '.join(changed)}. Set them back or choose another `run`."
+        )
     return found
 
 
@@ -296,9 +313,7 @@ def _measure(
     def measure() -> dict[str, float]:
         ks = (0, data.k) if model.settings.cca_layers and data.k else (0,)
         results: list[Result] = [
-            evaluate(
-                model, datastore, token_bytes, limited, placement, k=k, sequence_length=data.sequence_length
-            )
+            evaluate(model, datastore, token_bytes, limited, placement, k=k, sequence_length=data.sequence_length)
             for k in ks
         ]
         return {f"valid_bits_per_byte_{result.retrieval.lower()}": result.bits_per_byte for result in results}

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing.corpus import CorpusSettings
 from indexing.embedders import EmbedderSettings
 from indexing.index import IndexSettings
 from indexing.neighbors import NeighborSettings
+from indexing.readers import CorpusSettings
 from indexing.store.datastore import Datastore
 from indexing.tokenizer import TokenizerSettings
 from pipelines.config import Config
@@ -22,11 +22,63 @@ from retro.trainer import TrainSettings
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
-_WORDS = (
-    "the a of to and in is it that for on with as was at by from or an be this which are not have has had but were they "
-    "index chunk token neighbor vector search model train loss gradient layer head shard store retrieve document memory "
-    "检索 模型 训练 数据 向量 分片 文档 邻居"
-).split()
+_WORDS = [
+    "the",
+    "a",
+    "of",
+    "to",
+    "and",
+    "in",
+    "is",
+    "it",
+    "that",
+    "for",
+    "on",
+    "with",
+    "as",
+    "was",
+    "at",
+    "by",
+    "from",
+    "or",
+    "an",
+    "be",
+    "this",
+    "which",
+    "are",
+    "not",
+    "have",
+    "has",
+    "had",
+    "but",
+    "were",
+    "they",
+    "index",
+    "chunk",
+    "token",
+    "neighbor",
+    "vector",
+    "search",
+    "model",
+    "train",
+    "loss",
+    "gradient",
+    "layer",
+    "head",
+    "shard",
+    "store",
+    "retrieve",
+    "document",
+    "memory",
+    "检索",
+    "模型",
+    "训练",
+    "数据",
+    "向量",
+    "分片",
+    "文档",
+    "邻居",
+]
 
 
 def write_corpus(path: Path, num_documents: int, seed: int = 0) -> Path:
@@ -69,7 +121,14 @@ def tiny_config(folder: Path, corpus: Path, **changes) -> Config:
             chunk_length=16,
         ),
         train=TrainSettings(
-            steps=8, batch_size=2, warmup_steps=2, eval_every=4, eval_tokens=500, checkpoint_every=4, log_every=1, device="cpu"
+            steps=8,
+            batch_size=2,
+            warmup_steps=2,
+            eval_every=4,
+            eval_tokens=500,
+            checkpoint_every=4,
+            log_every=1,
+            device="cpu",
         ),
     )
     return replace(config, **changes)

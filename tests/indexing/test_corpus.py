@@ -20,22 +20,18 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from indexing.corpus import (
-    CorpusFile,
-    CorpusSettings,
     Cut,
-    Document,
     FileScan,
     Piece,
-    Problem,
     find_duplicates,
     in_validation,
     list_files,
     plan_shards,
-    read_documents,
     read_piece,
     scan_file,
     strict_problem,
 )
+from indexing.readers import CorpusFile, CorpusSettings, Document, Problem, read_documents
 from indexing.store.errors import InputError
 
 SETTINGS = CorpusSettings()
@@ -111,7 +107,7 @@ def test_folders_are_walked_without_hidden_and_unknown_files(tmp_path):
         write(tmp_path / name, b"x")
     files = list_files(CorpusSettings(paths=(str(tmp_path),)))
     assert [file.name for file in files] == ["a/x.parquet", "a/y.jsonl.zst", "a/z.py", "b.md"]
-    assert files[3] == CorpusFile(str(tmp_path / "b.md"), "b.md", 1)
+    assert dataclasses.replace(files[3], modified="") == CorpusFile(str(tmp_path / "b.md"), "b.md", 1)
 
 
 def test_files_are_listed_once_and_in_the_same_order_however_they_are_named(tmp_path):
@@ -414,7 +410,7 @@ def test_shards_hold_every_piece_once_in_order_and_are_near_the_budget(sizes):
     shards = plan_shards(files, scans, 100)
     assert plan_shards(files, scans, 100) == shards
     expected = [
-        Piece(file, cut.start, cut.stop, cut.offset)
+        Piece(file, cut.start, cut.stop, cut.offset, cut.text_bytes)
         for file, scan in zip(files, scans, strict=True)
         for cut in scan.cuts
     ]

