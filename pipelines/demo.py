@@ -41,7 +41,7 @@ class DemoOptions:
 
     corpus: tuple[str, ...] = ()
     """Files, folders, globs or URLs of text; empty: the documentation and sources that Python itself carries."""
-    minutes: float = 2.5
+    minutes: float = 3
     """Minutes of training for the two models together; the rest of the demo takes one or two more."""
     out: Path = Path("retro-demo")
     """Folder for everything that the demo leaves."""
@@ -174,7 +174,7 @@ def _with_steps(config: Config, options: DemoOptions) -> Config:
         write_json(stored, remembered | {"minutes": options.minutes, "steps": steps})
     steps = read_json(stored)["steps"]
     train = replace(config.train, steps=steps, checkpoint_every=max(1, steps // 4), warmup_steps=max(1, steps // 20))
-    config = replace(config, train=replace(train, eval_every=max(1, steps // 5), eval_tokens=20_000))
+    config = replace(config, train=replace(train, eval_every=-(-steps // 5), eval_tokens=20_000))
     write_bytes(options.out / "demo.toml", to_toml(config).encode())
     return load(Config, options.out / "demo.toml", [], verb="train")
 

@@ -44,10 +44,18 @@ class JsonLines:
 
 
 class Console:
-    """One readable line through the project's logger."""
+    """A readable line through the project's logger: about twenty for a run, and one for every evaluation."""
+
+    def __init__(self, steps: int) -> None:
+        self._every = max(1, steps // 20)
+        self._next = 0
 
     def write(self, values: dict[str, Any]) -> None:
         """`step 200  loss 5.1234  …`."""
+        if "loss" in values and values["step"] < self._next:
+            return
+        if "loss" in values:
+            self._next = values["step"] + self._every
         shown = [
             f"{name} {value:,.0f}" if name in ("step", "tokens", "tokens_per_second") else f"{name} {value:.4g}"
             for name, value in values.items()
@@ -98,12 +106,12 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_loggers(run: Path, step: int, log_to: tuple[str, ...]) -> list[Logger]:
-    """The loggers of a run that starts, or goes on, at a step.
+def open_loggers(run: Path, step: int, steps: int, log_to: tuple[str, ...]) -> list[Logger]:
+    """The loggers of a run of `steps` that starts, or goes on, at `step`.
 
     Raises:
         InputError: a package that `log_to` needs is missing.
     """
     makers: dict[str, Callable[[Path], Logger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     extra = [makers[name](run) for name in log_to]
-    return [JsonLines(run / "metrics.jsonl", step), Console(), *extra]
+    return [JsonLines(run / "metrics.jsonl", step), Console(steps), *extra]

@@ -188,7 +188,7 @@ def train(
         step, tokens = last.step, last.tokens
         advance(tokens)
         log.info("%s: going on from step %d", run, step)
-    loggers = open_loggers(run, step, settings.log_to)
+    loggers = open_loggers(run, step, settings.steps, settings.log_to)
     measure = _measure(model, first, evaluation, settings, data_settings, placement)
     model.train()
     while step < settings.steps:

@@ -1,6 +1,8 @@
 """The fixtures that every test knows: a tiny corpus, a tiny datastore, a tiny model."""
 
 import json
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,12 +95,12 @@ def write_corpus(path: Path, num_documents: int, seed: int = 0) -> Path:
     return path
 
 
-def tiny_config(folder: Path, corpus: Path, **changes) -> Config:
+def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
     """Settings with which everything takes a second or two: several shards, 16-token chunks, exact index."""
     config = Config(
         datastore=folder / "datastore",
         run=folder / "run",
-        corpus=CorpusSettings(paths=(str(corpus),), shard_bytes=30_000, valid_per_mille=100),
+        corpus=CorpusSettings(paths=(str(corpus_path),), shard_bytes=30_000, valid_per_mille=100),
         tokenizer=TokenizerSettings(vocab_size=400),
         chunks=replace(Config().chunks, chunk_length=16),
         embedder=EmbedderSettings(dimension=32, bigram_buckets=1024),
@@ -137,6 +139,15 @@ def tiny_config(folder: Path, corpus: Path, **changes) -> Config:
 def build_local(config: Config, **options) -> Datastore:
     """Build in this process."""
     return build(config, make_executor(config.executor), **options)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_logger() -> Iterator[None]:
+    """Take back what the command line does to the project's logger."""
+    yield
+    log = logging.getLogger("retro")
+    log.handlers.clear()
+    log.propagate = True
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,8 @@
+"""`python -m pipelines.index CONFIG …`: `retro index` for `ray job submit -- python -m pipelines.index CONFIG`."""
+
+import sys
+
+from pipelines.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["index", *sys.argv[1:]]))

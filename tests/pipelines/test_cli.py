@@ -1,0 +1,132 @@
+"""The command line as a person meets it: what works, and what is said when something is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from indexing.store.datastore import Datastore
+from indexing.tokenizer import Tokenizer
+from pipelines.cli import VERBS, main
+from pipelines.settings import to_toml
+from tests.conftest import tiny_config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Path:
+    """A folder with `config.toml`, a datastore and a trained run, all made by the command line."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "config.toml").write_text(to_toml(tiny_config(folder, tiny_corpus)))
+    assert main(["index", str(folder / "config.toml")]) == 0
+    assert main(["train", str(folder / "config.toml")]) == 0
+    return folder
+
+
+def test_index_leaves_reports_and_says_the_same_the_second_time(trained: Path, capsys) -> None:
+    report = (trained / "datastore" / "report.json").read_bytes()
+    assert main(["index", str(trained / "config.toml")]) == 0
+    assert "recall at 2" in capsys.readouterr().out
+    assert (trained / "datastore" / "report.json").read_bytes() == report
+    html = (trained / "datastore" / "report.html").read_text()
+    assert "<svg" in html
+    assert "http://" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
+
+
+def test_training_again_goes_on_from_the_end_and_a_longer_run_is_refused(trained: Path, capsys) -> None:
+    assert main(["train", str(trained / "config.toml")]) == 0
+    assert main(["train", str(trained / "config.toml"), "--train.lr", "5e-4"]) == 2
+    assert "train.lr was 0.001, now 0.0005" in capsys.readouterr().err
+
+
+def test_eval_prints_off_and_on_and_writes_fingerprints(trained: Path, tmp_path, capsys) -> None:
+    out = tmp_path / "results.json"
+    assert main(["eval", str(trained / "run"), "--evaluation.k", "1", "2", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "OFF" in printed
+    assert "ON k=2 against OFF" in printed
+    results = json.loads(out.read_text())
+    assert [row["k"] for row in results["results"]] == [0, 1, 2]
+    assert results["fingerprints"]["datastore"] == Datastore.open(trained / "datastore").fingerprint
+
+
+def test_generate_continues_the_prompt_with_and_without_retrieval(trained: Path, capsys) -> None:
+    arguments = ["generate", str(trained / "run"), "--prompt", "# Document 检索", "--generation.max-tokens", "40"]
+    for extra in ([], ["--no-retrieval"]):
+        assert main(arguments + extra) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("# Document 检索")
+        assert len(text) > 20
+
+
+def test_search_finds_the_chunk_that_holds_the_text(trained: Path, capsys) -> None:
+    train = Datastore.open(trained / "datastore").train
+    text = Tokenizer.open(trained / "datastore" / "tokenizer").decode(train.tokens.read(100, 101)[0])
+    assert main(["search", str(trained / "datastore"), text, "--k", "3", "--json"]) == 0
+    hits = json.loads(capsys.readouterr().out)
+    assert len(hits) == 3
+    assert text in [hit["text"] for hit in hits]
+    assert hits[0]["document"]["title"].startswith("Title ")
+    assert [hit["distance"] for hit in hits] == sorted(hit["distance"] for hit in hits)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"), [("datastore", ["finished stages", "recall at 2"]), ("run", ["parameters", "train.lr"])]
+)
+def test_inspect_tells_what_is_there(trained: Path, capsys, what: str, words: list[str]) -> None:
+    assert main(["inspect", str(trained / what)]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["indx", "x"], ["unknown verb 'indx'", "'index'"]),
+        (["index"], ["usage: retro index CONFIG"]),
+        (["index", "CONFIG", "--corpus.pathz", "x"], ["--corpus.pathz", "--corpus.paths"]),
+        (["index", "CONFIG", "--chunks.chunk-length", "1"], ["chunks.chunk_length = 1"]),
+        (["index", "CONFIG", "--neighbors.k", "5"], ["neighbors.k was 6, now 5", "--rebuild"]),
+        (["index", "missing.toml"], ["missing.toml"]),
+        (["search", "nowhere", "text"], ["nowhere is not a datastore"]),
+        (["search", "DATASTORE", "  "], ["empty"]),
+        (["eval", "nowhere"], ["nowhere is neither a checkpoint"]),
+        (["eval", "RUN", "--evaluation.window", "50"], ["evaluation.window = 50"]),
+        (["train", "CONFIG", "--data.k", "9"], ["data.k = 9"]),
+        (["train", "CONFIG", "--train.device", "cuda"], ["no CUDA device"]),
+        (["train", "CONFIG", "--model.preset", "huge"], ["model.preset = 'huge'", "tiny"]),
+    ],
+)
+def test_a_mistake_is_told_in_one_message_with_status_2(trained: Path, capsys, arguments, words) -> None:
+    places = {"CONFIG": "config.toml", "DATASTORE": "datastore", "RUN": "run"}
+    given = [str(trained / places[a]) if a in places else a for a in arguments]
+    assert main(given) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") or "\nerror: " in message
+    assert "Traceback" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: retro {verb}" in capsys.readouterr().out
+
+
+def test_the_program_without_a_verb_lists_them(capsys) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"retro {verb}" in printed for verb in VERBS)
+
+
+def test_the_command_exits_with_the_status(tmp_path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", "inspect", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: ")

@@ -1,0 +1,26 @@
+"""The files in configs/ are settings that load, and the README's commands are commands that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipelines.cli import VERBS
+from pipelines.config import Config
+from pipelines.settings import load
+from retro.presets import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
+def test_a_config_loads_and_names_a_model_that_can_be_built(path: Path) -> None:
+    config = load(Config, path, [], verb="index")
+    assert resolve(config.model).num_layers > 0
+    assert config.data.sequence_length % config.chunks.chunk_length == 0
+
+
+def test_every_retro_command_in_the_documents_is_a_verb() -> None:
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for verb in re.findall(r"^\s*\$? ?retro ([a-z]+)", path.read_text(), flags=re.MULTILINE):
+            assert verb in VERBS, f"{path.name}: retro {verb}"

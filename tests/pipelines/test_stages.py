@@ -1,0 +1,271 @@
+"""The stage table: nothing twice, nothing silently, nothing half; the same bytes every time."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.readers import CorpusSettings
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json
+from pipelines.executors import ExecutorSettings
+from pipelines.settings import to_toml
+from tests.conftest import build_local, tiny_config, write_corpus
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a datastore but the reports, which hold times."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith("report.")
+    }
+
+
+def changed_since(folder: Path, moment: float) -> list[Path]:
+    return [
+        path for path in folder.rglob("*") if path.is_file() and path.name != ".lock" and path.stat().st_mtime > moment
+    ]
+
+
+def test_the_same_settings_give_the_same_bytes(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+    again = build_local(tiny_config(tmp_path, tiny_corpus))
+    assert contents(again.folder) == contents(tiny_datastore.folder)
+
+
+def test_the_number_of_threads_does_not_change_a_byte(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(threads=2))
+    assert contents(build_local(config).folder) == contents(tiny_datastore.folder)
+
+
+def test_stage_by_stage_equals_all_at_once(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    for stage in ("chunk", "embed", "train-index", "add", "neighbors"):
+        build_local(config, only=stage)
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_a_stage_before_its_turn_is_refused_with_what_is_missing(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config, only="chunk")
+    with pytest.raises(InputError, match="'embed' stage"):
+        build_local(config, only="train-index")
+
+
+def test_a_second_run_writes_nothing(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config)
+    time.sleep(0.05)
+    moment = time.time()
+    build_local(config)
+    assert changed_since(config.datastore, moment) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "named"),
+    [
+        ("corpus", {"shard_bytes": 40_000}, "corpus.shard_bytes was 30000, now 40000"),
+        ("corpus", {"valid_per_mille": 50}, "corpus.valid_per_mille was 100, now 50"),
+        ("tokenizer", {"vocab_size": 350}, "tokenizer.vocab_size was 400, now 350"),
+        ("chunks", {"chunk_length": 8}, "chunks.chunk_length was 16, now 8"),
+        ("embedder", {"dimension": 16}, "embedder.dimension was 32, now 16"),
+        ("index", {"factory": "IVF4,Flat"}, "index.factory was '', now 'IVF4,Flat'"),
+        ("index", {"recall_target": 0.5}, "index.recall_target was 0.9, now 0.5"),
+        ("neighbors", {"k": 4}, "neighbors.k was 6, now 4"),
+    ],
+)
+def test_a_changed_setting_is_refused_by_name(tmp_path, tiny_corpus, tiny_datastore, section, change, named) -> None:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    with pytest.raises(InputError, match="--rebuild") as caught:
+        build_local(replace(config, **{section: replace(getattr(config, section), **change)}))
+    assert named in str(caught.value)
+
+
+def test_settings_that_do_not_touch_the_bytes_may_change(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    build_local(replace(config, embedder=replace(config.embedder, device="cpu", batch_tokens=1024)))
+
+
+def test_rebuilding_a_stage_with_another_setting_redoes_what_follows_and_keeps_what_precedes(
+    tmp_path, tiny_corpus
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config)
+    before = contents(config.datastore)
+    changed = replace(config, index=replace(config.index, factory="IVF8,Flat"))
+    build_local(changed, only="train-index", rebuild=True)
+    assert not Datastore.open(config.datastore).has("neighbors")
+    build_local(changed)
+    after = contents(config.datastore)
+    fresh = build_local(tiny_config(tmp_path / "fresh", tiny_corpus, index=changed.index))
+    assert after == contents(fresh.folder)
+    assert all(after[name] == data for name, data in before.items() if name.startswith(("chunks", "embeddings")))
+
+
+def test_an_edited_corpus_is_noticed_even_at_equal_size(tmp_path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", 40)
+    config = tiny_config(tmp_path, corpus)
+    build_local(config)
+    corpus.write_bytes(corpus.read_bytes().replace(b"Document 3", b"Dokument 3"))
+    with pytest.raises(InputError, match=r"c\.jsonl.* has changed"):
+        build_local(config)
+
+
+def test_a_touched_but_equal_corpus_is_accepted(tmp_path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", 40)
+    config = tiny_config(tmp_path, corpus)
+    build_local(config)
+    os.utime(corpus, (1, 1))
+    build_local(config)
+
+
+def test_a_truncated_shard_is_named_and_made_anew_after_its_removal(tmp_path, tiny_corpus, tiny_datastore) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config)
+    victim = config.datastore / "embeddings" / "00002" / "train.npy"
+    victim.write_bytes(victim.read_bytes()[:-7])
+    with pytest.raises(InputError, match=r"00002/train\.npy has .* bytes"):
+        build_local(config)
+    shutil.rmtree(victim.parent)
+    assert contents(build_local(config).folder) == contents(tiny_datastore.folder)
+
+
+def test_two_builders_of_one_datastore_do_not_meet(tmp_path, tiny_corpus) -> None:
+    import fcntl
+
+    config = tiny_config(tmp_path, tiny_corpus)
+    config.datastore.mkdir()
+    with open(config.datastore / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another process"):
+            build_local(config)
+
+
+@pytest.mark.slow
+def test_sigkill_at_any_moment_and_running_again_gives_the_same_datastore(
+    tmp_path, tiny_corpus, tiny_datastore
+) -> None:
+    """Killed again and again at random moments of any stage, until a run gets through."""
+    config = tiny_config(tmp_path, tiny_corpus)
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config))
+    command = [sys.executable, "-m", "pipelines.index", str(file)]
+    draw, kills = random.Random(0), 0
+    while kills < 5:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        target = draw.randint(1, 60)
+        # Wait until some files exist rather than for seconds: machines differ in speed.
+        while process.poll() is None and time.monotonic() < deadline:
+            if sum(len(files) for _, _, files in os.walk(config.datastore)) >= target * (kills + 1) // 2:
+                break
+            time.sleep(0.002)
+        if process.poll() is not None:
+            assert process.returncode == 0
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills >= 3
+    subprocess.run(command, check=True, capture_output=True)
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+@pytest.mark.parametrize("stage", ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"])  # fmt: skip
+def test_a_kill_in_the_middle_of_any_artefact_leaves_nothing_that_counts(
+    tmp_path, tiny_corpus, tiny_datastore, stage: str
+) -> None:
+    """What a SIGKILL inside `create` leaves: earlier artefacts, and a temporary folder half full."""
+    config = tiny_config(tmp_path, tiny_corpus)
+    shutil.copytree(tiny_datastore.folder, config.datastore)
+    order = [
+        "corpus",
+        "tokenizer",
+        "chunks",
+        "embedder",
+        "embeddings",
+        "index/trained",
+        "index/0",
+        "index/tuned",
+        "neighbors",
+    ]
+    position = next(i for i, name in enumerate(order) if stage.startswith(name))
+    for name in order[position + 1 :]:
+        for path in config.datastore.glob(name + ("*" if name == "index/0" else "")):
+            shutil.rmtree(path)
+    victim = config.datastore / stage
+    work = victim.with_name(f".{victim.name}.tmp")
+    victim.rename(work)
+    (work / "manifest.json").unlink()
+    largest = max((path for path in work.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    build_local(config)
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_ten_chunks_are_enough(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
+    (tmp_path / "b.md").write_text("# 标题\n\n检索增强的语言模型需要一个数据库。\n")
+    config = tiny_config(
+        tmp_path, tmp_path / "*.*", corpus=CorpusSettings(paths=(str(tmp_path / "*.*"),), valid_per_mille=0)
+    )
+    datastore = build_local(config)
+    train = datastore.train
+    assert 2 <= train.num_chunks <= 20
+    ids = train.neighbor_ids.read(0, train.num_chunks)
+    documents, _, _ = train.documents_of(np.arange(train.num_chunks))
+    for chunk, row in enumerate(ids):
+        others = np.flatnonzero(documents != documents[chunk])
+        assert set(row[row >= 0]) <= set(others)
+        assert (row >= 0).sum() == min(6, len(others))
+
+
+def test_problems_of_the_corpus_are_listed_by_file_and_line_and_strict_refuses_them(tmp_path, caplog) -> None:
+    corpus = tmp_path / "bad.jsonl"
+    write_corpus(corpus, 30)
+    lines = corpus.read_text().splitlines()
+    lines[4:4] = ["{broken", '{"id": "empty", "text": ""}', lines[0]]
+    corpus.write_text("\n".join(lines) + "\n")
+    config = tiny_config(tmp_path, corpus)
+    strict = replace(config, corpus=replace(config.corpus, strict=True))
+    with pytest.raises(InputError, match=r"bad\.jsonl:5: broken JSON"):
+        build_local(strict)
+    datastore = build_local(config)
+    found = read_json(datastore.folder / "corpus" / "problems.json")
+    assert found["counts"] == {"broken JSON": 1, "duplicate id": 1, "empty document": 1}
+    assert {(p["kind"], p["line"]) for p in found["examples"]} == {
+        ("broken JSON", 5),
+        ("empty document", 6),
+        ("duplicate id", 7),
+    }
+    assert "bad.jsonl:5" in caplog.text
+
+
+def test_a_corpus_without_text_is_refused(tmp_path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"body": "text"}\n')
+    with pytest.raises(InputError, match=r"corpus\.text_key = 'text'"):
+        build_local(tiny_config(tmp_path, tmp_path / "x.jsonl"))
+    assert [path.name for path in (tmp_path / "datastore").iterdir()] == [".lock"]
+
+
+@pytest.mark.cluster
+@pytest.mark.filterwarnings("ignore")  # ray's own
+def test_ray_builds_the_same_bytes(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+    import ray
+
+    config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(kind="ray", ray_address="local"))
+    try:
+        assert contents(build_local(config).folder) == contents(tiny_datastore.folder)
+        with pytest.raises(InputError, match=r"neighbors\.k"):
+            build_local(replace(config, neighbors=replace(config.neighbors, k=4)))
+    finally:
+        ray.shutdown()
