@@ -7,6 +7,7 @@ Cheap codes plus exact re-ranking is the default: with the top 64 re-ranked, fou
 imported where it is used, so that a machine without it can read the settings.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,8 @@ def choose_key(num_vectors: int, dimension: int, settings: IndexSettings) -> str
     lists = re.search(r"IVF(\d+)", proposals[0])
     if lists is None:
         return proposals[0]
-    nlist = int(lists.group(1))
+    # Up to 4·√N lists, as Faiss advises: with autofaiss's 65,536 for ten million the k-means alone takes hours on a CPU.
+    nlist = min(int(lists.group(1)), 2 ** math.ceil(math.log2(4 * math.sqrt(num_vectors))))
     quantizer = f"IVF{nlist}_HNSW32" if nlist >= _HNSW_LISTS else f"IVF{nlist}"
     if settings.codes == "pq":
         return re.sub(r"IVF\d+(_HNSW\d+)?", quantizer, proposals[0])

@@ -4,9 +4,11 @@ figures, tables, plots, examples (plain data) → templates/report.html → one 
 """
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,28 @@ import numpy as np
 from indexing.store.files import write_bytes
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
-# Shorter runs of shared words are chance.
+# Of middle lightness, so that they show on white and on dark, and told apart by the color-blind in this order.
+_COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ec4899", "#06b6d4")
+# Stand-ins for colors that the page decides (a light or a dark one); a plot seen alone falls back to the second value.
+_THEMED = {"#010203": "var(--ink, #1f2937)", "#010204": "var(--soft, #6b7280)", "#010205": "var(--line, #e5e7eb)"}
+_INK, _SOFT, _LINE = _THEMED
+# Shorter runs of shared words are chance; a Chinese character is less than a word.
 _MARKED_WORDS = 3
+_CHARACTER = 0.75
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header; columns after the first are right-aligned."""
+    """Rows of text under a header; columns of numbers are right-aligned."""
 
     header: list[str]
     rows: list[list[str]]
+
+    @property
+    def numeric(self) -> list[bool]:
+        """For each column, whether most of its cells begin with a number."""
+        columns = [[row[number] for row in self.rows if row[number:]] for number in range(len(self.header))]
+        return [sum(bool(re.match(r"[-+−]?\.?\d", cell)) for cell in cells) * 2 > len(cells) for cells in columns]
 
 
 @dataclass(frozen=True)
@@ -92,8 +105,10 @@ def marked(text: str, other: str) -> Any:
     words, theirs = _words(text), _words(other)
     shared = np.zeros(len(words), dtype=bool)
     for match in SequenceMatcher(None, words, theirs, autojunk=False).get_matching_blocks():
-        if sum(not word.isspace() for word in words[match.a : match.a + match.size]) >= _MARKED_WORDS:
-            shared[match.a : match.a + match.size] = True
+        run = range(match.a, match.a + match.size)
+        if sum(_weight(words[number]) for number in run) >= _MARKED_WORDS:
+            inner = [number for number in run if not words[number].isspace()]
+            shared[inner[0] : inner[-1] + 1] = True
     out, start = Markup(""), 0
     for stop in range(1, len(words) + 1):
         if stop == len(words) or shared[stop] != shared[start]:
@@ -104,10 +119,15 @@ def marked(text: str, other: str) -> Any:
 
 
 def _words(text: str) -> list[str]:
-    """Words, blanks, punctuation and single Chinese characters: together they are the text."""
-    import re
+    """Words, blanks, punctuation and single characters of scripts without blanks: together they are the text."""
+    return re.findall(r"\s+|[^\W\u3040-\u30ff\u3400-\u9fff]+|.", text, flags=re.DOTALL)
 
-    return re.findall(r"\s+|[a-zA-Z0-9_]+|.", text, flags=re.DOTALL)
+
+def _weight(word: str) -> float:
+    """How much of a word it is; blanks and punctuation are nothing."""
+    if not word[0].isalnum():
+        return 0.0
+    return _CHARACTER if word >= "\u3040" else 1.0
 
 
 # --- plots ---------------------------------------------------------------------------------------------------------
@@ -123,59 +143,100 @@ def line_plot(
     log_y: bool = False,
 ) -> str:
     """Lines by name, each (xs, ys), as an SVG."""
-    figure, axes = _figure(x_label, y_label, title)
-    for number, (name, (xs, ys)) in enumerate(series.items()):
-        axes.plot(
-            xs, ys, label=name, color=_COLORS[number % len(_COLORS)], marker="o" if len(xs) < 30 else "", markersize=3
-        )
-    if log_x:
-        axes.set_xscale("log", base=2)
-    if log_y:
-        axes.set_yscale("log")
-    return _svg(figure, axes, legend=bool(series))
+    with _style():
+        figure, axes = _figure(x_label, y_label, title)
+        for color, (name, (xs, ys)) in zip(cycle(_COLORS), series.items(), strict=False):
+            axes.plot(
+                xs, ys, label=name, color=color, marker="o" if len(xs) < 30 else "", linewidth=1.6, markersize=3.5
+            )
+        if log_x:
+            axes.set_xscale("log", base=2)
+        if log_y:
+            axes.set_yscale("log")
+        return _svg(figure, axes, title)
 
 
 def histogram(series: Mapping[str, Any], x_label: str, title: str, *, bins: int = 50) -> str:
     """Distributions by name over common bins, as an SVG."""
-    figure, axes = _figure(x_label, "share", title)
-    values = [np.asarray(value, dtype=np.float64) for value in series.values()]
-    if values:
-        edges = np.histogram_bin_edges(np.concatenate(values), bins=bins)
-        for number, (name, value) in enumerate(zip(series, values, strict=True)):
-            axes.hist(
-                value,
-                bins=edges.tolist(),
-                weights=np.full(len(value), 1 / len(value)),
-                histtype="stepfilled",
-                alpha=0.35,
-                label=name,
-                color=_COLORS[number % len(_COLORS)],
-            )
-    return _svg(figure, axes, legend=bool(values))
+    values = {name: np.asarray(value, dtype=np.float64) for name, value in series.items() if len(value)}
+    with _style():
+        figure, axes = _figure(x_label, "share", title)
+        if values:
+            edges = np.histogram_bin_edges(np.concatenate(list(values.values())), bins=bins)
+            for color, (name, value) in zip(cycle(_COLORS), values.items(), strict=False):
+                share = np.histogram(value, edges)[0] / len(value)
+                axes.stairs(share, edges, fill=True, color=color, alpha=0.25)
+                axes.stairs(share, edges, color=color, linewidth=1.4, label=name)
+        return _svg(figure, axes, title)
+
+
+def _style() -> Any:
+    """What all plots share. Text stays text and ids are fixed: small files, equal for equal data."""
+    import matplotlib
+
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "retro",
+        "font.size": 9.5,
+        "text.color": _INK,
+        "axes.labelcolor": _SOFT,
+        "axes.edgecolor": _SOFT,
+        "xtick.color": _SOFT,
+        "ytick.color": _SOFT,
+        "grid.color": _LINE,
+    }
+    return matplotlib.rc_context(settings)
 
 
 def _figure(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.4, 3.3), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = figure.add_subplot()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.set_title(title, fontsize=11, loc="left")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.grid(linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
     return figure, axes
 
 
-def _svg(figure: Any, axes: Any, *, legend: bool) -> str:
-    import matplotlib
+def _svg(figure: Any, axes: Any, title: str) -> str:
+    from html import escape
 
-    if legend:
-        axes.legend(frameon=False, fontsize=9)
+    from matplotlib.ticker import NullFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: _tick(value))
+        axis.set_minor_formatter(NullFormatter())
+    if axes.get_legend_handles_labels()[1]:
+        # Above the axes: never over the data, and no search for a free place.
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=3,
+            frameon=False,
+            borderaxespad=0,
+            borderpad=0.3,
+            handlelength=1.2,
+        )
     out = io.StringIO()
-    # Text stays text and ids are fixed: small files, equal for equal data.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "retro", "font.family": "sans-serif"}):
-        figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
+    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), transparent=True)
     svg = out.getvalue()
-    return svg[svg.index("<svg") :]
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"(font: [^;']*?px) [^;\"]*", r"\1 system-ui, sans-serif", svg)
+    # Several plots share a page, where an id may stand once; these are never referred to.
+    svg = re.sub(r' id="[a-zA-Z0-9]+_\d+"', "", svg)
+    for color, themed in _THEMED.items():
+        svg = svg.replace(color, themed)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+def _tick(value: float) -> str:
+    """`200k`, `1.5M`, `0.25`: what fits below a tick."""
+    for size, prefix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{prefix}"
+    return f"{value:.4g}"

@@ -248,11 +248,20 @@ def _rebuilt(settings_type: type[T], mirrored: Any) -> T:
 
 def _unknown_key(source: Source, path: tuple[str, ...], fields: list[_Field], is_section: bool, top: type) -> str:
     known = [field.name for field in fields if field.is_section == is_section]
-    near = [".".join((*path[:-1], name)) for name in difflib.get_close_matches(path[-1], known)]
-    near = near or [leaf for leaf in _leaves(top) if leaf.rpartition(".")[2] == path[-1]]
+    here = [".".join((*path[:-1], name)) for name in known]
+    near = _nearest(".".join(path), here if is_section else [*here, *_leaves(top)])
     inside = f"of [{'.'.join(path[:-1])}]" if path[1:] else "outside sections"
     listed = f"{'Sections' if is_section else 'Keys'} {inside}: {', '.join(known) or 'none'}."
     return f"{source.at(path)}: unknown {'section' if is_section else 'key'} {'.'.join(path)}.{_hint(near)} {listed}"
+
+
+def _nearest(key: str, known: Sequence[str]) -> list[str]:
+    """What was probably meant: a similar key of the same section, else the same key of another, else anything similar."""
+    section, _, name = key.rpartition(".")
+    siblings = {leaf.rpartition(".")[2]: leaf for leaf in known if leaf.rpartition(".")[0] == section}
+    near = [siblings[close] for close in difflib.get_close_matches(name, siblings)]
+    near = near or [leaf for leaf in dict.fromkeys(known) if leaf.rpartition(".")[2] == name]
+    return near or difflib.get_close_matches(key, known)
 
 
 def _hint(near: Sequence[str]) -> str:
@@ -326,7 +335,7 @@ def _converted(value: Any, hint: Any) -> Any:
 def _parse(settings_type: type, mirror: type, arguments: Sequence[str], verb: str) -> Any:
     """Let tyro parse, and tell what it refuses in our own way.
 
-    tyro prints a box and exits, and its hook for errors is private: the box is caught and its first part, the reason, kept.
+    tyro prints a box and exits, and its hook for errors is private: the box is caught and its reason kept.
     """
     import tyro
 
@@ -364,7 +373,5 @@ def _unknown_option(settings_type: type, token: str, verb: str) -> str:
     if not token.startswith("-"):
         return f"unexpected argument {token!r}. A switch takes no value: --key for true, --no-key for false. {more}"
     key = token.lstrip("-").partition("=")[0].replace("-", "_")
-    leaves = list(_leaves(settings_type))
-    near = [leaf for leaf in leaves if leaf.rpartition(".")[2] == key] or difflib.get_close_matches(key, leaves)
-    options = ["--" + leaf.replace("_", "-") for leaf in near]
+    options = ["--" + leaf.replace("_", "-") for leaf in _nearest(key, list(_leaves(settings_type)))]
     return f"unknown option {token.partition('=')[0]}.{_hint(options)} {more}"

@@ -9,6 +9,7 @@ and maps a plain function of `indexing/` over the rest. Nothing here knows where
 import contextlib
 import fcntl
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -76,7 +77,11 @@ def _lock(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(f"{folder} is being built by another process; wait for it or stop it.") from error
-        yield
+        try:
+            yield
+        finally:
+            if [path.name for path in folder.iterdir()] == [".lock"]:  # refused before anything was made
+                shutil.rmtree(folder)
 
 
 def _remove_from(folder: Path, first: str) -> None:

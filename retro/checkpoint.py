@@ -40,29 +40,28 @@ class Checkpoint:
     datastores: list[str]
 
 
-def save(
-    run: Path,
-    *,
-    step: int,
-    tokens: int,
-    model: Retro,
-    optimizer: torch.optim.Optimizer,
-    settings: dict[str, Any],
-    datastores: list[str],
-) -> Path:
-    """Write the checkpoint of a step atomically and return its folder."""
-    folder = run / "checkpoints" / f"{step:08d}"
-    recipe = Recipe("train", FORMAT_VERSION, {"step": step, **settings}, {str(n): f for n, f in enumerate(datastores)})
-    if (folder / MANIFEST).exists():
-        return folder
+def save(run: Path, state: dict[str, Any], model: Retro, optimizer: torch.optim.Optimizer) -> Path:
+    """Write a checkpoint atomically and return its folder.
+
+    Args:
+        run: folder of the run.
+        state: step, tokens, settings and datastores, as in `Checkpoint`.
+        model: its weights are saved.
+        optimizer: its moments are saved, and the random state with them.
+    """
+    folder = run / "checkpoints" / f"{state['step']:08d}"
+    recipe = Recipe(
+        stage="train",
+        version=FORMAT_VERSION,
+        settings={"step": state["step"], **state["settings"]},
+        inputs={str(number): fingerprint for number, fingerprint in enumerate(state["datastores"])},
+    )
     with create(folder, recipe) as (work, counts):
-        save_file(
-            {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, work / "model.safetensors"
-        )
+        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(weights, work / "model.safetensors")
         save_file(_optimizer_tensors(model, optimizer), work / "optimizer.safetensors")
-        state = {"step": step, "tokens": tokens, "settings": settings, "datastores": datastores}
         write_json(work / "state.json", state)
-        counts |= {"step": step, "tokens": tokens}
+        counts |= {"step": state["step"], "tokens": state["tokens"]}
     return folder
 
 

@@ -149,10 +149,10 @@ def evaluate(
 def _window_chunks(settings: EvaluationSettings, sequence_length: int, m: int) -> tuple[int, int]:
     window = settings.window or sequence_length
     stride = settings.stride or max(m, window // 2 // m * m)
-    if window % m or stride % m or not 0 < stride <= window:
+    if window % m or stride % m or not 0 < stride < window:
         raise InputError(
             f"evaluation.window = {window} and evaluation.stride = {stride}: both must be multiples of the chunk length "
-            f"{m}, and the stride at most the window."
+            f"{m}, and the stride below the window: the first token of a window has nothing before it."
         )
     return window // m, stride // m
 

@@ -6,6 +6,7 @@ A run that was stopped anywhere goes on from its last checkpoint with the same c
 order is a function of the step, and everything else that matters is in the checkpoint.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -188,36 +189,24 @@ def train(
         step, tokens = last.step, last.tokens
         advance(tokens)
         log.info("%s: going on from step %d", run, step)
-    loggers = open_loggers(run, step, settings.steps, settings.log_to)
     measure = _measure(model, first, evaluation, settings, data_settings, placement)
     model.train()
-    while step < settings.steps:
-        metrics, seen = _step(model, optimizer, data, placement, settings, step)
-        step, tokens = step + 1, tokens + seen
-        advance(seen)
-        if not math.isfinite(metrics["loss"]):
-            raise FloatingPointError(f"{run}: loss {metrics['loss']} at step {step}; lower train.lr and run again.")
-        at_end = step == settings.steps
-        if step % settings.log_every == 0 or at_end:
-            _log(loggers, {"step": step, "tokens": tokens, **metrics})
-        if at_end or (settings.eval_every and step % settings.eval_every == 0):
-            _log(loggers, {"step": step, "tokens": tokens, **measure()})
-        if at_end or step % settings.checkpoint_every == 0:
-            last_folder = checkpoints.save(
-                run,
-                step=step,
-                tokens=tokens,
-                model=model,
-                optimizer=optimizer,
-                settings=resolved,
-                datastores=data.fingerprints,
-            )
-            checkpoints.keep_last(run, settings.keep_checkpoints)
-    if last is not None and step == last.step:
-        last_folder = last.folder
-    for logger in loggers:
-        logger.close()
-    return Outcome(last_folder, read_metrics(run), count_parameters(model))
+    with contextlib.ExitStack() as stack:
+        loggers = open_loggers(run, step, settings.steps, settings.log_to)
+        for logger in loggers:
+            stack.callback(logger.close)
+        while step < settings.steps:
+            metrics, seen = _step(model, optimizer, data, placement, settings, step)
+            step, tokens = step + 1, tokens + seen
+            advance(seen)
+            if not math.isfinite(metrics["loss"]):
+                raise FloatingPointError(f"{run}: loss {metrics['loss']} at step {step}; lower train.lr and run again.")
+            _log(loggers, settings, step, {"step": step, "tokens": tokens}, metrics, measure)
+            if step == settings.steps or step % settings.checkpoint_every == 0:
+                state = {"step": step, "tokens": tokens, "settings": resolved, "datastores": data.fingerprints}
+                checkpoints.save(run, state, model, optimizer)
+                checkpoints.keep_last(run, settings.keep_checkpoints)
+    return Outcome(checkpoints.open_checkpoint(run).folder, read_metrics(run), count_parameters(model))
 
 
 def _fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
@@ -324,9 +313,22 @@ def _measure(
 # --- metrics -------------------------------------------------------------------------------------------------------
 
 
-def _log(loggers: list[Logger], values: dict[str, float]) -> None:
-    for logger in loggers:
-        logger.write(values)
+def _log(
+    loggers: list[Logger],
+    settings: TrainSettings,
+    step: int,
+    position: dict[str, int],
+    metrics: dict[str, float],
+    measure: Callable[[], dict[str, float]],
+) -> None:
+    """A line of training metrics and one of held-out figures, where the step asks for them."""
+    at_end = step == settings.steps
+    lines = [metrics] if at_end or step % settings.log_every == 0 else []
+    if at_end or (settings.eval_every and step % settings.eval_every == 0):
+        lines.append(measure())
+    for line in lines:
+        for logger in loggers:
+            logger.write({**position, **line})
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,95 @@
+"""Bits per byte: what a slow hand computation says, over exactly the bytes of the text."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.chunks import to_tokens
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.tokenizer import read_token_bytes
+from retro.device import place
+from retro.evaluation import EvaluationSettings, Result, compare, evaluate
+from retro.model import Retro
+from tests.conftest import tiny_config
+
+FLOAT32 = place("cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_datastore: Datastore, tmp_path_factory: pytest.TempPathFactory) -> Retro:
+    torch.manual_seed(0)
+    settings = tiny_config(tmp_path_factory.mktemp("x"), tmp_path_factory.mktemp("y")).model
+    return Retro(replace(settings, vocab_size=int(tiny_datastore.manifest["vocab_size"])))
+
+
+def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> Result:
+    token_bytes = read_token_bytes(datastore.folder / "tokenizer")
+    return evaluate(model, datastore, token_bytes, EvaluationSettings(**settings), FLOAT32, k=k, sequence_length=64)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_bits_per_byte_is_what_one_forward_pass_over_each_document_says(
+    model: Retro, tiny_datastore: Datastore, k: int
+) -> None:
+    valid, train = tiny_datastore.valid, tiny_datastore.train
+    longest = max(valid.chunk_range(n)[1] - valid.chunk_range(n)[0] for n in range(valid.num_documents))
+    nats = 0.0
+    for number in range(valid.num_documents):
+        first, stop = valid.chunk_range(number)
+        tokens = torch.from_numpy(valid.tokens.read(first, stop).astype(np.int64)).reshape(1, -1)
+        length = len(to_tokens(valid.tokens.read(first, stop), valid.lengths.read(first, stop)))
+        retrieved = {}
+        if k:
+            found, lengths = train.with_continuation(valid.neighbor_ids.read(first, stop)[:, :k].ravel())
+            retrieved["neighbors"] = torch.from_numpy(found).reshape(1, stop - first, k, -1)
+            retrieved["neighbor_lengths"] = torch.from_numpy(lengths).reshape(1, stop - first, k)
+        with torch.no_grad():
+            logs = model.eval()(tokens, **retrieved).log_softmax(-1)
+        nats -= logs[0, torch.arange(length - 1), tokens[0, 1:length]].double().sum().item()
+    text_bytes = sum(row["bytes"] for row in valid.metadata(range(valid.num_documents)))
+    result = measure(model, tiny_datastore, k=k, window=16 * longest)
+    assert result.bytes == text_bytes
+    assert result.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(nats / result.tokens), rel=1e-5)
+
+
+def test_every_stride_and_batch_size_scores_the_same_tokens(model: Retro, tiny_datastore: Datastore) -> None:
+    results = [
+        measure(model, tiny_datastore, stride=stride, batch_size=size) for stride, size in ((16, 3), (32, 8), (48, 5))
+    ]
+    assert len({result.tokens for result in results}) == 1
+    assert len({result.bytes for result in results}) == 1
+
+
+def test_withheld_neighbors_change_nothing_when_off(model: Retro, tiny_datastore: Datastore) -> None:
+    assert measure(model, tiny_datastore).bits_per_byte != measure(model, tiny_datastore, k=2).bits_per_byte
+    assert measure(model, tiny_datastore).bits_per_byte == measure(model, tiny_datastore).bits_per_byte
+
+
+def test_the_number_of_tokens_is_limited_and_the_mode_of_the_model_put_back(
+    model: Retro, tiny_datastore: Datastore
+) -> None:
+    model.train()
+    result = measure(model, tiny_datastore, max_tokens=200)
+    assert 100 <= result.tokens <= 400
+    assert model.training
+
+
+def test_comparing_a_measurement_with_itself_gives_zero(model: Retro, tiny_datastore: Datastore) -> None:
+    result = measure(model, tiny_datastore)
+    assert compare(result, result) == (0, 0, 0)
+    worse = replace(result, nats_by_document=result.nats_by_document * 1.1)
+    change, low, high = compare(worse, result)
+    assert change == pytest.approx(10)
+    assert low <= change + 1e-9
+    assert high >= change - 1e-9
+
+
+@pytest.mark.parametrize("change", [{"window": 50}, {"window": 32, "stride": 32}, {"stride": 10}])
+def test_a_window_that_cuts_chunks_is_refused(model: Retro, tiny_datastore: Datastore, change) -> None:
+    with pytest.raises(InputError, match=r"evaluation\.window"):
+        measure(model, tiny_datastore, **change)

@@ -1,0 +1,37 @@
+"""Schedules at their ends, and who decays."""
+
+import pytest
+import torch
+from torch import nn
+
+from retro.optimizer import learning_rate, make_optimizer
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "end"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1), ("wsd", 1, 0.1)]
+)
+def test_a_schedule_warms_up_and_ends_where_it_should(schedule, middle: float, end: float) -> None:
+    def rate(step: int) -> float:
+        return learning_rate(
+            step, schedule=schedule, steps=210, warmup_steps=10, lr=1.0, min_lr_ratio=0.1, decay_share=0.2
+        )
+
+    assert rate(0) == pytest.approx(0.1, abs=1e-6)
+    assert rate(9) == pytest.approx(1)
+    assert rate(10) == pytest.approx(1)
+    assert rate(110) == pytest.approx(middle)
+    assert rate(210) == pytest.approx(end)
+    values = [rate(step) for step in range(10, 211)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_matrices_decay_and_norms_do_not() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
+    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
+        "0.weight": 0.1,
+        "0.bias": 0.0,
+        "1.weight": 0.0,
+    }
+    assert isinstance(optimizer, torch.optim.AdamW)

@@ -1,0 +1,220 @@
+"""Training: goes on to the bit where it was stopped, refuses what does not fit, learns."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.config import Config
+from pipelines.settings import to_toml
+from retro import checkpoint as checkpoints
+from retro.trainer import Outcome, train
+from tests.conftest import build_local, tiny_config, write_corpus
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    return replace(config, model=replace(config.model, dropout=0.1))
+
+
+def run(config: Config, **options) -> Outcome:
+    return train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation, **options)
+
+
+def with_train(config: Config, **changes) -> Config:
+    return replace(config, train=replace(config.train, **changes))
+
+
+def weights(outcome: Outcome) -> list[bytes]:
+    return [(outcome.checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+def losses(outcome: Outcome) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in outcome.metrics if "loss" in line]
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bit(config: Config, tmp_path: Path) -> None:
+    straight = run(config)
+
+    def stop_in_the_sixth_step(tokens: int, seen=[0]) -> None:  # noqa: B006
+        seen[0] += tokens
+        if seen[0] > 5 * 2 * 64:
+            raise KeyboardInterrupt
+
+    stopped = replace(config, run=tmp_path / "stopped")
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, advance=stop_in_the_sixth_step)
+    assert [path.name for path in checkpoints.finished(stopped.run)] == ["00000004"]
+    resumed = run(stopped)
+    assert weights(resumed) == weights(straight)
+    assert losses(resumed) == losses(straight)
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_sigkill_at_any_moment_does_not_change_the_final_weights(config: Config, tmp_path: Path) -> None:
+    config = with_train(config, steps=60, checkpoint_every=7, eval_every=0, threads=1)
+    straight = run(config)
+    killed = replace(config, run=tmp_path / "killed")
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(killed))
+    command = [sys.executable, "-m", "pipelines.cli", "train", str(file)]
+    draw, kills = random.Random(1), 0
+    while kills < 4:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wanted = (kills + 1) * 12 + draw.randint(0, 6)
+        while process.poll() is None and len(_steps(killed.run)) < wanted:
+            time.sleep(0.002)
+        if process.poll() is not None:
+            assert process.returncode == 0
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills >= 2
+    subprocess.run(command, check=True, capture_output=True)
+    assert weights(run(killed)) == weights(straight)
+
+
+def _steps(folder: Path) -> list[str]:
+    path = folder / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_finished_run_is_not_trained_again(config: Config) -> None:
+    first = run(config)
+    steps: list[int] = []
+    again = run(config, advance=steps.append)
+    assert weights(again) == weights(first)
+    assert steps == [8 * 2 * 64]  # told at once that all is done
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "named"),
+    [("train", {"lr": 5e-4}, "train.lr was 0.001, now 0.0005"), ("data", {"k": 1}, "data.k was 2, now 1"), ("model", {"d_ffw": 32}, "model.d_ffw was 64, now 32")],
+)  # fmt: skip
+def test_a_run_with_other_settings_is_refused_by_name(config: Config, section: str, change, named: str) -> None:
+    run(config)
+    with pytest.raises(InputError) as caught:
+        run(replace(config, **{section: replace(getattr(config, section), **change)}))
+    assert named in str(caught.value)
+
+
+def test_settings_that_touch_no_weight_may_change(config: Config) -> None:
+    run(config)
+    run(with_train(config, log_every=3, keep_checkpoints=1))
+
+
+def test_a_run_on_a_changed_datastore_is_refused(config: Config, tmp_path: Path) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(config.datastore, folder)
+    config = replace(config, datastore=folder)
+    run(config)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["fingerprints"]["neighbors"] = "0" * 16
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="datastore has changed"):
+        run(config)
+
+
+def test_the_loss_falls_and_the_baseline_trains_too(config: Config, tmp_path: Path) -> None:
+    config = with_train(config, steps=60, lr=5e-3, eval_every=0)
+    for name, layers in (("retro", (2, 3)), ("baseline", ())):
+        outcome = run(replace(config, run=tmp_path / name, model=replace(config.model, cca_layers=layers, dropout=0)))
+        values = [loss for _, loss in losses(outcome)]
+        assert sum(values[-10:]) / 10 < values[0] - 1
+        assert ("valid_bits_per_byte_on" in outcome.metrics[-1]) == (name == "retro")
+
+
+def test_accumulating_two_batches_equals_one_of_twice_the_size(config: Config, tmp_path: Path) -> None:
+    config = with_train(
+        replace(config, model=replace(config.model, dropout=0)), steps=3, warmup_steps=1, precision="float32"
+    )
+    one = run(with_train(replace(config, run=tmp_path / "one"), batch_size=4, accumulation=1))
+    two = run(with_train(replace(config, run=tmp_path / "two"), batch_size=2, accumulation=2))
+    for (_, first), (_, second) in zip(losses(one), losses(two), strict=True):
+        assert first == pytest.approx(second, abs=0.02)  # the mean of means: the two halves differ a little in labels
+
+
+def test_only_the_last_checkpoints_are_kept_and_the_last_step_is_one_of_them(config: Config) -> None:
+    outcome = run(with_train(config, checkpoint_every=3, keep_checkpoints=2))
+    assert [path.name for path in checkpoints.finished(config.run)] == ["00000006", "00000008"]
+    assert outcome.metrics[-1]["step"] == 8
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(config: Config, monkeypatch) -> None:
+    from retro import trainer
+
+    real = trainer._step
+
+    def poisoned(*arguments):
+        metrics, tokens = real(*arguments)
+        return ({**metrics, "loss": float("nan")} if arguments[-1] == 5 else metrics), tokens
+
+    monkeypatch.setattr(trainer, "_step", poisoned)
+    with pytest.raises(FloatingPointError, match="step 6"):
+        run(config)
+    assert [path.name for path in checkpoints.finished(config.run)] == ["00000004"]
+
+
+def test_two_datastores_are_mixed(config: Config, tmp_path: Path) -> None:
+    other = build_local(
+        tiny_config(
+            tmp_path / "other",
+            write_corpus(tmp_path / "other.jsonl", 60, seed=3),
+            tokenizer=replace(
+                config.tokenizer, kind="sentencepiece", path=str(config.datastore / "tokenizer" / "sentencepiece.model")
+            ),
+        )
+    )
+    settings = replace(config.data, datastores=(config.datastore, other.folder), weights=(0.5, 0.5))
+    outcome = train(config.run, list(settings.datastores), config.model, settings, config.train, config.evaluation)
+    assert len(checkpoints.open_checkpoint(config.run).datastores) == 2
+    assert len(losses(outcome)) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"chunk_length": 32}, "model.chunk_length = 32"), ({"vocab_size": 999}, "model.vocab_size = 999")],
+)
+def test_a_model_that_does_not_fit_the_datastore_is_refused(config: Config, change, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        run(replace(config, model=replace(config.model, **change)))
+
+
+def test_tensorboard_gets_the_metrics_and_an_unknown_logger_is_refused(config: Config) -> None:
+    pytest.importorskip("tensorboard")
+    run(with_train(config, log_to=("tensorboard",)))
+    assert list((config.run / "tensorboard").glob("events*"))
+    with pytest.raises(InputError, match=r"train\.log_to"):
+        with_train(config, log_to=("paper",))
+
+
+def test_training_needs_neither_faiss_nor_ray_nor_the_other_packages_of_indexing(
+    config: Config, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(replace(config, run=tmp_path / "bare")))
+    program = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {{"faiss", "autofaiss", "ray", "pyarrow", "sentencepiece", "fsspec", "zstandard"}}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from pipelines.cli import main
+sys.exit(main(["train", {str(file)!r}]))
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "checkpoint:" in process.stdout
