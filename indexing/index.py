@@ -39,7 +39,7 @@ class IndexSettings:
     """`fast-scan`: 4-bit PQ (d/4 bytes a chunk), fastest, made to be re-ranked; `pq`: what autofaiss proposes (OPQ + 8-bit PQ)."""
     points_per_list: int = 64
     """Training vectors per inverted list, sampled over all shards."""
-    recall_target: float = 0.9
+    recall_target: float = 0.8
     """`nprobe` is the smallest power of two whose recall@10 after re-ranking reaches this on held-out queries."""
     tune_queries: int = 1000
     """Held-out chunks used as queries for tuning."""

@@ -4,8 +4,10 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,12 +39,28 @@ class Finding:
 def examine() -> list[Finding]:
     """Everything that can be seen without doing work."""
     versions = installed_versions()
-    findings = [Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")]
-    findings += [check_import(name, module, versions) for name, module in REQUIRED.items()]
+    imports = {name: check_import(name, module, versions) for name, module in REQUIRED.items()}
+    findings = [check_python(sys.version_info[:2]), *imports.values()]
     for name, command in OPTIONAL.items():
         message = versions.get(name) or f"not installed (optional: {command})"
         findings.append(Finding("ok", name, message))
-    return [*findings, *conflicts(versions), *check_faiss(versions), *check_devices(), *check_machine()]
+    findings += conflicts(versions)
+    # What does not import has been told; the doctor must survive it to tell the rest.
+    usable = {name for name, finding in imports.items() if finding.level != "error"}
+    if "faiss-cpu" in usable:
+        findings += check_faiss(versions)
+    if "torch" in usable:
+        findings += check_devices()
+    return [*findings, check_threads(usable), *check_machine()]
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    """Whether this Python is one that the dependencies work on."""
+    message = f"{'.'.join(map(str, version))} ({platform.python_version()} on {platform.machine()})"
+    if (3, 11) <= version < (3, 13):
+        return Finding("ok", "python", message)
+    action = "make a virtual environment with Python 3.11 or 3.12"
+    return Finding("error", "python", f"{message}: autofaiss needs one below 3.13, retro 3.11 or later", action)
 
 
 def installed_versions() -> dict[str, str]:
@@ -60,9 +78,24 @@ def check_import(name: str, module: str, versions: Mapping[str, str]) -> Finding
     """Whether a package really imports: what resolves need not."""
     try:
         importlib.import_module(module)
-    except ImportError as error:
-        return Finding("error", name, f"does not import: {error}", "pip install --force-reinstall retro")
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        # OSError: a shared library is missing. AttributeError, RuntimeError: built for another numpy.
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if name not in versions:
+            return Finding("error", name, f"not installed: {reason}", f"pip install '{requirement(name)}'")
+        action = f"pip install --force-reinstall --no-deps '{requirement(name)}'"
+        return Finding("error", name, f"{versions[name]} does not import: {reason}", action)
     return Finding("ok", name, versions.get(name, "imports; its distribution has another name"))
+
+
+def requirement(name: str) -> str:
+    """A dependency with the range of versions that this project asks for."""
+    try:
+        asked = importlib.metadata.requires("retro") or []
+    except importlib.metadata.PackageNotFoundError:
+        asked = []  # run from a checkout that was not installed
+    same = [line for line in asked if re.match(re.escape(name) + r"[^\w-]", line + " ") and ";" not in line]
+    return same[0] if same else name
 
 
 def conflicts(versions: Mapping[str, str]) -> list[Finding]:
@@ -98,30 +131,39 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_faiss(versions: Mapping[str, str]) -> list[Finding]:
-    """Which build of Faiss is in place: faiss-cpu and faiss-gpu install the same folder, and the last one wins."""
-    try:
-        import faiss
-    except ImportError:
-        return []
+    """Which build of Faiss is in place."""
+    import faiss
+
     options = faiss.get_compile_options().strip()
-    gpu_build = "GPU" in options
-    gpus = faiss.get_num_gpus() if gpu_build else 0
-    findings = [Finding("ok", "faiss build", f"{'GPU' if gpu_build else 'CPU'} ({options}), {gpus} GPUs")]
-    if "faiss-gpu" in versions and not gpu_build:
-        findings.append(
-            Finding(
-                "warning",
-                "faiss build",
-                "faiss-gpu is installed, but the files in place are those of faiss-cpu",
-                "pip install --force-reinstall --no-deps faiss-gpu",
-            )
-        )
-    return findings
+    has_gpu = "GPU" in options.split()
+    gpus = f", {faiss.get_num_gpus()} GPUs" if has_gpu else ""
+    findings = [Finding("ok", "faiss build", f"{'GPU' if has_gpu else 'CPU'} build ({options}){gpus}")]
+    return [*findings, *faiss_conflicts(versions, has_gpu)]
+
+
+def faiss_conflicts(versions: Mapping[str, str], has_gpu: bool) -> list[Finding]:
+    """faiss-cpu and faiss-gpu install the same `faiss` folder: the last one wins, and autofaiss always brings faiss-cpu.
+
+    Args:
+        versions: distribution name to version.
+        has_gpu: whether the files in place are built for GPUs.
+    """
+    if not {"faiss-cpu", "faiss-gpu"} <= set(versions):
+        return []
+    if not has_gpu:
+        message = "faiss-cpu and faiss-gpu are both installed, and the files in place are those of faiss-cpu"
+        return [Finding("warning", "faiss build", message, "pip install --force-reinstall --no-deps faiss-gpu")]
+    if _numbers(versions["faiss-cpu"]) != _numbers(versions["faiss-gpu"]):
+        message = f"faiss-gpu {versions['faiss-gpu']} lies over files of faiss-cpu {versions['faiss-cpu']}"
+        action = f"pip uninstall -y faiss-cpu faiss-gpu && pip install faiss-cpu=={versions['faiss-gpu']}"
+        action += f" && pip install --force-reinstall --no-deps faiss-gpu=={versions['faiss-gpu']}"
+        return [Finding("warning", "faiss build", message, action)]
+    # What `retro[gpu]` makes; nothing to mend, but worth knowing before the next `pip install`.
+    return [Finding("ok", "faiss build", "faiss-cpu and faiss-gpu are both installed; faiss-gpu's files are in place")]
 
 
 def check_devices() -> list[Finding]:
-    """CUDA devices, threads and fast precisions."""
-    import faiss
+    """CUDA devices and fast precisions."""
     import torch
 
     from retro.device import cpu_has_bfloat16
@@ -132,13 +174,28 @@ def check_devices() -> list[Finding]:
         findings.append(Finding("ok", f"cuda:{number}", f"{properties.name}, {human_bytes(properties.total_memory)}"))
     if not findings:
         findings.append(Finding("ok", "cuda", "no device: training and embedding run on the CPU"))
-    threads = f"torch {torch.get_num_threads()}, faiss {faiss.omp_get_max_threads()}, cores {os.cpu_count()}"
-    findings.append(
-        Finding("ok", "threads", f"{threads}, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}")
-    )
     precision = "bfloat16 in hardware" if cpu_has_bfloat16() else "no fast bfloat16: float32 is used"
-    findings.append(Finding("ok", "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {precision}"))
-    return findings
+    return [*findings, Finding("ok", "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {precision}")]
+
+
+def check_threads(usable: Collection[str]) -> Finding:
+    """Cores, and how many threads torch and faiss will start on them, each on its own."""
+    # A container or `taskset` may allow fewer cores than the machine has.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = {}
+    if "torch" in usable:
+        import torch
+
+        threads["torch"] = torch.get_num_threads()
+    if "faiss-cpu" in usable:
+        import faiss
+
+        threads["faiss"] = faiss.omp_get_max_threads()
+    parts = [f"{name} {number}" for name, number in threads.items()]
+    message = ", ".join([*parts, f"cores {cores}", f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"])
+    if max(threads.values(), default=0) > cores:
+        return Finding("warning", "threads", f"{message}: more threads than cores", f"export OMP_NUM_THREADS={cores}")
+    return Finding("ok", "threads", message)
 
 
 def check_machine() -> list[Finding]:

@@ -143,7 +143,7 @@ def line_plot(
     log_y: bool = False,
 ) -> str:
     """Lines by name, each (xs, ys), as an SVG."""
-    with _style():
+    with _style(title):
         figure, axes = _figure(x_label, y_label, title)
         for color, (name, (xs, ys)) in zip(cycle(_COLORS), series.items(), strict=False):
             axes.plot(
@@ -159,7 +159,7 @@ def line_plot(
 def histogram(series: Mapping[str, Any], x_label: str, title: str, *, bins: int = 50) -> str:
     """Distributions by name over common bins, as an SVG."""
     values = {name: np.asarray(value, dtype=np.float64) for name, value in series.items() if len(value)}
-    with _style():
+    with _style(title):
         figure, axes = _figure(x_label, "share", title)
         if values:
             edges = np.histogram_bin_edges(np.concatenate(list(values.values())), bins=bins)
@@ -170,13 +170,13 @@ def histogram(series: Mapping[str, Any], x_label: str, title: str, *, bins: int 
         return _svg(figure, axes, title)
 
 
-def _style() -> Any:
+def _style(title: str) -> Any:
     """What all plots share. Text stays text and ids are fixed: small files, equal for equal data."""
     import matplotlib
 
     settings = {
         "svg.fonttype": "none",
-        "svg.hashsalt": "retro",
+        "svg.hashsalt": title,
         "font.size": 9.5,
         "text.color": _INK,
         "axes.labelcolor": _SOFT,
@@ -195,11 +195,11 @@ def _figure(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = figure.add_subplot()
     axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set_ylabel(y_label, labelpad=7)  # fonts of readers may be wider
     axes.grid(linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0)
+    axes.tick_params(which="both", length=0)
     return figure, axes
 
 
@@ -226,9 +226,10 @@ def _svg(figure: Any, axes: Any, title: str) -> str:
     figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), transparent=True)
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"(font: [^;']*?px) [^;\"]*", r"\1 system-ui, sans-serif", svg)
+    # The page's font; older releases of matplotlib write it after the size.
+    svg = re.sub(r"(font-family:|font: [\w. ]*px) [^;\"]*", r"\1 system-ui, sans-serif", svg)
     # Several plots share a page, where an id may stand once; these are never referred to.
-    svg = re.sub(r' id="[a-zA-Z0-9]+_\d+"', "", svg)
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
     for color, themed in _THEMED.items():
         svg = svg.replace(color, themed)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
@@ -237,6 +238,6 @@ def _svg(figure: Any, axes: Any, title: str) -> str:
 def _tick(value: float) -> str:
     """`200k`, `1.5M`, `0.25`: what fits below a tick."""
     for size, prefix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{prefix}"
+        if abs(value) >= max(size, 10_000):
+            return f"{value / size:.4g}{prefix}"
     return f"{value:.4g}"

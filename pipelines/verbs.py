@@ -16,6 +16,7 @@ from pipelines.config import Config
 from pipelines.progress import human_bytes, progress
 from retro.evaluation import EvaluationSettings
 from retro.generation import GenerationSettings
+from retro.loggers import as_line
 
 log = logging.getLogger("retro")
 
@@ -49,7 +50,7 @@ def index(options: IndexOptions) -> int:
 def train(config: Config) -> int:
     """`retro train CONFIG`."""
     outcome = run_training(config, "train")
-    print_rows([[key.replace("_", " "), f"{value:.4g}"] for key, value in outcome.metrics[-1].items()])
+    print(as_line(outcome.metrics[-1]))
     print(f"checkpoint: {outcome.checkpoint}")
     return 0
 
@@ -247,7 +248,10 @@ def inspect_datastore(folder: Path) -> int:
     """Totals, stages, problems of the corpus and, where it has been measured, the report."""
     datastore = Datastore.open(folder)
     meta = read_meta(folder / "tokenizer")
-    rows = [["fingerprint", datastore.fingerprint], ["tokenizer", f"{meta.kind}, {meta.vocab_size:,} tokens"]]
+    rows = [
+        ["fingerprint", datastore.fingerprint],
+        ["tokenizer", f"{meta.kind}, {meta.vocab_size:,} tokens, {'lossless' if meta.lossless else 'not lossless'}"],
+    ]
     rows.append(["chunk length", str(datastore.chunk_length)])
     for name, totals in datastore.manifest["splits"].items():
         parts = (f"{sum(totals[key]):,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))

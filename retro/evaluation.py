@@ -108,8 +108,7 @@ def evaluate(
         InputError: nothing is held out, or window and stride do not fit the chunk length.
     """
     num_chunks, stride = _window_chunks(settings, sequence_length, datastore.chunk_length)
-    if k:
-        datastore.require("neighbors")
+    _check(model, datastore, k)
     valid = datastore.valid
     nats, sizes = np.zeros((2, valid.num_documents))
     if not len(nats):
@@ -144,6 +143,19 @@ def evaluate(
         nats_by_document=nats,
         bytes_by_document=sizes,
     )
+
+
+def _check(model: Retro, datastore: Datastore, k: int) -> None:
+    """Raise InputError unless the model can be scored on this datastore with k neighbors."""
+    for key in ("vocab_size", "chunk_length"):
+        ours, theirs = getattr(model.settings, key), datastore.manifest[key]
+        if ours != theirs:
+            raise InputError(f"{datastore.folder} has {key} {theirs}, the model {ours}: it was trained on another one.")
+    if k:
+        datastore.require("neighbors")
+        stored = datastore.valid.neighbor_ids.shard(0).shape[1]
+        if k > stored:
+            raise InputError(f"evaluation.k = {k}: {datastore.folder} stores {stored} neighbors (neighbors.k).")
 
 
 def _window_chunks(settings: EvaluationSettings, sequence_length: int, m: int) -> tuple[int, int]:

@@ -56,14 +56,18 @@ class Console:
             return
         if "loss" in values:
             self._next = values["step"] + self._every
-        shown = [
-            f"{name} {value:,.0f}" if name in ("step", "tokens", "tokens_per_second") else f"{name} {value:.4g}"
-            for name, value in values.items()
-        ]
-        log.info("  ".join(shown))
+        log.info(as_line(values))
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+def as_line(values: dict[str, Any]) -> str:
+    """Metrics as people read them: counts with separators, the rest to four digits."""
+    whole = ("step", "tokens", "tokens_per_second")
+    return "  ".join(
+        f"{name} {value:,.0f}" if name in whole else f"{name} {value:.4g}" for name, value in values.items()
+    )
 
 
 class TensorBoard:

@@ -94,6 +94,7 @@ def test_inspect_tells_what_is_there(trained: Path, capsys, what: str, words: li
         (["search", "nowhere", "text"], ["nowhere is not a datastore"]),
         (["search", "DATASTORE", "  "], ["empty"]),
         (["eval", "nowhere"], ["nowhere is neither a checkpoint"]),
+        (["eval", "RUN", "--evaluation.k", "7"], ["evaluation.k = 7", "stores 6"]),
         (["eval", "RUN", "--evaluation.window", "50"], ["evaluation.window = 50"]),
         (["train", "CONFIG", "--data.k", "9"], ["data.k = 9"]),
         (["train", "CONFIG", "--train.device", "cuda"], ["no CUDA device"]),

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipelines.doctor import Finding, conflicts, examine, print_findings
+from pipelines import doctor
+from pipelines.doctor import Finding, conflicts, examine, faiss_conflicts, print_findings
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,58 @@ def test_this_machine_passes(capsys) -> None:
 def test_an_error_gives_status_1(capsys) -> None:
     assert print_findings([Finding("error", "x", "broken", "mend it")]) == 1
     assert "mend it" in capsys.readouterr().out
+
+
+def test_a_broken_package_is_told_and_the_rest_is_still_examined(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    real = doctor.importlib.import_module
+
+    def fail_on_faiss(name: str):
+        if name == "faiss":
+            raise ImportError("libopenblas.so.0: cannot open\nshared object file")
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", fail_on_faiss)
+    findings = {finding.topic: finding for finding in examine()}
+    assert findings["faiss-cpu"].level == "error"
+    assert "cannot open shared object file" in findings["faiss-cpu"].message
+    assert findings["faiss-cpu"].action.startswith("pip install --force-reinstall --no-deps 'faiss-cpu")
+    assert "faiss build" not in findings
+    assert {"cpu", "threads", "disk"} <= set(findings)
+    assert print_findings(list(findings.values())) == 1
+
+
+def test_a_python_that_autofaiss_cannot_run_on_is_an_error() -> None:
+    assert [doctor.check_python(version).level for version in ((3, 10), (3, 11), (3, 12), (3, 13))] == [
+        "error",
+        "ok",
+        "ok",
+        "error",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "has_gpu", "level", "words"),
+    [
+        ("1.15.1", "1.15.1", False, "warning", "those of faiss-cpu"),
+        ("1.15.1", "1.15.1", True, "ok", "faiss-gpu's files are in place"),
+        ("1.14.0", "1.15.1", True, "warning", "lies over"),
+    ],
+)
+def test_two_builds_of_faiss_in_one_folder_are_told_with_the_one_in_place(gpu, cpu, has_gpu, level, words) -> None:
+    (finding,) = faiss_conflicts({"faiss-gpu": gpu, "faiss-cpu": cpu}, has_gpu)
+    assert (finding.level, words in finding.message) == (level, True)
+    assert bool(finding.action) == (level == "warning")
+
+
+def test_one_build_of_faiss_is_no_conflict() -> None:
+    assert faiss_conflicts({"faiss-cpu": "1.15.1"}, has_gpu=False) == []
+    assert faiss_conflicts({"faiss-gpu": "1.15.1"}, has_gpu=True) == []
+
+
+def test_more_threads_than_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda process: {0})
+    import torch
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    finding = doctor.check_threads({"torch"})
+    assert (finding.level, finding.action) == ("warning", "export OMP_NUM_THREADS=1")

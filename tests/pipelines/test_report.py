@@ -1,8 +1,21 @@
 """Reports: whole, self-contained, safe, the same for the same data."""
 
+import re
+from html import unescape
+
 import numpy as np
 
-from pipelines.report import NeighborExample, NeighborText, Section, Table, histogram, line_plot, marked, write_report
+from pipelines.report import (
+    NeighborExample,
+    NeighborText,
+    Section,
+    Table,
+    _tick,
+    histogram,
+    line_plot,
+    marked,
+    write_report,
+)
 
 
 def test_a_report_holds_its_parts_and_escapes_text(tmp_path) -> None:
@@ -34,9 +47,52 @@ def test_plots_of_nothing_are_empty_and_not_an_error() -> None:
     assert "<svg" in histogram({}, "x", "t")
 
 
-def test_shared_runs_of_three_words_are_marked() -> None:
-    assert marked("a big red house here", "the big red house") == "a <mark>big red house</mark> here".replace(
-        "a <mark>", "a<mark> "
-    )
+def test_shared_runs_of_three_words_are_marked_without_the_blanks_around_them() -> None:
+    assert marked("a big red house here", "the big red house") == "a <mark>big red house</mark> here"
     assert "<mark>" not in marked("one two", "one two")
     assert "<mark>检索增强</mark>" in marked("用检索增强", "检索增强吗")
+
+
+def test_punctuation_alone_is_no_shared_run() -> None:
+    assert "<mark>" not in marked("([{x}])", "([{y}]) ([{")
+
+
+def test_marking_escapes_and_loses_nothing() -> None:
+    text = "if a < b and c:\n\treturn <x> & 你好"
+    html = marked(text, "if a < b and")
+    assert unescape(re.sub("</?mark>", "", html)) == text
+    assert "<x>" not in html
+
+
+def test_columns_of_numbers_are_right_aligned_and_columns_of_text_are_not() -> None:
+    table = Table(["name", "value", "note"], [["a1", "-0.5%", "x"], ["b", "1,234 ms", ""], ["c", "other", "1"]])
+    assert table.numeric == [False, True, False]
+    assert Table(["empty"], []).numeric == [False]
+
+
+def test_a_report_needs_nothing_from_outside(tmp_path) -> None:
+    plot = line_plot({"s": ([1, 2], [3, 4])}, "x", "y", "t")
+    write_report(tmp_path / "r.html", title="T", subtitle="S", sections=[Section("A", plots=[plot])])
+    html = (tmp_path / "r.html").read_text()
+    # Names of XML namespaces are never fetched.
+    assert set(re.findall(r"https?://[^\"\s]+", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "src=" not in html
+    assert "<link" not in html
+
+
+def test_plots_of_one_page_share_no_ids_and_follow_its_colors() -> None:
+    plots = [line_plot({"s": ([1, 2], [3, 4])}, "x", "y", title) for title in ("a", "b")]
+    first, second = (set(re.findall(r'id="([^"]+)"', plot)) for plot in plots)
+    assert first
+    assert not first & second
+    assert "var(--ink" in plots[0]
+
+
+def test_ticks_are_short() -> None:
+    labels = [_tick(value) for value in (0, 0.25, 512, 1024, 20_000, 1_500_000, 2e9)]
+    assert labels == ["0", "0.25", "512", "1024", "20k", "1.5M", "2B"]
+
+
+def test_log_axes_of_one_point_and_of_many() -> None:
+    assert "<svg" in line_plot({"s": ([8], [0.5])}, "x", "y", "t", log_x=True)
+    assert "<svg" in line_plot({"s": ([1, 1024], [1e-3, 1e3])}, "x", "y", "t", log_x=True, log_y=True)

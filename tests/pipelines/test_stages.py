@@ -79,7 +79,7 @@ def test_a_second_run_writes_nothing(tmp_path, tiny_corpus) -> None:
         ("chunks", {"chunk_length": 8}, "chunks.chunk_length was 16, now 8"),
         ("embedder", {"dimension": 16}, "embedder.dimension was 32, now 16"),
         ("index", {"factory": "IVF4,Flat"}, "index.factory was '', now 'IVF4,Flat'"),
-        ("index", {"recall_target": 0.5}, "index.recall_target was 0.9, now 0.5"),
+        ("index", {"recall_target": 0.5}, "index.recall_target was 0.8, now 0.5"),
         ("neighbors", {"k": 4}, "neighbors.k was 6, now 4"),
     ],
 )
