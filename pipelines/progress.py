@@ -13,7 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 log = logging.getLogger("retro")
@@ -63,7 +72,7 @@ def _display() -> Iterator[Progress | None]:
     columns = [
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
+        TaskProgressColumn(),  # empty where the total is not known
         _Rate(),
         TimeElapsedColumn(),
         TextColumn("left"),
@@ -90,11 +99,13 @@ class _Handler(logging.Handler):
     """Messages on standard error, above the bar where there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One message."""
+        """One message, which says so if it is a warning."""
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        message = level + self.format(record)
         if _live:
-            _live[-1].console.print(Text(self.format(record)))
+            _live[-1].console.print(Text(message), soft_wrap=True)
         else:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(message, file=sys.stderr, flush=True)
 
 
 def setup_logging() -> None:

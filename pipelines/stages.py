@@ -22,6 +22,7 @@ from indexing import chunks, embedders, index, neighbors
 from indexing.store.artefact import Recipe, create, fingerprint, is_finished, read_manifest, remove
 from indexing.store.datastore import SPLITS, Datastore, shard_name, write_datastore_manifest
 from indexing.store.errors import InputError
+from indexing.store.files import read_json
 from indexing.tokenizer import Tokenizer
 from pipelines import corpus_stage
 from pipelines.config import Config
@@ -85,18 +86,19 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _remove_from(folder: Path, first: str) -> None:
-    manifest = folder / "manifest.json"
-    for name in list(STAGES)[list(STAGES).index(first) :][::-1]:
-        if manifest.exists():
-            kept = Datastore.open(folder).manifest if name != "chunk" else {}
-            kept.get("fingerprints", {}).pop(name, None)
-            if name == "chunk":
-                manifest.unlink()
-            else:
-                write_datastore_manifest(folder, kept)
+    """Remove what a stage and those after it have made: first from the manifest, then from the disk, the last first."""
+    path, names = folder / "manifest.json", list(STAGES)
+    later = names[names.index(first) :]
+    if path.exists():
+        manifest = read_json(path)
+        kept = {name: value for name, value in manifest["fingerprints"].items() if name not in later}
+        write_datastore_manifest(folder, {**manifest, "fingerprints": kept})
+    for name in reversed(later):
         for pattern in STAGES[name].outputs:
-            for path in folder.glob(pattern):
-                remove(path) if path.is_dir() else path.unlink()
+            for output in folder.glob(pattern):
+                remove(output) if output.is_dir() else output.unlink()
+    if first == names[0]:
+        path.unlink(missing_ok=True)
 
 
 def _require_earlier(folder: Path, name: str) -> None:
@@ -152,7 +154,7 @@ def _prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> 
 def _run_tasks(
     name: str, unit: str, function: Callable[..., Any], todo: list[tuple[Path, Task]], executor: Executor
 ) -> None:
-    """Run the tasks of the unfinished artefacts under one progress bar; silent where there is nothing to do."""
+    """Run the tasks of the unfinished artefacts under one progress bar."""
     if not todo:
         log.info("%s: finished already", name)
         return

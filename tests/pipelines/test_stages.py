@@ -111,6 +111,19 @@ def test_rebuilding_a_stage_with_another_setting_redoes_what_follows_and_keeps_w
     assert all(after[name] == data for name, data in before.items() if name.startswith(("chunks", "embeddings")))
 
 
+def test_rebuilding_everything_starts_from_nothing_even_of_another_format(
+    tmp_path, tiny_corpus, tiny_datastore
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config)
+    manifest = config.datastore / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
+    with pytest.raises(InputError, match="format version 99"):
+        build_local(config, only="embed")
+    build_local(config, rebuild=True)
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
 def test_an_edited_corpus_is_noticed_even_at_equal_size(tmp_path) -> None:
     corpus = write_corpus(tmp_path / "c.jsonl", 40)
     config = tiny_config(tmp_path, corpus)
