@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
-from pipelines import verbs
-from pipelines.config import Config
-from pipelines.demo import DemoOptions, demo
+from pipelines.doctor import DoctorOptions, doctor
 from pipelines.progress import setup_logging
 from pipelines.settings import load
 
@@ -41,16 +39,25 @@ class Verb:
     positional: tuple[str, ...] = ()
 
 
-VERBS: dict[str, Verb] = {
-    "demo": Verb(demo, DemoOptions),
-    "index": Verb(verbs.index, verbs.IndexOptions, ("CONFIG",)),
-    "train": Verb(verbs.train, Config, ("CONFIG",)),
-    "eval": Verb(verbs.evaluate, verbs.EvalOptions, ("CHECKPOINT",)),
-    "generate": Verb(verbs.generate, verbs.GenerateOptions, ("CHECKPOINT",)),
-    "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
-    "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
-    "doctor": Verb(verbs.doctor, verbs.DoctorOptions),
-}
+DOCTOR = Verb(doctor, DoctorOptions)
+
+
+def table() -> dict[str, Verb]:
+    """Every verb. What they import is imported here: `retro doctor` must run where torch or numpy does not."""
+    from pipelines import verbs
+    from pipelines.config import Config
+    from pipelines.demo import DemoOptions, demo
+
+    return {
+        "demo": Verb(demo, DemoOptions),
+        "index": Verb(verbs.index, verbs.IndexOptions, ("CONFIG",)),
+        "train": Verb(verbs.train, Config, ("CONFIG",)),
+        "eval": Verb(verbs.evaluate, verbs.EvalOptions, ("CHECKPOINT",)),
+        "generate": Verb(verbs.generate, verbs.GenerateOptions, ("CHECKPOINT",)),
+        "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
+        "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
+        "doctor": DOCTOR,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,11 +90,12 @@ def run_verb(name: str, arguments: list[str]) -> int:
     """
     import difflib
 
-    if name not in VERBS:
-        close = difflib.get_close_matches(name, VERBS, n=1)
+    verbs = {"doctor": DOCTOR} if name == "doctor" else table()
+    if name not in verbs:
+        close = difflib.get_close_matches(name, verbs, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"unknown verb {name!r}.{hint} Verbs: {', '.join(VERBS)}.")
-    verb = VERBS[name]
+        raise InputError(f"unknown verb {name!r}.{hint} Verbs: {', '.join(verbs)}.")
+    verb = verbs[name]
     wanted = len(verb.positional)
     given = [argument for argument in arguments[:wanted] if not argument.startswith("-")]
     if len(given) < wanted and not {"-h", "--help"} & set(arguments):

@@ -36,6 +36,16 @@ class Finding:
     action: str = ""
 
 
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Versions, builds, devices, threads and known conflicts on this machine."""
+
+
+def doctor(options: DoctorOptions) -> int:
+    """`retro doctor`."""
+    return print_findings(examine())
+
+
 def examine() -> list[Finding]:
     """Everything that can be seen without doing work."""
     versions = installed_versions()

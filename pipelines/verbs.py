@@ -293,18 +293,6 @@ def inspect_checkpoint(folder: Path) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    """Versions, builds, devices, threads and known conflicts on this machine."""
-
-
-def doctor(options: DoctorOptions) -> int:
-    """`retro doctor`."""
-    from pipelines.doctor import examine, print_findings
-
-    return print_findings(examine())
-
-
 def print_rows(rows: list[list[str]]) -> None:
     """Rows of text as aligned columns on standard output."""
     widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]

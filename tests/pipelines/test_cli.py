@@ -9,7 +9,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.tokenizer import Tokenizer
-from pipelines.cli import VERBS, main
+from pipelines.cli import main, table
 from pipelines.settings import to_toml
 from tests.conftest import tiny_config
 
@@ -111,7 +111,7 @@ def test_a_mistake_is_told_in_one_message_with_status_2(trained: Path, capsys, a
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", table())
 def test_every_verb_has_help(verb: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])
@@ -122,7 +122,7 @@ def test_every_verb_has_help(verb: str, capsys) -> None:
 def test_the_program_without_a_verb_lists_them(capsys) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert all(f"retro {verb}" in printed for verb in VERBS)
+    assert all(f"retro {verb}" in printed for verb in table())
 
 
 def test_the_command_exits_with_the_status(tmp_path) -> None:
@@ -131,3 +131,19 @@ def test_the_command_exits_with_the_status(tmp_path) -> None:
     )
     assert process.returncode == 2
     assert process.stderr.startswith("error: ")
+
+
+def test_the_doctor_runs_where_torch_does_not_import() -> None:
+    program = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "pyarrow"}:
+            raise ImportError(f"{name} is broken")
+sys.meta_path.insert(0, Blocked())
+from pipelines.cli import main
+sys.exit(main(["doctor"]))
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert "torch is broken" in process.stdout
