@@ -107,8 +107,9 @@ class TrainSettings:
 
 
 # Settings that change neither weights nor losses: a run may be resumed with other values of these.
+# Where a datastore lies is free too: its fingerprint is compared.
 _FREE = {
-    "train": {
+    "train": [
         "device",
         "threads",
         "eval_every",
@@ -117,7 +118,8 @@ _FREE = {
         "keep_checkpoints",
         "log_every",
         "log_to",
-    }
+    ],
+    "data": ["datastores"],
 }
 
 
@@ -169,7 +171,7 @@ def train(
     first = data.datastores[0]
     model_settings = _fit_to(model_settings, first)
     resolved = {"model": asdict(model_settings), "data": asdict(data_settings), "train": asdict(settings)}
-    resolved["data"]["datastores"] = [str(folder) for folder in datastores]
+    resolved["data"]["datastores"] = [str(folder.resolve()) for folder in datastores]
     resolved = json.loads(json.dumps(resolved, default=str))
     last = _last_checkpoint(run, resolved, data.fingerprints)
     torch.manual_seed(settings.seed)
@@ -234,7 +236,7 @@ def _last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str])
         f"{section}.{key} was {found.settings[section].get(key)!r}, now {value!r}"
         for section, values in resolved.items()
         for key, value in values.items()
-        if found.settings[section].get(key) != value and key not in _FREE.get(section, ())
+        if found.settings[section].get(key) != value and key not in _FREE.get(section, [])
     ]
     if found.datastores != datastores:
         changed.append("the datastore has changed")
