@@ -180,6 +180,11 @@ def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[str]:
     return plots
 
 
+def recalls(measured: dict[str, Any]) -> list[tuple[int, float]]:
+    """(k, recall at k) by rising k."""
+    return sorted((int(name.rpartition("_")[2]), value) for name, value in measured["recall"].items())
+
+
 def summary_table(measured: dict[str, Any]) -> report.Table:
     """The figures that people ask for first."""
     rows = []
@@ -187,7 +192,7 @@ def summary_table(measured: dict[str, Any]) -> report.Table:
         rows.append([f"{name}: documents", f"{totals['documents']:,}"])
         rows.append([f"{name}: chunks", f"{totals['chunks']:,}"])
     rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
-    rows += [[name.replace("_", " "), f"{value:.3f}"] for name, value in measured["recall"].items()]
+    rows += [[f"recall at {k}", f"{value:.3f}"] for k, value in recalls(measured)]
     for name, counts in measured["neighbors"].items():
         rows.append([f"{name}: neighbors missing", f"{100 * counts['missing_share']:.2f}%"])
     rows.append(["search, one query (p50)", f"{measured['latency_ms']['single_p50']:.2f} ms"])

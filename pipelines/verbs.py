@@ -246,6 +246,8 @@ def inspect(path: str, options: InspectOptions) -> int:
 
 def inspect_datastore(folder: Path) -> int:
     """Totals, stages, problems of the corpus and, where it has been measured, the report."""
+    from pipelines.index_report import recalls
+
     datastore = Datastore.open(folder)
     meta = read_meta(folder / "tokenizer")
     rows = [
@@ -263,7 +265,7 @@ def inspect_datastore(folder: Path) -> int:
     if (folder / "report.json").exists():
         measured = read_json(folder / "report.json")
         rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
-        rows += [[name.replace("_", " "), f"{value:.3f}"] for name, value in measured["recall"].items()]
+        rows += [[f"recall at {k}", f"{value:.3f}"] for k, value in recalls(measured)]
     print_rows(rows)
     return 0
 

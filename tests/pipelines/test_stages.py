@@ -263,6 +263,13 @@ def test_problems_of_the_corpus_are_listed_by_file_and_line_and_strict_refuses_t
     assert "bad.jsonl:5" in caplog.text
 
 
+def test_a_corpus_that_is_held_out_whole_is_refused(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    with pytest.raises(InputError, match=r"corpus\.valid_per_mille = 1000"):
+        build_local(replace(config, corpus=replace(config.corpus, valid_per_mille=1000)))
+    build_local(config, rebuild=True)
+
+
 def test_a_corpus_without_text_is_refused(tmp_path) -> None:
     (tmp_path / "x.jsonl").write_text('{"body": "text"}\n')
     with pytest.raises(InputError, match=r"corpus\.text_key = 'text'"):

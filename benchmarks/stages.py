@@ -1,6 +1,6 @@
 """What the chunk, embed and neighbor stages cost beyond the bare libraries: one run, alternating.
 
-    python benchmarks/indexing.py CONFIG [--rounds 3]     # a finished datastore's TOML file
+    python benchmarks/stages.py CONFIG [--rounds 3]     # a finished datastore's TOML file
 
 chunk against bare SentencePiece over the same texts; neighbors against bare `faiss.search` with the same queries, nprobe and
 number of candidates. The embedder's rate stands alone: its floor is memory bandwidth, 2·127 rows of 1 KB for each chunk.
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-indexing.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmark-stages.json"))
     options = parser.parse_args()
     config = load(Config, options.config, [], verb="index")
     datastore = Datastore.open(config.datastore)
