@@ -168,12 +168,24 @@ def _make_tokenizer(config: Config) -> None:
 
 def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
     """The text of every training document, in order; held-out documents are not seen by the tokenizer either."""
+    empty = True
     for shard in read_plan(config.datastore / "corpus"):
         for piece in shard:
             for document in read_piece(piece, config.corpus, on_problem=lambda _: None):
                 if not in_validation(document.text, config.corpus.valid_per_mille):
                     yield document.text
+                    empty = False
                 advance(len(document.text.encode()))
+    if empty:
+        raise nothing_left(config.corpus)
+
+
+def nothing_left(settings: CorpusSettings) -> InputError:
+    """What is said when the held-out documents are all there are."""
+    return InputError(
+        f"corpus.valid_per_mille = {settings.valid_per_mille}: every document is held out and none is left for training "
+        "and the index; lower it (0 holds out none) and add `--rebuild`."
+    )
 
 
 def _checksum_of(path: Path) -> str:

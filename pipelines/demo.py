@@ -41,7 +41,7 @@ class DemoOptions:
 
     corpus: tuple[str, ...] = ()
     """Files, folders, globs or URLs of text; empty: the documentation and sources that Python itself carries."""
-    minutes: float = 3
+    minutes: float = 2.5
     """Minutes of training for the two models together; the rest of the demo takes one or two more."""
     out: Path = Path("retro-demo")
     """Folder for everything that the demo leaves."""

@@ -186,10 +186,7 @@ def run_chunk(config: Config, executor: Executor) -> str:
             todo.append((out, Task((out, recipe, pieces, config.corpus, config.chunks, folder / "tokenizer"), size)))
     _run_tasks("chunk", "bytes", chunk_task, todo, executor)
     if not any(counts["train"]["chunks"] for counts in _shard_counts(folder)):
-        raise InputError(
-            f"corpus.valid_per_mille = {config.corpus.valid_per_mille}: every document is held out and none is left for the "
-            "index; lower it (0 holds out none) and add `--rebuild`."
-        )
+        raise corpus_stage.nothing_left(config.corpus)
     return fingerprint([_fingerprint_of(path) for path in _shards(folder, "chunks")])
 
 
