@@ -200,18 +200,11 @@ class ShardedIndex:
     def open(cls, folder: Path, num_shards: int) -> "ShardedIndex":
         """Read every shard of `datastore/index` with the tuned `nprobe`.
 
-        Inverted lists are merged in memory: coarse search and distance tables are then computed once for all shards
-        instead of once for each (4.5 times faster with eight shards). Other indexes are searched one by one.
+        The shards stay apart: `merge_from` of fast-scan lists corrupts memory (Faiss 1.15.1, docs/benchmarks.md).
         """
         import faiss
 
-        shards: list[Any] = []
-        for shard in range(num_shards):
-            index = faiss.read_index(str(folder / shard_name(shard) / "vectors.faiss"))
-            if shards and ivf_of(index) is not None:
-                shards[0].merge_from(index, 0)
-            else:
-                shards.append(index)
+        shards = [faiss.read_index(str(folder / shard_name(shard) / "vectors.faiss")) for shard in range(num_shards)]
         tuned = folder / "tuned" / "tuned.json"
         return cls(shards, read_json(tuned)["nprobe"] if tuned.exists() else None)
 

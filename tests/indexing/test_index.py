@@ -60,20 +60,6 @@ def test_reranked_search_over_shards_finds_the_exact_neighbors(tmp_path, key: st
     np.testing.assert_allclose(((queries - found) ** 2).sum(1), distances[:, 0], atol=1e-4)
 
 
-@pytest.mark.parametrize("key", ["IVF16,Flat", "IVF16,PQ8x4fs", "IVF16,PQ8x4", "OPQ8_32,IVF16,PQ8x4fs"])
-def test_merged_shards_find_what_each_shard_finds_alone(tmp_path, key: str) -> None:
-    import faiss
-
-    index, embeddings = build(tmp_path, clustered(3000), key)
-    assert len(index.shards) == 1
-    queries = clustered(40, seed=1).astype(np.float32)
-    index.set_nprobe(16)
-    apart = ShardedIndex([faiss.read_index(str(path)) for path in sorted(tmp_path.glob("0*/vectors.faiss"))], nprobe=16)
-    assert len(apart.shards) == 3
-    ours, theirs = (rerank(queries, one.search(queries, 400), embeddings)[0][:, :20] for one in (index, apart))
-    np.testing.assert_allclose(ours, theirs, atol=1e-6)
-
-
 def test_exact_search_agrees_with_brute_force_and_keeps_excluded_ids_out(tmp_path) -> None:
     vectors = clustered(40)
     _, embeddings = build(tmp_path, vectors, "Flat")
