@@ -103,13 +103,17 @@ def neighbors_of(
     if settings.candidates >= index.num_vectors and index.nprobe >= index.max_nprobe:
         return ids, distances, 0  # everything has been seen already
     usual, deeper = index.nprobe, len(starved)
-    for factor in (8, index.max_nprobe):
+    own_size = excluded[1] - excluded[0] if excluded is not None else np.zeros(len(queries), dtype=np.int64)
+    for factor in (8, 64, index.max_nprobe):
         if not len(starved):
             break
         index.set_nprobe(usual * factor)
-        longest = int((excluded[1] - excluded[0])[starved].max()) if excluded is not None else 0
-        depth = min(index.num_vectors, longest + settings.candidates * 4)
-        for rows in np.array_split(starved, max(1, len(starved) * depth // 2**22)):
+        starved = starved[np.argsort(own_size[starved], kind="stable")]
+        last = factor == index.max_nprobe
+        for rows in np.array_split(starved, -(-len(starved) // (16 if last else 1024))):
+            # Only the last round goes past a whole document: a long one fills any smaller number of candidates.
+            depth = settings.candidates * factor if not last else int(own_size[rows].max()) + settings.candidates * 4
+            depth = min(index.num_vectors, depth)
             own = (excluded[0][rows], excluded[1][rows]) if excluded is not None else None
             text = (tokens[0][rows], tokens[1][rows]) if tokens is not None else None
             ids[rows], distances[rows] = _search_once(queries[rows], index, train, settings, depth, own, text)
