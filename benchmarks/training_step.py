@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from retro.device import Placement
-from retro.model import Retro, loss
+from retro.loss import loss
+from retro.model import Retro
 from retro.presets import PRESETS, count_parameters
 
 

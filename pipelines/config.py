@@ -13,7 +13,7 @@ from pipelines.executors import ExecutorSettings
 from retro.batches import DataSettings
 from retro.evaluation import EvaluationSettings
 from retro.model import ModelSettings
-from retro.trainer import TrainSettings
+from retro.train_settings import TrainSettings
 
 
 @dataclass(frozen=True)

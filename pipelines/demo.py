@@ -129,7 +129,7 @@ def _config(options: DemoOptions) -> Config:
     from indexing.tokenizer import TokenizerSettings
     from retro.batches import DataSettings
     from retro.model import ModelSettings
-    from retro.trainer import TrainSettings
+    from retro.train_settings import TrainSettings
 
     out = options.out
     asked = {"corpus": list(options.corpus), "seed": options.seed}

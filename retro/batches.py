@@ -14,9 +14,10 @@ import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
-from retro.model import IGNORED_LABEL
+from retro.order import mix, mixture, permuted
 
-_MASK64 = (1 << 64) - 1
+IGNORED_LABEL = -100
+"""A label that no loss counts: padding, and the last token of a document."""
 
 
 @dataclass(frozen=True)
@@ -64,49 +65,6 @@ class Batch:
     documents: np.ndarray | None
     neighbors: np.ndarray | None
     neighbor_lengths: np.ndarray | None
-
-
-# --- order ---------------------------------------------------------------------------------------------------------
-
-
-def _mix(value: int) -> int:
-    """A 64-bit finaliser (splitmix64): every input bit moves every output bit."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
-
-
-def permuted(position: int, size: int, seed: int) -> int:
-    """The element at `position` of a pseudo-random permutation of `range(size)`, without making the permutation.
-
-    A four-round Feistel network on the next even number of bits, walked until it lands inside (less than four times on
-    average). Memory does not depend on `size`.
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = position >> half, position & mask
-        for number in range(4):
-            left, right = right, left ^ (_mix(right ^ _mix(seed * 4 + number)) & mask)
-        position = (left << half) | right
-        if position < size:
-            return position
-
-
-def mixture(sample: int, weights: Sequence[float], seed: int) -> tuple[int, int]:
-    """Which datastore a sample comes from, and how many samples of it came before.
-
-    Samples are dealt in blocks of 1024 with shares rounded cumulatively, so that every prefix of the stream follows the
-    weights, and shuffled inside a block.
-    """
-    block, position = divmod(sample, 1024)
-    shares = np.cumsum(weights) / np.sum(weights)
-    dealt = np.diff(np.rint(np.outer([block * 1024, (block + 1) * 1024], shares)).astype(np.int64), prepend=0, axis=1)
-    order = np.repeat(np.arange(len(weights)), dealt[1] - dealt[0])
-    order = np.random.default_rng([seed, block]).permutation(order)
-    chosen = int(order[position])
-    return chosen, int(dealt[0][chosen] + (order[:position] == chosen).sum())
 
 
 # --- sequences -----------------------------------------------------------------------------------------------------
@@ -231,8 +189,8 @@ class TrainingData:
         per_epoch = max(1, total // self.num_chunks)
         epoch, position = divmod(number, per_epoch)
         spare = total - per_epoch * self.num_chunks
-        offset = _mix(self.seed ^ _mix(epoch)) % (spare + 1) if spare > 0 else 0
-        first = offset + self.num_chunks * permuted(position, per_epoch, _mix(self.seed + epoch))
+        offset = mix(self.seed ^ mix(epoch)) % (spare + 1) if spare > 0 else 0
+        first = offset + self.num_chunks * permuted(position, per_epoch, mix(self.seed + epoch))
         return chosen, (first, min(first + self.num_chunks, total))
 
     def batch(self, samples: range, dropped: float = 0.0) -> Batch:
@@ -242,7 +200,7 @@ class TrainingData:
             chosen, chunks = self.locate(sample)
             train = self.datastores[chosen].train
             parts = sequence(train, train, chunks, self.num_chunks, self.k)
-            if dropped and _mix(_mix(self.seed + 1) ^ sample) < dropped * 2**64:
+            if dropped and mix(mix(self.seed + 1) ^ sample) < dropped * 2**64:
                 parts[4][:] = 0
             sequences.append(parts)
         return stack(sequences)

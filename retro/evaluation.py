@@ -19,7 +19,8 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from retro.batches import IGNORED_LABEL, Batch, window_batches, windows
 from retro.device import Placement
-from retro.model import Retro, token_losses
+from retro.loss import token_losses
+from retro.model import Retro
 
 # Windows sorted by length at a time: little padding, and memory that does not grow with the evaluation set.
 _BUFFERED_WINDOWS = 512

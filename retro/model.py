@@ -27,9 +27,6 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 
-IGNORED_LABEL = -100
-"""A label that no loss counts: padding, and the last token of a document."""
-
 # ---------------------------------------------------------------------------------------------------------- settings
 
 PositionScheme = Literal["rope", "transformer-xl"]
@@ -505,24 +502,3 @@ def neighbor_mask(neighbors: Tensor, lengths: Tensor | None, documents: Tensor |
         goes_on = F.pad(goes_on, (0, neighbors.shape[1] - goes_on.shape[1]), value=True)
         mask = mask & goes_on[:, :, None, None]
     return mask
-
-
-# -------------------------------------------------------------------------------------------------------------- loss
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each label under its logits, in nats: float32 [B, T], 0 where the label is ignored.
-
-    Args:
-        logits: [B, T, V]. Log-probabilities are taken in float32, whatever their type.
-        labels: int64 [B, T], the token that follows each; `IGNORED_LABEL` where none counts.
-    """
-    losses = F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
-    )
-    return losses.view(labels.shape)
-
-
-def loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean of `token_losses` over the labels that count; 0, not NaN, where none does."""
-    return token_losses(logits, labels).sum() / (labels != IGNORED_LABEL).sum().clamp(min=1)

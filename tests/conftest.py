@@ -20,7 +20,7 @@ from pipelines.executors import ExecutorSettings, make_executor
 from pipelines.stages import build
 from retro.batches import DataSettings
 from retro.model import ModelSettings
-from retro.trainer import TrainSettings
+from retro.train_settings import TrainSettings
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -13,12 +13,11 @@ from retro.batches import (
     IGNORED_LABEL,
     DataSettings,
     TrainingData,
-    mixture,
-    permuted,
     usable_neighbors,
     window_batches,
     windows,
 )
+from retro.order import mixture, permuted
 
 
 @given(size=st.integers(1, 300), seed=st.integers(0, 2**63))

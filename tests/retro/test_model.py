@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.model import (
-    IGNORED_LABEL,
-    Attention,
-    ModelSettings,
-    Retro,
-    loss,
-    place,
-    token_losses,
-)
+from retro.batches import IGNORED_LABEL
+from retro.loss import loss, token_losses
+from retro.model import Attention, ModelSettings, Retro, place
 from retro.presets import PRESETS, baseline_of, count_parameters, resolve
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m

@@ -1,0 +1,51 @@
+"""The order of training data as pure functions of a seed and a sample number.
+
+The position in the data is therefore one integer, no order depends on how many processes read, and nothing is ever
+materialised: corpora have more sequences than memory has bytes.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_MASK64 = (1 << 64) - 1
+
+
+def mix(value: int) -> int:
+    """A 64-bit finaliser (splitmix64): every input bit moves every output bit."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def permuted(position: int, size: int, seed: int) -> int:
+    """The element at `position` of a pseudo-random permutation of `range(size)`, without making the permutation.
+
+    A four-round Feistel network on the next even number of bits, walked until it lands inside (less than four times on
+    average). Memory does not depend on `size`.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = position >> half, position & mask
+        for number in range(4):
+            left, right = right, left ^ (mix(right ^ mix(seed * 4 + number)) & mask)
+        position = (left << half) | right
+        if position < size:
+            return position
+
+
+def mixture(sample: int, weights: Sequence[float], seed: int) -> tuple[int, int]:
+    """Which datastore a sample comes from, and how many samples of it came before.
+
+    Samples are dealt in blocks of 1024 with shares rounded cumulatively, so that every prefix of the stream follows the
+    weights, and shuffled inside a block.
+    """
+    block, position = divmod(sample, 1024)
+    shares = np.cumsum(weights) / np.sum(weights)
+    dealt = np.diff(np.rint(np.outer([block * 1024, (block + 1) * 1024], shares)).astype(np.int64), prepend=0, axis=1)
+    order = np.repeat(np.arange(len(weights)), dealt[1] - dealt[0])
+    order = np.random.default_rng([seed, block]).permutation(order)
+    chosen = int(order[position])
+    return chosen, int(dealt[0][chosen] + (order[:position] == chosen).sum())

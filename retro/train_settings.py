@@ -1,0 +1,79 @@
+"""What a training run is told, beside its model and its data."""
+
+from dataclasses import dataclass
+
+from indexing.store.errors import InputError
+from retro.device import Precision
+from retro.optimizer import Schedule
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How long and how fast a model learns."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    batch_size: int = 8
+    """Sequences of one forward pass."""
+    accumulation: int = 1
+    """Forward passes of one optimizer step."""
+    lr: float = 1e-3
+    """Peak learning rate (paper: 2e-4 for the sizes from 172M to 1.5B)."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate over the peak."""
+    warmup_steps: int = 100
+    """Linear warm-up from 1e-7 (paper: 750)."""
+    schedule: Schedule = "cosine"
+    """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear end)."""
+    decay_share: float = 0.2
+    """Share of the steps in which `wsd` decays."""
+    weight_decay: float = 0.1
+    """Of matrices and embeddings; norms are spared."""
+    beta1: float = 0.9
+    """Of the first moment."""
+    beta2: float = 0.95
+    """Of the second moment."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 = no clipping."""
+    retrieval_dropout: float = 0.1
+    """Share of the sequences trained with retrieval OFF, so that the model stays good without."""
+    seed: int = 0
+    """Of the initial weights and of dropout."""
+    precision: Precision = "auto"
+    """`auto`: bfloat16 products where the hardware has fast ones, else float32."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1` …"""
+    threads: int = 0
+    """CPU threads of torch; 0 leaves its own choice."""
+    eval_every: int = 500
+    """Steps between held-out evaluations, retrieval ON and OFF; 0 = at the end only."""
+    eval_tokens: int = 50_000
+    """Tokens scored in an evaluation while training; 0 = all."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the last step always makes one."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept, the newest ones."""
+    log_every: int = 10
+    """Steps between lines of `metrics.jsonl`."""
+    log_to: tuple[str, ...] = ()
+    """More places for metrics: `tensorboard`, `wandb`."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch_size", "accumulation", "checkpoint_every", "keep_checkpoints", "log_every"):
+            if getattr(self, key) < 1:
+                raise InputError(f"train.{key} = {getattr(self, key)}: must be at least 1.")
+        for key in ("warmup_steps", "eval_every", "eval_tokens", "threads", "clip", "weight_decay"):
+            if getattr(self, key) < 0:
+                raise InputError(f"train.{key} = {getattr(self, key)}: must be 0 or more.")
+        for key in ("retrieval_dropout", "min_lr_ratio", "beta1", "beta2"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise InputError(f"train.{key} = {getattr(self, key)}: must be between 0 and 1.")
+        if self.lr <= 0:
+            raise InputError(f"train.lr = {self.lr}: must be above 0.")
+        if not 0 < self.decay_share <= 1:
+            raise InputError(f"train.decay_share = {self.decay_share}: must be above 0 and at most 1.")
+        if self.warmup_steps > self.steps:
+            raise InputError(f"train.warmup_steps = {self.warmup_steps}: must not exceed train.steps = {self.steps}.")
+        unknown = set(self.log_to) - {"tensorboard", "wandb"}
+        if unknown:
+            raise InputError(f"train.log_to has {sorted(unknown)}: accepted are 'tensorboard' and 'wandb'.")
