@@ -44,7 +44,7 @@ def main() -> None:
         for case, (placement, near) in cases.items():
             started = time.perf_counter()
             with placement.autocast():
-                value = loss(model(tokens, neighbors=near), tokens.roll(-1, 1))
+                value = loss(model.hidden(tokens, neighbors=near), model.output_weight, tokens.roll(-1, 1))
             value.backward()
             value.item()
             model.zero_grad()

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Placement:
         with torch.autocast(self.device.type, torch.bfloat16):
             yield
 
-    def tensors(self, batch: Batch) -> dict[str, torch.Tensor | None]:
+    def tensors(self, batch: Batch) -> dict[str, Any]:
         """The model's arguments from a batch."""
         return {
             "tokens": self.tensor(batch.tokens),

@@ -182,8 +182,8 @@ def _score(model: Retro, batch: Batch, token_bytes: np.ndarray, placement: Place
     labels = placement.tensor(batch.labels)
     assert labels is not None
     with placement.autocast():
-        logits = model(**placement.tensors(batch))
-    losses = token_losses(logits, labels).double().sum(1).cpu().numpy()
+        losses_of = token_losses(model.hidden(**placement.tensors(batch)), model.output_weight, labels)  # [B, T]
+    losses = losses_of.double().sum(1).cpu().numpy()
     scored = batch.labels != IGNORED_LABEL
     return losses, np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0).sum(1).astype(np.float64)
 

@@ -434,7 +434,12 @@ class Retro(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] from `hidden` to [..., V]: apart, since logits are large and few of them may be wanted at a time."""
-        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        return F.linear(hidden, self.output_weight)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output layer's [V, D]; with tied embeddings the decoder's own table."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def hidden(
         self,

@@ -165,7 +165,8 @@ def _step(
         labels = placement.tensor(batch.labels)
         assert labels is not None
         with placement.autocast():
-            value = loss(model(**placement.tensors(batch)), labels) / settings.accumulation
+            hidden = model.hidden(**placement.tensors(batch))
+            value = loss(hidden, model.output_weight, labels) / settings.accumulation
         value.backward()
         total += value.item()
         tokens += batch.tokens.size

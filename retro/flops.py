@@ -1,0 +1,76 @@
+"""Floating-point operations of a model, and which share of a device's peak a run uses (MFU).
+
+    MFU = training operations of a sequence × sequences per second / peak operations per second of the device
+
+Counted are the matrix products of one forward pass, a multiplication and an addition each as one operation: what PaLM's
+appendix B calls model FLOPs, with encoder and chunked cross-attention. Training is three times that: the backward pass makes
+two products for each one of the forward pass. Causal attention is counted in full, as is customary; norms, softmax,
+rotations, recomputation and the optimizer are not counted. So are documents packed into one sequence, which see less than all of it.
+"""
+
+import time
+
+import torch
+
+from retro.device import Placement
+from retro.model import ModelSettings
+
+# Dense bfloat16 matrix products, in 10^12 operations per second, from the makers' data sheets.
+_PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71}
+
+
+def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_length: int = 0) -> int:
+    """Operations of a forward pass over one sequence, logits included.
+
+    Args:
+        settings: sizes of the model; the vocabulary filled in.
+        num_tokens: T, tokens of the sequence.
+        k: neighbors of each chunk; 0 = retrieval OFF.
+        retrieved_length: r, tokens of a neighbor; 0 = 2m.
+    """
+    s, t, m = settings, num_tokens, settings.chunk_length
+    relative = int(s.positions == "transformer-xl")
+    width = s.num_heads * s.head_dim
+    decoder = _attention(t, t, s.d_model, s.d_model, width, relative * (2 * t - 1)) + 4 * t * s.d_model * s.d_ffw
+    total = s.num_layers * decoder + 2 * t * s.d_model * s.vocab_size
+    num_chunks = t // m
+    if not (k and s.cca_layers and num_chunks):
+        return total
+    r, d, inner = retrieved_length or 2 * m, s.encoder_d_model, s.encoder_num_heads * s.encoder_head_dim
+    encoder = _attention(r, r, d, d, inner, relative * (2 * r - 1)) + 4 * r * d * s.encoder_d_ffw
+    # Neighbors side by side stand at the same positions: the distances are those of one.
+    query = _attention(k * r, m, d, s.d_model, inner, relative * (r + m - 1))
+    cross = _attention(m, k * r, s.d_model, d, width, relative * (r + m - 1))
+    per_chunk = k * s.encoder_num_layers * encoder + len(s.encoder_cca_layers) * query + len(s.cca_layers) * cross
+    return total + num_chunks * per_chunk
+
+
+def _attention(num_queries: int, num_keys: int, width: int, key_width: int, inner: int, num_distances: int) -> int:
+    """Of one attention: projections of queries, keys, values and output; scores and sums; Transformer-XL's distances.
+
+    The projection of the distances themselves (W_kR) is left out: it is made once for a whole batch.
+    """
+    projections = 4 * inner * (num_queries * width + num_keys * key_width)
+    return projections + 4 * num_queries * num_keys * inner + 2 * num_queries * num_distances * inner
+
+
+def peak_flops(placement: Placement) -> float:
+    """Operations per second of the device: its maker's figure where it is known, else those of a large matrix product."""
+    if placement.device.type == "cuda":
+        name = torch.cuda.get_device_name(placement.device)
+        for part, peak in _PEAKS.items():
+            if part in name and placement.bfloat16:
+                return peak * 1e12
+    return measured_flops(placement)
+
+
+def measured_flops(placement: Placement, size: int = 2048, repeats: int = 5) -> float:
+    """The best rate of a square matrix product in the placement's precision, in operations per second."""
+    dtype = torch.bfloat16 if placement.bfloat16 else torch.float32
+    a = torch.randn(size, size, device=placement.device).to(dtype)
+    best = float("inf")
+    for _ in range(repeats + 1):  # the first one warms up, and is never the best
+        started = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best

@@ -1,0 +1,57 @@
+"""Operations by formula equal those that torch counts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from retro.device import Placement
+from retro.flops import forward_flops, measured_flops, peak_flops
+from retro.model import ModelSettings, Retro
+from retro.presets import PRESETS
+
+SETTINGS = ModelSettings(
+    vocab_size=50,
+    d_model=32,
+    d_ffw=48,
+    num_heads=3,
+    head_dim=8,
+    num_layers=3,
+    cca_layers=(2, 3),
+    encoder_d_model=24,
+    encoder_d_ffw=40,
+    encoder_num_heads=2,
+    encoder_head_dim=6,
+    encoder_num_layers=2,
+    encoder_cca_layers=(1,),
+    chunk_length=4,
+)
+
+
+@pytest.mark.parametrize("positions", ["rope", "transformer-xl"])
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_the_formula_counts_what_torch_counts(positions: str, k: int) -> None:
+    settings = replace(SETTINGS, positions=positions)
+    model = Retro(settings)
+    tokens = torch.zeros(1, 12, dtype=torch.int64)
+    neighbors = torch.zeros(1, 3, k, 8, dtype=torch.int64) if k else None
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, neighbors=neighbors)
+    # Transformer-XL's projections of distances, made once for a batch, are left out of the formula.
+    decoder, encoder, asking = 3 * 23 * 32 * 24, 2 * 15 * 24 * 12 + 11 * 24 * 12, 2 * 11 * 32 * 24
+    left_out = 2 * (decoder + (encoder + asking if k else 0)) if positions == "transformer-xl" else 0
+    assert forward_flops(settings, 12, k) + left_out == counter.get_total_flops()
+
+
+def test_of_large_models_it_is_about_two_for_each_parameter() -> None:
+    settings = replace(PRESETS["7.5b"], vocab_size=128_000)
+    per_token = forward_flops(settings, 2048, 0) / 2048
+    assert per_token == pytest.approx(2 * 6.5e9 + 2 * 128_000 * 4096, rel=0.15)
+
+
+def test_the_peak_of_a_device_without_a_data_sheet_is_measured() -> None:
+    placement = Placement(torch.device("cpu"), bfloat16=False)
+    assert 1e8 < peak_flops(placement) < 1e14
+    assert measured_flops(placement, size=64, repeats=1) > 0

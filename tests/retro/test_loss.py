@@ -1,0 +1,95 @@
+"""The blocked loss is torch's cross-entropy, and never holds the logits of a batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retro import loss as module
+from retro.batches import IGNORED_LABEL
+from retro.loss import loss, token_losses
+
+B, T, D, V = 3, 7, 12, 50
+
+
+@pytest.fixture
+def parts() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(B, T, D), torch.randn(V, D), torch.randint(V, (B, T))
+    labels[0, 3:] = IGNORED_LABEL
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.T).float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+
+
+@pytest.fixture(params=[1, 5 * V * 4, 1 << 25], ids=["row by row", "in unequal blocks", "at once"])
+def block_bytes(request, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("block_bytes")
+def test_value_and_gradients_are_those_of_cross_entropy(parts) -> None:
+    hidden, weight, labels = parts
+    expected = reference(hidden, weight, labels)
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    value = loss(hidden, weight, labels)
+    found = torch.autograd.grad(value / 4, (hidden, weight))  # as with four forward passes a step
+    torch.testing.assert_close(value, expected)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs / 4)
+
+
+@pytest.mark.usefixtures("block_bytes")
+def test_losses_of_tokens_are_those_of_cross_entropy(parts) -> None:
+    hidden, weight, labels = parts
+    each = token_losses(hidden, weight, labels)
+    assert each.dtype == torch.float32
+    assert (each[0, 3:] == 0).all()
+    flat = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(each, flat.view(B, T))
+
+
+def test_without_any_label_the_loss_is_zero_and_so_are_its_gradients(parts) -> None:
+    hidden, weight, labels = parts
+    value = loss(hidden, weight, torch.full_like(labels, IGNORED_LABEL))
+    value.backward()
+    assert value == 0
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_in_bfloat16_it_stays_close(parts) -> None:
+    hidden, weight, labels = parts
+    exact = reference(hidden, weight, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(hidden, weight, labels)
+    value.backward()
+    assert value.dtype == weight.grad.dtype == torch.float32
+    torch.testing.assert_close(value, exact, rtol=0.02, atol=0.02)
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_logits_of_a_whole_batch_never_exist(monkeypatch) -> None:
+    rows, vocab_size = 4096, 1000
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 64 * vocab_size * 4)
+    hidden, weight = torch.randn(1, rows, 8, requires_grad=True), torch.randn(vocab_size, 8, requires_grad=True)
+    labels = torch.randint(vocab_size, (1, rows))
+    with _Largest() as largest:
+        loss(hidden, weight, labels).backward()
+        token_losses(hidden, weight, labels)
+    assert largest.elements <= 64 * vocab_size
