@@ -66,10 +66,15 @@ class ModelSettings:
     """Tokens of a chunk (m); must be the datastore's."""
     positions: PositionScheme = "rope"
     """Relative positions: rotary ones, or Transformer-XL's as in the paper (slower, more parameters)."""
+    smeared_keys: bool = False
+    """Mix the key before into every key of chunked cross-attention (learned per head), so that one layer can find what
+    followed a token in a neighbor. Not in the paper; it brings copying sooner (docs/results.md)."""
     dropout: float = 0.0
     """Share of the features dropped from the output of every block in training."""
     tied_embeddings: bool = True
     """Use the decoder's embedding table as its output layer too."""
+    shared_embeddings: bool = False
+    """Let the encoder read the decoder's embedding table, through a projection, instead of one of its own (the paper's)."""
     preset: str = ""
     """A row of the table in `retro/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) for all sizes."""
 
@@ -183,13 +188,17 @@ class Attention(nn.Module):
     With Transformer-XL positions the score of query i and key j is (q_i + u)·k_j + (q_i + v)·W_kR R_{i-j}.
     """
 
-    def __init__(self, query_width: int, key_width: int, num_heads: int, head_dim: int, scheme: str) -> None:
+    def __init__(
+        self, query_width: int, key_width: int, num_heads: int, head_dim: int, scheme: str, smeared: bool = False
+    ) -> None:
         super().__init__()
         self.num_heads, self.head_dim = num_heads, head_dim
         width = num_heads * head_dim
         self.query = nn.Linear(query_width, width, bias=False)
         self.key_value = nn.Linear(key_width, 2 * width, bias=False)
         self.out = nn.Linear(width, query_width, bias=False)
+        if smeared:
+            self.smear = nn.Parameter(torch.zeros(num_heads, 1))
         if scheme == "transformer-xl":
             self.distance = nn.Linear(query_width, width, bias=False)  # W_kR
             self.content_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))  # u
@@ -202,6 +211,7 @@ class Attention(nn.Module):
         source: Tensor | None = None,
         mask: Tensor | None = None,
         causal: bool = False,
+        runs: int = 1,
     ) -> Tensor:
         """Attend from x [N, Q, D] to source [N, S, E], and return [N, Q, D].
 
@@ -212,10 +222,13 @@ class Attention(nn.Module):
             mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. It must leave every query one
                 key at least: a softmax over nothing is NaN.
             causal: look at nothing later; in place of a mask, as the fused kernels have a short cut for it.
+            runs: of equal length that the keys consist of; smeared keys do not reach over their borders.
         """
         q = rearrange(self.query(x), "n q (h c) -> n q h c", h=self.num_heads)
         key_value = self.key_value(x if source is None else source)
         k, v = rearrange(key_value, "n s (two h c) -> two n s h c", two=2, h=self.num_heads)
+        if hasattr(self, "smear"):
+            k = smear(k, self.smear.sigmoid().to(k.dtype), runs)
         if isinstance(places, Rotary):
             q, k, bias = rotate(q, places.query), rotate(k, places.key), mask
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, H, S, C] twice
@@ -233,6 +246,13 @@ class Attention(nn.Module):
         keys = rearrange(self.distance(places.waves.to(q.dtype)), "x (h c) -> h c x", h=self.num_heads)
         scores = (q + self.distance_bias.to(q.dtype)) @ keys * self.head_dim**-0.5  # [N, H, Q, X]
         return scores.gather(-1, places.lookup.expand(*scores.shape[:2], -1, -1))
+
+
+def smear(k: Tensor, share: Tensor, runs: int) -> Tensor:
+    """Each key of k [N, S, H, C] moved by a share [H, 1] towards the one before it in its run (Olsson et al. 2022, smeared keys)."""
+    k = rearrange(k, "n (run s) h c -> n run s h c", run=runs)
+    before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
+    return rearrange(torch.lerp(k, before, share), "n run s h c -> n (run s) h c")
 
 
 class FeedForward(nn.Module):
@@ -305,7 +325,7 @@ class ChunkedCrossAttention(nn.Module):
         windows = rearrange(shifted, "b (u m) d -> (b u) m d", m=m)
         source = rearrange(encoded, "b u k r e -> (b u) (k r) e")
         mask = rearrange(mask, "b u k r -> (b u) 1 1 (k r)")
-        read = self.attention(windows, places, source=source, mask=some_key(mask))
+        read = self.attention(windows, places, source=source, mask=some_key(mask), runs=encoded.shape[2])
         read = read.masked_fill(~mask.any(-1), 0.0)  # [(b u), 1, 1]
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0))
@@ -321,12 +341,16 @@ class Encoder(nn.Module):
         super().__init__()
         width, dropout = settings.encoder_d_model, settings.dropout
         self.scheme = (settings.positions, width, settings.encoder_head_dim)
+        self.shared = settings.shared_embeddings
 
         def attention(source_width: int) -> Residual:
             heads, head_dim = settings.encoder_num_heads, settings.encoder_head_dim
             return Residual(width, Attention(width, source_width, heads, head_dim, settings.positions), dropout)
 
-        self.embedding = nn.Embedding(settings.vocab_size, width)
+        if settings.shared_embeddings:
+            self.project = nn.Linear(settings.d_model, width, bias=False)
+        else:
+            self.embedding = nn.Embedding(settings.vocab_size, width)
         layers = range(settings.encoder_num_layers)
         self.attention = nn.ModuleList(attention(width) for _ in layers)
         self.cross = nn.ModuleDict({str(layer): attention(settings.d_model) for layer in settings.encoder_cca_layers})
@@ -337,19 +361,24 @@ class Encoder(nn.Module):
             self.query_norm = nn.RMSNorm(settings.d_model, eps=1e-6)
         self.norm = nn.RMSNorm(width, eps=1e-6)
 
-    def forward(self, tokens: Tensor, mask: Tensor, chunks: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor, chunks: Tensor, table: nn.Embedding) -> Tensor:
         """Encode every neighbor of every chunk at once.
 
         Args:
             tokens: of the neighbors, int64 [B, U, K, R].
             mask: which of them are real, bool [B, U, K, R].
             chunks: decoder activations of the querying chunks, [B, U, M, D].
+            table: the decoder's, read where embeddings are shared.
 
         Returns:
             [B, U, K, R, E]. Where the mask is False it means nothing.
         """
         _, num_chunks, k, r = tokens.shape
-        e = self.embedding(rearrange(tokens, "b u k r -> (b u k) r"))
+        tokens = rearrange(tokens, "b u k r -> (b u k) r")
+        if self.shared:  # rows of one size, whatever the table's; the stream keeps the table's type under autocast
+            e = self.project(F.rms_norm(table(tokens), table.weight.shape[1:])).to(table.weight.dtype)
+        else:
+            e = self.embedding(tokens)
         mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
         inner = place(*self.scheme, range(r), range(r), tokens.device)
         if self.cross:
@@ -382,11 +411,12 @@ class Retro(nn.Module):
         width, heads, head_dim, dropout = settings.d_model, settings.num_heads, settings.head_dim, settings.dropout
         self.scheme = (settings.positions, width, head_dim)
 
-        def attention(source_width: int) -> Attention:
-            return Attention(width, source_width, heads, head_dim, settings.positions)
+        def attention(source_width: int, smeared: bool = False) -> Attention:
+            return Attention(width, source_width, heads, head_dim, settings.positions, smeared)
 
         def cross() -> ChunkedCrossAttention:
-            return ChunkedCrossAttention(attention(settings.encoder_d_model), settings.chunk_length)
+            reader = attention(settings.encoder_d_model, settings.smeared_keys)
+            return ChunkedCrossAttention(reader, settings.chunk_length)
 
         layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)
@@ -418,9 +448,10 @@ class Retro(nn.Module):
                 nn.init.normal_(module.weight, std=(module.in_features * (num_blocks if into_stream else 1)) ** -0.5)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
-            elif isinstance(module, Attention) and self.settings.positions == "transformer-xl":
-                nn.init.zeros_(module.content_bias)
-                nn.init.zeros_(module.distance_bias)
+            elif isinstance(module, Attention):
+                for parameter in ("content_bias", "distance_bias", "smear"):
+                    if hasattr(module, parameter):
+                        nn.init.zeros_(getattr(module, parameter))
 
     def forward(
         self,
@@ -479,7 +510,7 @@ class Retro(nn.Module):
             h = attention(h, here, mask=mask, causal=mask is None)
             if layer == min(cca_layers, default=0):
                 chunks = rearrange(h[:, : num_chunks * m], "b (u m) d -> b u m d", m=m)
-                encoded = self.encoder(neighbors, real, chunks)
+                encoded = self.encoder(neighbors, real, chunks, self.embedding)
             if layer in cca_layers:
                 h = self.cross[str(layer)](h, there, encoded, real)
             h = feed_forward(h)

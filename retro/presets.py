@@ -28,7 +28,16 @@ PRESETS: dict[str, ModelSettings] = {
 """Named settings: sizes for a CPU, then the paper's."""
 
 # What a preset leaves open: these may be set beside it.
-_OPEN = {"preset", "vocab_size", "chunk_length", "positions", "dropout", "tied_embeddings"}
+_OPEN = {
+    "preset",
+    "vocab_size",
+    "chunk_length",
+    "positions",
+    "dropout",
+    "tied_embeddings",
+    "shared_embeddings",
+    "smeared_keys",
+}
 
 
 def resolve(settings: ModelSettings) -> ModelSettings:
