@@ -105,10 +105,11 @@ def without_copies(candidates: np.ndarray, train: Split, queries: Queries, k: in
     """
     following = np.minimum(np.arange(1, len(queries.ids) + 1), len(queries.ids) - 1)
     following_lengths = np.where(queries.followed, queries.lengths[following], 0)
-    candidates, tested = candidates.copy(), candidates < 0
+    candidates, tested, depth = candidates.copy(), candidates < 0, k
     while True:
         present = candidates >= 0
-        rows, columns = np.nonzero(present & (np.cumsum(present, axis=1) <= k) & ~tested)
+        lacking = np.cumsum(present & tested, axis=1)[:, -1:] < k
+        rows, columns = np.nonzero(present & ~tested & lacking & (np.cumsum(present, axis=1) <= depth))
         if not len(rows):
             return candidates
         tested[rows, columns] = True
@@ -118,6 +119,7 @@ def without_copies(candidates: np.ndarray, train: Split, queries: Queries, k: in
             overlap(queries.tokens[following[rows]], following_lengths[rows], *text),
         )
         candidates[rows, columns] = np.where(shared > max_overlap, -1, candidates[rows, columns])
+        depth *= 2  # most rows are content with their first; the few that are not must not cost a round for each
 
 
 def first_present(candidates: np.ndarray, k: int) -> np.ndarray:
