@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from indexing.index import ShardedIndex, rerank
+from indexing.overlap import overlap
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
@@ -42,38 +43,6 @@ class NeighborSettings:
             )
         if not 0 <= self.max_overlap <= 1:
             raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")
-
-
-def longest_common_substring(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Tokens in the longest run that stands in both, for each pair: [n, s] and [n, t] → [n] int64.
-
-    Negative tokens (padding, if the caller marks it so) match nothing.
-    """
-    best = np.zeros(len(first), dtype=np.int64)
-    run = np.zeros((len(first), second.shape[1] + 1), dtype=np.int32)
-    for column in range(first.shape[1]):
-        token = first[:, column, None]
-        same = (second == token) & (token >= 0)  # [n, t]
-        run[:, 1:] = np.where(same, run[:, :-1] + 1, 0)
-        best = np.maximum(best, run.max(axis=1))
-    return best
-
-
-def overlap(tokens: np.ndarray, lengths: np.ndarray, neighbors: np.ndarray, neighbor_lengths: np.ndarray) -> np.ndarray:
-    """r = s/m of the paper (section 2.7): longest common token substring of chunk and neighbor over the chunk's length.
-
-    Args:
-        tokens: [n, m] chunks.
-        lengths: [n] real tokens in each.
-        neighbors: [n, r] one neighbor each, with or without its continuation.
-        neighbor_lengths: [n] real tokens in each.
-
-    Returns:
-        [n] float64 between 0 and 1.
-    """
-    first = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens.astype(np.int64), -1)
-    second = np.where(np.arange(neighbors.shape[1]) < neighbor_lengths[:, None], neighbors.astype(np.int64), -2)
-    return longest_common_substring(first, second) / np.maximum(lengths, 1)
 
 
 def neighbors_of(
@@ -159,8 +128,8 @@ def _too_similar(
     """Which candidates [n, c] hold too much of their query, continuation included; in blocks, to bound memory."""
     out = np.zeros(ids.shape, dtype=bool)
     rows, columns = np.nonzero(ids >= 0)
-    for start in range(0, len(rows), 32_768):
-        row, column = rows[start : start + 32_768], columns[start : start + 32_768]
+    for start in range(0, len(rows), _BLOCK_ROWS):
+        row, column = rows[start : start + _BLOCK_ROWS], columns[start : start + _BLOCK_ROWS]
         found, lengths = train.with_continuation(ids[row, column])
         out[row, column] = overlap(tokens[0][row], tokens[1][row], found, lengths) > max_overlap
     return out

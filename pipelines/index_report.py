@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from indexing.index import exact_search, ivf_of, recall
-from indexing.neighbors import overlap
+from indexing.overlap import overlap
 from indexing.retriever import Retriever
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name

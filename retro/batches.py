@@ -14,6 +14,7 @@ import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
+from retro.neighbors import NeighborUse, Queries, Source, read_neighbors
 from retro.order import mix, mixture, permuted
 
 IGNORED_LABEL = -100
@@ -32,8 +33,15 @@ class DataSettings:
     """n, tokens of a training sequence: a multiple of the chunk length (paper: 2048)."""
     k: int = 2
     """Neighbors of each chunk in training (paper: 2)."""
+    k_choices: tuple[int, ...] = ()
+    """Numbers of neighbors of which one is drawn for each batch, 0 for retrieval OFF; empty: always data.k."""
+    neighbors: Source = "nearest"
+    """`nearest`, as stored; `random`: chunks drawn uniformly outside the sequence's documents, a control."""
+    max_overlap: float = 1.0
+    """Neighbors are skipped that share a longer run of tokens with the chunk or with the next one than this share of its
+    length; the next ones stored take their place. 1 skips none."""
     seed: int = 0
-    """Of the order of the sequences."""
+    """Of the order of the sequences, of random neighbors and of the draws from data.k_choices."""
 
     def __post_init__(self) -> None:
         if self.weights and len(self.weights) != len(self.datastores):
@@ -46,6 +54,14 @@ class DataSettings:
             raise InputError(f"data.sequence_length = {self.sequence_length}: must be a multiple of the chunk length.")
         if self.k < 0:
             raise InputError(f"data.k = {self.k}: must be 0 (no retrieval) or more.")
+        if any(k < 0 for k in self.k_choices):
+            raise InputError(f"data.k_choices = {self.k_choices}: each must be 0 (no retrieval) or more.")
+        if not 0 <= self.max_overlap <= 1:
+            raise InputError(f"data.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 skips no neighbor.")
+
+    def neighbor_use(self, k: int) -> NeighborUse:
+        """How k neighbors of each chunk are chosen under these settings."""
+        return NeighborUse(k, self.neighbors, self.max_overlap, self.seed)
 
 
 @dataclass(frozen=True)
@@ -70,80 +86,79 @@ class Batch:
 # --- sequences -----------------------------------------------------------------------------------------------------
 
 
-def usable_neighbors(stored: np.ndarray, k: int, excluded: tuple[int, int]) -> np.ndarray:
-    """The first k stored neighbors that are in no document of the sequence.
+def read_sequences(
+    split: Split, train: Split, ranges: Sequence[tuple[int, int]], num_chunks: int, use: NeighborUse
+) -> Batch:
+    """Runs of chunks as a batch, each padded to the same length.
 
     Args:
-        stored: [U, s] int64 ids, nearest first, -1 = none.
-        k: how many.
-        excluded: first and stop of the chunk ids of all documents that the sequence touches; they are one range.
-
-    Returns:
-        [U, k] int64, -1 where too few remain.
-    """
-    allowed = (stored >= 0) & ~((stored >= excluded[0]) & (stored < excluded[1]))
-    order = np.argsort(~allowed, axis=1, kind="stable")[:, :k]
-    chosen = np.where(np.take_along_axis(allowed, order, 1), np.take_along_axis(stored, order, 1), -1)
-    return np.pad(chosen, ((0, 0), (0, k - chosen.shape[1])), constant_values=-1)
-
-
-def sequence(
-    split: Split, train: Split, chunks: tuple[int, int], num_chunks: int, k: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """One sequence: the chunks [first, stop) of a split, padded to `num_chunks`, with k neighbors each.
-
-    Args:
-        split: where the sequence lies.
-        train: where its neighbors lie.
-        chunks: first and stop.
+        split: where the sequences lie.
+        train: where their neighbors lie.
+        ranges: first and stop of the chunks of each of B sequences.
         num_chunks: U.
-        k: neighbors of each chunk; None or 0 for retrieval OFF.
-
-    Returns:
-        tokens [U·m], labels [U·m], documents [U], neighbors [U, k, 2m] and their lengths [U, k], all int64.
+        use: how their neighbors are chosen; k = 0 for retrieval OFF.
     """
-    first, stop = chunks
-    m, real = split.chunk_length, stop - first
-    ids = np.arange(first, stop, dtype=np.int64)
-    tokens = np.full((num_chunks, m), split.pad_id, dtype=np.int64)
-    tokens[:real] = split.tokens.read(first, stop)
-    lengths = np.zeros(num_chunks, dtype=np.int64)
-    lengths[:real] = split.lengths.read(first, stop)
-    documents = np.full(num_chunks, -1, dtype=np.int64)  # chunks that pad the sequence are a document of their own
-    documents[:real], starts, stops = split.documents_of(ids)
-    neighbors = np.full((num_chunks, k or 0, 2 * m), split.pad_id, dtype=np.int64)
-    neighbor_lengths = np.zeros((num_chunks, k or 0), dtype=np.int64)
-    if k:
-        own = (int(starts[0]), int(stops[-1])) if split.name == train.name else (0, 0)
-        used = usable_neighbors(split.neighbor_ids.read(first, stop), k, own)
-        found, found_lengths = train.with_continuation(used.ravel())
-        neighbors[:real] = found.reshape(real, k, 2 * m)
-        neighbor_lengths[:real] = found_lengths.reshape(real, k)
-    return tokens.ravel(), _labels(tokens, lengths, documents), documents, neighbors, neighbor_lengths
+    first, stop = np.array(ranges, dtype=np.int64).T[:, :, None]  # [B, 1]
+    ids = first + np.arange(num_chunks)  # [B, U]
+    real, m = ids < stop, split.chunk_length
+    tokens = np.full((*ids.shape, m), split.pad_id, dtype=np.int64)
+    tokens[real] = split.tokens.gather(ids[real])
+    lengths = np.zeros(ids.shape, dtype=np.int64)
+    lengths[real] = split.lengths.gather(ids[real])
+    # Chunks that pad a sequence are a document of their own.
+    documents, starts, stops = np.stack([np.full(ids.shape, -1), np.full(ids.shape, train.num_chunks), 0 * ids])
+    documents[real], starts[real], stops[real] = split.documents_of(ids[real])
+    neighbors = neighbor_lengths = None
+    if use.k:
+        own = np.stack([starts.min(axis=1), stops.max(axis=1)], axis=1)  # [B, 2]: the documents of a run are one range
+        followed = np.zeros(ids.shape, dtype=bool)
+        followed[:, :-1] = documents[:, 1:] == documents[:, :-1]
+        queries = Queries(
+            ids=ids[real],
+            excluded=np.repeat(own * (split.name == train.name), real.sum(axis=1), axis=0),
+            tokens=tokens[real],
+            lengths=lengths[real],
+            followed=followed[real],
+        )
+        neighbors = np.full((*ids.shape, use.k, 2 * m), split.pad_id, dtype=np.int64)  # [B, U, K, R]
+        neighbor_lengths = np.zeros((*ids.shape, use.k), dtype=np.int64)  # [B, U, K]
+        neighbors[real], neighbor_lengths[real] = read_neighbors(split, train, queries, use)
+    return Batch(
+        tokens=tokens.reshape(len(ids), -1),
+        labels=_labels(tokens, lengths, documents),
+        documents=documents,
+        neighbors=neighbors,
+        neighbor_lengths=neighbor_lengths,
+    )
+
+
+def join(parts: Sequence[Batch], rows: np.ndarray) -> Batch:
+    """One batch of several, of which row i becomes row `rows[i]`; `documents` only where a row holds more than one."""
+    order = np.argsort(rows)
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])[order]
+
+    documents, retrieval = joined("documents"), parts[0].neighbors is not None
+    return Batch(
+        tokens=joined("tokens"),
+        labels=joined("labels"),
+        documents=documents if (documents != documents[:, :1]).any() else None,
+        neighbors=joined("neighbors") if retrieval else None,
+        neighbor_lengths=joined("neighbor_lengths") if retrieval else None,
+    )
 
 
 def _labels(tokens: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """The next token [U·m] of the same document, -100 where there is none: tokens [U, m], lengths and documents [U]."""
-    num_chunks, m = tokens.shape
-    real = (np.arange(m) < lengths[:, None]).ravel()
-    of_document = np.repeat(documents, m)
-    labels = np.full(num_chunks * m, IGNORED_LABEL, dtype=np.int64)
-    followed = real[1:] & (of_document[1:] == of_document[:-1])
-    labels[:-1][followed] = tokens.ravel()[1:][followed]
+    """The next token [B, T] of the same document, -100 where there is none: tokens [B, U, m], the others [B, U]."""
+    batch_size, num_chunks, m = tokens.shape
+    text = tokens.reshape(batch_size, num_chunks * m)
+    real = (np.arange(m) < lengths[:, :, None]).reshape(text.shape)
+    of_document = np.repeat(documents, m, axis=1)
+    followed = real[:, 1:] & (of_document[:, 1:] == of_document[:, :-1])
+    labels = np.full(text.shape, IGNORED_LABEL, dtype=np.int64)
+    labels[:, :-1][followed] = text[:, 1:][followed]
     return labels
-
-
-def stack(sequences: Sequence[tuple[np.ndarray, ...]]) -> Batch:
-    """Join sequences of one length into a batch."""
-    tokens, labels, documents, neighbors, neighbor_lengths = (np.stack(parts) for parts in zip(*sequences, strict=True))
-    retrieval = neighbors.shape[2] > 0
-    return Batch(
-        tokens=tokens,
-        labels=labels,
-        documents=documents if (documents != documents[:, :1]).any() else None,
-        neighbors=neighbors if retrieval else None,
-        neighbor_lengths=neighbor_lengths if retrieval else None,
-    )
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -154,7 +169,7 @@ class TrainingData:
 
     Args:
         folders: the datastores.
-        settings: sequence length, k, weights, seed.
+        settings: sequence length, neighbors, weights, seed.
         retrieval: whether neighbors are read at all (a baseline needs none).
 
     Raises:
@@ -163,7 +178,9 @@ class TrainingData:
 
     def __init__(self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool) -> None:
         self.datastores = [Datastore.open(folder) for folder in folders]
-        self.k = settings.k if retrieval else 0
+        self.uses = [settings.neighbor_use(k) for k in settings.k_choices or (settings.k,)]
+        if not retrieval:
+            self.uses = [NeighborUse(0)]
         self.seed = settings.seed
         first = self.datastores[0]
         m = first.chunk_length
@@ -173,7 +190,7 @@ class TrainingData:
             )
         self.num_chunks = settings.sequence_length // m
         for datastore in self.datastores:
-            _check_datastore(datastore, first, self.k)
+            _check_datastore(datastore, first, max(self.uses, key=lambda use: use.k))
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
         self.weights = list(settings.weights) or [float(size) for size in sizes]
 
@@ -193,26 +210,46 @@ class TrainingData:
         first = offset + self.num_chunks * permuted(position, per_epoch, mix(self.seed + epoch))
         return chosen, (first, min(first + self.num_chunks, total))
 
-    def batch(self, samples: range, dropped: float = 0.0) -> Batch:
-        """The batch of some sample numbers; a share `dropped` of the sequences comes without neighbors."""
-        sequences = []
-        for sample in samples:
-            chosen, chunks = self.locate(sample)
-            train = self.datastores[chosen].train
-            parts = sequence(train, train, chunks, self.num_chunks, self.k)
-            if dropped and mix(mix(self.seed + 1) ^ sample) < dropped * 2**64:
-                parts[4][:] = 0
-            sequences.append(parts)
-        return stack(sequences)
+    def neighbor_use(self, first: int) -> NeighborUse:
+        """How neighbors are chosen in the batch whose first sample number this is; the same for all of its datastores.
+
+        One number of neighbors for a batch, and few in all, so that its arrays have few shapes.
+        """
+        return self.uses[mix(mix(self.seed + 2) ^ first) % len(self.uses)]
+
+    def batch(self, samples: range, dropped: float = 0.0, use: NeighborUse | None = None) -> Batch:
+        """The batch of some sample numbers.
+
+        Args:
+            samples: their numbers.
+            dropped: a share of the sequences that comes without neighbors.
+            use: how neighbors are chosen; None: `neighbor_use(samples.start)`. Several processes that share a step must
+                hand in that of the step's first sample, so that they agree about the number of neighbors.
+        """
+        use = use or self.neighbor_use(samples.start)
+        located = [self.locate(sample) for sample in samples]
+        parts, rows = [], []
+        for number in sorted({chosen for chosen, _ in located}):
+            train = self.datastores[number].train
+            rows.append([row for row, (chosen, _) in enumerate(located) if chosen == number])
+            parts.append(read_sequences(train, train, [located[row][1] for row in rows[-1]], self.num_chunks, use))
+        batch = join(parts, np.concatenate(rows))
+        if dropped and batch.neighbor_lengths is not None:
+            for row, sample in enumerate(samples):
+                if mix(mix(self.seed + 1) ^ sample) < dropped * 2**64:
+                    batch.neighbor_lengths[row] = 0
+        return batch
 
 
-def _check_datastore(datastore: Datastore, first: Datastore, k: int) -> None:
-    datastore.require("neighbors" if k else "chunk")
+def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
+    stored = use.k and use.source == "nearest"
+    datastore.require("neighbors" if stored else "chunk")
     if datastore.train.num_chunks == 0:
         raise InputError(f"{datastore.folder} holds no training chunks.")
-    if k and datastore.train.neighbor_ids.shard(0).shape[1] < k:
-        stored = datastore.train.neighbor_ids.shard(0).shape[1]
-        raise InputError(f"data.k = {k}: {datastore.folder} stores {stored} neighbors of each chunk (neighbors.k).")
+    if stored and (found := datastore.train.neighbor_ids.shard(0).shape[1]) < use.k:
+        raise InputError(
+            f"data.k or data.k_choices = {use.k}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.k)."
+        )
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:
             raise InputError(
@@ -253,20 +290,20 @@ def windows(split: Split, num_chunks: int, stride: int) -> Iterator[Window]:
 
 
 def window_batches(
-    split: Split, train: Split, wanted: Sequence[Window], batch_size: int, k: int | None
+    split: Split, train: Split, wanted: Sequence[Window], batch_size: int, use: NeighborUse
 ) -> Iterator[tuple[list[Window], Batch]]:
     """Batches of windows of similar length, each padded to the longest of its batch, with the windows in it.
 
-    Labels of tokens that an earlier window scores are -100.
+    Labels of tokens that an earlier window scores are -100. Neighbors are chosen for each window as for a sequence of
+    training; where the windows lie in `train` itself, the documents of a window are excluded too.
     """
     m = split.chunk_length
     ordered = sorted(wanted, key=lambda window: window.first - window.stop)
     for start in range(0, len(ordered), batch_size):
-        sequences = []
         group = list(ordered[start : start + batch_size])
-        for window in group:
-            parts = sequence(split, train, (window.first, window.stop), group[0].stop - group[0].first, k)
+        ranges = [(window.first, window.stop) for window in group]
+        batch = read_sequences(split, train, ranges, group[0].stop - group[0].first, use)
+        for row, window in enumerate(group):
             # The label at position t is token t + 1: the first scored token is the label one position earlier.
-            parts[1][: max(0, (window.scored - window.first) * m - 1)] = IGNORED_LABEL
-            sequences.append(parts)
-        yield group, stack(sequences)
+            batch.labels[row, : max(0, (window.scored - window.first) * m - 1)] = IGNORED_LABEL
+        yield group, join([batch], np.arange(len(group)))

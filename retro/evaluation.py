@@ -21,6 +21,7 @@ from retro.batches import IGNORED_LABEL, Batch, window_batches, windows
 from retro.device import Placement
 from retro.loss import token_losses
 from retro.model import Retro
+from retro.neighbors import NeighborUse
 
 # Windows sorted by length at a time: little padding, and memory that does not grow with the evaluation set.
 _BUFFERED_WINDOWS = 512
@@ -121,7 +122,7 @@ def evaluate(
     while tokens < full and (group := list(islice(wanted, _BUFFERED_WINDOWS))):
         if math.isfinite(full):
             group = _first_windows(group, int(full - tokens), datastore.chunk_length)
-        for part, batch in window_batches(valid, datastore.train, group, settings.batch_size, k):
+        for part, batch in window_batches(valid, datastore.train, group, settings.batch_size, NeighborUse(k)):
             documents = valid.documents_of(np.array([window.first for window in part]))[0]
             losses, bytes_of = _score(model, batch, token_bytes, placement)
             np.add.at(nats, documents, losses)

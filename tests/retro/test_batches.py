@@ -1,56 +1,19 @@
 """Batches: the rule that decides whether a result is true, and an order that needs no state."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from retro.batches import (
     IGNORED_LABEL,
+    Batch,
     DataSettings,
     TrainingData,
-    usable_neighbors,
     window_batches,
     windows,
 )
-from retro.order import mixture, permuted
-
-
-@given(size=st.integers(1, 300), seed=st.integers(0, 2**63))
-def test_permuted_is_a_permutation(size: int, seed: int) -> None:
-    assert sorted(permuted(position, size, seed) for position in range(size)) == list(range(size))
-
-
-def test_permuted_depends_on_the_seed_and_handles_any_size() -> None:
-    assert [permuted(i, 1000, 1) for i in range(20)] != [permuted(i, 1000, 2) for i in range(20)]
-    assert 0 <= permuted(3 * 10**10, 10**12, 5) < 10**12
-
-
-@given(weights=st.lists(st.floats(0.05, 1), min_size=1, max_size=4), seed=st.integers(0, 100))
-@settings(max_examples=20, deadline=None)
-def test_mixture_follows_its_weights_and_numbers_each_source_without_gaps(weights: list[float], seed: int) -> None:
-    drawn = [mixture(sample, weights, seed) for sample in range(1500)]
-    counts = Counter(source for source, _ in drawn)
-    for source, weight in enumerate(weights):
-        assert [number for chosen, number in drawn if chosen == source] == list(range(counts[source]))
-        in_first_block = sum(chosen == source for chosen, _ in drawn[:1024])
-        assert abs(in_first_block - 1024 * weight / sum(weights)) <= 1
-
-
-@given(
-    stored=st.lists(st.lists(st.integers(-1, 30), min_size=5, max_size=5), min_size=1, max_size=4),
-    k=st.integers(1, 7),
-    own=st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted),
-)
-def test_usable_neighbors_are_the_first_k_outside_the_sequence(stored, k: int, own) -> None:
-    used = usable_neighbors(np.array(stored), k, tuple(own))
-    for row, kept in zip(stored, used, strict=True):
-        allowed = [i for i in row if i >= 0 and not own[0] <= i < own[1]][:k]
-        assert kept.tolist() == allowed + [-1] * (k - len(allowed))
+from retro.neighbors import NeighborUse
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +39,40 @@ def test_no_neighbor_comes_from_any_document_of_its_sequence(data: TrainingData)
         assert np.array_equal(batch.neighbors[0].reshape(tokens.shape), tokens)
         assert np.array_equal(batch.neighbor_lengths[0].ravel(), lengths)
     assert crowded > 5  # sequences of several documents were among them
+
+
+def of_row(batch: Batch, row: int) -> list[list]:
+    """Everything that a batch says about one row."""
+    arrays = (batch.tokens, batch.labels, batch.neighbors, batch.neighbor_lengths)
+    return [array[row].tolist() for array in arrays if array is not None]
+
+
+def test_a_row_of_a_batch_does_not_depend_on_the_others(tiny_datastore: Datastore) -> None:
+    """Any number of processes may read: batches of 8 hold what batches of 4 and of 1 hold, whatever is asked for."""
+    for changes in ({}, {"neighbors": "random"}, {"max_overlap": 0.3}, {"neighbors": "random", "max_overlap": 0.3}):
+        options = DataSettings(sequence_length=64, k=3, **changes)
+        two = TrainingData([tiny_datastore.folder] * 2, options, retrieval=True)
+        whole = two.batch(range(8))
+        for size in (1, 4):
+            parts = [two.batch(range(start, start + size)) for start in range(0, 8, size)]
+            rows = [of_row(part, row) for part in parts for row in range(size)]
+            assert [of_row(whole, row) for row in range(8)] == rows
+
+
+def test_the_number_of_neighbors_is_drawn_for_each_batch_by_its_first_sample(tiny_datastore: Datastore) -> None:
+    options = DataSettings(sequence_length=64, k=1, k_choices=(0, 1, 3))
+    data, again = (TrainingData([tiny_datastore.folder], options, retrieval=True) for _ in range(2))
+    shapes = []
+    for first in range(0, 120, 2):
+        batch = data.batch(range(first, first + 2))
+        shapes.append(0 if batch.neighbors is None else batch.neighbors.shape[2])
+        assert shapes[-1] == again.neighbor_use(first).k
+    assert set(shapes) == {0, 1, 3}
+    assert min(shapes.count(k) for k in (0, 1, 3)) > 8
+    agreed = data.batch(range(2), use=NeighborUse(2)).neighbors
+    assert agreed is not None
+    assert agreed.shape[2] == 2
+    assert TrainingData([tiny_datastore.folder], options, retrieval=False).batch(range(2)).neighbors is None
 
 
 def test_labels_are_the_next_token_of_the_same_document(data: TrainingData) -> None:
@@ -118,7 +115,7 @@ def test_every_token_after_the_first_is_scored_once_by_windows(tiny_datastore: D
     wanted = list(windows(valid, 4, 2))
     assert max(window.stop - window.first for window in wanted) == 4
     scored = 0
-    for group, batch in window_batches(valid, tiny_datastore.train, wanted, 3, None):
+    for group, batch in window_batches(valid, tiny_datastore.train, wanted, 3, NeighborUse(0)):
         assert len(group) == len(batch.tokens)
         scored += (batch.labels != IGNORED_LABEL).sum()
     total = int(valid.lengths.read(0, valid.num_chunks).sum())
@@ -128,8 +125,14 @@ def test_every_token_after_the_first_is_scored_once_by_windows(tiny_datastore: D
 def test_datastores_that_do_not_fit_are_refused(tiny_datastore: Datastore) -> None:
     with pytest.raises(InputError, match=r"data\.sequence_length = 50"):
         TrainingData([tiny_datastore.folder], DataSettings(sequence_length=50), retrieval=True)
-    with pytest.raises(InputError, match=r"data\.k = 7"):
+    with pytest.raises(InputError, match=r"data\.k or data\.k_choices = 7"):
         TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, k=7), retrieval=True)
+    with pytest.raises(InputError, match=r"data\.k or data\.k_choices = 9"):
+        TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, k_choices=(0, 9)), retrieval=True)
+    with pytest.raises(InputError, match=r"data\.k_choices = \(2, -1\)"):
+        DataSettings(k_choices=(2, -1))
+    with pytest.raises(InputError, match=r"data\.max_overlap = 1\.5"):
+        DataSettings(max_overlap=1.5)
     with pytest.raises(InputError, match=r"data\.weights"):
         DataSettings(weights=(1.0, 2.0))
 

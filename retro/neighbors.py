@@ -1,0 +1,129 @@
+"""Which neighbors the chunks of a sequence are given, of those that are stored for them.
+
+    stored neighbors (or random chunks) → own documents out → near copies out (if asked) → the first k that remain
+
+Every step is a function of chunk ids alone: what a chunk is given depends on no other sequence of its batch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from indexing.overlap import overlap
+from indexing.store.datastore import Split
+from retro.order import mix
+
+Source = Literal["nearest", "random"]
+
+
+@dataclass(frozen=True)
+class NeighborUse:
+    """How neighbors are chosen.
+
+    Attributes:
+        k: neighbors of each chunk; 0 = retrieval OFF.
+        source: `nearest`, as stored; or `random`, chunks drawn uniformly from the retrieval set: a control.
+        max_overlap: neighbors are skipped that share a longer run of tokens with the chunk, or with the one after it,
+            than this share of its length; 1 skips none.
+        seed: of the random draws.
+    """
+
+    k: int
+    source: Source = "nearest"
+    max_overlap: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Chunks of sequences that ask for neighbors, C of them; those of one sequence stand in order.
+
+    Attributes:
+        ids: [C] int64 in their split.
+        excluded: [C, 2] int64, first and stop of the chunk ids of all documents that the sequence touches, in `train`.
+        tokens: [C, m] int64.
+        lengths: [C] int64, real tokens.
+        followed: [C] bool, whether the next row is the next chunk of the same document.
+    """
+
+    ids: np.ndarray
+    excluded: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+    followed: np.ndarray
+
+
+def read_neighbors(split: Split, train: Split, queries: Queries, use: NeighborUse) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [C, K, R] and lengths [C, K] int64 of the neighbors of some chunks; see `choose_neighbors`."""
+    tokens, lengths = train.with_continuation(choose_neighbors(split, train, queries, use).ravel())
+    return tokens.reshape(len(queries.ids), use.k, -1), lengths.reshape(len(queries.ids), use.k)
+
+
+def choose_neighbors(split: Split, train: Split, queries: Queries, use: NeighborUse) -> np.ndarray:
+    """The neighbors of some chunks.
+
+    Args:
+        split: where the chunks lie.
+        train: where their neighbors lie.
+        queries: the chunks.
+        use: how many, and which.
+
+    Returns:
+        [C, k] int64 ids in `train`, -1 where too few remain.
+    """
+    if use.source == "random":
+        # A chunk whose nearest neighbors are missing gets random ones all the same: the control is given as many tokens
+        # as there is room for, so that it never has less to read than what it is compared with.
+        candidates = random_chunks(queries.ids, train.num_chunks, 2 * use.k + 16, use.seed)
+    else:
+        candidates = split.neighbor_ids.gather(queries.ids)
+    candidates = outside(candidates, queries.excluded)
+    if use.max_overlap < 1:
+        candidates = without_copies(candidates, train, queries, use.k, use.max_overlap)
+    return first_present(candidates, use.k)
+
+
+def random_chunks(ids: np.ndarray, num_chunks: int, num_draws: int, seed: int) -> np.ndarray:
+    """Uniform draws from `range(num_chunks)`, each a function of seed, chunk id and place: [C] → [C, num_draws] int64."""
+    of_chunk = mix(mix(seed) ^ ids.astype(np.uint64))
+    places = np.arange(num_draws, dtype=np.uint64)
+    return (mix(of_chunk[:, None] + places) % np.uint64(num_chunks)).astype(np.int64)
+
+
+def outside(candidates: np.ndarray, excluded: np.ndarray) -> np.ndarray:
+    """Candidates [C, s] with -1 for those in the row's range [first, stop), `excluded` [C, 2]: its own documents."""
+    return np.where((candidates >= excluded[:, :1]) & (candidates < excluded[:, 1:]), -1, candidates)
+
+
+def without_copies(candidates: np.ndarray, train: Split, queries: Queries, k: int, max_overlap: float) -> np.ndarray:
+    """Candidates [C, s] with -1 for near copies among those that would be used; no others are read.
+
+    The paper measures leakage between a chunk and its own neighbors (section 2.7). But a chunk's neighbors are read while
+    the *next* chunk is predicted, so one that holds the next chunk gives the answer away although it may share little with
+    the chunk that found it. The larger of both overlaps decides.
+    """
+    following = np.minimum(np.arange(1, len(queries.ids) + 1), len(queries.ids) - 1)
+    following_lengths = np.where(queries.followed, queries.lengths[following], 0)
+    candidates, tested, depth = candidates.copy(), candidates < 0, k
+    while True:
+        present = candidates >= 0
+        lacking = np.cumsum(present & tested, axis=1)[:, -1:] < k
+        rows, columns = np.nonzero(present & ~tested & lacking & (np.cumsum(present, axis=1) <= depth))
+        if not len(rows):
+            return candidates
+        tested[rows, columns] = True
+        text = train.with_continuation(candidates[rows, columns])
+        shared = np.maximum(
+            overlap(queries.tokens[rows], queries.lengths[rows], *text),
+            overlap(queries.tokens[following[rows]], following_lengths[rows], *text),
+        )
+        candidates[rows, columns] = np.where(shared > max_overlap, -1, candidates[rows, columns])
+        depth *= 2  # most rows are content with their first; the few that are not must not cost a round for each
+
+
+def first_present(candidates: np.ndarray, k: int) -> np.ndarray:
+    """The first k candidates of each row that are not -1: [C, s] → [C, k], -1 where too few remain."""
+    order = np.argsort(candidates < 0, axis=1, kind="stable")[:, :k]
+    chosen = np.take_along_axis(candidates, order, 1)
+    return np.pad(chosen, ((0, 0), (0, k - chosen.shape[1])), constant_values=-1)
