@@ -18,6 +18,9 @@ from retro.model import ModelSettings, Retro
 
 FORMAT_VERSION = 1
 
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""Tensors by the file that holds them, and by name."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -40,14 +43,28 @@ class Checkpoint:
     datastores: list[str]
 
 
-def save(run: Path, state: dict[str, Any], model: Retro, optimizer: torch.optim.Optimizer) -> Path:
-    """Write a checkpoint atomically and return its folder.
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Weights, the optimizer's moments and the random state. All but the random state are the live tensors."""
+    device = next(model.parameters()).device
+    training = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        training["rng.cuda"] = torch.cuda.get_rng_state(device)
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            training[f"{key}/{name}"] = value
+    return {"model.safetensors": dict(model.state_dict()), "optimizer.safetensors": training}
+
+
+def write(run: Path, state: dict[str, Any], tensors: Tensors) -> Path:
+    """Write a checkpoint atomically and return its folder. Equal states and tensors give equal bytes.
 
     Args:
         run: folder of the run.
         state: step, tokens, settings and datastores, as in `Checkpoint`.
-        model: its weights are saved.
-        optimizer: its moments are saved, and the random state with them.
+        tensors: from `tensors_of`, or copies of them.
     """
     folder = run / "checkpoints" / f"{state['step']:08d}"
     recipe = Recipe(
@@ -57,22 +74,21 @@ def save(run: Path, state: dict[str, Any], model: Retro, optimizer: torch.optim.
         inputs={str(number): fingerprint for number, fingerprint in enumerate(state["datastores"])},
     )
     with create(folder, recipe) as (work, counts):
-        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        save_file(weights, work / "model.safetensors")
-        save_file(_optimizer_tensors(model, optimizer), work / "optimizer.safetensors")
+        for file, values in tensors.items():
+            save_file({name: tensor.contiguous() for name, tensor in values.items()}, work / file)
         write_json(work / "state.json", state)
         counts |= {"step": state["step"], "tokens": state["tokens"]}
     return folder
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = value
-    return tensors
+def publish(run: Path, state: dict[str, Any], tensors: Tensors, *, keep: int) -> None:
+    """`write`, then remove all but the newest `keep` checkpoints of the run."""
+    write(run, state, tensors)
+    for folder in finished(run)[:-keep]:
+        remove(folder)
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -80,14 +96,15 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     load_weights(checkpoint, model)
     tensors = load_file(checkpoint.folder / "optimizer.safetensors")
     torch.set_rng_state(tensors["rng.cpu"])
-    if torch.cuda.is_available() and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"])
     parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition("/")
         if name:
-            device = "cpu" if key == "step" and not optimizer.defaults.get("fused") else parameters[name].device
-            optimizer.state[parameters[name]][key] = tensor.to(device)
+            on_cpu = key == "step" and not optimizer.defaults.get("fused")
+            optimizer.state[parameters[name]][key] = tensor if on_cpu else tensor.to(device)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -129,6 +146,9 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     return model.eval()
 
 
+# --- the checkpoints of a run --------------------------------------------------------------------------------------
+
+
 def finished(run: Path) -> list[Path]:
     """The finished checkpoints of a run, oldest first; what was being written when a run was killed is not one."""
     return sorted(path.parent for path in (run / "checkpoints").glob(f"[0-9]*/{MANIFEST}"))
@@ -138,12 +158,6 @@ def latest(run: Path) -> Path | None:
     """The newest finished checkpoint of a run."""
     folders = finished(run)
     return folders[-1] if folders else None
-
-
-def keep_last(run: Path, count: int) -> None:
-    """Remove all but the last `count` checkpoints."""
-    for folder in finished(run)[:-count]:
-        remove(folder)
 
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:

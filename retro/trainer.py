@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from retro.model import ModelSettings, Retro
 from retro.optimizer import learning_rate, make_optimizer
 from retro.presets import count_parameters, resolve
 from retro.run import last_checkpoint, read_metrics
+from retro.saver import Saver
 from retro.train_settings import TrainSettings
 
 log = logging.getLogger("retro")
@@ -99,18 +101,20 @@ def train(
     )
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "settings.json", resolved)
-    step, tokens = 0, 0
+    step = tokens = 0
     if last is not None:
         checkpoints.restore(last, model, optimizer)
         step, tokens = last.step, last.tokens
         advance(tokens)
         log.info("%s: going on from step %d", run, step)
+    first_step = step + 1
     measure = _measure(model, first, evaluation, settings, data_settings, placement)
     model.train()
     with contextlib.ExitStack() as stack:
         loggers = open_loggers(run, step, settings.steps, settings.log_to)
         for logger in loggers:
             stack.callback(logger.close)
+        saver = stack.enter_context(contextlib.closing(Saver()))
         while step < settings.steps:
             metrics, seen = _step(model, optimizer, data, placement, settings, step)
             step, tokens = step + 1, tokens + seen
@@ -120,9 +124,13 @@ def train(
             _log(loggers, settings, step, {"step": step, "tokens": tokens}, metrics, measure)
             if step == settings.steps or step % settings.checkpoint_every == 0:
                 state = {"step": step, "tokens": tokens, "settings": resolved, "datastores": data.fingerprints}
-                checkpoints.save(run, state, model, optimizer)
-                checkpoints.keep_last(run, settings.keep_checkpoints)
-    return Outcome(checkpoints.open_checkpoint(run).folder, read_metrics(run), count_parameters(model))
+                publish = partial(checkpoints.publish, run, state, keep=settings.keep_checkpoints)
+                saver.save(checkpoints.tensors_of(model, optimizer), publish)
+            elif step == first_step:
+                saver.prepare(checkpoints.tensors_of(model, optimizer))
+    newest = checkpoints.latest(run)
+    assert newest is not None  # the last step has made one
+    return Outcome(newest, read_metrics(run), count_parameters(model))
 
 
 def _fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
