@@ -33,6 +33,7 @@ class Checkpoint:
         model: the sizes of the model.
         settings: everything the run was told, section by section.
         datastores: fingerprints of what it was trained on.
+        unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class Checkpoint:
     model: ModelSettings
     settings: dict[str, Any]
     datastores: list[str]
+    unlogged: dict[str, Any]
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -63,7 +65,7 @@ def write(run: Path, state: dict[str, Any], tensors: Tensors) -> Path:
 
     Args:
         run: folder of the run.
-        state: step, tokens, settings and datastores, as in `Checkpoint`.
+        state: step, tokens, settings, datastores and unlogged, as in `Checkpoint`.
         tensors: from `tensors_of`, or copies of them.
     """
     folder = run / "checkpoints" / f"{state['step']:08d}"
@@ -134,6 +136,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         model=ModelSettings(**settings),
         settings=state["settings"],
         datastores=state["datastores"],
+        unlogged=state.get("unlogged", {}),
     )
 
 

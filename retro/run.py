@@ -4,11 +4,18 @@ run/  settings.json   metrics.jsonl   checkpoints/00000200/ …
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
 from retro import checkpoint as checkpoints
+from retro.batches import DataSettings
+from retro.model import ModelSettings
+from retro.optimizer import learning_rate
+from retro.train_settings import TrainSettings
+
+_SECTIONS = {"model": ModelSettings, "data": DataSettings, "train": TrainSettings}
 
 # Settings that change neither weights nor losses: a run may be resumed with other values of these.
 # Where a datastore lies is free too: its fingerprint is compared.
@@ -36,12 +43,7 @@ def last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str]) 
     if checkpoints.latest(run) is None:
         return None
     found = checkpoints.open_checkpoint(run)
-    changed = [
-        f"{section}.{key} was {found.settings[section].get(key)!r}, now {value!r}"
-        for section, values in resolved.items()
-        for key, value in values.items()
-        if found.settings[section].get(key) != value and key not in _FREE.get(section, [])
-    ]
+    changed = _changes(found, resolved)
     if found.datastores != datastores:
         changed.append("the datastore has changed")
     if changed:
@@ -49,6 +51,34 @@ def last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str]) 
             f"{run} holds a run with other settings: {'; '.join(changed)}. Set them back or choose another `run`."
         )
     return found
+
+
+def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any]) -> list[str]:
+    """The settings by which a run would no longer be what its checkpoint was made with, in words."""
+    changed = []
+    for section, values in resolved.items():
+        # What a run before this version was not told had the effect of today's default.
+        before = {**json.loads(json.dumps(asdict(_SECTIONS[section]()), default=str)), **found.settings[section]}
+        for key, value in values.items():
+            if before[key] == value or key in _FREE.get(section, []):
+                continue
+            words = f"{section}.{key} was {before[key]!r}, now {value!r}"
+            if (section, key) == ("train", "steps"):
+                if _same_learning_rates(before, values, found.step):
+                    continue
+                words += (
+                    f" (under the schedule {values['schedule']!r} the {found.step} steps done would have had other "
+                    "learning rates; 'constant' and 'wsd', before it decays, can be made longer)"
+                )
+            changed.append(words)
+    return changed
+
+
+def _same_learning_rates(before: dict[str, Any], now: dict[str, Any], steps_done: int) -> bool:
+    """Whether the steps that are done had the learning rates that the settings of now would give them."""
+    names = ("schedule", "steps", "warmup_steps", "lr", "min_lr_ratio", "decay_share")
+    old, new = ({name: settings[name] for name in names} for settings in (before, now))
+    return all(learning_rate(step, **old) == learning_rate(step, **new) for step in range(steps_done))
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

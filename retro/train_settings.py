@@ -12,7 +12,8 @@ class TrainSettings:
     """How long and how fast a model learns."""
 
     steps: int = 1000
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run. A run can be made longer where the steps done keep their learning rates: with
+    `constant`, and with `wsd` before it decays."""
     batch_size: int = 8
     """Sequences of one forward pass."""
     accumulation: int = 1
@@ -54,7 +55,7 @@ class TrainSettings:
     keep_checkpoints: int = 2
     """Checkpoints kept, the newest ones."""
     log_every: int = 10
-    """Steps between lines of `metrics.jsonl`."""
+    """Steps between lines of `metrics.jsonl`; `loss` and `tokens_per_second` are means over them."""
     log_to: tuple[str, ...] = ()
     """More places for metrics: `tensorboard`, `wandb`."""
 

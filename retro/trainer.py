@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,6 +28,7 @@ from retro.device import Placement, place
 from retro.evaluation import EvaluationSettings, Result, evaluate
 from retro.loggers import Logger, open_loggers
 from retro.loss import loss
+from retro.meter import Meter
 from retro.model import ModelSettings, Retro
 from retro.optimizer import learning_rate, make_optimizer
 from retro.presets import count_parameters, resolve
@@ -101,10 +101,10 @@ def train(
     )
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "settings.json", resolved)
-    step = tokens = 0
+    step, tokens, meter = 0, 0, Meter()
     if last is not None:
         checkpoints.restore(last, model, optimizer)
-        step, tokens = last.step, last.tokens
+        step, tokens, meter = last.step, last.tokens, Meter(**last.unlogged)
         advance(tokens)
         log.info("%s: going on from step %d", run, step)
     first_step = step + 1
@@ -121,9 +121,17 @@ def train(
             advance(seen)
             if not math.isfinite(metrics["loss"]):
                 raise FloatingPointError(f"{run}: loss {metrics['loss']} at step {step}; lower train.lr and run again.")
-            _log(loggers, settings, step, {"step": step, "tokens": tokens}, metrics, measure)
-            if step == settings.steps or step % settings.checkpoint_every == 0:
+            meter.add(metrics["loss"], seen)
+            due = partial(_due, step, settings.steps)
+            record = partial(_record, loggers, {"step": step, "tokens": tokens})
+            if due(settings.log_every):
+                record({**metrics, **meter.read()})
+            if due(settings.eval_every):
+                with meter.paused():
+                    record(measure())
+            if due(settings.checkpoint_every):
                 state = {"step": step, "tokens": tokens, "settings": resolved, "datastores": data.fingerprints}
+                state["unlogged"] = {"loss": meter.loss, "steps": meter.steps}
                 publish = partial(checkpoints.publish, run, state, keep=settings.keep_checkpoints)
                 saver.save(checkpoints.tensors_of(model, optimizer), publish)
             elif step == first_step:
@@ -131,6 +139,17 @@ def train(
     newest = checkpoints.latest(run)
     assert newest is not None  # the last step has made one
     return Outcome(newest, read_metrics(run), count_parameters(model))
+
+
+def _due(step: int, steps: int, every: int) -> bool:
+    """Whether something that is done every so many steps (0 = never), and after the last one, is due."""
+    return step == steps or bool(every and step % every == 0)
+
+
+def _record(loggers: list[Logger], position: dict[str, int], figures: dict[str, float]) -> None:
+    """A line of metrics to every logger."""
+    for logger in loggers:
+        logger.write({**position, **figures})
 
 
 def _fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
@@ -154,7 +173,6 @@ def _step(
     step: int,
 ) -> tuple[dict[str, float], int]:
     """One optimizer step: its metrics and the number of tokens in it."""
-    started = time.perf_counter()
     lr = learning_rate(
         step,
         schedule=settings.schedule,
@@ -180,8 +198,7 @@ def _step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    seconds = time.perf_counter() - started
-    return {"loss": total, "lr": lr, "gradient_norm": float(norm), "tokens_per_second": tokens / seconds}, tokens
+    return {"loss": total, "lr": lr, "gradient_norm": float(norm)}, tokens
 
 
 def _measure(
@@ -208,24 +225,3 @@ def _measure(
         return {f"valid_bits_per_byte_{result.retrieval.lower()}": result.bits_per_byte for result in results}
 
     return measure
-
-
-# --- metrics -------------------------------------------------------------------------------------------------------
-
-
-def _log(
-    loggers: list[Logger],
-    settings: TrainSettings,
-    step: int,
-    position: dict[str, int],
-    metrics: dict[str, float],
-    measure: Callable[[], dict[str, float]],
-) -> None:
-    """A line of training metrics and one of held-out figures, where the step asks for them."""
-    at_end = step == settings.steps
-    lines = [metrics] if at_end or step % settings.log_every == 0 else []
-    if at_end or (settings.eval_every and step % settings.eval_every == 0):
-        lines.append(measure())
-    for line in lines:
-        for logger in loggers:
-            logger.write({**position, **line})
