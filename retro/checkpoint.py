@@ -1,6 +1,9 @@
 """Checkpoints: finished folders like every other artefact, of safetensors and JSON; nothing in them is ever unpickled.
 
-run/checkpoints/00000200/  model.safetensors  optimizer.safetensors  state.json  manifest.json
+    run/checkpoints/00000200/   model.safetensors  optimizer.safetensors  state.json  manifest.json
+    run/checkpoints/best.json   step, metric and value of the best evaluation
+
+Where a checkpoint is asked for, its folder may be named, or `RUN` for the newest one of a run, or `RUN@best`.
 """
 
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ class Checkpoint:
         settings: everything the run was told, section by section.
         datastores: fingerprints of what it was trained on.
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
+        best: `step`, `metric` and `value` of the best evaluation so far, or None.
     """
 
     folder: Path
@@ -43,6 +47,7 @@ class Checkpoint:
     settings: dict[str, Any]
     datastores: list[str]
     unlogged: dict[str, Any]
+    best: dict[str, Any] | None
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -65,10 +70,10 @@ def write(run: Path, state: dict[str, Any], tensors: Tensors) -> Path:
 
     Args:
         run: folder of the run.
-        state: step, tokens, settings, datastores and unlogged, as in `Checkpoint`.
+        state: step, tokens, settings, datastores, unlogged and best, as in `Checkpoint`.
         tensors: from `tensors_of`, or copies of them.
     """
-    folder = run / "checkpoints" / f"{state['step']:08d}"
+    folder = step_folder(run, state["step"])
     recipe = Recipe(
         stage="train",
         version=FORMAT_VERSION,
@@ -84,10 +89,21 @@ def write(run: Path, state: dict[str, Any], tensors: Tensors) -> Path:
 
 
 def publish(run: Path, state: dict[str, Any], tensors: Tensors, *, keep: int) -> None:
-    """`write`, then remove all but the newest `keep` checkpoints of the run."""
+    """`write`, name the best checkpoint, and remove all others but the newest `keep`."""
     write(run, state, tensors)
+    name_best(run, state["best"])
     for folder in finished(run)[:-keep]:
-        remove(folder)
+        if not state["best"] or folder != step_folder(run, state["best"]["step"]):
+            remove(folder)
+
+
+def name_best(run: Path, best: dict[str, Any] | None) -> None:
+    """Let `checkpoints/best.json` say which evaluated checkpoint is the best; without one there is no such file."""
+    file = run / "checkpoints" / "best.json"
+    if best:
+        write_json(file, best)
+    else:
+        file.unlink(missing_ok=True)
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -114,15 +130,27 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     model.load_state_dict(load_file(checkpoint.folder / "model.safetensors"))
 
 
+def locate(path: Path) -> Path | None:
+    """Where a checkpoint lies: `path` itself, the newest one of the run `path`, or the best one of `RUN@best`."""
+    if (path / "state.json").exists():
+        return path
+    if path.name.endswith("@best"):
+        return best(path.with_name(path.name.removesuffix("@best")))
+    return latest(path)
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint: its folder, or a run's folder, which stands for the run's last one.
+    """Read a checkpoint, which `locate` finds.
 
     Raises:
         InputError: there is none, or a file in it is missing, cut short or changed.
     """
-    folder = path if (path / "state.json").exists() else latest(path)
+    folder = locate(path)
     if folder is None:
-        raise InputError(f"{path} is neither a checkpoint nor a run with one; `retro train CONFIG` makes them.")
+        raise InputError(
+            f"{path} is neither a checkpoint nor a run with one (RUN), or with one that was evaluated (RUN@best); "
+            "`retro train CONFIG` makes them."
+        )
     problems = verify(folder)
     if problems:
         raise InputError(f"{problems[0]}. Remove {folder}: an earlier checkpoint of the run is then used.")
@@ -137,6 +165,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         settings=state["settings"],
         datastores=state["datastores"],
         unlogged=state.get("unlogged", {}),
+        best=state.get("best"),
     )
 
 
@@ -152,6 +181,11 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
 # --- the checkpoints of a run --------------------------------------------------------------------------------------
 
 
+def step_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run / "checkpoints" / f"{step:08d}"
+
+
 def finished(run: Path) -> list[Path]:
     """The finished checkpoints of a run, oldest first; what was being written when a run was killed is not one."""
     return sorted(path.parent for path in (run / "checkpoints").glob(f"[0-9]*/{MANIFEST}"))
@@ -161,6 +195,12 @@ def latest(run: Path) -> Path | None:
     """The newest finished checkpoint of a run."""
     folders = finished(run)
     return folders[-1] if folders else None
+
+
+def best(run: Path) -> Path | None:
+    """The checkpoint with the lowest held-out bits per byte of a run, as `checkpoints/best.json` has it."""
+    file = run / "checkpoints" / "best.json"
+    return step_folder(run, read_json(file)["step"]) if file.exists() else None
 
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:

@@ -4,6 +4,7 @@ run/  settings.json   metrics.jsonl   checkpoints/00000200/ …
 """
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,23 @@ def _same_learning_rates(before: dict[str, Any], now: dict[str, Any], steps_done
     names = ("schedule", "steps", "warmup_steps", "lr", "min_lr_ratio", "decay_share")
     old, new = ({name: settings[name] for name in names} for settings in (before, now))
     return all(learning_rate(step, **old) == learning_rate(step, **new) for step in range(steps_done))
+
+
+def better(best: dict[str, Any] | None, step: int, line: dict[str, float]) -> dict[str, Any] | None:
+    """The best evaluation so far, after that of a step."""
+    score = score_of(line)
+    if score is None or (best is not None and not score[1] < best["value"]):
+        return best
+    return {"step": step, "metric": score[0], "value": score[1]}
+
+
+def score_of(line: dict[str, float]) -> tuple[str, float] | None:
+    """Name and value of the figure of an evaluation by which checkpoints are compared (lower is better), if it has one.
+
+    Bits per byte of the first evaluation set with retrieval ON, or OFF where the model cannot retrieve.
+    """
+    name = next((name for name in ("valid_bits_per_byte_on", "valid_bits_per_byte_off") if name in line), None)
+    return (name, line[name]) if name and math.isfinite(line[name]) else None
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

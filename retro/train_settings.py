@@ -51,9 +51,9 @@ class TrainSettings:
     eval_tokens: int = 50_000
     """Tokens scored in an evaluation while training; 0 = all."""
     checkpoint_every: int = 500
-    """Steps between checkpoints; the last step always makes one."""
+    """Steps between checkpoints; the last step, an evaluation better than all before it, and SIGTERM make one too."""
     keep_checkpoints: int = 2
-    """Checkpoints kept, the newest ones."""
+    """Checkpoints kept, the newest ones; the best one (`RUN@best`) is kept beside them."""
     log_every: int = 10
     """Steps between lines of `metrics.jsonl`; `loss` and `tokens_per_second` are means over them."""
     log_to: tuple[str, ...] = ()

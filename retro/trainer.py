@@ -32,7 +32,7 @@ from retro.meter import Meter
 from retro.model import ModelSettings, Retro
 from retro.optimizer import learning_rate, make_optimizer
 from retro.presets import count_parameters, resolve
-from retro.run import last_checkpoint, read_metrics
+from retro.run import better, last_checkpoint, read_metrics
 from retro.saver import Saver
 from retro.train_settings import TrainSettings
 
@@ -101,10 +101,11 @@ def train(
     )
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "settings.json", resolved)
-    step, tokens, meter = 0, 0, Meter()
+    step, tokens, best, meter = 0, 0, None, Meter()
     if last is not None:
         checkpoints.restore(last, model, optimizer)
-        step, tokens, meter = last.step, last.tokens, Meter(**last.unlogged)
+        checkpoints.name_best(run, last.best)
+        step, tokens, best, meter = last.step, last.tokens, last.best, Meter(**last.unlogged)
         advance(tokens)
         log.info("%s: going on from step %d", run, step)
     first_step = step + 1
@@ -128,10 +129,12 @@ def train(
                 record({**metrics, **meter.read()})
             if due(settings.eval_every):
                 with meter.paused():
-                    record(measure())
-            if due(settings.checkpoint_every):
+                    figures = measure()
+                record(figures)
+                best = better(best, step, figures)
+            if due(settings.checkpoint_every) or (best and best["step"] == step):
                 state = {"step": step, "tokens": tokens, "settings": resolved, "datastores": data.fingerprints}
-                state["unlogged"] = {"loss": meter.loss, "steps": meter.steps}
+                state |= {"unlogged": {"loss": meter.loss, "steps": meter.steps}, "best": best}
                 publish = partial(checkpoints.publish, run, state, keep=settings.keep_checkpoints)
                 saver.save(checkpoints.tensors_of(model, optimizer), publish)
             elif step == first_step:

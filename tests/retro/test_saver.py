@@ -12,7 +12,7 @@ from retro.model import ModelSettings, Retro
 from retro.optimizer import make_optimizer
 from retro.saver import Saver
 
-STATE = {"step": 3, "tokens": 30, "settings": {"train": {"lr": 0.1}}, "datastores": ["0123"]}
+STATE = {"step": 3, "tokens": 30, "settings": {"train": {"lr": 0.1}}, "datastores": ["0123"], "best": None}
 
 
 def trained() -> tuple[Retro, torch.optim.Optimizer]:

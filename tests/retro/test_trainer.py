@@ -19,7 +19,7 @@ from pipelines.config import Config
 from pipelines.settings import to_toml
 from retro import checkpoint as checkpoints
 from retro.meter import Meter
-from retro.run import _changes
+from retro.run import _changes, score_of
 from retro.trainer import Outcome, train
 from tests.conftest import build_local, tiny_config, write_corpus
 
@@ -205,6 +205,47 @@ def test_only_the_last_checkpoints_are_kept_and_the_last_step_is_one_of_them(con
     outcome = run(with_train(config, checkpoint_every=3, keep_checkpoints=2))
     assert [path.name for path in checkpoints.finished(config.run)] == ["00000006", "00000008"]
     assert outcome.metrics[-1]["step"] == 8
+
+
+def test_the_best_checkpoint_is_saved_when_it_is_evaluated_and_outlives_the_rotation(config: Config) -> None:
+    """With a learning rate that grows far too high the first evaluations are the best."""
+    config = with_train(config, steps=12, warmup_steps=12, lr=1.0, eval_every=2, checkpoint_every=5, keep_checkpoints=1)
+    outcome = run(config)
+    values = {line["step"]: line["valid_bits_per_byte_on"] for line in outcome.metrics if "loss" not in line}
+    step = min(values, key=lambda step: values[step])
+    assert step % 5 > 0  # saved for its evaluation's sake
+    assert step < 12
+    assert [int(path.name) for path in checkpoints.finished(config.run)] == [step, 12]
+    named = json.loads((config.run / "checkpoints" / "best.json").read_text())
+    assert named == {"step": step, "metric": "valid_bits_per_byte_on", "value": values[step]}
+    assert checkpoints.open_checkpoint(Path(f"{config.run}@best")).step == step
+    assert checkpoints.open_checkpoint(config.run).step == 12
+
+
+def test_a_run_that_was_stopped_finds_the_same_best_checkpoint(config: Config, tmp_path: Path) -> None:
+    config = with_train(config, eval_every=2, checkpoint_every=3)
+    run(replace(config, run=tmp_path / "straight"))
+    with pytest.raises(KeyboardInterrupt):
+        run(config, advance=interrupt_after(6))
+    (config.run / "checkpoints" / "best.json").unlink()  # as if killed before it was written
+    run(config)
+    both = [
+        json.loads((folder / "checkpoints" / "best.json").read_text()) for folder in (config.run, tmp_path / "straight")
+    ]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "score"),
+    [
+        ({"valid_bits_per_byte_off": 2.0, "valid_bits_per_byte_on": 1.9}, ("valid_bits_per_byte_on", 1.9)),
+        ({"valid_bits_per_byte_off": 2.0}, ("valid_bits_per_byte_off", 2.0)),
+        ({"valid_bits_per_byte_off": 2.0, "valid_bits_per_byte_on": float("nan")}, None),
+        ({}, None),
+    ],
+)
+def test_checkpoints_are_compared_with_retrieval_on_where_there_is_any(line, score) -> None:
+    assert score_of(line) == score
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(config: Config, monkeypatch) -> None:
