@@ -78,7 +78,7 @@ def write(run: Path, state: dict[str, Any], tensors: Tensors) -> Path:
         stage="train",
         version=FORMAT_VERSION,
         settings={"step": state["step"], **state["settings"]},
-        inputs={str(number): fingerprint for number, fingerprint in enumerate(state["datastores"])},
+        inputs={str(number): made_of for number, made_of in enumerate(state["datastores"])},
     )
     with create(folder, recipe) as (work, counts):
         for file, values in tensors.items():
@@ -153,7 +153,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     problems = verify(folder)
     if problems:
-        raise InputError(f"{problems[0]}. Remove {folder}: an earlier checkpoint of the run is then used.")
+        raise InputError(f"{problems[0]}. Remove {folder}, or name another checkpoint.")
+    return read(folder)
+
+
+def read(folder: Path) -> Checkpoint:
+    """What a checkpoint says of itself, taken on trust."""
     state = read_json(folder / "state.json")
     settings = {**state["settings"]["model"]}
     settings |= {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}

@@ -4,17 +4,22 @@ run/  settings.json   metrics.jsonl   checkpoints/00000200/ …
 """
 
 import json
+import logging
 import math
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from indexing.store.artefact import verify
 from indexing.store.errors import InputError
 from retro import checkpoint as checkpoints
 from retro.batches import DataSettings
 from retro.model import ModelSettings
 from retro.optimizer import learning_rate
 from retro.train_settings import TrainSettings
+
+log = logging.getLogger("retro")
 
 _SECTIONS = {"model": ModelSettings, "data": DataSettings, "train": TrainSettings}
 
@@ -36,14 +41,14 @@ _FREE = {
 
 
 def last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str]) -> checkpoints.Checkpoint | None:
-    """The checkpoint to go on from.
+    """The checkpoint to go on from: the newest one that is whole. Damaged ones are put aside with a warning.
 
     Raises:
-        InputError: the run was started with other settings or on another datastore.
+        InputError: the run was started with other settings or on another datastore, or no checkpoint is whole.
     """
-    if checkpoints.latest(run) is None:
+    found, damaged = _newest_whole(run)
+    if found is None:
         return None
-    found = checkpoints.open_checkpoint(run)
     changed = _changes(found, resolved)
     if found.datastores != datastores:
         changed.append("the datastore has changed")
@@ -51,7 +56,30 @@ def last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str]) 
         raise InputError(
             f"{run} holds a run with other settings: {'; '.join(changed)}. Set them back or choose another `run`."
         )
+    for folder, problem in damaged.items():
+        aside = folder.with_name(f"damaged-{folder.name}")
+        log.warning(
+            "%s\nThis checkpoint is put aside as %s; going on from step %d instead.", problem, aside, found.step
+        )
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+        folder.rename(aside)
     return found
+
+
+def _newest_whole(run: Path) -> tuple[checkpoints.Checkpoint | None, dict[Path, str]]:
+    """The newest checkpoint that is whole, and the newer ones that are not, with what is wrong with each."""
+    damaged: dict[Path, str] = {}
+    for folder in reversed(checkpoints.finished(run)):
+        problems = verify(folder)
+        if not problems:
+            return checkpoints.read(folder), damaged
+        damaged[folder] = problems[0]
+    if damaged:
+        raise InputError(
+            f"{run}: no checkpoint is whole. {'. '.join(damaged.values())}. Bring one back from a copy, or remove "
+            f"{run / 'checkpoints'} to train from the beginning."
+        )
+    return None, damaged
 
 
 def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any]) -> list[str]:

@@ -90,6 +90,30 @@ def test_the_rate_counts_waiting_for_data_and_checkpoints_but_no_evaluation() ->
     assert 100 / 0.09 < meter.read()["tokens_per_second"] <= 100 / 0.01
 
 
+@pytest.mark.parametrize("damaged", [lambda whole: whole[:-1], lambda whole: whole[:-1] + bytes([whole[-1] ^ 1])])
+def test_a_damaged_newest_checkpoint_is_put_aside_with_a_warning_and_the_one_before_goes_on(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: Callable[[bytes], bytes]
+) -> None:
+    straight = run(replace(config, run=tmp_path / "straight"))
+    file = run(config).checkpoint / "model.safetensors"
+    file.write_bytes(damaged(file.read_bytes()))
+    resumed = run(config)
+    assert str(file) in caplog.text
+    assert "going on from step 4" in caplog.text
+    assert weights(resumed) == weights(straight)
+    assert losses(resumed) == losses(straight)
+    assert (config.run / "checkpoints" / "damaged-00000008").exists()
+
+
+def test_a_run_without_a_whole_checkpoint_does_not_begin_anew_by_itself(config: Config) -> None:
+    run(config)
+    for folder in checkpoints.finished(config.run):
+        (folder / "state.json").write_text("{}")
+    with pytest.raises(InputError, match="no checkpoint is whole") as caught:
+        run(config)
+    assert all(str(folder) in str(caught.value) for folder in checkpoints.finished(config.run))
+
+
 @pytest.mark.slow
 def test_sigkill_at_any_moment_does_not_change_the_final_weights(config: Config, tmp_path: Path) -> None:
     config = with_train(config, steps=60, checkpoint_every=7, eval_every=0, threads=1)
