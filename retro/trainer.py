@@ -34,6 +34,7 @@ from retro.optimizer import learning_rate, make_optimizer
 from retro.presets import count_parameters, resolve
 from retro.run import better, last_checkpoint, read_metrics
 from retro.saver import Saver
+from retro.stop import Stopped, signals_as_requests
 from retro.train_settings import TrainSettings
 
 log = logging.getLogger("retro")
@@ -78,6 +79,7 @@ def train(
     Raises:
         InputError: settings that do not fit together, the datastore, or the run's earlier settings.
         FloatingPointError: the loss is not a number; the last checkpoint stays.
+        Stopped: SIGTERM or SIGINT came; the step, and its evaluation if it has one, was finished and saved.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -115,6 +117,7 @@ def train(
         loggers = open_loggers(run, step, settings.steps, settings.log_to)
         for logger in loggers:
             stack.callback(logger.close)
+        asked_to_stop = stack.enter_context(signals_as_requests())  # before the saver, so that its last write is safe
         saver = stack.enter_context(contextlib.closing(Saver()))
         while step < settings.steps:
             metrics, seen = _step(model, optimizer, data, placement, settings, step)
@@ -132,13 +135,16 @@ def train(
                     figures = measure()
                 record(figures)
                 best = better(best, step, figures)
-            if due(settings.checkpoint_every) or (best and best["step"] == step):
+            signal = asked_to_stop()
+            if due(settings.checkpoint_every) or (best and best["step"] == step) or signal:
                 state = {"step": step, "tokens": tokens, "settings": resolved, "datastores": data.fingerprints}
                 state |= {"unlogged": {"loss": meter.loss, "steps": meter.steps}, "best": best}
                 publish = partial(checkpoints.publish, run, state, keep=settings.keep_checkpoints)
                 saver.save(checkpoints.tensors_of(model, optimizer), publish)
             elif step == first_step:
                 saver.prepare(checkpoints.tensors_of(model, optimizer))
+            if signal and step < settings.steps:
+                raise Stopped(run, step, signal)
     newest = checkpoints.latest(run)
     assert newest is not None  # the last step has made one
     return Outcome(newest, read_metrics(run), count_parameters(model))
