@@ -20,6 +20,7 @@ from indexing.store.errors import InputError
 from pipelines.doctor import DoctorOptions, doctor
 from pipelines.progress import setup_logging
 from pipelines.settings import load
+from retro.stop import Stopped
 
 log = logging.getLogger("retro")
 
@@ -61,7 +62,10 @@ def table() -> dict[str, Verb]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status: 0, 2 for a user's mistake (told in one message), 130 when interrupted."""
+    """Run one verb; returns the exit status.
+
+    0 = done, 2 = a user's mistake (told in one message), 130 = interrupted, 143 = training saved and stopped on SIGTERM.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(__doc__)
@@ -77,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)  # a full disk, a folder that may not be written, …
         return 2
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_status
     except KeyboardInterrupt:
         print("stopped; the same command goes on from what is finished", file=sys.stderr)
         return 130

@@ -1,6 +1,9 @@
 """Checkpoints: finished folders like every other artefact, of safetensors and JSON; nothing in them is ever unpickled.
 
-run/checkpoints/00000200/  model.safetensors  optimizer.safetensors  state.json  manifest.json
+    run/checkpoints/00000200/   model.safetensors  optimizer.safetensors  state.json  manifest.json
+    run/checkpoints/best.json   step, metric and value of the best evaluation
+
+Where a checkpoint is asked for, its folder may be named, or `RUN` for the newest one of a run, or `RUN@best`.
 """
 
 from dataclasses import dataclass
@@ -18,6 +21,9 @@ from retro.model import ModelSettings, Retro
 
 FORMAT_VERSION = 1
 
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""Tensors by the file that holds them, and by name."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -30,6 +36,8 @@ class Checkpoint:
         model: the sizes of the model.
         settings: everything the run was told, section by section.
         datastores: fingerprints of what it was trained on.
+        unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
+        best: `step`, `metric` and `value` of the best evaluation so far, or None.
     """
 
     folder: Path
@@ -38,41 +46,67 @@ class Checkpoint:
     model: ModelSettings
     settings: dict[str, Any]
     datastores: list[str]
+    unlogged: dict[str, Any]
+    best: dict[str, Any] | None
 
 
-def save(run: Path, state: dict[str, Any], model: Retro, optimizer: torch.optim.Optimizer) -> Path:
-    """Write a checkpoint atomically and return its folder.
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Weights, the optimizer's moments and the random state. All but the random state are the live tensors."""
+    device = next(model.parameters()).device
+    training = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        training["rng.cuda"] = torch.cuda.get_rng_state(device)
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            training[f"{key}/{name}"] = value
+    return {"model.safetensors": dict(model.state_dict()), "optimizer.safetensors": training}
+
+
+def write(run: Path, state: dict[str, Any], tensors: Tensors) -> Path:
+    """Write a checkpoint atomically and return its folder. Equal states and tensors give equal bytes.
 
     Args:
         run: folder of the run.
-        state: step, tokens, settings and datastores, as in `Checkpoint`.
-        model: its weights are saved.
-        optimizer: its moments are saved, and the random state with them.
+        state: step, tokens, settings, datastores, unlogged and best, as in `Checkpoint`.
+        tensors: from `tensors_of`, or copies of them.
     """
-    folder = run / "checkpoints" / f"{state['step']:08d}"
+    folder = step_folder(run, state["step"])
     recipe = Recipe(
         stage="train",
         version=FORMAT_VERSION,
         settings={"step": state["step"], **state["settings"]},
-        inputs={str(number): fingerprint for number, fingerprint in enumerate(state["datastores"])},
+        inputs={str(number): made_of for number, made_of in enumerate(state["datastores"])},
     )
     with create(folder, recipe) as (work, counts):
-        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        save_file(weights, work / "model.safetensors")
-        save_file(_optimizer_tensors(model, optimizer), work / "optimizer.safetensors")
+        for file, values in tensors.items():
+            save_file({name: tensor.contiguous() for name, tensor in values.items()}, work / file)
         write_json(work / "state.json", state)
         counts |= {"step": state["step"], "tokens": state["tokens"]}
     return folder
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = value
-    return tensors
+def publish(run: Path, state: dict[str, Any], tensors: Tensors, *, keep: int) -> None:
+    """`write`, name the best checkpoint, and remove all others but the newest `keep`."""
+    write(run, state, tensors)
+    name_best(run, state["best"])
+    for folder in finished(run)[:-keep]:
+        if not state["best"] or folder != step_folder(run, state["best"]["step"]):
+            remove(folder)
+
+
+def name_best(run: Path, best: dict[str, Any] | None) -> None:
+    """Let `checkpoints/best.json` say which evaluated checkpoint is the best; without one there is no such file."""
+    file = run / "checkpoints" / "best.json"
+    if best:
+        write_json(file, best)
+    else:
+        file.unlink(missing_ok=True)
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -80,14 +114,15 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     load_weights(checkpoint, model)
     tensors = load_file(checkpoint.folder / "optimizer.safetensors")
     torch.set_rng_state(tensors["rng.cpu"])
-    if torch.cuda.is_available() and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"])
     parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition("/")
         if name:
-            device = "cpu" if key == "step" and not optimizer.defaults.get("fused") else parameters[name].device
-            optimizer.state[parameters[name]][key] = tensor.to(device)
+            on_cpu = key == "step" and not optimizer.defaults.get("fused")
+            optimizer.state[parameters[name]][key] = tensor if on_cpu else tensor.to(device)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -95,18 +130,35 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     model.load_state_dict(load_file(checkpoint.folder / "model.safetensors"))
 
 
+def locate(path: Path) -> Path | None:
+    """Where a checkpoint lies: `path` itself, the newest one of the run `path`, or the best one of `RUN@best`."""
+    if (path / "state.json").exists():
+        return path
+    if path.name.endswith("@best"):
+        return best(path.with_name(path.name.removesuffix("@best")))
+    return latest(path)
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint: its folder, or a run's folder, which stands for the run's last one.
+    """Read a checkpoint, which `locate` finds.
 
     Raises:
         InputError: there is none, or a file in it is missing, cut short or changed.
     """
-    folder = path if (path / "state.json").exists() else latest(path)
+    folder = locate(path)
     if folder is None:
-        raise InputError(f"{path} is neither a checkpoint nor a run with one; `retro train CONFIG` makes them.")
+        raise InputError(
+            f"{path} is neither a checkpoint nor a run with one (RUN), or with one that was evaluated (RUN@best); "
+            "`retro train CONFIG` makes them."
+        )
     problems = verify(folder)
     if problems:
-        raise InputError(f"{problems[0]}. Remove {folder}: an earlier checkpoint of the run is then used.")
+        raise InputError(f"{problems[0]}. Remove {folder}, or name another checkpoint.")
+    return read(folder)
+
+
+def read(folder: Path) -> Checkpoint:
+    """What a checkpoint says of itself, taken on trust."""
     state = read_json(folder / "state.json")
     settings = {**state["settings"]["model"]}
     settings |= {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}
@@ -117,6 +169,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         model=ModelSettings(**settings),
         settings=state["settings"],
         datastores=state["datastores"],
+        unlogged=state.get("unlogged", {}),
+        best=state.get("best"),
     )
 
 
@@ -127,6 +181,14 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     model.to_empty(device=device)
     load_weights(checkpoint, model)
     return model.eval()
+
+
+# --- the checkpoints of a run --------------------------------------------------------------------------------------
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run / "checkpoints" / f"{step:08d}"
 
 
 def finished(run: Path) -> list[Path]:
@@ -140,10 +202,10 @@ def latest(run: Path) -> Path | None:
     return folders[-1] if folders else None
 
 
-def keep_last(run: Path, count: int) -> None:
-    """Remove all but the last `count` checkpoints."""
-    for folder in finished(run)[:-count]:
-        remove(folder)
+def best(run: Path) -> Path | None:
+    """The checkpoint with the lowest held-out bits per byte of a run, as `checkpoints/best.json` has it."""
+    file = run / "checkpoints" / "best.json"
+    return step_folder(run, read_json(file)["step"]) if file.exists() else None
 
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:

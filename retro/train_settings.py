@@ -12,7 +12,8 @@ class TrainSettings:
     """How long and how fast a model learns."""
 
     steps: int = 1000
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run. A run can be made longer where the steps done keep their learning rates: with
+    `constant`, and with `wsd` before it decays."""
     batch_size: int = 8
     """Sequences of one forward pass."""
     accumulation: int = 1
@@ -50,11 +51,11 @@ class TrainSettings:
     eval_tokens: int = 50_000
     """Tokens scored in an evaluation while training; 0 = all."""
     checkpoint_every: int = 500
-    """Steps between checkpoints; the last step always makes one."""
+    """Steps between checkpoints; the last step, an evaluation better than all before it, and SIGTERM make one too."""
     keep_checkpoints: int = 2
-    """Checkpoints kept, the newest ones."""
+    """Checkpoints kept, the newest ones; the best one (`RUN@best`) is kept beside them."""
     log_every: int = 10
-    """Steps between lines of `metrics.jsonl`."""
+    """Steps between lines of `metrics.jsonl`; `loss` and `tokens_per_second` are means over them."""
     log_to: tuple[str, ...] = ()
     """More places for metrics: `tensorboard`, `wandb`."""
 

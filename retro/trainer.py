@@ -10,9 +10,9 @@ import contextlib
 import json
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ from retro.device import Placement, place
 from retro.evaluation import EvaluationSettings, Result, evaluate
 from retro.loggers import Logger, open_loggers
 from retro.loss import loss
+from retro.meter import Meter
 from retro.model import ModelSettings, Retro
 from retro.optimizer import learning_rate, make_optimizer
 from retro.presets import count_parameters, resolve
-from retro.run import last_checkpoint, read_metrics
+from retro.run import better, last_checkpoint, read_metrics
+from retro.saver import Saver
+from retro.stop import Stopped, signals_as_requests
 from retro.train_settings import TrainSettings
 
 log = logging.getLogger("retro")
@@ -76,6 +79,7 @@ def train(
     Raises:
         InputError: settings that do not fit together, the datastore, or the run's earlier settings.
         FloatingPointError: the loss is not a number; the last checkpoint stays.
+        Stopped: SIGTERM or SIGINT came; the step, and its evaluation if it has one, was finished and saved.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -99,30 +103,62 @@ def train(
     )
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "settings.json", resolved)
-    step, tokens = 0, 0
+    step, tokens, best, meter = 0, 0, None, Meter()
     if last is not None:
         checkpoints.restore(last, model, optimizer)
-        step, tokens = last.step, last.tokens
+        checkpoints.name_best(run, last.best)
+        step, tokens, best, meter = last.step, last.tokens, last.best, Meter(**last.unlogged)
         advance(tokens)
         log.info("%s: going on from step %d", run, step)
+    first_step = step + 1
     measure = _measure(model, first, evaluation, settings, data_settings, placement)
     model.train()
     with contextlib.ExitStack() as stack:
         loggers = open_loggers(run, step, settings.steps, settings.log_to)
         for logger in loggers:
             stack.callback(logger.close)
+        asked_to_stop = stack.enter_context(signals_as_requests())  # before the saver, so that its last write is safe
+        saver = stack.enter_context(contextlib.closing(Saver()))
         while step < settings.steps:
             metrics, seen = _step(model, optimizer, data, placement, settings, step)
             step, tokens = step + 1, tokens + seen
             advance(seen)
             if not math.isfinite(metrics["loss"]):
                 raise FloatingPointError(f"{run}: loss {metrics['loss']} at step {step}; lower train.lr and run again.")
-            _log(loggers, settings, step, {"step": step, "tokens": tokens}, metrics, measure)
-            if step == settings.steps or step % settings.checkpoint_every == 0:
+            meter.add(metrics["loss"], seen)
+            due = partial(_due, step, settings.steps)
+            record = partial(_record, loggers, {"step": step, "tokens": tokens})
+            if due(settings.log_every):
+                record({**metrics, **meter.read()})
+            if due(settings.eval_every):
+                with meter.paused():
+                    figures = measure()
+                record(figures)
+                best = better(best, step, figures)
+            signal = asked_to_stop()
+            if due(settings.checkpoint_every) or (best and best["step"] == step) or signal:
                 state = {"step": step, "tokens": tokens, "settings": resolved, "datastores": data.fingerprints}
-                checkpoints.save(run, state, model, optimizer)
-                checkpoints.keep_last(run, settings.keep_checkpoints)
-    return Outcome(checkpoints.open_checkpoint(run).folder, read_metrics(run), count_parameters(model))
+                state |= {"unlogged": {"loss": meter.loss, "steps": meter.steps}, "best": best}
+                publish = partial(checkpoints.publish, run, state, keep=settings.keep_checkpoints)
+                saver.save(checkpoints.tensors_of(model, optimizer), publish)
+            elif step == first_step:
+                saver.prepare(checkpoints.tensors_of(model, optimizer))
+            if signal and step < settings.steps:
+                raise Stopped(run, step, signal)
+    newest = checkpoints.latest(run)
+    assert newest is not None  # the last step has made one
+    return Outcome(newest, read_metrics(run), count_parameters(model))
+
+
+def _due(step: int, steps: int, every: int) -> bool:
+    """Whether something that is done every so many steps (0 = never), and after the last one, is due."""
+    return step == steps or bool(every and step % every == 0)
+
+
+def _record(loggers: list[Logger], position: dict[str, int], figures: dict[str, float]) -> None:
+    """A line of metrics to every logger."""
+    for logger in loggers:
+        logger.write({**position, **figures})
 
 
 def _fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
@@ -146,7 +182,6 @@ def _step(
     step: int,
 ) -> tuple[dict[str, float], int]:
     """One optimizer step: its metrics and the number of tokens in it."""
-    started = time.perf_counter()
     lr = learning_rate(
         step,
         schedule=settings.schedule,
@@ -173,8 +208,7 @@ def _step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    seconds = time.perf_counter() - started
-    return {"loss": total, "lr": lr, "gradient_norm": float(norm), "tokens_per_second": tokens / seconds}, tokens
+    return {"loss": total, "lr": lr, "gradient_norm": float(norm)}, tokens
 
 
 def _measure(
@@ -201,24 +235,3 @@ def _measure(
         return {f"valid_bits_per_byte_{result.retrieval.lower()}": result.bits_per_byte for result in results}
 
     return measure
-
-
-# --- metrics -------------------------------------------------------------------------------------------------------
-
-
-def _log(
-    loggers: list[Logger],
-    settings: TrainSettings,
-    step: int,
-    position: dict[str, int],
-    metrics: dict[str, float],
-    measure: Callable[[], dict[str, float]],
-) -> None:
-    """A line of training metrics and one of held-out figures, where the step asks for them."""
-    at_end = step == settings.steps
-    lines = [metrics] if at_end or step % settings.log_every == 0 else []
-    if at_end or (settings.eval_every and step % settings.eval_every == 0):
-        lines.append(measure())
-    for line in lines:
-        for logger in loggers:
-            logger.write({**position, **line})

@@ -140,24 +140,37 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise InputError(f"{folder} is not finished: {path} is missing. Run the stage that makes it again.")
     manifest = read_json(path)
+    problem = next(_wrong_sizes(folder, manifest), None)
+    if problem:
+        raise InputError(f"{problem}. Remove the folder {folder} and run the command that made it again.")
+    return manifest
+
+
+def verify(folder: Path) -> list[str]:
+    """Compare every file of an artefact with its manifest; one line for each that is missing or differs."""
+    if not (folder / MANIFEST).exists():
+        return [f"{folder / MANIFEST} is missing"]
+    try:
+        manifest = read_json(folder / MANIFEST)
+        if fingerprint(manifest["recipe"]) != manifest["fingerprint"]:
+            return [f"{folder / MANIFEST} has changed since it was written (fingerprint)"]
+        problems = list(_wrong_sizes(folder, manifest))
+        return problems or [
+            f"{folder / name} has changed since it was written (checksum)"
+            for name, expected in manifest["files"].items()
+            if checksum(folder / name) != expected["checksum"]
+        ]
+    except (ValueError, KeyError) as error:
+        return [f"{folder / MANIFEST} has changed since it was written ({error})"]
+
+
+def _wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     for name, expected in manifest["files"].items():
         file = folder / name
         size = file.stat().st_size if file.exists() else None
         if size != expected["bytes"]:
             found = "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
-            raise InputError(
-                f"{file} {found}. Remove the folder {folder} and run `retro index` again: it makes that part anew."
-            )
-    return manifest
-
-
-def verify(folder: Path) -> list[str]:
-    """Compare the checksum of every file of an artefact with its manifest; one line for each that differs."""
-    problems = []
-    for name, expected in read_manifest(folder)["files"].items():
-        if checksum(folder / name) != expected["checksum"]:
-            problems.append(f"{folder / name} has changed since it was written (checksum)")
-    return problems
+            yield f"{file} {found}"
 
 
 def remove(folder: Path) -> None:

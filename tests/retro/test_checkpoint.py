@@ -1,5 +1,7 @@
 """Checkpoints: whole or not there, and nothing in them is ever unpickled."""
 
+import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,26 +38,42 @@ def test_a_loaded_model_computes_what_was_saved(run: Path, tmp_path: Path) -> No
     assert not model.training
 
 
-def test_a_truncated_or_changed_file_is_refused_by_name_and_an_unfinished_folder_is_not_seen(
-    run: Path, tmp_path: Path
-) -> None:
-    import shutil
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    (copy / "checkpoints" / ".00000009.tmp").mkdir()
-    newest = checkpoints.latest(copy)
-    assert newest is not None
-    assert newest.name == "00000008"
-    file = newest / "model.safetensors"
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run to be damaged."""
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_refused_by_name(copy: Path, name: str) -> None:
+    file = copy / "checkpoints" / "00000008" / name
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        checkpoints.open_checkpoint(copy)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_refused(copy: Path, name: str) -> None:
+    """Wherever it is, but for the manifest's counts, which nothing reads, and its blanks."""
+    file, draw = copy / "checkpoints" / "00000008" / name, random.Random(name)
     whole = file.read_bytes()
-    file.write_bytes(whole[:-1])
-    with pytest.raises(InputError, match=r"model\.safetensors"):
-        checkpoints.open_checkpoint(copy)
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(InputError, match=r"model\.safetensors has changed"):
-        checkpoints.open_checkpoint(copy)
-    shutil.rmtree(newest)
+    counts = range(whole.find(b'"counts"'), whole.find(b'"files"'))
+    places = [place for place, byte in enumerate(whole) if place not in counts and not chr(byte).isspace()]
+    for _ in range(30):
+        changed = bytearray(whole)
+        changed[draw.choice(places)] ^= 1 << draw.randrange(8)
+        file.write_bytes(changed)
+        with pytest.raises(InputError, match=r"(?s)00000008.*Remove"):
+            checkpoints.open_checkpoint(copy)
+
+
+def test_an_unfinished_folder_is_not_seen_and_without_the_newest_the_one_before_stands_for_the_run(copy: Path) -> None:
+    (copy / "checkpoints" / ".00000009.tmp").mkdir()
+    assert checkpoints.open_checkpoint(copy).step == 8
+    shutil.rmtree(copy / "checkpoints" / "00000008")
     assert checkpoints.open_checkpoint(copy).step == 4
 
 

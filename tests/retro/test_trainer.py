@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.settings import to_toml
 from retro import checkpoint as checkpoints
+from retro.meter import Meter
+from retro.run import _changes, score_of
 from retro.trainer import Outcome, train
 from tests.conftest import build_local, tiny_config, write_corpus
 
@@ -46,19 +49,69 @@ def losses(outcome: Outcome) -> list[tuple[int, float]]:
 def test_a_run_that_was_stopped_goes_on_to_the_bit(config: Config, tmp_path: Path) -> None:
     straight = run(config)
 
-    def stop_in_the_sixth_step(tokens: int, seen=[0]) -> None:  # noqa: B006
-        seen[0] += tokens
-        if seen[0] > 5 * 2 * 64:
-            raise KeyboardInterrupt
-
     stopped = replace(config, run=tmp_path / "stopped")
     with pytest.raises(KeyboardInterrupt):
-        run(stopped, advance=stop_in_the_sixth_step)
+        run(stopped, advance=interrupt_after(5))
     assert [path.name for path in checkpoints.finished(stopped.run)] == ["00000004"]
     resumed = run(stopped)
     assert weights(resumed) == weights(straight)
     assert losses(resumed) == losses(straight)
     assert [line["step"] for line in resumed.metrics if "loss" in line] == list(range(1, 9))
+
+
+def test_the_logged_loss_is_the_mean_since_the_last_line_also_across_a_resume(config: Config, tmp_path: Path) -> None:
+    config = with_train(config, steps=10, checkpoint_every=4)
+    each = [loss for _, loss in losses(run(replace(config, run=tmp_path / "each")))]
+    means = [(3, sum(each[0:3]) / 3), (6, sum(each[3:6]) / 3), (9, sum(each[6:9]) / 3), (10, each[9])]
+    config = with_train(config, log_every=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, advance=interrupt_after(6))  # goes on from 4, one step after a line
+    assert losses(run(config)) == means
+
+
+def interrupt_after(steps: int) -> Callable[[int], None]:
+    """An `advance` that raises in the step after so many."""
+    seen = [0]
+
+    def advance(tokens: int) -> None:
+        seen[0] += tokens
+        if seen[0] > steps * 2 * 64:
+            raise KeyboardInterrupt
+
+    return advance
+
+
+def test_the_rate_counts_waiting_for_data_and_checkpoints_but_no_evaluation() -> None:
+    meter = Meter()
+    meter.add(1.0, 100)
+    with meter.paused():
+        time.sleep(0.1)
+    time.sleep(0.01)
+    assert 100 / 0.09 < meter.read()["tokens_per_second"] <= 100 / 0.01
+
+
+@pytest.mark.parametrize("damaged", [lambda whole: whole[:-1], lambda whole: whole[:-1] + bytes([whole[-1] ^ 1])])
+def test_a_damaged_newest_checkpoint_is_put_aside_with_a_warning_and_the_one_before_goes_on(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: Callable[[bytes], bytes]
+) -> None:
+    straight = run(replace(config, run=tmp_path / "straight"))
+    file = run(config).checkpoint / "model.safetensors"
+    file.write_bytes(damaged(file.read_bytes()))
+    resumed = run(config)
+    assert str(file) in caplog.text
+    assert "going on from step 4" in caplog.text
+    assert weights(resumed) == weights(straight)
+    assert losses(resumed) == losses(straight)
+    assert (config.run / "checkpoints" / "damaged-00000008").exists()
+
+
+def test_a_run_without_a_whole_checkpoint_does_not_begin_anew_by_itself(config: Config) -> None:
+    run(config)
+    for folder in checkpoints.finished(config.run):
+        (folder / "state.json").write_text("{}")
+    with pytest.raises(InputError, match="no checkpoint is whole") as caught:
+        run(config)
+    assert all(str(folder) in str(caught.value) for folder in checkpoints.finished(config.run))
 
 
 @pytest.mark.slow
@@ -115,6 +168,32 @@ def test_settings_that_touch_no_weight_may_change(config: Config) -> None:
     run(with_train(config, log_every=3, keep_checkpoints=1))
 
 
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+def test_a_run_can_be_made_longer_where_the_steps_done_keep_their_learning_rates(
+    config: Config, tmp_path: Path, schedule: str
+) -> None:
+    longer = with_train(config, schedule=schedule, steps=12, decay_share=0.5)
+    straight = run(replace(longer, run=tmp_path / "straight"))
+    with pytest.raises(KeyboardInterrupt):
+        run(with_train(longer, steps=8), advance=interrupt_after(4))
+    assert weights(run(longer)) == weights(straight)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_longer_run_whose_past_would_have_been_another_is_refused_with_the_reason(config: Config, schedule) -> None:
+    run(with_train(config, schedule=schedule))
+    with pytest.raises(InputError, match=rf"train\.steps was 8, now 9 \(under the schedule '{schedule}'.*'constant'"):
+        run(with_train(config, schedule=schedule, steps=9))
+
+
+def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(config: Config) -> None:
+    run(with_train(config, steps=4, schedule="constant"))
+    longer = with_train(config, steps=8, schedule="constant")
+    checkpoint = checkpoints.open_checkpoint(config.run)
+    del checkpoint.settings["train"]["retrieval_dropout"]
+    assert _changes(checkpoint, {"train": asdict(longer.train)}) == []
+
+
 def test_a_run_on_a_changed_datastore_is_refused(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(config.datastore, folder)
@@ -150,6 +229,47 @@ def test_only_the_last_checkpoints_are_kept_and_the_last_step_is_one_of_them(con
     outcome = run(with_train(config, checkpoint_every=3, keep_checkpoints=2))
     assert [path.name for path in checkpoints.finished(config.run)] == ["00000006", "00000008"]
     assert outcome.metrics[-1]["step"] == 8
+
+
+def test_the_best_checkpoint_is_saved_when_it_is_evaluated_and_outlives_the_rotation(config: Config) -> None:
+    """With a learning rate that grows far too high the first evaluations are the best."""
+    config = with_train(config, steps=12, warmup_steps=12, lr=1.0, eval_every=2, checkpoint_every=5, keep_checkpoints=1)
+    outcome = run(config)
+    values = {line["step"]: line["valid_bits_per_byte_on"] for line in outcome.metrics if "loss" not in line}
+    step = min(values, key=lambda step: values[step])
+    assert step % 5 > 0  # saved for its evaluation's sake
+    assert step < 12
+    assert [int(path.name) for path in checkpoints.finished(config.run)] == [step, 12]
+    named = json.loads((config.run / "checkpoints" / "best.json").read_text())
+    assert named == {"step": step, "metric": "valid_bits_per_byte_on", "value": values[step]}
+    assert checkpoints.open_checkpoint(Path(f"{config.run}@best")).step == step
+    assert checkpoints.open_checkpoint(config.run).step == 12
+
+
+def test_a_run_that_was_stopped_finds_the_same_best_checkpoint(config: Config, tmp_path: Path) -> None:
+    config = with_train(config, eval_every=2, checkpoint_every=3)
+    run(replace(config, run=tmp_path / "straight"))
+    with pytest.raises(KeyboardInterrupt):
+        run(config, advance=interrupt_after(6))
+    (config.run / "checkpoints" / "best.json").unlink()  # as if killed before it was written
+    run(config)
+    both = [
+        json.loads((folder / "checkpoints" / "best.json").read_text()) for folder in (config.run, tmp_path / "straight")
+    ]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "score"),
+    [
+        ({"valid_bits_per_byte_off": 2.0, "valid_bits_per_byte_on": 1.9}, ("valid_bits_per_byte_on", 1.9)),
+        ({"valid_bits_per_byte_off": 2.0}, ("valid_bits_per_byte_off", 2.0)),
+        ({"valid_bits_per_byte_off": 2.0, "valid_bits_per_byte_on": float("nan")}, None),
+        ({}, None),
+    ],
+)
+def test_checkpoints_are_compared_with_retrieval_on_where_there_is_any(line, score) -> None:
+    assert score_of(line) == score
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(config: Config, monkeypatch) -> None:

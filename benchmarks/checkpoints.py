@@ -1,0 +1,117 @@
+"""How long a checkpoint stops the training loop: written by the loop itself against copied and written by the saver's thread.
+
+    python benchmarks/checkpoints.py [--rounds 5] [--steps 3] [--layers 12] [--folder .]
+
+One run, alternating: a save by the loop, some steps, a save by the saver, as many steps (while its thread writes), and a wait
+for the thread. `stall` is what the loop waits in a save; `step` the median of the training steps after it.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from retro import checkpoint as checkpoints
+from retro.device import place
+from retro.loss import loss
+from retro.model import ModelSettings, Retro
+from retro.optimizer import make_optimizer
+from retro.presets import count_parameters
+from retro.saver import Saver
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="training steps between two saves")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--folder", type=Path, default=Path("."), help="where the checkpoints are written, and removed")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-checkpoints.json"))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    placement = place("auto", "auto")
+    sizes = ModelSettings(
+        vocab_size=32_768, d_model=512, d_ffw=2048, num_heads=8, num_layers=options.layers, cca_layers=()
+    )
+    model = Retro(sizes).to(placement.device)
+    optimizer = make_optimizer(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens = torch.randint(sizes.vocab_size, (4, 128), device=placement.device)
+
+    def step() -> None:
+        with placement.autocast():
+            value = loss(model(tokens), tokens.roll(-1, 1))
+        value.backward()
+        value.item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    unprepared, saver, number = Saver(), Saver(), 0
+    first_touch = seconds(lambda: unprepared.save(checkpoints.tensors_of(model, optimizer), lambda _: None))
+    unprepared.close()
+    saver.prepare(checkpoints.tensors_of(model, optimizer))
+    saver.wait()
+    stalls: dict[str, list[float]] = {"loop": [], "saver": []}
+    steps: dict[str, list[float]] = {"loop": [], "saver": []}
+    thread: list[float] = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+
+        def write(copies: checkpoints.Tensors) -> None:
+            state = {"step": number, "tokens": 0, "settings": {}, "datastores": [], "best": None}
+            thread.append(seconds(lambda: checkpoints.publish(Path(folder), state, copies, keep=2)))
+
+        saves: dict[str, Callable[[], None]] = {
+            "loop": lambda: write(checkpoints.tensors_of(model, optimizer)),
+            "saver": lambda: saver.save(checkpoints.tensors_of(model, optimizer), write),
+        }
+        for round_number in range(options.rounds + 1):
+            for way, save in saves.items():
+                number += 1
+                stall = seconds(save)
+                took = [seconds(step) for _ in range(options.steps)]
+                saver.wait()
+                if round_number:  # the first round warms up
+                    stalls[way].append(stall)
+                    steps[way] += took
+        saver.close()
+
+    parameters = count_parameters(model, embeddings=True)
+    gigabytes = (
+        sum(v.nbytes for values in checkpoints.tensors_of(model, optimizer).values() for v in values.values()) / 1e9
+    )
+    ratios = [ours / plain for ours, plain in zip(stalls["saver"], stalls["loop"], strict=True)]
+    print(f"{parameters:,} parameters, {gigabytes:.2f} GB on {placement.device}, {torch.get_num_threads()} threads")
+    rows = []
+    for way in stalls:
+        stall, median = statistics.median(stalls[way]), statistics.median(steps[way])
+        rows.append({"written_by": way, "stall_seconds": stall, "stalls": stalls[way], "step_seconds": median})
+        print(f"{way:5}  stall {stall:7.3f} s  ({gigabytes / stall:.1f} GB/s)  step {median:.3f} s")
+    ratio = statistics.median(ratios)
+    print(f"first save into buffers that were not prepared: {first_touch:.3f} s")
+    print(
+        f"stall of the saver over the loop's own: {100 * ratio:.1f}% (rounds {', '.join(f'{100 * r:.1f}%' for r in ratios)})"
+    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    facts = {"machine": platform.processor(), "device": str(placement.device), "threads": torch.get_num_threads()}
+    facts |= {"commit": commit.stdout.strip(), "parameters": parameters, "gigabytes": gigabytes, "ratio": ratio}
+    facts["first_touch_seconds"] = first_touch
+    options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Checkpoints that hardly stop the training loop: the loop copies to host memory, one thread writes.
+
+loop      step step step copy step step step step step step copy step …
+thread                       └ files ─ fsync ─ checksums ─ rename ┘   └ files …
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from retro.checkpoint import Tensors
+
+
+class Saver:
+    """Hands copies of tensors to a writing thread, one save at a time.
+
+    The copies live in host buffers that are allocated once, pinned where the tensors are on a CUDA device. What the
+    thread raises is raised by the next call of any method, at the latest by `close`.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._running: Future[object] | None = None
+        self._buffers: Tensors = {}
+
+    def prepare(self, tensors: Tensors) -> None:
+        """Allocate the buffers in the background: the first touch of so much memory takes longer than a copy."""
+        self.wait()
+        self._running = self._thread.submit(self._allocate, tensors)
+
+    def save(self, tensors: Tensors, write: Callable[[Tensors], object]) -> None:
+        """Copy the tensors, then call `write` with the copies in the background. Waits for the save before it."""
+        self.wait()
+        self._allocate(tensors)
+        for file, values in tensors.items():
+            for name, value in values.items():
+                self._buffers[file][name].copy_(value, non_blocking=True)
+        for device in {value.device for values in tensors.values() for value in values.values() if value.is_cuda}:
+            torch.cuda.synchronize(device)
+        self._running = self._thread.submit(write, self._buffers)
+
+    def _allocate(self, tensors: Tensors) -> None:
+        for file, values in tensors.items():
+            buffers = self._buffers.setdefault(file, {})
+            for name, value in values.items():
+                if name not in buffers:
+                    buffers[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).zero_()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._running is None:
+            return
+        try:
+            self._running.result()
+        finally:
+            if self._running.done():  # a signal may have ended the waiting instead
+                self._running = None
+
+    def close(self) -> None:
+        """Wait for the last save and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()

@@ -1,0 +1,95 @@
+"""The saver: what is written is what was there when the loop handed it over, and no failure is lost."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from retro import checkpoint as checkpoints
+from retro.checkpoint import Tensors
+from retro.model import ModelSettings, Retro
+from retro.optimizer import make_optimizer
+from retro.saver import Saver
+
+STATE = {"step": 3, "tokens": 30, "settings": {"train": {"lr": 0.1}}, "datastores": ["0123"], "best": None}
+
+
+def trained() -> tuple[Retro, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Retro(
+        ModelSettings(vocab_size=50, d_model=16, d_ffw=16, num_heads=1, head_dim=16, num_layers=3, cca_layers=())
+    )
+    optimizer = make_optimizer(model, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: Retro, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randint(50, (2, 8))).square().mean().backward()
+    optimizer.step()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_bytes_are_those_of_a_save_without_a_thread_although_training_goes_on(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saver, goes_on = Saver(), threading.Event()
+    saver.prepare(checkpoints.tensors_of(model, optimizer))
+    for number in (3, 4):
+        state = {**STATE, "step": number}
+        checkpoints.write(tmp_path / "plain", state, checkpoints.tensors_of(model, optimizer))
+
+        def late(copies: Tensors, state=state) -> None:
+            goes_on.wait()
+            checkpoints.write(tmp_path / "threaded", state, copies)
+
+        saver.save(checkpoints.tensors_of(model, optimizer), late)
+        step(model, optimizer)
+        goes_on.set()
+    saver.close()
+    assert files(tmp_path / "threaded") == files(tmp_path / "plain")
+    assert len(files(tmp_path / "plain")) == 8
+
+
+def test_a_second_save_waits_for_the_first_and_uses_the_same_memory() -> None:
+    tensors = {"file": {"a": torch.arange(5.0)}}
+    saver, seen = Saver(), []
+
+    def keep(copies: Tensors) -> None:
+        seen.append((copies["file"]["a"].data_ptr(), copies["file"]["a"].tolist()))
+
+    saver.save(tensors, keep)
+    tensors["file"]["a"] += 1
+    saver.save(tensors, keep)
+    saver.close()
+    (first, before), (second, after) = seen
+    assert first == second != tensors["file"]["a"].data_ptr()
+    assert (before, after) == ([0, 1, 2, 3, 4], [1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("end", ["save", "close"])
+def test_what_the_writer_raises_is_raised_in_the_loop_once(tmp_path: Path, end: str) -> None:
+    (tmp_path / "checkpoints").write_text("a file where a folder belongs")
+    model, optimizer = trained()
+    saver = Saver()
+    tensors = checkpoints.tensors_of(model, optimizer)
+    write = lambda copies: checkpoints.write(tmp_path, STATE, copies)  # noqa: E731
+    saver.save(tensors, write)
+    with pytest.raises(OSError, match="checkpoints"):
+        saver.save(tensors, write) if end == "save" else saver.close()
+    saver.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_of_cuda_tensors_are_pinned_and_hold_what_was_there() -> None:
+    tensors = {"file": {"a": torch.arange(1000.0, device="cuda")}}
+    saver, seen = Saver(), []
+    saver.save(tensors, lambda copies: seen.append((copies["file"]["a"].is_pinned(), copies["file"]["a"].clone())))
+    tensors["file"]["a"].zero_()
+    saver.close()
+    assert seen[0][0]
+    assert torch.equal(seen[0][1], torch.arange(1000.0))
