@@ -19,17 +19,17 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from pipelines import report
 from pipelines.config import Config
+from pipelines.eval_report import describe_change, measure_all
 from pipelines.settings import load, to_toml
 from pipelines.verbs import (
     GenerateOptions,
-    describe_change,
     generate_text,
     indented,
-    measure_all,
     print_rows,
     run_training,
 )
 from retro.evaluation import EvaluationSettings, Result
+from retro.evaluation_sets import EvaluationSet
 from retro.generation import GenerationSettings
 
 log = logging.getLogger("retro")
@@ -79,8 +79,9 @@ def demo(options: DemoOptions) -> int:
     models = {
         name: load_model(open_checkpoint(outcome.checkpoint), placement.device) for name, outcome in outcomes.items()
     }
+    held_out = EvaluationSet("valid", datastore)
     results = {
-        name: measure_all(model, datastore, config.evaluation, placement, sequence_length=config.data.sequence_length)
+        name: measure_all(model, held_out, config.evaluation, placement, sequence_length=config.data.sequence_length)
         for name, model in models.items()
     }
     baseline, off, *on = results["baseline"] + results["retro"]

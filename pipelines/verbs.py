@@ -10,8 +10,9 @@ import numpy as np
 
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
-from indexing.tokenizer import read_meta, read_token_bytes
+from indexing.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.progress import human_bytes, progress
 from retro.evaluation import EvaluationSettings
@@ -72,82 +73,44 @@ class EvalOptions:
     """Bits-per-byte of held-out documents, retrieval OFF and ON."""
 
     datastore: str = ""
-    """Datastore whose held-out documents are scored; empty: the one of the training run."""
+    """Datastore in place of those of the training run: its held-out documents are scored."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     json: str = ""
-    """File to write the results to, with the fingerprints of checkpoint and datastore."""
+    """File to write the results to, with the fingerprints of checkpoint and datastores."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval CHECKPOINT`."""
+    from pipelines.eval_report import describe_change, measure_all, results_table
     from retro.checkpoint import fingerprint_of, load_model, open_checkpoint
     from retro.device import place
+    from retro.evaluation_sets import open_sets
 
-    opened = open_checkpoint(Path(checkpoint))
-    datastore = Datastore.open(options.datastore or opened.settings["data"]["datastores"][0])
+    opened, settings = open_checkpoint(Path(checkpoint)), options.evaluation
+    folders = [options.datastore] if options.datastore else opened.settings["data"]["datastores"]
+    most = max(settings.k, default=0) if opened.model.cca_layers else 0
+    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened.model, most)
+    if not sets:
+        raise InputError(f"{checkpoint}: its datastores hold nothing out; name documents with --evaluation.sets.")
     placement = place(options.device, opened.settings["train"]["precision"])
     model = load_model(opened, placement.device)
-    results = measure_all(
-        model, datastore, options.evaluation, placement, sequence_length=opened.settings["data"]["sequence_length"]
-    )
-    print_rows(
-        [["retrieval", "k", "bits/byte", "perplexity", "tokens", "tokens/s"]]
-        + [
-            [
-                r.retrieval,
-                str(r.k),
-                f"{r.bits_per_byte:.4f}",
-                f"{r.perplexity:.2f}",
-                f"{r.tokens:,}",
-                f"{r.tokens_per_second:,.0f}",
-            ]
-            for r in results
-        ]
-    )
-    for result in results[1:]:
-        print(f"ON k={result.k} against OFF: {describe_change(result, results[0], options.evaluation.seed)}")
+    length = opened.settings["data"]["sequence_length"]
+    results = [measure_all(model, each, settings, placement, sequence_length=length) for each in sets]
+    table = results_table([result for rows in results for result in rows])
+    print_rows([table.header, *table.rows])
+    for off, *on in results:
+        for result in on:
+            print(f"{result.set}: ON k={result.k} against OFF: {describe_change(result, off, settings.seed)}")
     if options.json:
-        prints = {"checkpoint": fingerprint_of(opened), "datastore": datastore.fingerprint}
-        write_json(Path(options.json), {"fingerprints": prints, "results": [result.as_json() for result in results]})
+        prints = {
+            "checkpoint": fingerprint_of(opened),
+            "datastores": {each.name: each.datastore.fingerprint for each in sets},
+        }
+        rows = [result.as_json() for rows in results for result in rows]
+        write_json(Path(options.json), {"fingerprints": prints, "results": rows})
     return 0
-
-
-def measure_all(
-    model: Any, datastore: Datastore, settings: EvaluationSettings, placement: Any, *, sequence_length: int
-) -> list[Any]:
-    """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""
-    from retro.evaluation import evaluate as score
-
-    token_bytes = read_token_bytes(datastore.folder / "tokenizer")
-    ks = (0, *settings.k) if model.settings.cca_layers else (0,)
-    held_out = sum(datastore.manifest["splits"]["valid"]["tokens"])
-    total = min(settings.max_tokens or held_out, held_out)
-    results = []
-    for k in ks:
-        with progress(f"eval k={k}" if k else "eval OFF", total=total, unit="tokens") as advance:
-            results.append(
-                score(
-                    model,
-                    datastore,
-                    token_bytes,
-                    settings,
-                    placement,
-                    k=k,
-                    sequence_length=sequence_length,
-                    advance=advance,
-                )
-            )
-    return results
-
-
-def describe_change(measured: Any, reference: Any, seed: int = 0) -> str:
-    """The change of bits-per-byte in words, with its uncertainty."""
-    from retro.evaluation import compare
-
-    change, low, high = compare(measured, reference, seed)
-    return f"{change:+.2f}% bits per byte (95% of bootstraps over documents: {low:+.2f}% to {high:+.2f}%)"
 
 
 @dataclass(frozen=True)

@@ -7,29 +7,33 @@ Bits-per-byte does not depend on the tokenizer. ON and OFF are the same weights;
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from retro.batches import IGNORED_LABEL, Batch, window_batches, windows
+from retro.batches import IGNORED_LABEL, Batch, Window, window_batches, windows
 from retro.device import Placement
+from retro.evaluation_sets import EvaluationSet, check_entries
 from retro.loss import token_losses
 from retro.model import Retro
 
 # Windows sorted by length at a time: little padding, and memory that does not grow with the evaluation set.
 _BUFFERED_WINDOWS = 512
+# Documents drawn at a time in a bootstrap.
+_BUFFERED_DRAWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
     """What is measured on held-out documents."""
 
+    sets: tuple[str, ...] = ()
+    """`NAME=DATASTORE:SPLIT`, `NAME=DATASTORE` (split `valid`), or a SPLIT of the first training datastore; empty: `valid` of every training datastore."""
     k: tuple[int, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
     window: int = 0
@@ -37,13 +41,14 @@ class EvaluationSettings:
     stride: int = 0
     """Tokens between two windows; 0 = half a window (the paper's 2048/1024)."""
     max_tokens: int = 0
-    """Stop after about this many scored tokens; 0 = all held-out documents."""
+    """Stop after about this many scored tokens of a set; 0 = all held-out documents."""
     batch_size: int = 8
     """Windows in a batch."""
     seed: int = 0
     """Of the bootstrap over documents."""
 
     def __post_init__(self) -> None:
+        check_entries(self.sets)
         if any(k < 1 for k in self.k):
             raise InputError(f"evaluation.k = {self.k}: numbers of neighbors, each at least 1.")
         for key in ("window", "stride", "max_tokens"):
@@ -58,34 +63,49 @@ class Result:
     """One measurement.
 
     Attributes:
-        retrieval: `OFF` or `ON`.
-        k: neighbors of each chunk; 0 when OFF.
-        bits_per_byte: total bits over the bytes of the scored tokens.
-        perplexity: per token.
-        tokens, bytes: what was scored.
+        set: name of the evaluation set.
+        k: neighbors of each chunk; 0 = retrieval OFF.
+        tokens: how many were scored.
         tokens_per_second: of this measurement.
-        nats_by_document, bytes_by_document: [documents], for paired comparisons.
+        nats_by_document, bytes_by_document: [documents] float64 over the scored tokens, for paired comparisons.
     """
 
-    retrieval: str
+    set: str
     k: int
-    bits_per_byte: float
-    perplexity: float
     tokens: int
-    bytes: int
     tokens_per_second: float
     nats_by_document: np.ndarray
     bytes_by_document: np.ndarray
 
+    @property
+    def retrieval(self) -> str:
+        """`OFF`, or `ON`."""
+        return "ON" if self.k else "OFF"
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of the text of the scored tokens."""
+        return int(self.bytes_by_document.sum())
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Total bits over the bytes of the scored tokens."""
+        return float(self.nats_by_document.sum() / math.log(2) / self.bytes_by_document.sum())
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return float(math.exp(self.nats_by_document.sum() / self.tokens))
+
     def as_json(self) -> dict[str, Any]:
         """Everything but the arrays."""
-        return {key: value for key, value in asdict(self).items() if not isinstance(value, np.ndarray)}
+        names = ("set", "retrieval", "k", "bits_per_byte", "perplexity", "tokens", "bytes", "tokens_per_second")
+        return {name: getattr(self, name) for name in names}
 
 
 def evaluate(
     model: Retro,
-    datastore: Datastore,
-    token_bytes: np.ndarray,
+    evaluation_set: EvaluationSet,
     settings: EvaluationSettings,
     placement: Placement,
     *,
@@ -93,12 +113,11 @@ def evaluate(
     sequence_length: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Result:
-    """Score the held-out documents of a datastore.
+    """Score the documents of an evaluation set.
 
     Args:
         model: in evaluation or training mode; its mode is put back.
-        datastore: its `valid` split is scored with neighbors from `train`.
-        token_bytes: [vocabulary] bytes of text in each token.
+        evaluation_set: its documents are scored with the neighbors that its datastore stores for them.
         settings: window, stride, how much.
         placement: device and precision.
         k: neighbors of each chunk; 0 = retrieval OFF.
@@ -106,23 +125,22 @@ def evaluate(
         advance: told of scored tokens.
 
     Raises:
-        InputError: nothing is held out, or window and stride do not fit the chunk length.
+        InputError: the set does not fit the model or k, or window and stride do not fit the chunk length.
     """
-    num_chunks, stride = _window_chunks(settings, sequence_length, datastore.chunk_length)
-    _check(model, datastore, k)
-    valid = datastore.valid
-    nats, sizes = np.zeros((2, valid.num_documents))
-    if not len(nats):
-        raise InputError(f"{datastore.folder} holds no held-out documents; raise corpus.valid_per_mille and rebuild.")
+    evaluation_set.check(model.settings, k)
+    split, m = evaluation_set.split, evaluation_set.split.chunk_length
+    num_chunks, stride = _window_chunks(settings, sequence_length, m)
+    token_bytes = evaluation_set.token_bytes
+    nats, sizes = np.zeros((2, split.num_documents))
     tokens, started, mode = 0, time.perf_counter(), model.training
     model.eval()
-    wanted = windows(valid, num_chunks, stride)
+    wanted = windows(split, num_chunks, stride)
     full = settings.max_tokens or math.inf
     while tokens < full and (group := list(islice(wanted, _BUFFERED_WINDOWS))):
         if math.isfinite(full):
-            group = _first_windows(group, int(full - tokens), datastore.chunk_length)
-        for part, batch in window_batches(valid, datastore.train, group, settings.batch_size, k):
-            documents = valid.documents_of(np.array([window.first for window in part]))[0]
+            group = _first_windows(group, int(full - tokens), m)
+        for part, batch in window_batches(split, evaluation_set.datastore.train, group, settings.batch_size, k):
+            documents = split.documents_of(np.array([window.first for window in part]))[0]
             losses, bytes_of = _score(model, batch, token_bytes, placement)
             np.add.at(nats, documents, losses)
             np.add.at(sizes, documents, bytes_of)
@@ -131,32 +149,33 @@ def evaluate(
             advance(scored)
     model.train(mode)
     if sizes.sum() == 0:
-        raise InputError(f"{datastore.folder}: the held-out documents hold no text to score.")
-    seconds = time.perf_counter() - started
+        raise InputError(f"evaluation set {evaluation_set.name!r}: its documents hold no text to score.")
     return Result(
-        retrieval="ON" if k else "OFF",
+        set=evaluation_set.name,
         k=k,
-        bits_per_byte=float(nats.sum() / math.log(2) / sizes.sum()),
-        perplexity=float(math.exp(nats.sum() / max(1, tokens))),
         tokens=tokens,
-        bytes=int(sizes.sum()),
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=tokens / (time.perf_counter() - started),
         nats_by_document=nats,
         bytes_by_document=sizes,
     )
 
 
-def _check(model: Retro, datastore: Datastore, k: int) -> None:
-    """Raise InputError unless the model can be scored on this datastore with k neighbors."""
-    for key in ("vocab_size", "chunk_length"):
-        ours, theirs = getattr(model.settings, key), datastore.manifest[key]
-        if ours != theirs:
-            raise InputError(f"{datastore.folder} has {key} {theirs}, the model {ours}: it was trained on another one.")
-    if k:
-        datastore.require("neighbors")
-        stored = datastore.valid.neighbor_ids.shard(0).shape[1]
-        if k > stored:
-            raise InputError(f"evaluation.k = {k}: {datastore.folder} stores {stored} neighbors (neighbors.k).")
+def measure_sets(
+    model: Retro,
+    sets: Sequence[EvaluationSet],
+    settings: EvaluationSettings,
+    placement: Placement,
+    *,
+    k: int,
+    sequence_length: int,
+) -> dict[str, float]:
+    """Bits-per-byte of several sets as metrics: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if k is not 0."""
+    results = [
+        evaluate(model, each, settings, placement, k=neighbors, sequence_length=sequence_length)
+        for each in sets
+        for neighbors in ((0, k) if k else (0,))
+    ]
+    return {f"{r.set}_bits_per_byte_{r.retrieval.lower()}": r.bits_per_byte for r in results}
 
 
 def _window_chunks(settings: EvaluationSettings, sequence_length: int, m: int) -> tuple[int, int]:
@@ -170,7 +189,7 @@ def _window_chunks(settings: EvaluationSettings, sequence_length: int, m: int) -
     return window // m, stride // m
 
 
-def _first_windows(group: list[Any], tokens: int, m: int) -> list[Any]:
+def _first_windows(group: list[Window], tokens: int, m: int) -> list[Window]:
     """As many windows as hold about this many scored tokens, one at least."""
     sizes = np.cumsum([(window.stop - window.scored) * m for window in group])
     return group[: int(np.searchsorted(sizes, tokens)) + 1]
@@ -203,7 +222,10 @@ def compare(measured: Result, reference: Result, seed: int = 0, rounds: int = 10
     assert measured.bytes == reference.bytes, "not the same tokens"
     scored = np.flatnonzero(measured.bytes_by_document)
     ours, theirs = measured.nats_by_document[scored], reference.nats_by_document[scored]
-    drawn = np.random.default_rng(seed).integers(0, len(scored), (rounds, len(scored)))
-    changes = 100 * (ours[drawn].sum(1) / theirs[drawn].sum(1) - 1)
-    low, high = np.quantile(changes, [0.025, 0.975])
+    generator, ratios = np.random.default_rng(seed), []
+    at_once = max(1, _BUFFERED_DRAWS // len(scored))
+    for start in range(0, rounds, at_once):
+        drawn = generator.integers(0, len(scored), (min(at_once, rounds - start), len(scored)))
+        ratios.append(ours[drawn].sum(1) / theirs[drawn].sum(1))
+    low, high = 100 * (np.quantile(np.concatenate(ratios), [0.025, 0.975]) - 1)
     return 100 * (ours.sum() / theirs.sum() - 1), float(low), float(high)

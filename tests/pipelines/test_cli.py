@@ -50,7 +50,7 @@ def test_eval_prints_off_and_on_and_writes_fingerprints(trained: Path, tmp_path,
     assert "ON k=2 against OFF" in printed
     results = json.loads(out.read_text())
     assert [row["k"] for row in results["results"]] == [0, 1, 2]
-    assert results["fingerprints"]["datastore"] == Datastore.open(trained / "datastore").fingerprint
+    assert results["fingerprints"]["datastores"]["valid"] == Datastore.open(trained / "datastore").fingerprint
 
 
 def test_generate_continues_the_prompt_with_and_without_retrieval(trained: Path, capsys) -> None:
