@@ -19,7 +19,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from pipelines import report
 from pipelines.config import Config
-from pipelines.eval_report import describe_change, measure_all
+from pipelines.eval_report import in_words, measure_all
 from pipelines.settings import load, to_toml
 from pipelines.verbs import (
     GenerateOptions,
@@ -28,7 +28,7 @@ from pipelines.verbs import (
     print_rows,
     run_training,
 )
-from retro.evaluation import EvaluationSettings, Result
+from retro.evaluation import EvaluationSettings, Result, compare
 from retro.evaluation_sets import EvaluationSet
 from retro.generation import GenerationSettings
 
@@ -88,8 +88,8 @@ def demo(options: DemoOptions) -> int:
     table = _results_table(baseline, off, on)
     print_rows([[f"   {table.header[0]}", *table.header[1:]], *([f"   {row[0]}", *row[1:]] for row in table.rows)])
     verdict = [
-        f"RETRO ON (k={on[0].k}) against OFF, the same weights: {describe_change(on[0], off)}",
-        f"RETRO ON (k={on[0].k}) against the baseline: {describe_change(on[0], baseline)}; "
+        f"RETRO ON (k={on[0].k}) against OFF, the same weights: {in_words(*compare(on[0], off))}",
+        f"RETRO ON (k={on[0].k}) against the baseline: {in_words(*compare(on[0], baseline))}; "
         "one training run each, and another seed can move a small model by more than that",
     ]
     print("\n".join(f"   {line}" for line in verdict))

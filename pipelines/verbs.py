@@ -72,44 +72,54 @@ def run_training(config: Config, name: str) -> Any:
 class EvalOptions:
     """Bits-per-byte of held-out documents, retrieval OFF and ON."""
 
+    against: str = ""
+    """Another checkpoint or run, say the baseline: scored on the same sets and windows, and compared."""
     datastore: str = ""
     """Datastore in place of those of the training run: its held-out documents are scored."""
+    leakage_from: str = ""
+    """Datastore of the same chunks whose nearest neighbors say what leaks; empty: that of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     json: str = ""
-    """File to write the results to, with the fingerprints of checkpoint and datastores."""
+    """File to write the results to, with the fingerprints of checkpoints and datastores."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval CHECKPOINT`."""
-    from pipelines.eval_report import describe_change, measure_all, results_table
-    from retro.checkpoint import fingerprint_of, load_model, open_checkpoint
-    from retro.device import place
+    from pipelines.eval_report import (
+        as_json,
+        change_lines,
+        leakage_table,
+        levels_of,
+        measure_checkpoints,
+        results_table,
+    )
+    from retro.checkpoint import fingerprint_of, open_checkpoint
     from retro.evaluation_sets import open_sets
 
-    opened, settings = open_checkpoint(Path(checkpoint)), options.evaluation
-    folders = [options.datastore] if options.datastore else opened.settings["data"]["datastores"]
-    most = max(settings.k, default=0) if opened.model.cca_layers else 0
-    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened.model, most)
+    settings = options.evaluation
+    opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
+    folders = [options.datastore] if options.datastore else opened[0].settings["data"]["datastores"]
+    k = max(settings.k, default=0) if any(each.model.cca_layers for each in opened) else 0
+    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
     if not sets:
         raise InputError(f"{checkpoint}: its datastores hold nothing out; name documents with --evaluation.sets.")
-    placement = place(options.device, opened.settings["train"]["precision"])
-    model = load_model(opened, placement.device)
-    length = opened.settings["data"]["sequence_length"]
-    results = [measure_all(model, each, settings, placement, sequence_length=length) for each in sets]
-    table = results_table([result for rows in results for result in rows])
+    source = Datastore.open(options.leakage_from) if options.leakage_from else None
+    measured = measure_checkpoints(opened, sets, settings, options.device, source)
+    levels = [
+        level for each, rows in zip(sets, measured, strict=True) for level in levels_of(each, rows, settings, source)
+    ]
+    table = results_table([each for rows in measured for each in rows])
     print_rows([table.header, *table.rows])
-    for off, *on in results:
-        for result in on:
-            print(f"{result.set}: ON k={result.k} against OFF: {describe_change(result, off, settings.seed)}")
+    print("\n".join(change_lines(levels)))
+    if any(level.leakage_at_most is not None for level in levels):
+        table = leakage_table(levels, [each.label for each in measured[0]])
+        print_rows([[], table.header, *table.rows])
     if options.json:
-        prints = {
-            "checkpoint": fingerprint_of(opened),
-            "datastores": {each.name: each.datastore.fingerprint for each in sets},
-        }
-        rows = [result.as_json() for rows in results for result in rows]
-        write_json(Path(options.json), {"fingerprints": prints, "results": rows})
+        prints = dict(zip(("checkpoint", "against"), map(fingerprint_of, opened), strict=False))
+        datastores = {each.name: each.datastore.fingerprint for each in sets}
+        write_json(Path(options.json), {"fingerprints": prints | {"datastores": datastores}} | as_json(levels))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Bits-per-byte of held-out documents, retrieval ON and OFF (paper, section 2.7 and 4).
 
-    documents → sliding windows → nats of every token → sum over documents / (ln 2 · bytes of their text)
+    documents → sliding windows → nats of every token → sum over chunks and documents / (ln 2 · bytes of their text)
 
 Bits-per-byte does not depend on the tokenizer. ON and OFF are the same weights; only the neighbors are withheld.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from retro.batches import IGNORED_LABEL, Batch, Window, window_batches, windows
 from retro.device import Placement
@@ -44,6 +45,10 @@ class EvaluationSettings:
     """Stop after about this many scored tokens of a set; 0 = all held-out documents."""
     batch_size: int = 8
     """Windows in a batch."""
+    leakage: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
+    """Bits-per-byte also over the chunks that share at most these parts of themselves with a neighbor; not while training."""
+    leakage_neighbors: int = 10
+    """Neighbors of a chunk that count as leaks, the nearest ones (paper: 10)."""
     seed: int = 0
     """Of the bootstrap over documents."""
 
@@ -51,11 +56,32 @@ class EvaluationSettings:
         check_entries(self.sets)
         if any(k < 1 for k in self.k):
             raise InputError(f"evaluation.k = {self.k}: numbers of neighbors, each at least 1.")
+        if any(not 0 <= threshold <= 1 for threshold in self.leakage):
+            raise InputError(f"evaluation.leakage = {self.leakage}: parts of a chunk, each between 0 and 1.")
         for key in ("window", "stride", "max_tokens"):
             if getattr(self, key) < 0:
                 raise InputError(f"evaluation.{key} = {getattr(self, key)}: must be 0 or more.")
-        if self.batch_size < 1:
-            raise InputError(f"evaluation.batch_size = {self.batch_size}: must be at least 1.")
+        for key in ("batch_size", "leakage_neighbors"):
+            if getattr(self, key) < 1:
+                raise InputError(f"evaluation.{key} = {getattr(self, key)}: must be at least 1.")
+
+
+@dataclass(frozen=True)
+class ChunkScores:
+    """What was scored, chunk by chunk. A token belongs to the chunk it lies in, not to the one it is predicted from.
+
+    Attributes:
+        ids: [n] int64 chunk ids, rising.
+        documents: [n] int64 document number of each.
+        nats: [n] float64.
+        tokens, bytes: [n] int32, of its scored tokens.
+    """
+
+    ids: np.ndarray
+    documents: np.ndarray
+    nats: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -68,6 +94,7 @@ class Result:
         tokens: how many were scored.
         tokens_per_second: of this measurement.
         nats_by_document, bytes_by_document: [documents] float64 over the scored tokens, for paired comparisons.
+        chunks: the same by chunk, if it was asked for.
     """
 
     set: str
@@ -76,11 +103,17 @@ class Result:
     tokens_per_second: float
     nats_by_document: np.ndarray
     bytes_by_document: np.ndarray
+    chunks: ChunkScores | None = None
 
     @property
     def retrieval(self) -> str:
         """`OFF`, or `ON`."""
         return "ON" if self.k else "OFF"
+
+    @property
+    def mode(self) -> str:
+        """`OFF`, or `ON k=2`."""
+        return f"ON k={self.k}" if self.k else "OFF"
 
     @property
     def bytes(self) -> int:
@@ -111,6 +144,7 @@ def evaluate(
     *,
     k: int,
     sequence_length: int,
+    by_chunk: bool = False,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Score the documents of an evaluation set.
@@ -122,6 +156,7 @@ def evaluate(
         placement: device and precision.
         k: neighbors of each chunk; 0 = retrieval OFF.
         sequence_length: window where the settings leave it open.
+        by_chunk: whether the result says what each chunk cost; 24 bytes for each chunk of the set.
         advance: told of scored tokens.
 
     Raises:
@@ -133,6 +168,7 @@ def evaluate(
     token_bytes = evaluation_set.token_bytes
     nats, sizes = np.zeros((2, split.num_documents))
     tokens, started, mode = 0, time.perf_counter(), model.training
+    table = np.zeros((3, split.num_chunks if by_chunk else 0))
     model.eval()
     wanted = windows(split, num_chunks, stride)
     full = settings.max_tokens or math.inf
@@ -141,10 +177,13 @@ def evaluate(
             group = _first_windows(group, int(full - tokens), m)
         for part, batch in window_batches(split, evaluation_set.datastore.train, group, settings.batch_size, k):
             documents = split.documents_of(np.array([window.first for window in part]))[0]
-            losses, bytes_of = _score(model, batch, token_bytes, placement)
-            np.add.at(nats, documents, losses)
-            np.add.at(sizes, documents, bytes_of)
-            scored = int((batch.labels != IGNORED_LABEL).sum())
+            scores = _score(model, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
+            np.add.at(nats, documents, scores[0].sum(1))
+            np.add.at(sizes, documents, scores[2].sum(1))
+            for row, window in enumerate(part if by_chunk else ()):
+                own = slice(window.scored - window.first, window.stop - window.first)  # no other window scores these
+                table[:, window.scored : window.stop] = scores[:, row, own]
+            scored = int(scores[1].sum())
             tokens += scored
             advance(scored)
     model.train(mode)
@@ -157,6 +196,7 @@ def evaluate(
         tokens_per_second=tokens / (time.perf_counter() - started),
         nats_by_document=nats,
         bytes_by_document=sizes,
+        chunks=_chunk_scores(split, table) if by_chunk else None,
     )
 
 
@@ -196,15 +236,26 @@ def _first_windows(group: list[Window], tokens: int, m: int) -> list[Window]:
 
 
 @torch.inference_mode()
-def _score(model: Retro, batch: Batch, token_bytes: np.ndarray, placement: Placement) -> tuple[np.ndarray, np.ndarray]:
-    """Nats and bytes of every row of a batch, each [B] float64."""
+def _score(model: Retro, batch: Batch, token_bytes: np.ndarray, placement: Placement, m: int) -> np.ndarray:
+    """Nats, tokens and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
     labels = placement.tensor(batch.labels)
     assert labels is not None
     with placement.autocast():
         logits = model(**placement.tensors(batch))
-    losses = token_losses(logits, labels).double().sum(1).cpu().numpy()
+    nats = token_losses(logits, labels).double().cpu().numpy()
     scored = batch.labels != IGNORED_LABEL
-    return losses, np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0).sum(1).astype(np.float64)
+    sizes = np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0)
+    by_position = np.stack([nats, scored, sizes])  # [3, B, T]
+    # The label at position t is token t + 1. The last position has no label, so nothing wraps round.
+    by_token = np.roll(by_position, 1, axis=2)
+    return by_token.reshape(*by_token.shape[:2], -1, m).sum(3)
+
+
+def _chunk_scores(split: Split, table: np.ndarray) -> ChunkScores:
+    """The scored chunks of a table of nats, tokens and bytes [3, chunks]."""
+    ids = np.flatnonzero(table[1])
+    nats, tokens, sizes = table[:, ids]
+    return ChunkScores(ids, split.documents_of(ids)[0], nats, tokens.astype(np.int32), sizes.astype(np.int32))
 
 
 def compare(measured: Result, reference: Result, seed: int = 0, rounds: int = 1000) -> tuple[float, float, float]:
