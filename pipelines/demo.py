@@ -19,17 +19,17 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from pipelines import report
 from pipelines.config import Config
+from pipelines.eval_report import in_words, measure_all
 from pipelines.settings import load, to_toml
 from pipelines.verbs import (
     GenerateOptions,
-    describe_change,
     generate_text,
     indented,
-    measure_all,
     print_rows,
     run_training,
 )
-from retro.evaluation import EvaluationSettings, Result
+from retro.evaluation import EvaluationSettings, Result, compare
+from retro.evaluation_sets import EvaluationSet
 from retro.generation import GenerationSettings
 
 log = logging.getLogger("retro")
@@ -79,16 +79,17 @@ def demo(options: DemoOptions) -> int:
     models = {
         name: load_model(open_checkpoint(outcome.checkpoint), placement.device) for name, outcome in outcomes.items()
     }
+    held_out = EvaluationSet("valid", datastore)
     results = {
-        name: measure_all(model, datastore, config.evaluation, placement, sequence_length=config.data.sequence_length)
+        name: measure_all(model, held_out, config.evaluation, placement, sequence_length=config.data.sequence_length)
         for name, model in models.items()
     }
     baseline, off, *on = results["baseline"] + results["retro"]
     table = _results_table(baseline, off, on)
     print_rows([[f"   {table.header[0]}", *table.header[1:]], *([f"   {row[0]}", *row[1:]] for row in table.rows)])
     verdict = [
-        f"RETRO ON (k={on[0].k}) against OFF, the same weights: {describe_change(on[0], off)}",
-        f"RETRO ON (k={on[0].k}) against the baseline: {describe_change(on[0], baseline)}; "
+        f"RETRO ON (k={on[0].k}) against OFF, the same weights: {in_words(*compare(on[0], off))}",
+        f"RETRO ON (k={on[0].k}) against the baseline: {in_words(*compare(on[0], baseline))}; "
         "one training run each, and another seed can move a small model by more than that",
     ]
     print("\n".join(f"   {line}" for line in verdict))

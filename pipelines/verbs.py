@@ -10,8 +10,9 @@ import numpy as np
 
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
-from indexing.tokenizer import read_meta, read_token_bytes
+from indexing.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.progress import human_bytes, progress
 from retro.evaluation import EvaluationSettings
@@ -71,83 +72,55 @@ def run_training(config: Config, name: str) -> Any:
 class EvalOptions:
     """Bits-per-byte of held-out documents, retrieval OFF and ON."""
 
+    against: str = ""
+    """Another checkpoint or run, say the baseline: scored on the same sets and windows, and compared."""
     datastore: str = ""
-    """Datastore whose held-out documents are scored; empty: the one of the training run."""
+    """Datastore in place of those of the training run: its held-out documents are scored."""
+    leakage_from: str = ""
+    """Datastore of the same chunks whose nearest neighbors say what leaks; empty: that of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     json: str = ""
-    """File to write the results to, with the fingerprints of checkpoint and datastore."""
+    """File to write the results to, with the fingerprints of checkpoints and datastores."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval CHECKPOINT`."""
-    from retro.checkpoint import fingerprint_of, load_model, open_checkpoint
-    from retro.device import place
+    from pipelines.eval_report import (
+        as_json,
+        change_lines,
+        leakage_table,
+        levels_of,
+        measure_checkpoints,
+        results_table,
+    )
+    from retro.checkpoint import fingerprint_of, open_checkpoint
+    from retro.evaluation_sets import open_sets
 
-    opened = open_checkpoint(Path(checkpoint))
-    datastore = Datastore.open(options.datastore or opened.settings["data"]["datastores"][0])
-    placement = place(options.device, opened.settings["train"]["precision"])
-    model = load_model(opened, placement.device)
-    results = measure_all(
-        model, datastore, options.evaluation, placement, sequence_length=opened.settings["data"]["sequence_length"]
-    )
-    print_rows(
-        [["retrieval", "k", "bits/byte", "perplexity", "tokens", "tokens/s"]]
-        + [
-            [
-                r.retrieval,
-                str(r.k),
-                f"{r.bits_per_byte:.4f}",
-                f"{r.perplexity:.2f}",
-                f"{r.tokens:,}",
-                f"{r.tokens_per_second:,.0f}",
-            ]
-            for r in results
-        ]
-    )
-    for result in results[1:]:
-        print(f"ON k={result.k} against OFF: {describe_change(result, results[0], options.evaluation.seed)}")
+    settings = options.evaluation
+    opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
+    folders = [options.datastore] if options.datastore else opened[0].settings["data"]["datastores"]
+    k = max(settings.k, default=0) if any(each.model.cca_layers for each in opened) else 0
+    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
+    if not sets:
+        raise InputError(f"{checkpoint}: its datastores hold nothing out; name documents with --evaluation.sets.")
+    source = Datastore.open(options.leakage_from) if options.leakage_from else None
+    measured = measure_checkpoints(opened, sets, settings, options.device, source)
+    levels = [
+        level for each, rows in zip(sets, measured, strict=True) for level in levels_of(each, rows, settings, source)
+    ]
+    table = results_table([each for rows in measured for each in rows])
+    print_rows([table.header, *table.rows])
+    print("\n".join(change_lines(levels)))
+    if any(level.leakage_at_most is not None for level in levels):
+        table = leakage_table(levels, [each.label for each in measured[0]])
+        print_rows([[], table.header, *table.rows])
     if options.json:
-        prints = {"checkpoint": fingerprint_of(opened), "datastore": datastore.fingerprint}
-        write_json(Path(options.json), {"fingerprints": prints, "results": [result.as_json() for result in results]})
+        prints = dict(zip(("checkpoint", "against"), map(fingerprint_of, opened), strict=False))
+        datastores = {each.name: each.datastore.fingerprint for each in sets}
+        write_json(Path(options.json), {"fingerprints": prints | {"datastores": datastores}} | as_json(levels))
     return 0
-
-
-def measure_all(
-    model: Any, datastore: Datastore, settings: EvaluationSettings, placement: Any, *, sequence_length: int
-) -> list[Any]:
-    """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""
-    from retro.evaluation import evaluate as score
-
-    token_bytes = read_token_bytes(datastore.folder / "tokenizer")
-    ks = (0, *settings.k) if model.settings.cca_layers else (0,)
-    held_out = sum(datastore.manifest["splits"]["valid"]["tokens"])
-    total = min(settings.max_tokens or held_out, held_out)
-    results = []
-    for k in ks:
-        with progress(f"eval k={k}" if k else "eval OFF", total=total, unit="tokens") as advance:
-            results.append(
-                score(
-                    model,
-                    datastore,
-                    token_bytes,
-                    settings,
-                    placement,
-                    k=k,
-                    sequence_length=sequence_length,
-                    advance=advance,
-                )
-            )
-    return results
-
-
-def describe_change(measured: Any, reference: Any, seed: int = 0) -> str:
-    """The change of bits-per-byte in words, with its uncertainty."""
-    from retro.evaluation import compare
-
-    change, low, high = compare(measured, reference, seed)
-    return f"{change:+.2f}% bits per byte (95% of bootstraps over documents: {low:+.2f}% to {high:+.2f}%)"
 
 
 @dataclass(frozen=True)

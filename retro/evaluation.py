@@ -1,36 +1,41 @@
 """Bits-per-byte of held-out documents, retrieval ON and OFF (paper, section 2.7 and 4).
 
-    documents → sliding windows → nats of every token → sum over documents / (ln 2 · bytes of their text)
+    documents → sliding windows → nats of every token → sum over chunks and documents / (ln 2 · bytes of their text)
 
 Bits-per-byte does not depend on the tokenizer. ON and OFF are the same weights; only the neighbors are withheld.
 """
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Split
 from indexing.store.errors import InputError
-from retro.batches import IGNORED_LABEL, Batch, window_batches, windows
+from retro.batches import IGNORED_LABEL, Batch, Window, window_batches, windows
 from retro.device import Placement
+from retro.evaluation_sets import EvaluationSet, check_entries
 from retro.loss import token_losses
 from retro.model import Retro
 from retro.neighbors import NeighborUse
 
 # Windows sorted by length at a time: little padding, and memory that does not grow with the evaluation set.
 _BUFFERED_WINDOWS = 512
+# Documents drawn at a time in a bootstrap.
+_BUFFERED_DRAWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
     """What is measured on held-out documents."""
 
+    sets: tuple[str, ...] = ()
+    """`NAME=DATASTORE:SPLIT`, `NAME=DATASTORE` (split `valid`), or a SPLIT of the first training datastore; empty: `valid` of every training datastore."""
     k: tuple[int, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
     window: int = 0
@@ -38,20 +43,46 @@ class EvaluationSettings:
     stride: int = 0
     """Tokens between two windows; 0 = half a window (the paper's 2048/1024)."""
     max_tokens: int = 0
-    """Stop after about this many scored tokens; 0 = all held-out documents."""
+    """Stop after about this many scored tokens of a set; 0 = all held-out documents."""
     batch_size: int = 8
     """Windows in a batch."""
+    leakage: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
+    """Bits-per-byte also over the chunks that share at most these parts of themselves with a neighbor; not while training."""
+    leakage_neighbors: int = 10
+    """Neighbors of a chunk that count as leaks, the nearest ones (paper: 10)."""
     seed: int = 0
     """Of the bootstrap over documents."""
 
     def __post_init__(self) -> None:
+        check_entries(self.sets)
         if any(k < 1 for k in self.k):
             raise InputError(f"evaluation.k = {self.k}: numbers of neighbors, each at least 1.")
+        if any(not 0 <= threshold <= 1 for threshold in self.leakage):
+            raise InputError(f"evaluation.leakage = {self.leakage}: parts of a chunk, each between 0 and 1.")
         for key in ("window", "stride", "max_tokens"):
             if getattr(self, key) < 0:
                 raise InputError(f"evaluation.{key} = {getattr(self, key)}: must be 0 or more.")
-        if self.batch_size < 1:
-            raise InputError(f"evaluation.batch_size = {self.batch_size}: must be at least 1.")
+        for key in ("batch_size", "leakage_neighbors"):
+            if getattr(self, key) < 1:
+                raise InputError(f"evaluation.{key} = {getattr(self, key)}: must be at least 1.")
+
+
+@dataclass(frozen=True)
+class ChunkScores:
+    """What was scored, chunk by chunk. A token belongs to the chunk it lies in, not to the one it is predicted from.
+
+    Attributes:
+        ids: [n] int64 chunk ids, rising.
+        documents: [n] int64 document number of each.
+        nats: [n] float64.
+        tokens, bytes: [n] int32, of its scored tokens.
+    """
+
+    ids: np.ndarray
+    documents: np.ndarray
+    nats: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -59,105 +90,135 @@ class Result:
     """One measurement.
 
     Attributes:
-        retrieval: `OFF` or `ON`.
-        k: neighbors of each chunk; 0 when OFF.
-        bits_per_byte: total bits over the bytes of the scored tokens.
-        perplexity: per token.
-        tokens, bytes: what was scored.
+        set: name of the evaluation set.
+        k: neighbors of each chunk; 0 = retrieval OFF.
+        tokens: how many were scored.
         tokens_per_second: of this measurement.
-        nats_by_document, bytes_by_document: [documents], for paired comparisons.
+        nats_by_document, bytes_by_document: [documents] float64 over the scored tokens, for paired comparisons.
+        chunks: the same by chunk, if it was asked for.
     """
 
-    retrieval: str
+    set: str
     k: int
-    bits_per_byte: float
-    perplexity: float
     tokens: int
-    bytes: int
     tokens_per_second: float
     nats_by_document: np.ndarray
     bytes_by_document: np.ndarray
+    chunks: ChunkScores | None = None
+
+    @property
+    def retrieval(self) -> str:
+        """`OFF`, or `ON`."""
+        return "ON" if self.k else "OFF"
+
+    @property
+    def mode(self) -> str:
+        """`OFF`, or `ON k=2`."""
+        return f"ON k={self.k}" if self.k else "OFF"
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of the text of the scored tokens."""
+        return int(self.bytes_by_document.sum())
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Total bits over the bytes of the scored tokens."""
+        return float(self.nats_by_document.sum() / math.log(2) / self.bytes_by_document.sum())
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return float(math.exp(self.nats_by_document.sum() / self.tokens))
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the arrays."""
-        return {key: value for key, value in asdict(self).items() if not isinstance(value, np.ndarray)}
+        names = ("set", "retrieval", "k", "bits_per_byte", "perplexity", "tokens", "bytes", "tokens_per_second")
+        return {name: getattr(self, name) for name in names}
 
 
 def evaluate(
     model: Retro,
-    datastore: Datastore,
-    token_bytes: np.ndarray,
+    evaluation_set: EvaluationSet,
     settings: EvaluationSettings,
     placement: Placement,
     *,
     k: int,
     sequence_length: int,
+    by_chunk: bool = False,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Result:
-    """Score the held-out documents of a datastore.
+    """Score the documents of an evaluation set.
 
     Args:
         model: in evaluation or training mode; its mode is put back.
-        datastore: its `valid` split is scored with neighbors from `train`.
-        token_bytes: [vocabulary] bytes of text in each token.
+        evaluation_set: its documents are scored with the neighbors that its datastore stores for them.
         settings: window, stride, how much.
         placement: device and precision.
         k: neighbors of each chunk; 0 = retrieval OFF.
         sequence_length: window where the settings leave it open.
+        by_chunk: whether the result says what each chunk cost; 24 bytes for each chunk of the set.
         advance: told of scored tokens.
 
     Raises:
-        InputError: nothing is held out, or window and stride do not fit the chunk length.
+        InputError: the set does not fit the model or k, or window and stride do not fit the chunk length.
     """
-    num_chunks, stride = _window_chunks(settings, sequence_length, datastore.chunk_length)
-    _check(model, datastore, k)
-    valid = datastore.valid
-    nats, sizes = np.zeros((2, valid.num_documents))
-    if not len(nats):
-        raise InputError(f"{datastore.folder} holds no held-out documents; raise corpus.valid_per_mille and rebuild.")
+    evaluation_set.check(model.settings, k)
+    split, m = evaluation_set.split, evaluation_set.split.chunk_length
+    num_chunks, stride = _window_chunks(settings, sequence_length, m)
+    token_bytes = evaluation_set.token_bytes
+    nats, sizes = np.zeros((2, split.num_documents))
     tokens, started, mode = 0, time.perf_counter(), model.training
+    table = np.zeros((3, split.num_chunks if by_chunk else 0))
     model.eval()
-    wanted = windows(valid, num_chunks, stride)
+    wanted = windows(split, num_chunks, stride)
     full = settings.max_tokens or math.inf
     while tokens < full and (group := list(islice(wanted, _BUFFERED_WINDOWS))):
         if math.isfinite(full):
-            group = _first_windows(group, int(full - tokens), datastore.chunk_length)
-        for part, batch in window_batches(valid, datastore.train, group, settings.batch_size, NeighborUse(k)):
-            documents = valid.documents_of(np.array([window.first for window in part]))[0]
-            losses, bytes_of = _score(model, batch, token_bytes, placement)
-            np.add.at(nats, documents, losses)
-            np.add.at(sizes, documents, bytes_of)
-            scored = int((batch.labels != IGNORED_LABEL).sum())
+            group = _first_windows(group, int(full - tokens), m)
+        for part, batch in window_batches(
+            split, evaluation_set.datastore.train, group, settings.batch_size, NeighborUse(k)
+        ):
+            documents = split.documents_of(np.array([window.first for window in part]))[0]
+            scores = _score(model, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
+            np.add.at(nats, documents, scores[0].sum(1))
+            np.add.at(sizes, documents, scores[2].sum(1))
+            for row, window in enumerate(part if by_chunk else ()):
+                own = slice(window.scored - window.first, window.stop - window.first)  # no other window scores these
+                table[:, window.scored : window.stop] = scores[:, row, own]
+            scored = int(scores[1].sum())
             tokens += scored
             advance(scored)
     model.train(mode)
     if sizes.sum() == 0:
-        raise InputError(f"{datastore.folder}: the held-out documents hold no text to score.")
-    seconds = time.perf_counter() - started
+        raise InputError(f"evaluation set {evaluation_set.name!r}: its documents hold no text to score.")
     return Result(
-        retrieval="ON" if k else "OFF",
+        set=evaluation_set.name,
         k=k,
-        bits_per_byte=float(nats.sum() / math.log(2) / sizes.sum()),
-        perplexity=float(math.exp(nats.sum() / max(1, tokens))),
         tokens=tokens,
-        bytes=int(sizes.sum()),
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=tokens / (time.perf_counter() - started),
         nats_by_document=nats,
         bytes_by_document=sizes,
+        chunks=_chunk_scores(split, table) if by_chunk else None,
     )
 
 
-def _check(model: Retro, datastore: Datastore, k: int) -> None:
-    """Raise InputError unless the model can be scored on this datastore with k neighbors."""
-    for key in ("vocab_size", "chunk_length"):
-        ours, theirs = getattr(model.settings, key), datastore.manifest[key]
-        if ours != theirs:
-            raise InputError(f"{datastore.folder} has {key} {theirs}, the model {ours}: it was trained on another one.")
-    if k:
-        datastore.require("neighbors")
-        stored = datastore.valid.neighbor_ids.shard(0).shape[1]
-        if k > stored:
-            raise InputError(f"evaluation.k = {k}: {datastore.folder} stores {stored} neighbors (neighbors.k).")
+def measure_sets(
+    model: Retro,
+    sets: Sequence[EvaluationSet],
+    settings: EvaluationSettings,
+    placement: Placement,
+    *,
+    k: int,
+    sequence_length: int,
+) -> dict[str, float]:
+    """Bits-per-byte of several sets as metrics: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if k is not 0."""
+    results = [
+        evaluate(model, each, settings, placement, k=neighbors, sequence_length=sequence_length)
+        for each in sets
+        for neighbors in ((0, k) if k else (0,))
+    ]
+    return {f"{r.set}_bits_per_byte_{r.retrieval.lower()}": r.bits_per_byte for r in results}
 
 
 def _window_chunks(settings: EvaluationSettings, sequence_length: int, m: int) -> tuple[int, int]:
@@ -171,22 +232,34 @@ def _window_chunks(settings: EvaluationSettings, sequence_length: int, m: int) -
     return window // m, stride // m
 
 
-def _first_windows(group: list[Any], tokens: int, m: int) -> list[Any]:
+def _first_windows(group: list[Window], tokens: int, m: int) -> list[Window]:
     """As many windows as hold about this many scored tokens, one at least."""
     sizes = np.cumsum([(window.stop - window.scored) * m for window in group])
     return group[: int(np.searchsorted(sizes, tokens)) + 1]
 
 
 @torch.inference_mode()
-def _score(model: Retro, batch: Batch, token_bytes: np.ndarray, placement: Placement) -> tuple[np.ndarray, np.ndarray]:
-    """Nats and bytes of every row of a batch, each [B] float64."""
+def _score(model: Retro, batch: Batch, token_bytes: np.ndarray, placement: Placement, m: int) -> np.ndarray:
+    """Nats, tokens and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
     labels = placement.tensor(batch.labels)
     assert labels is not None
     with placement.autocast():
-        losses_of = token_losses(model.hidden(**placement.tensors(batch)), model.output_weight, labels)  # [B, T]
-    losses = losses_of.double().sum(1).cpu().numpy()
+        nats = (
+            token_losses(model.hidden(**placement.tensors(batch)), model.output_weight, labels).double().cpu().numpy()
+        )
     scored = batch.labels != IGNORED_LABEL
-    return losses, np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0).sum(1).astype(np.float64)
+    sizes = np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0)
+    by_position = np.stack([nats, scored, sizes])  # [3, B, T]
+    # The label at position t is token t + 1. The last position has no label, so nothing wraps round.
+    by_token = np.roll(by_position, 1, axis=2)
+    return by_token.reshape(*by_token.shape[:2], -1, m).sum(3)
+
+
+def _chunk_scores(split: Split, table: np.ndarray) -> ChunkScores:
+    """The scored chunks of a table of nats, tokens and bytes [3, chunks]."""
+    ids = np.flatnonzero(table[1])
+    nats, tokens, sizes = table[:, ids]
+    return ChunkScores(ids, split.documents_of(ids)[0], nats, tokens.astype(np.int32), sizes.astype(np.int32))
 
 
 def compare(measured: Result, reference: Result, seed: int = 0, rounds: int = 1000) -> tuple[float, float, float]:
@@ -204,7 +277,10 @@ def compare(measured: Result, reference: Result, seed: int = 0, rounds: int = 10
     assert measured.bytes == reference.bytes, "not the same tokens"
     scored = np.flatnonzero(measured.bytes_by_document)
     ours, theirs = measured.nats_by_document[scored], reference.nats_by_document[scored]
-    drawn = np.random.default_rng(seed).integers(0, len(scored), (rounds, len(scored)))
-    changes = 100 * (ours[drawn].sum(1) / theirs[drawn].sum(1) - 1)
-    low, high = np.quantile(changes, [0.025, 0.975])
+    generator, ratios = np.random.default_rng(seed), []
+    at_once = max(1, _BUFFERED_DRAWS // len(scored))
+    for start in range(0, rounds, at_once):
+        drawn = generator.integers(0, len(scored), (min(at_once, rounds - start), len(scored)))
+        ratios.append(ours[drawn].sum(1) / theirs[drawn].sum(1))
+    low, high = 100 * (np.quantile(np.concatenate(ratios), [0.025, 0.975]) - 1)
     return 100 * (ours.sum() / theirs.sum() - 1), float(low), float(high)

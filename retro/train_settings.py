@@ -48,8 +48,8 @@ class TrainSettings:
     """CPU threads of torch; 0 leaves its own choice."""
     eval_every: int = 500
     """Steps between held-out evaluations, retrieval ON and OFF; 0 = at the end only."""
-    eval_tokens: int = 50_000
-    """Tokens scored in an evaluation while training; 0 = all."""
+    eval_tokens: int = 100_000
+    """Tokens of each evaluation set that are scored while training; 0 = all."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step, an evaluation better than all before it, and SIGTERM make one too."""
     keep_checkpoints: int = 2

@@ -21,11 +21,11 @@ import torch
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
-from indexing.tokenizer import read_token_bytes
 from retro import checkpoint as checkpoints
 from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, place
-from retro.evaluation import EvaluationSettings, Result, evaluate
+from retro.evaluation import EvaluationSettings, measure_sets
+from retro.evaluation_sets import open_sets
 from retro.loggers import Logger, open_loggers
 from retro.loss import loss
 from retro.meter import Meter
@@ -69,11 +69,11 @@ def train(
 
     Args:
         run: folder of the run.
-        datastores: what it learns from; held-out documents are those of the first.
+        datastores: what it learns from.
         model_settings: its sizes; `vocab_size` 0 is filled in from the tokenizer.
         data_settings: sequences and neighbors.
         settings: steps, optimizer, schedule, intervals.
-        evaluation: how held-out documents are scored.
+        evaluation: which held-out documents are scored, and how.
         advance: told of trained tokens.
 
     Raises:
@@ -88,6 +88,7 @@ def train(
     data = TrainingData(datastores, data_settings, retrieval=bool(model_settings.cca_layers))
     first = data.datastores[0]
     model_settings = _fit_to(model_settings, first)
+    sets = open_sets(evaluation.sets, datastores, model_settings, data.k)
     resolved = {"model": asdict(model_settings), "data": asdict(data_settings), "train": asdict(settings)}
     resolved["data"]["datastores"] = [str(folder.resolve()) for folder in datastores]
     resolved = json.loads(json.dumps(resolved, default=str))
@@ -111,7 +112,15 @@ def train(
         advance(tokens)
         log.info("%s: going on from step %d", run, step)
     first_step = step + 1
-    measure = _measure(model, first, evaluation, settings, data_settings, placement)
+    measure = partial(
+        measure_sets,
+        model,
+        sets,
+        replace(evaluation, max_tokens=settings.eval_tokens),
+        placement,
+        k=data.k,
+        sequence_length=data_settings.sequence_length,
+    )
     model.train()
     with contextlib.ExitStack() as stack:
         loggers = open_loggers(run, step, settings.steps, settings.log_to)
@@ -209,29 +218,3 @@ def _step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"loss": total, "lr": lr, "gradient_norm": float(norm)}, tokens
-
-
-def _measure(
-    model: Retro,
-    datastore: Datastore,
-    evaluation: EvaluationSettings,
-    settings: TrainSettings,
-    data: DataSettings,
-    placement: Placement,
-) -> Callable[[], dict[str, float]]:
-    """A function that scores held-out documents, ON and OFF; where none are held out it measures nothing."""
-    if not datastore.valid.num_documents:
-        log.warning("%s holds no held-out documents: nothing is evaluated while training", datastore.folder)
-        return dict
-    token_bytes = read_token_bytes(datastore.folder / "tokenizer")
-    limited = replace(evaluation, max_tokens=settings.eval_tokens)
-
-    def measure() -> dict[str, float]:
-        ks = (0, data.k) if model.settings.cca_layers and data.k else (0,)
-        results: list[Result] = [
-            evaluate(model, datastore, token_bytes, limited, placement, k=k, sequence_length=data.sequence_length)
-            for k in ks
-        ]
-        return {f"valid_bits_per_byte_{result.retrieval.lower()}": result.bits_per_byte for result in results}
-
-    return measure

@@ -50,7 +50,34 @@ def test_eval_prints_off_and_on_and_writes_fingerprints(trained: Path, tmp_path,
     assert "ON k=2 against OFF" in printed
     results = json.loads(out.read_text())
     assert [row["k"] for row in results["results"]] == [0, 1, 2]
-    assert results["fingerprints"]["datastore"] == Datastore.open(trained / "datastore").fingerprint
+    assert results["fingerprints"]["datastores"]["valid"] == Datastore.open(trained / "datastore").fingerprint
+
+
+def test_eval_compares_two_checkpoints_on_every_set_and_by_what_leaks(trained: Path, tmp_path, capsys) -> None:
+    out, earlier = tmp_path / "results.json", trained / "run" / "checkpoints" / "00000004"
+    sets = ["valid", f"copy={trained / 'datastore'}"]
+    arguments = ["--evaluation.sets", *sets, "--evaluation.leakage", "0", "0.5", "1", "--json", str(out)]
+    assert main(["eval", str(trained / "run"), "--against", str(earlier), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "copy: 00000008 ON k=2 against 00000004 ON k=2: " in printed
+    assert "leakage at most" in printed
+    written = json.loads(out.read_text())
+    assert {(row["set"], row["model"], row["k"]) for row in written["results"]} == {
+        (name, step, k) for name in ("valid", "copy") for step in ("00000008", "00000004") for k in (0, 2)
+    }
+    assert len(written["changes"]) == 2 * 3
+    assert [level["leakage_at_most"] for level in written["leakage"]] == [0, 0.5, 1] * 2
+    first, _, last = written["leakage"][:3]
+    assert first["results"] == first["changes"] == []  # every chunk shares a token with a neighbor
+    assert last["share_of_chunks"] == 1
+    whole = [row["bits_per_byte"] for row in written["results"][:4]]
+    assert [row["bits_per_byte"] for row in last["results"]] == pytest.approx(whole)
+    assert last["changes"][0]["percent"] == pytest.approx(written["changes"][0]["percent"])
+
+
+def test_eval_without_thresholds_measures_no_leakage(trained: Path, capsys) -> None:
+    assert main(["eval", str(trained / "run"), "--evaluation.leakage"]) == 0
+    assert "leakage" not in capsys.readouterr().out
 
 
 def test_generate_continues_the_prompt_with_and_without_retrieval(trained: Path, capsys) -> None:
@@ -96,6 +123,11 @@ def test_inspect_tells_what_is_there(trained: Path, capsys, what: str, words: li
         (["eval", "nowhere"], ["nowhere is neither a checkpoint"]),
         (["eval", "RUN", "--evaluation.k", "7"], ["evaluation.k = 7", "stores 6"]),
         (["eval", "RUN", "--evaluation.window", "50"], ["evaluation.window = 50"]),
+        (["eval", "RUN", "--evaluation.sets", "test9"], ["evaluation.sets has 'test9'", "NAME=DATASTORE:SPLIT"]),
+        (["eval", "RUN", "--evaluation.sets", "a=nowhere"], ["evaluation.sets has 'a=nowhere'", "not a datastore"]),
+        (["eval", "RUN", "--evaluation.leakage", "2"], ["evaluation.leakage = (2.0,)", "between 0 and 1"]),
+        (["eval", "RUN", "--against", "RUN"], ["--against", "same checkpoint"]),
+        (["eval", "RUN", "--leakage-from", "nowhere"], ["nowhere is not a datastore"]),
         (["train", "CONFIG", "--data.k", "9"], ["data.k = 9"]),
         (["train", "CONFIG", "--train.device", "cuda"], ["no CUDA device"]),
         (["train", "CONFIG", "--model.preset", "huge"], ["model.preset = 'huge'", "tiny"]),

@@ -10,9 +10,10 @@ import torch
 from indexing.chunks import to_tokens
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.tokenizer import read_token_bytes
+from retro import evaluation
 from retro.device import place
 from retro.evaluation import EvaluationSettings, Result, compare, evaluate
+from retro.evaluation_sets import EvaluationSet
 from retro.model import Retro
 from tests.conftest import tiny_config
 
@@ -27,8 +28,8 @@ def model(tiny_datastore: Datastore, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> Result:
-    token_bytes = read_token_bytes(datastore.folder / "tokenizer")
-    return evaluate(model, datastore, token_bytes, EvaluationSettings(**settings), FLOAT32, k=k, sequence_length=64)
+    held_out = EvaluationSet("valid", datastore)
+    return evaluate(model, held_out, EvaluationSettings(**settings), FLOAT32, k=k, sequence_length=64)
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -87,6 +88,15 @@ def test_comparing_a_measurement_with_itself_gives_zero(model: Retro, tiny_datas
     assert change == pytest.approx(10)
     assert low <= change + 1e-9
     assert high >= change - 1e-9
+
+
+def test_the_bootstrap_is_the_same_in_pieces(model: Retro, tiny_datastore: Datastore, monkeypatch) -> None:
+    off, on = measure(model, tiny_datastore), measure(model, tiny_datastore, k=2)
+    whole = compare(on, off)
+    monkeypatch.setattr(evaluation, "_BUFFERED_DRAWS", 1)
+    change, low, high = compare(on, off)
+    assert change == whole[0]
+    assert (low, high) == pytest.approx(whole[1:], rel=0.2)
 
 
 @pytest.mark.parametrize("change", [{"window": 50}, {"window": 32, "stride": 32}, {"stride": 10}])

@@ -1,0 +1,244 @@
+"""Training steps of this project beside those of retro-pytorch 0.3.9: tokens/s, model-FLOPs utilisation, peak memory.
+
+pip install --no-deps retro-pytorch==0.3.9
+python benchmarks/training.py [--rounds 7] [--steps 3] [--datastore FOLDER] [--cases NAME ...]
+
+Every case is a process of its own that waits for its turn, so memory is told apart and rounds alternate: machines are shared
+and drift, ratios of one run hold. A step is forward, loss, backward, clipping and AdamW under bfloat16 autocast, on one batch
+of random tokens that all cases share. On a CUDA device the paper's sizes are measured instead, at n = 2048.
+With a datastore, the data path alone is measured too: batches made by one process, nothing trained.
+"""
+
+import argparse
+import json
+import multiprocessing
+import platform
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from retro.batches import DataSettings, TrainingData
+from retro.device import Placement
+from retro.flops import forward_flops, peak_flops
+from retro.loss import loss
+from retro.model import ModelSettings, Retro
+from retro.optimizer import make_optimizer
+from retro.presets import PRESETS, count_parameters
+
+# The sizes that design and documents speak of: as in retro-pytorch, whose attentions all have 8 heads of 64.
+SMALL = ModelSettings(8192, 256, 1024, 8, 64, 6, (3, 6), 256, 1024, 8, 64, 2, (1, 2))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One column of the table."""
+
+    name: str
+    settings: ModelSettings
+    batch_size: int
+    num_tokens: int
+    ours: bool = True
+    compiled: bool = True
+    k: int = 2
+
+
+def cases(device: str) -> list[Case]:
+    """What is measured on a kind of device."""
+    if device == "cpu":
+        return [
+            Case("retro-pytorch 0.3.9", SMALL, 4, 512, ours=False, compiled=False),
+            Case("retro, eager", SMALL, 4, 512, compiled=False),
+            Case("retro, compiled", SMALL, 4, 512),
+        ]
+    sizes = {name: replace(PRESETS[name], vocab_size=128_000) for name in ("172m", "1.5b")}
+    return [
+        Case("retro-pytorch 0.3.9, 172m", sizes["172m"], 8, 2048, ours=False, compiled=False),
+        Case("retro 172m, compiled", sizes["172m"], 8, 2048),
+        Case("retro 1.5b, eager", sizes["1.5b"], 4, 2048, compiled=False),
+        Case("retro 1.5b, compiled", sizes["1.5b"], 4, 2048),
+    ]
+
+
+def batch(case: Case, placement: Placement) -> dict[str, torch.Tensor]:
+    """Random tokens [B, T + 1] and neighbors [B, U, K, 2m], the same for all cases of a shape; 0 is padding for them."""
+    generator = torch.Generator().manual_seed(0)
+    s, m = case.settings, case.settings.chunk_length
+    shape = (case.batch_size, case.num_tokens // m, case.k, 2 * m)
+    return {
+        "tokens": torch.randint(1, s.vocab_size, (case.batch_size, case.num_tokens + 1), generator=generator),
+        "neighbors": torch.randint(1, s.vocab_size, shape, generator=generator),
+    }
+
+
+def our_step(case: Case, placement: Placement) -> tuple[Callable[[], None], int]:
+    """A training step of this project, and the number of its parameters."""
+    model = Retro(case.settings).to(placement.device)
+    optimizer = make_optimizer(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    data = {name: tensor.to(placement.device) for name, tensor in batch(case, placement).items()}
+    tokens, labels = data["tokens"][:, :-1].contiguous(), data["tokens"][:, 1:].contiguous()
+    hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False) if case.compiled else model.hidden
+
+    def step() -> None:
+        with placement.autocast():
+            value = loss(
+                hidden(tokens, neighbors=data["neighbors"]), model.output_weight, labels, compiled=case.compiled
+            )
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        value.item()
+
+    return step, count_parameters(model, embeddings=True)
+
+
+def their_step(case: Case, placement: Placement) -> tuple[Callable[[], None], int]:
+    """A training step of retro-pytorch as its README and its TrainingWrapper make it, under autocast."""
+    from retro_pytorch import RETRO
+    from retro_pytorch.optimizer import get_optimizer
+
+    s = case.settings
+    model = RETRO(
+        num_tokens=s.vocab_size,
+        max_seq_len=case.num_tokens,
+        enc_dim=s.encoder_d_model,
+        enc_depth=s.encoder_num_layers,
+        enc_cross_attn_layers=s.encoder_cca_layers,
+        dec_dim=s.d_model,
+        dec_depth=s.num_layers,
+        dec_cross_attn_layers=s.cca_layers,
+        chunk_size=s.chunk_length,
+    ).to(placement.device)
+    optimizer = get_optimizer(model.parameters(), lr=1e-4, wd=0.1)
+    data = {name: tensor.to(placement.device) for name, tensor in batch(case, placement).items()}
+
+    def step() -> None:
+        with placement.autocast():
+            value = model(data["tokens"], data["neighbors"], return_loss=True)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        value.item()
+
+    return step, sum(parameter.numel() for parameter in model.parameters())
+
+
+def work(case: Case, device: str, steps: int, turns: Connection) -> None:
+    """A process: make the model, then answer every request with the seconds of `steps` steps; at the end, its memory."""
+    torch.manual_seed(0)
+    placement = Placement(torch.device(device), bfloat16=True)
+    try:
+        step, parameters = (our_step if case.ours else their_step)(case, placement)
+        resting = _memory(placement)
+        for _ in range(2):  # compiles, warms up
+            step()
+    except (ImportError, torch.OutOfMemoryError) as error:
+        turns.send({"error": f"{type(error).__name__}: {error}"})
+        return
+    turns.send({"parameters": parameters})
+    while turns.recv():
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        turns.send((time.perf_counter() - started) / steps)
+    turns.send({"peak_bytes": _memory(placement), "resting_bytes": resting})
+
+
+def _memory(placement: Placement) -> int:
+    """The most that this process has held: on the device, or resident."""
+    if placement.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def compare(chosen: list[Case], device: str, rounds: int, steps: int) -> list[dict[str, object]]:
+    """Rounds over all cases in turn; a row for each."""
+    context = multiprocessing.get_context("spawn")
+    running: list[tuple[Case, Connection, int]] = []
+    rows: list[dict[str, object]] = []
+    for case in chosen:
+        ours, theirs = context.Pipe()
+        context.Process(target=work, args=(case, device, steps, theirs), daemon=True).start()
+        ready = ours.recv()
+        if "error" in ready:
+            print(f"{case.name}: left out: {ready['error']}")
+            continue
+        running.append((case, ours, ready["parameters"]))
+    seconds: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
+    for _ in range(rounds):
+        for case, turns, _ in running:
+            turns.send(True)
+            seconds[case.name].append(turns.recv())
+    peak = peak_flops(Placement(torch.device(device), bfloat16=True))
+    for case, turns, parameters in running:
+        turns.send(False)
+        memory = turns.recv()
+        median = statistics.median(seconds[case.name])
+        flops = 3 * case.batch_size * forward_flops(case.settings, case.num_tokens, case.k)
+        rows.append(
+            {
+                "case": case.name,
+                "parameters": parameters,
+                "tokens_per_second": case.batch_size * case.num_tokens / median,
+                "slowest_over_fastest": max(seconds[case.name]) / min(seconds[case.name]),
+                "mfu": flops / median / peak,
+                **memory,
+            }
+        )
+    return rows
+
+
+def data_path(folder: Path, seconds: float = 5.0) -> float:
+    """Tokens per second of one process that makes batches of 8 × 512 tokens with two neighbors a chunk."""
+    data = TrainingData([folder], DataSettings(sequence_length=512), retrieval=True)
+    made, started = 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        made += data.batch(range(made, made + 8), 0.1).tokens.shape[0]
+    return made * 512 / (time.perf_counter() - started)
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a round")
+    parser.add_argument("--datastore", type=Path, help="measure the data path on it")
+    parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-training.json"))
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = [case for case in cases(device) if not options.cases or any(part in case.name for part in options.cases)]
+    rows = compare(chosen, device, options.rounds, options.steps)
+    reference = next((row for row in rows if "retro-pytorch" in str(row["case"])), rows[0])
+    print(f"{'':28}{'parameters':>14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak memory':>14}{'above rest':>13}")
+    for row in rows:
+        ratio = row["tokens_per_second"] / reference["tokens_per_second"]  # type: ignore[operator]
+        above = row["peak_bytes"] - row["resting_bytes"]  # type: ignore[operator]
+        print(
+            f"{row['case']:28}{row['parameters']:14,}{row['tokens_per_second']:11,.0f}{ratio:7.2f}×{row['mfu']:8.1%}"
+            f"{row['peak_bytes'] / 2**20:10,.0f} MiB{above / 2**20:9,.0f} MiB"  # type: ignore[operator]
+        )
+    found = {"rows": rows}
+    if options.datastore:
+        found["data_path_tokens_per_second"] = data_path(options.datastore)  # type: ignore[assignment]
+        fastest = max(row["tokens_per_second"] for row in rows)  # type: ignore[type-var]
+        rate = found["data_path_tokens_per_second"]
+        print(f"data path alone, one process: {rate:,.0f} tokens/s, {rate / fastest:.0f} times the fastest case")  # type: ignore[operator, str-format]
+    if device == "cpu":
+        print("No CUDA device: on a machine with one the same command measures 172m and 1.5b at n = 2048.")
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    machine = {"machine": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    options.out.write_text(json.dumps({**machine, "commit": git.stdout.strip(), **found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

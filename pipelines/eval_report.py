@@ -1,0 +1,248 @@
+"""What `retro eval` measures: every evaluation set, retrieval OFF and ON, one model or two, as tables and JSON.
+
+model, set → Measured (OFF, ON k=2 …) ┬→ all chunks ─────────────────────────┬→ Level: results and changes
+chunks, neighbors → leakage r(C) ─────┴→ chunks with r(C) ≤ α, for every α ──┘
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.progress import progress
+from pipelines.report import Table
+from retro.checkpoint import Checkpoint, load_model
+from retro.device import Placement, place
+from retro.evaluation import EvaluationSettings, Result, compare, evaluate
+from retro.evaluation_sets import EvaluationSet, short_names
+from retro.leakage import by_leakage, check_source, leakage_of
+from retro.model import Retro
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A result and the name of the model that it is of; empty where there is only one."""
+
+    model: str
+    result: Result
+
+    @property
+    def label(self) -> str:
+        """`OFF`, `ON k=2`, `baseline OFF`."""
+        return " ".join(filter(None, (self.model, self.result.mode)))
+
+
+@dataclass(frozen=True)
+class Change:
+    """How far bits-per-byte of `measured` lies from that of `reference`, in percent; 95% of bootstraps in low to high."""
+
+    measured: str
+    reference: str
+    percent: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """What was measured on one set over the same chunks.
+
+    Attributes:
+        set: its name.
+        leakage_at_most: α; None = all chunks.
+        share_of_chunks: that count.
+        results: of every model, retrieval OFF and ON, without arrays; empty where no chunk is left.
+        changes: between them; empty where no chunk is left.
+    """
+
+    set: str
+    leakage_at_most: float | None
+    share_of_chunks: float
+    results: list[dict[str, Any]]
+    changes: list[Change]
+
+
+def measure_all(
+    model: Retro,
+    evaluation_set: EvaluationSet,
+    settings: EvaluationSettings,
+    placement: Placement,
+    *,
+    sequence_length: int,
+    by_chunk: bool = False,
+) -> list[Result]:
+    """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""
+    ks = (0, *settings.k) if model.settings.cca_layers else (0,)
+    total = min(settings.max_tokens or evaluation_set.tokens, evaluation_set.tokens)
+    results = []
+    for k in ks:
+        name = f"eval {evaluation_set.name} k={k}" if k else f"eval {evaluation_set.name} OFF"
+        with progress(name, total=total, unit="tokens") as advance:
+            results.append(
+                evaluate(
+                    model,
+                    evaluation_set,
+                    settings,
+                    placement,
+                    k=k,
+                    sequence_length=sequence_length,
+                    by_chunk=by_chunk,
+                    advance=advance,
+                )
+            )
+    return results
+
+
+def measure_checkpoints(
+    checkpoints: Sequence[Checkpoint],
+    sets: Sequence[EvaluationSet],
+    settings: EvaluationSettings,
+    device: str,
+    source: Datastore | None = None,
+) -> list[list[Measured]]:
+    """Every set's measurements of one or two models, in the windows and the precision of the first one.
+
+    Args:
+        checkpoints: the model, then the one that it is compared with.
+        sets: which fit the first model.
+        settings: k, windows, thresholds of leakage.
+        device: `auto`, `cpu`, `cuda` …
+        source: datastore whose neighbors say what leaks; None: that of each set, if it stores neighbors.
+
+    Raises:
+        InputError: a model or the source does not fit a set, or the second model is the first one.
+    """
+    names = _names(checkpoints)
+    for each in sets:
+        for checkpoint in checkpoints:
+            each.check(checkpoint.model, max(settings.k, default=0) if checkpoint.model.cca_layers else 0)
+        if source is not None:
+            check_source(each, source)
+    placement = place(device, checkpoints[0].settings["train"]["precision"])
+    measured: list[list[Measured]] = [[] for _ in sets]
+    for name, checkpoint in zip(names, checkpoints, strict=True):
+        model = load_model(checkpoint, placement.device)
+        for each, rows in zip(sets, measured, strict=True):
+            results = measure_all(
+                model,
+                each,
+                settings,
+                placement,
+                sequence_length=checkpoints[0].settings["data"]["sequence_length"],
+                by_chunk=bool(settings.leakage) and (source or each.datastore).has("neighbors"),
+            )
+            rows += [Measured(name, result) for result in results]
+    return measured
+
+
+def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """No name for one; the names of the runs for two, or the steps of one run."""
+    if len(checkpoints) == 1:
+        return [""]
+    folders = [checkpoint.folder.resolve() for checkpoint in checkpoints]
+    runs = [folder.parent.parent if folder.parent.name == "checkpoints" else folder for folder in folders]
+    if len(set(folders)) == 1:
+        raise InputError(f"--against {folders[1]}: this is the same checkpoint; name another one.")
+    return short_names(runs if len(set(runs)) > 1 else folders)
+
+
+def levels_of(
+    evaluation_set: EvaluationSet,
+    measured: Sequence[Measured],
+    settings: EvaluationSettings,
+    source: Datastore | None = None,
+) -> Iterator[Level]:
+    """All chunks of a set, then, where the results are by chunk, those that leak at most each of the thresholds.
+
+    Args:
+        evaluation_set: the set.
+        measured: on it: the first model's OFF and ON, then another's.
+        settings: thresholds, how many neighbors count, seed of the bootstrap.
+        source: datastore whose neighbors say what leaks, if not the set's.
+    """
+    yield _level(evaluation_set.name, None, 1.0, measured, settings.seed)
+    if (chunks := measured[0].result.chunks) is None:
+        return
+    with progress(f"leakage {evaluation_set.name}", total=len(chunks.ids), unit="chunks") as advance:
+        leakage = leakage_of(evaluation_set, chunks.ids, settings.leakage_neighbors, source=source, advance=advance)
+    filtered = [by_leakage(each.result, leakage, settings.leakage) for each in measured]
+    for row in zip(*filtered, strict=True):
+        left = [Measured(each.model, part.result) for each, part in zip(measured, row, strict=True) if part.result]
+        yield _level(evaluation_set.name, row[0].threshold, row[0].share, left, settings.seed)
+
+
+def _level(name: str, threshold: float | None, share: float, measured: Sequence[Measured], seed: int) -> Level:
+    rows = [{"model": each.model} | each.result.as_json() for each in measured]
+    changes = [
+        Change(first.label, second.label, *compare(first.result, second.result, seed))
+        for first, second in _pairs(measured)
+    ]
+    return Level(name, threshold, share, rows, changes)
+
+
+def _pairs(measured: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
+    """What is compared: ON with OFF of the first model; its OFF and ON with the other's, of the same k or else OFF."""
+    if not measured:
+        return []
+    ours = [each for each in measured if each.model == measured[0].model]
+    theirs = {each.result.k: each for each in measured if each.model != measured[0].model}
+    inside = [(each, ours[0]) for each in ours[1:]]
+    return inside + [(each, theirs.get(each.result.k, theirs[0])) for each in ours if theirs]
+
+
+def results_table(measured: Sequence[Measured]) -> Table:
+    """A row for each measurement over all chunks."""
+    rows = [
+        [
+            each.result.set,
+            each.label,
+            f"{each.result.bits_per_byte:.4f}",
+            f"{each.result.perplexity:.2f}",
+            f"{each.result.tokens:,}",
+            f"{each.result.tokens_per_second:,.0f}",
+        ]
+        for each in measured
+    ]
+    return Table(["set", "retrieval", "bits/byte", "perplexity", "tokens", "tokens/s"], rows)
+
+
+def leakage_table(levels: Sequence[Level], labels: Sequence[str]) -> Table:
+    """A row for each α of one or several sets: share of the chunks, bits-per-byte, changes."""
+    compared = [f"{change.measured} against {change.reference}" for change in levels[0].changes]
+    rows = []
+    for level in levels:
+        if level.leakage_at_most is None:
+            continue
+        figures = [f"{row['bits_per_byte']:.4f}" for row in level.results]
+        figures += [f"{change.percent:+.2f}% ({change.low:+.2f} to {change.high:+.2f})" for change in level.changes]
+        missing = ["–"] * (len(labels) + len(compared) - len(figures))
+        rows.append(
+            [level.set, f"{level.leakage_at_most:g}", f"{100 * level.share_of_chunks:.1f}%", *figures, *missing]
+        )
+    return Table(["set", "leakage at most", "chunks", *labels, *compared], rows)
+
+
+def change_lines(levels: Sequence[Level]) -> list[str]:
+    """What differs over all chunks, in words."""
+    return [
+        f"{level.set}: {change.measured} against {change.reference}: {in_words(change.percent, change.low, change.high)}"
+        for level in levels
+        if level.leakage_at_most is None
+        for change in level.changes
+    ]
+
+
+def as_json(levels: Sequence[Level]) -> dict[str, Any]:
+    """`results` and `changes` over all chunks, a row each; `leakage`: for each set and α the same and the share of chunks."""
+    whole = [level for level in levels if level.leakage_at_most is None]
+    return {
+        "results": [row for level in whole for row in level.results],
+        "changes": [{"set": level.set} | asdict(change) for level in whole for change in level.changes],
+        "leakage": [asdict(level) for level in levels if level.leakage_at_most is not None],
+    }
+
+
+def in_words(percent: float, low: float, high: float) -> str:
+    """A change of bits-per-byte with its uncertainty, as `compare` gives it."""
+    return f"{percent:+.2f}% bits per byte (95% of bootstraps over documents: {low:+.2f}% to {high:+.2f}%)"
