@@ -18,6 +18,7 @@ from retro.evaluation import EvaluationSettings, Result, compare, evaluate
 from retro.evaluation_sets import EvaluationSet, short_names
 from retro.leakage import by_leakage, check_source, leakage_of
 from retro.model import Retro
+from retro.neighbors import NeighborUse, Source
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def measure_all(
     placement: Placement,
     *,
     sequence_length: int,
+    source: Source = "nearest",
     by_chunk: bool = False,
 ) -> list[Result]:
     """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""
@@ -85,7 +87,7 @@ def measure_all(
                     evaluation_set,
                     settings,
                     placement,
-                    k=k,
+                    use=NeighborUse(k, source),
                     sequence_length=sequence_length,
                     by_chunk=by_chunk,
                     advance=advance,
@@ -130,6 +132,7 @@ def measure_checkpoints(
                 settings,
                 placement,
                 sequence_length=checkpoints[0].settings["data"]["sequence_length"],
+                source=checkpoint.settings["data"].get("neighbors", "nearest"),  # a control stays one
                 by_chunk=bool(settings.leakage) and (source or each.datastore).has("neighbors"),
             )
             rows += [Measured(name, result) for result in results]

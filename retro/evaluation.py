@@ -8,7 +8,7 @@ Bits-per-byte does not depend on the tokenizer. ON and OFF are the same weights;
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -143,7 +143,7 @@ def evaluate(
     settings: EvaluationSettings,
     placement: Placement,
     *,
-    k: int,
+    use: NeighborUse,
     sequence_length: int,
     by_chunk: bool = False,
     advance: Callable[[int], None] = lambda _: None,
@@ -155,7 +155,7 @@ def evaluate(
         evaluation_set: its documents are scored with the neighbors that its datastore stores for them.
         settings: window, stride, how much.
         placement: device and precision.
-        k: neighbors of each chunk; 0 = retrieval OFF.
+        use: how many neighbors each chunk is given, and which; k = 0 is retrieval OFF.
         sequence_length: window where the settings leave it open.
         by_chunk: whether the result says what each chunk cost; 24 bytes for each chunk of the set.
         advance: told of scored tokens.
@@ -163,7 +163,7 @@ def evaluate(
     Raises:
         InputError: the set does not fit the model or k, or window and stride do not fit the chunk length.
     """
-    evaluation_set.check(model.settings, k)
+    evaluation_set.check(model.settings, use.k)
     split, m = evaluation_set.split, evaluation_set.split.chunk_length
     num_chunks, stride = _window_chunks(settings, sequence_length, m)
     token_bytes = evaluation_set.token_bytes
@@ -176,9 +176,7 @@ def evaluate(
     while tokens < full and (group := list(islice(wanted, _BUFFERED_WINDOWS))):
         if math.isfinite(full):
             group = _first_windows(group, int(full - tokens), m)
-        for part, batch in window_batches(
-            split, evaluation_set.datastore.train, group, settings.batch_size, NeighborUse(k)
-        ):
+        for part, batch in window_batches(split, evaluation_set.datastore.train, group, settings.batch_size, use):
             documents = split.documents_of(np.array([window.first for window in part]))[0]
             scores = _score(model, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
             np.add.at(nats, documents, scores[0].sum(1))
@@ -194,7 +192,7 @@ def evaluate(
         raise InputError(f"evaluation set {evaluation_set.name!r}: its documents hold no text to score.")
     return Result(
         set=evaluation_set.name,
-        k=k,
+        k=use.k,
         tokens=tokens,
         tokens_per_second=tokens / (time.perf_counter() - started),
         nats_by_document=nats,
@@ -209,14 +207,14 @@ def measure_sets(
     settings: EvaluationSettings,
     placement: Placement,
     *,
-    k: int,
+    use: NeighborUse,
     sequence_length: int,
 ) -> dict[str, float]:
-    """Bits-per-byte of several sets as metrics: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if k is not 0."""
+    """Bits-per-byte of several sets as metrics: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if `use.k` is not 0."""
     results = [
-        evaluate(model, each, settings, placement, k=neighbors, sequence_length=sequence_length)
+        evaluate(model, each, settings, placement, use=replace(use, k=k), sequence_length=sequence_length)
         for each in sets
-        for neighbors in ((0, k) if k else (0,))
+        for k in ((0, use.k) if use.k else (0,))
     ]
     return {f"{r.set}_bits_per_byte_{r.retrieval.lower()}": r.bits_per_byte for r in results}
 

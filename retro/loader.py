@@ -74,7 +74,8 @@ def load(
     loader: DataLoader = DataLoader(
         _Batches(folders, settings, retrieval, batch_size, dropped),
         batch_size=None,
-        sampler=batches,  # type: ignore[arg-type]  # any sequence of numbers will do
+        sampler=batches,
+        generator=torch.Generator(),  # it draws a seed for its workers, which must not come from the model's
         num_workers=workers,
         prefetch_factor=4 if workers else None,
         pin_memory=cuda,

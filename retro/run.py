@@ -28,6 +28,9 @@ _SECTIONS = {"model": ModelSettings, "data": DataSettings, "train": TrainSetting
 _FREE = {
     "train": [
         "device",
+        "compile",
+        "data_workers",
+        "peak_tflops",
         "threads",
         "eval_every",
         "eval_tokens",

@@ -1,10 +1,13 @@
 """What a training run is told, beside its model and its data."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from indexing.store.errors import InputError
 from retro.device import Precision
 from retro.optimizer import Schedule
+
+Compile = Literal["auto", "yes", "no"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,13 @@ class TrainSettings:
     """`auto`: bfloat16 products where the hardware has fast ones, else float32."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` …"""
+    compile: Compile = "auto"
+    """Compile the model with `torch.compile`: `yes`, `no`, or `auto`: on CUDA. On a CPU it takes about a minute, and a step is
+    then a third faster or so: for long runs."""
+    data_workers: int = -1
+    """Processes that prepare batches ahead; 0 makes each when it is needed; -1: 2 on CUDA, else 0."""
+    peak_tflops: float = 0.0
+    """Peak of the device for MFU, in 10^12 operations per second; 0: its maker's figure, or measured (docs/training.md)."""
     threads: int = 0
     """CPU threads of torch; 0 leaves its own choice."""
     eval_every: int = 500
@@ -63,12 +73,14 @@ class TrainSettings:
         for key in ("steps", "batch_size", "accumulation", "checkpoint_every", "keep_checkpoints", "log_every"):
             if getattr(self, key) < 1:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be at least 1.")
-        for key in ("warmup_steps", "eval_every", "eval_tokens", "threads", "clip", "weight_decay"):
+        for key in ("warmup_steps", "eval_every", "eval_tokens", "threads", "clip", "weight_decay", "peak_tflops"):
             if getattr(self, key) < 0:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be 0 or more.")
         for key in ("retrieval_dropout", "min_lr_ratio", "beta1", "beta2"):
             if not 0 <= getattr(self, key) <= 1:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be between 0 and 1.")
+        if self.data_workers < -1:
+            raise InputError(f"train.data_workers = {self.data_workers}: must be 0 or more, or -1 to choose by device.")
         if self.lr <= 0:
             raise InputError(f"train.lr = {self.lr}: must be above 0.")
         if not 0 < self.decay_share <= 1:

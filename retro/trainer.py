@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,14 +26,17 @@ from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, place
 from retro.evaluation import EvaluationSettings, measure_sets
 from retro.evaluation_sets import open_sets
+from retro.flops import forward_flops, peak_flops
+from retro.loader import Tensors, load
 from retro.loggers import Logger, open_loggers
-from retro.loss import loss
 from retro.meter import Meter
 from retro.model import ModelSettings, Retro
-from retro.optimizer import learning_rate, make_optimizer
+from retro.neighbors import NeighborUse
+from retro.optimizer import make_optimizer
 from retro.presets import count_parameters, resolve
 from retro.run import better, last_checkpoint, read_metrics
 from retro.saver import Saver
+from retro.step import make_step
 from retro.stop import Stopped, signals_as_requests
 from retro.train_settings import TrainSettings
 
@@ -85,10 +88,11 @@ def train(
         torch.set_num_threads(settings.threads)
     placement = place(settings.device, settings.precision)
     model_settings = resolve(model_settings)
-    data = TrainingData(datastores, data_settings, retrieval=bool(model_settings.cca_layers))
+    retrieval = bool(model_settings.cca_layers)
+    data = TrainingData(datastores, data_settings, retrieval=retrieval)
     first = data.datastores[0]
     model_settings = _fit_to(model_settings, first)
-    sets = open_sets(evaluation.sets, datastores, model_settings, data.k)
+    sets = open_sets(evaluation.sets, datastores, model_settings, data_settings.k if retrieval else 0)
     resolved = {"model": asdict(model_settings), "data": asdict(data_settings), "train": asdict(settings)}
     resolved["data"]["datastores"] = [str(folder.resolve()) for folder in datastores]
     resolved = json.loads(json.dumps(resolved, default=str))
@@ -118,10 +122,13 @@ def train(
         sets,
         replace(evaluation, max_tokens=settings.eval_tokens),
         placement,
-        k=data.k,
+        use=NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbors, seed=data_settings.seed),
         sequence_length=data_settings.sequence_length,
     )
     model.train()
+    batches = _batches(datastores, data_settings, settings, retrieval, step, placement)
+    take_step = make_step(model, optimizer, batches, placement, settings)
+    utilisation = _utilisation(model_settings, data_settings, settings, placement)
     with contextlib.ExitStack() as stack:
         loggers = open_loggers(run, step, settings.steps, settings.log_to)
         for logger in loggers:
@@ -129,7 +136,7 @@ def train(
         asked_to_stop = stack.enter_context(signals_as_requests())  # before the saver, so that its last write is safe
         saver = stack.enter_context(contextlib.closing(Saver()))
         while step < settings.steps:
-            metrics, seen = _step(model, optimizer, data, placement, settings, step)
+            metrics, seen = take_step(step)
             step, tokens = step + 1, tokens + seen
             advance(seen)
             if not math.isfinite(metrics["loss"]):
@@ -138,7 +145,8 @@ def train(
             due = partial(_due, step, settings.steps)
             record = partial(_record, loggers, {"step": step, "tokens": tokens})
             if due(settings.log_every):
-                record({**metrics, **meter.read()})
+                line = {**metrics, **meter.read()}
+                record({**line, "mfu": utilisation(line["tokens_per_second"])})
             if due(settings.eval_every):
                 with meter.paused():
                     figures = measure()
@@ -182,39 +190,33 @@ def _fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
     return replace(model, vocab_size=vocab_size)
 
 
-def _step(
-    model: Retro,
-    optimizer: torch.optim.Optimizer,
-    data: TrainingData,
-    placement: Placement,
+def _batches(
+    datastores: list[Path],
+    data: DataSettings,
     settings: TrainSettings,
+    retrieval: bool,
     step: int,
-) -> tuple[dict[str, float], int]:
-    """One optimizer step: its metrics and the number of tokens in it."""
-    lr = learning_rate(
-        step,
-        schedule=settings.schedule,
-        steps=settings.steps,
-        warmup_steps=settings.warmup_steps,
-        lr=settings.lr,
-        min_lr_ratio=settings.min_lr_ratio,
-        decay_share=settings.decay_share,
+    placement: Placement,
+) -> Iterator[Tensors]:
+    """The batches from a step to the end of the run."""
+    workers = settings.data_workers
+    return load(
+        datastores,
+        data,
+        retrieval=retrieval,
+        batches=range(step * settings.accumulation, settings.steps * settings.accumulation),
+        batch_size=settings.batch_size,
+        dropped=settings.retrieval_dropout,
+        workers=workers if workers >= 0 else 2 if placement.device.type == "cuda" else 0,
+        placement=placement,
     )
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    total, tokens = 0.0, 0
-    for micro in range(settings.accumulation):
-        first = (step * settings.accumulation + micro) * settings.batch_size
-        batch = data.batch(range(first, first + settings.batch_size), settings.retrieval_dropout)
-        labels = placement.tensor(batch.labels)
-        assert labels is not None
-        with placement.autocast():
-            hidden = model.hidden(**placement.tensors(batch))
-            value = loss(hidden, model.output_weight, labels) / settings.accumulation
-        value.backward()
-        total += value.item()
-        tokens += batch.tokens.size
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return {"loss": total, "lr": lr, "gradient_norm": float(norm)}, tokens
+
+
+def _utilisation(
+    model: ModelSettings, data: DataSettings, settings: TrainSettings, placement: Placement
+) -> Callable[[float], float]:
+    """Model-FLOPs utilisation at a rate in tokens per second; see `retro.flops`."""
+    ks = data.k_choices or (data.k,)
+    flops = 3 * sum(forward_flops(model, data.sequence_length, k) for k in ks) / len(ks) / data.sequence_length
+    peak = settings.peak_tflops * 1e12 or peak_flops(placement)
+    return lambda tokens_per_second: tokens_per_second * flops / peak

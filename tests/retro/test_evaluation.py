@@ -15,6 +15,7 @@ from retro.device import place
 from retro.evaluation import EvaluationSettings, Result, compare, evaluate
 from retro.evaluation_sets import EvaluationSet
 from retro.model import Retro
+from retro.neighbors import NeighborUse
 from tests.conftest import tiny_config
 
 FLOAT32 = place("cpu", "float32")
@@ -29,7 +30,7 @@ def model(tiny_datastore: Datastore, tmp_path_factory: pytest.TempPathFactory) -
 
 def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> Result:
     held_out = EvaluationSet("valid", datastore)
-    return evaluate(model, held_out, EvaluationSettings(**settings), FLOAT32, k=k, sequence_length=64)
+    return evaluate(model, held_out, EvaluationSettings(**settings), FLOAT32, use=NeighborUse(k), sequence_length=64)
 
 
 @pytest.mark.parametrize("k", [0, 2])

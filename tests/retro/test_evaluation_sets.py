@@ -14,6 +14,7 @@ from retro.device import place
 from retro.evaluation import EvaluationSettings, measure_sets
 from retro.evaluation_sets import EvaluationSet, open_sets, parse_set, short_names
 from retro.model import ModelSettings, Retro
+from retro.neighbors import NeighborUse
 from retro.trainer import Outcome, train
 from tests.conftest import tiny_config
 
@@ -100,10 +101,10 @@ def test_each_set_is_measured_on_and_off_under_its_name(
 
     sets = open_sets(("valid", f"copy={copied}"), [tiny_datastore.folder], settings, 2)
     limited = EvaluationSettings(max_tokens=300)
-    metrics = measure_sets(model, sets, limited, place("cpu", "float32"), k=2, sequence_length=64)
+    metrics = measure_sets(model, sets, limited, place("cpu", "float32"), use=NeighborUse(2), sequence_length=64)
     assert sorted(metrics) == [f"{name}_bits_per_byte_{mode}" for name in ("copy", "valid") for mode in ("off", "on")]
     assert metrics["copy_bits_per_byte_on"] == metrics["valid_bits_per_byte_on"]
-    baseline = measure_sets(model, sets[:1], limited, place("cpu", "float32"), k=0, sequence_length=64)
+    baseline = measure_sets(model, sets[:1], limited, place("cpu", "float32"), use=NeighborUse(0), sequence_length=64)
     assert baseline == {"valid_bits_per_byte_off": metrics["valid_bits_per_byte_off"]}
 
 

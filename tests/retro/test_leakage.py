@@ -16,6 +16,7 @@ from retro.evaluation import EvaluationSettings, Result, evaluate
 from retro.evaluation_sets import EvaluationSet
 from retro.leakage import by_leakage, leakage_of
 from retro.model import Retro
+from retro.neighbors import NeighborUse
 from tests.conftest import tiny_config
 
 THRESHOLDS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -35,7 +36,9 @@ def model(tiny_datastore: Datastore, tmp_path_factory: pytest.TempPathFactory) -
 
 def measure(model: Retro, held_out: EvaluationSet, k: int = 0, **settings) -> Result:
     chosen = EvaluationSettings(**settings)
-    return evaluate(model, held_out, chosen, place("cpu", "float32"), k=k, sequence_length=64, by_chunk=True)
+    return evaluate(
+        model, held_out, chosen, place("cpu", "float32"), use=NeighborUse(k), sequence_length=64, by_chunk=True
+    )
 
 
 def longest_run(chunk: list[int], neighbor: list[int]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -275,16 +276,37 @@ def test_checkpoints_are_compared_with_retrieval_on_where_there_is_any(line, sco
 def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(config: Config, monkeypatch) -> None:
     from retro import trainer
 
-    real = trainer._step
+    real = trainer.make_step
 
     def poisoned(*arguments):
-        metrics, tokens = real(*arguments)
-        return ({**metrics, "loss": float("nan")} if arguments[-1] == 5 else metrics), tokens
+        step = real(*arguments)
 
-    monkeypatch.setattr(trainer, "_step", poisoned)
+        def take(number: int):
+            metrics, tokens = step(number)
+            return ({**metrics, "loss": float("nan")} if number == 5 else metrics), tokens
+
+        return take
+
+    monkeypatch.setattr(trainer, "make_step", poisoned)
     with pytest.raises(FloatingPointError, match="step 6"):
         run(config)
     assert [path.name for path in checkpoints.finished(config.run)] == ["00000004"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
+def test_a_compiled_model_learns_the_same_with_few_compilations(config: Config, tmp_path: Path) -> None:
+    """No graph break (that would raise), and after the first steps nothing is compiled again."""
+    config = replace(with_train(config, steps=10, eval_every=0), model=replace(config.model, dropout=0.0))
+    config = replace(config, data=replace(config.data, k_choices=(1, 2)))
+    plain = run(config)
+    torch._dynamo.reset()
+    compiled = run(replace(with_train(config, compile="yes"), run=tmp_path / "compiled"))
+    for (_, ours), (_, theirs) in zip(losses(compiled), losses(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    # Two numbers of neighbors, each with and without document borders; and the loss.
+    assert 0 < graphs <= 2 * 2 + 1
 
 
 def test_two_datastores_are_mixed(config: Config, tmp_path: Path) -> None:
