@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json, write_json
 from indexing.tokenizer import read_meta, read_token_bytes
@@ -82,7 +81,7 @@ class EvalOptions:
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval CHECKPOINT`."""
-    from retro.checkpoint import fingerprint_of, load_model, open_checkpoint
+    from retro.checkpoint import load_model, open_checkpoint
     from retro.device import place
 
     opened = open_checkpoint(Path(checkpoint))
@@ -109,7 +108,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     for result in results[1:]:
         print(f"ON k={result.k} against OFF: {describe_change(result, results[0], options.evaluation.seed)}")
     if options.json:
-        prints = {"checkpoint": fingerprint_of(opened), "datastore": datastore.fingerprint}
+        prints = {"checkpoint": opened.fingerprint, "datastore": datastore.fingerprint}
         write_json(Path(options.json), {"fingerprints": prints, "results": [result.as_json() for result in results]})
     return 0
 
@@ -236,12 +235,11 @@ class InspectOptions:
 
 def inspect(path: str, options: InspectOptions) -> int:
     """`retro inspect DATASTORE|CHECKPOINT`."""
-    from retro.checkpoint import latest
+    from retro.checkpoint import locate
 
-    folder = Path(path)
-    if (folder / "state.json").exists() or latest(folder) is not None:
-        return inspect_checkpoint(folder)
-    return inspect_datastore(folder)
+    if locate(Path(path)) is not None:
+        return inspect_checkpoint(Path(path))
+    return inspect_datastore(Path(path))
 
 
 def inspect_datastore(folder: Path) -> int:
@@ -270,7 +268,7 @@ def inspect_datastore(folder: Path) -> int:
     return 0
 
 
-def inspect_checkpoint(folder: Path) -> int:
+def inspect_checkpoint(path: Path) -> int:
     """Step, sizes, parameters and settings."""
     import torch
 
@@ -278,11 +276,10 @@ def inspect_checkpoint(folder: Path) -> int:
     from retro.model import Retro
     from retro.presets import count_parameters
 
-    opened = open_checkpoint(folder)
+    opened = open_checkpoint(path)
     with torch.device("meta"):
         model = Retro(opened.model)
-    manifest = read_manifest(opened.folder)
-    rows = [["checkpoint", str(opened.folder)], ["fingerprint", manifest["fingerprint"]]]
+    rows = [["checkpoint", str(opened.path)], ["fingerprint", opened.fingerprint]]
     rows += [["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
     rows.append(
         ["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"]
@@ -292,6 +289,25 @@ def inspect_checkpoint(folder: Path) -> int:
         [f"{section}.{key}", str(value)] for section, values in opened.settings.items() for key, value in values.items()
     ]
     print_rows(rows)
+    return 0
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a checkpoint's weights, settings and fingerprints as one file, which then serves as CHECKPOINT too."""
+
+    to: Path
+    """The file, `NAME.safetensors`."""
+
+
+def export(checkpoint: str, options: ExportOptions) -> int:
+    """`retro export CHECKPOINT --to FILE.safetensors`."""
+    from retro.checkpoint import export as write
+    from retro.checkpoint import open_checkpoint
+
+    opened = open_checkpoint(Path(checkpoint))
+    write(opened, options.to)
+    print(f"{options.to}: {human_bytes(options.to.stat().st_size)}, step {opened.step:,} of {opened.path}")
     return 0
 
 
