@@ -72,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
 
         def write(copies: checkpoints.Tensors) -> None:
-            state = {"step": number, "tokens": 0, "settings": {}, "datastores": [], "best": None}
+            state = {"step": number, "tokens": 0, "settings": {}, "datastores": [], "best": None, "started_from": None}
             thread.append(seconds(lambda: checkpoints.publish(Path(folder), state, copies, keep=2)))
 
         saves: dict[str, Callable[[], None]] = {

@@ -4,7 +4,10 @@
     retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
+    retro export CHECKPOINT --to FILE weights and settings in one safetensors file
     retro doctor                      versions, devices, conflicts
+
+CHECKPOINT is a checkpoint's folder, a RUN (its newest), RUN@best (lowest held-out bits per byte), or an exported file.
 
 Settings come from the TOML file named first and from options (`--train.lr 1e-3`), which win.
 """
@@ -57,6 +60,7 @@ def table() -> dict[str, Verb]:
         "generate": Verb(verbs.generate, verbs.GenerateOptions, ("CHECKPOINT",)),
         "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
         "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
+        "export": Verb(verbs.export, verbs.ExportOptions, ("CHECKPOINT",)),
         "doctor": DOCTOR,
     }
 

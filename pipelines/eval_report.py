@@ -143,7 +143,7 @@ def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """No name for one; the names of the runs for two, or the steps of one run."""
     if len(checkpoints) == 1:
         return [""]
-    folders = [checkpoint.folder.resolve() for checkpoint in checkpoints]
+    folders = [checkpoint.path.resolve() for checkpoint in checkpoints]
     runs = [folder.parent.parent if folder.parent.name == "checkpoints" else folder for folder in folders]
     if len(set(folders)) == 1:
         raise InputError(f"--against {folders[1]}: this is the same checkpoint; name another one.")

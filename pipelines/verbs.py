@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
@@ -95,7 +94,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         measure_checkpoints,
         results_table,
     )
-    from retro.checkpoint import fingerprint_of, open_checkpoint
+    from retro.checkpoint import open_checkpoint
     from retro.evaluation_sets import open_sets
 
     settings = options.evaluation
@@ -117,7 +116,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         table = leakage_table(levels, [each.label for each in measured[0]])
         print_rows([[], table.header, *table.rows])
     if options.json:
-        prints = dict(zip(("checkpoint", "against"), map(fingerprint_of, opened), strict=False))
+        prints = dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False))
         datastores = {each.name: each.datastore.fingerprint for each in sets}
         write_json(Path(options.json), {"fingerprints": prints | {"datastores": datastores}} | as_json(levels))
     return 0
@@ -209,12 +208,11 @@ class InspectOptions:
 
 def inspect(path: str, options: InspectOptions) -> int:
     """`retro inspect DATASTORE|CHECKPOINT`."""
-    from retro.checkpoint import latest
+    from retro.checkpoint import locate
 
-    folder = Path(path)
-    if (folder / "state.json").exists() or latest(folder) is not None:
-        return inspect_checkpoint(folder)
-    return inspect_datastore(folder)
+    if locate(Path(path)) is not None:
+        return inspect_checkpoint(Path(path))
+    return inspect_datastore(Path(path))
 
 
 def inspect_datastore(folder: Path) -> int:
@@ -243,7 +241,7 @@ def inspect_datastore(folder: Path) -> int:
     return 0
 
 
-def inspect_checkpoint(folder: Path) -> int:
+def inspect_checkpoint(path: Path) -> int:
     """Step, sizes, parameters and settings."""
     import torch
 
@@ -251,11 +249,10 @@ def inspect_checkpoint(folder: Path) -> int:
     from retro.model import Retro
     from retro.presets import count_parameters
 
-    opened = open_checkpoint(folder)
+    opened = open_checkpoint(path)
     with torch.device("meta"):
         model = Retro(opened.model)
-    manifest = read_manifest(opened.folder)
-    rows = [["checkpoint", str(opened.folder)], ["fingerprint", manifest["fingerprint"]]]
+    rows = [["checkpoint", str(opened.path)], ["fingerprint", opened.fingerprint]]
     rows += [["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
     rows.append(
         ["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"]
@@ -265,6 +262,25 @@ def inspect_checkpoint(folder: Path) -> int:
         [f"{section}.{key}", str(value)] for section, values in opened.settings.items() for key, value in values.items()
     ]
     print_rows(rows)
+    return 0
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a checkpoint's weights, settings and fingerprints as one file, which then serves as CHECKPOINT too."""
+
+    to: Path
+    """The file, `NAME.safetensors`."""
+
+
+def export(checkpoint: str, options: ExportOptions) -> int:
+    """`retro export CHECKPOINT --to FILE.safetensors`."""
+    from retro.checkpoint import export as write
+    from retro.checkpoint import open_checkpoint
+
+    opened = open_checkpoint(Path(checkpoint))
+    write(opened, options.to)
+    print(f"{options.to}: {human_bytes(options.to.stat().st_size)}, step {opened.step:,} of {opened.path}")
     return 0
 
 

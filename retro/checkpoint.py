@@ -3,20 +3,26 @@
     run/checkpoints/00000200/   model.safetensors  optimizer.safetensors  state.json  manifest.json
     run/checkpoints/best.json   step, metric and value of the best evaluation
 
-Where a checkpoint is asked for, its folder may be named, or `RUN` for the newest one of a run, or `RUN@best`.
+Where a checkpoint is asked for, its folder may be named, or `RUN` for the newest one of a run, or `RUN@best`, or a file
+that `export` has written: weights and metadata in one.
 """
 
+import errno
+import hashlib
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from indexing.store.artefact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
+from indexing.store.files import read_json, sync_folder, write_json
 from retro.model import ModelSettings, Retro
 
 FORMAT_VERSION = 1
@@ -30,7 +36,9 @@ class Checkpoint:
     """What a checkpoint says of itself.
 
     Attributes:
-        folder: where it lies.
+        path: its folder, or the exported file.
+        weights: the file that holds its weights.
+        fingerprint: to stand beside every result.
         step: optimizer steps done.
         tokens: tokens seen.
         model: the sizes of the model.
@@ -38,9 +46,12 @@ class Checkpoint:
         datastores: fingerprints of what it was trained on.
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
         best: `step`, `metric` and `value` of the best evaluation so far, or None.
+        started_from: fingerprint of the checkpoint whose weights the run began with, or None.
     """
 
-    folder: Path
+    path: Path
+    weights: Path
+    fingerprint: str
     step: int
     tokens: int
     model: ModelSettings
@@ -48,6 +59,7 @@ class Checkpoint:
     datastores: list[str]
     unlogged: dict[str, Any]
     best: dict[str, Any] | None
+    started_from: str | None
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -70,22 +82,40 @@ def write(run: Path, state: dict[str, Any], tensors: Tensors) -> Path:
 
     Args:
         run: folder of the run.
-        state: step, tokens, settings, datastores, unlogged and best, as in `Checkpoint`.
+        state: what `Checkpoint` says, from `step` on and without `model`.
         tensors: from `tensors_of`, or copies of them.
     """
     folder = step_folder(run, state["step"])
+    inputs = {str(number): fingerprint for number, fingerprint in enumerate(state["datastores"])}
+    if state["started_from"]:
+        inputs["start_from"] = state["started_from"]
     recipe = Recipe(
         stage="train",
         version=FORMAT_VERSION,
         settings={"step": state["step"], **state["settings"]},
-        inputs={str(number): made_of for number, made_of in enumerate(state["datastores"])},
+        inputs=inputs,
     )
     with create(folder, recipe) as (work, counts):
         for file, values in tensors.items():
-            save_file({name: tensor.contiguous() for name, tensor in values.items()}, work / file)
+            save_tensors(values, work / file)
         write_json(work / "state.json", state)
         counts |= {"step": state["step"], "tokens": state["tokens"]}
     return folder
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """`safetensors.torch.save_file`, with the permissions of any new file instead of the owner's alone.
+
+    Raises:
+        OSError: a full disk, a folder that is not there …
+    """
+    file.touch()
+    permissions = file.stat().st_mode
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(file)) from error
+    file.chmod(permissions)
 
 
 def publish(run: Path, state: dict[str, Any], tensors: Tensors, *, keep: int) -> None:
@@ -112,7 +142,7 @@ def name_best(run: Path, best: dict[str, Any] | None) -> None:
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put weights, optimizer state and random state back, to the bit."""
     load_weights(checkpoint, model)
-    tensors = load_file(checkpoint.folder / "optimizer.safetensors")
+    tensors = load_file(checkpoint.path / "optimizer.safetensors")
     torch.set_rng_state(tensors["rng.cpu"])
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
@@ -127,12 +157,12 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Load the weights into a model of the checkpoint's sizes."""
-    model.load_state_dict(load_file(checkpoint.folder / "model.safetensors"))
+    model.load_state_dict(load_file(checkpoint.weights))
 
 
 def locate(path: Path) -> Path | None:
     """Where a checkpoint lies: `path` itself, the newest one of the run `path`, or the best one of `RUN@best`."""
-    if (path / "state.json").exists():
+    if (path / "state.json").exists() or (path.suffix == ".safetensors" and path.is_file()):
         return path
     if path.name.endswith("@best"):
         return best(path.with_name(path.name.removesuffix("@best")))
@@ -140,30 +170,38 @@ def locate(path: Path) -> Path | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint, which `locate` finds.
+    """Read a checkpoint, which `locate` finds, after a look at every byte of it.
 
     Raises:
-        InputError: there is none, or a file in it is missing, cut short or changed.
+        InputError: there is none, or a file of it is missing, cut short or changed.
     """
-    folder = locate(path)
-    if folder is None:
+    found = locate(path)
+    if found is None:
         raise InputError(
-            f"{path} is neither a checkpoint nor a run with one (RUN), or with one that was evaluated (RUN@best); "
-            "`retro train CONFIG` makes them."
+            f"{path} is neither a checkpoint, nor a run with one (RUN), nor one that was evaluated (RUN@best), nor a file "
+            "that `retro export` has written; `retro train CONFIG` makes them."
         )
-    problems = verify(folder)
+    if found.is_file():
+        return _read_exported(found)
+    problems = verify(found)
     if problems:
-        raise InputError(f"{problems[0]}. Remove {folder}, or name another checkpoint.")
-    return read(folder)
+        raise InputError(f"{problems[0]}. Remove {found}, or name another checkpoint.")
+    return read(found)
 
 
 def read(folder: Path) -> Checkpoint:
     """What a checkpoint says of itself, taken on trust."""
-    state = read_json(folder / "state.json")
+    fingerprint = read_manifest(folder)["fingerprint"]
+    return _checkpoint(folder, folder / "model.safetensors", fingerprint, read_json(folder / "state.json"))
+
+
+def _checkpoint(path: Path, weights: Path, fingerprint: str, state: dict[str, Any]) -> Checkpoint:
     settings = {**state["settings"]["model"]}
     settings |= {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}
     return Checkpoint(
-        folder=folder,
+        path=path,
+        weights=weights,
+        fingerprint=fingerprint,
         step=state["step"],
         tokens=state["tokens"],
         model=ModelSettings(**settings),
@@ -171,6 +209,7 @@ def read(folder: Path) -> Checkpoint:
         datastores=state["datastores"],
         unlogged=state.get("unlogged", {}),
         best=state.get("best"),
+        started_from=state.get("started_from"),
     )
 
 
@@ -208,6 +247,70 @@ def best(run: Path) -> Path | None:
     return step_folder(run, read_json(file)["step"]) if file.exists() else None
 
 
-def fingerprint_of(checkpoint: Checkpoint) -> str:
-    """The checkpoint's fingerprint, to stand beside every result."""
-    return str(read_manifest(checkpoint.folder)["fingerprint"])
+# --- one file ------------------------------------------------------------------------------------------------------
+
+
+def export(checkpoint: Checkpoint, file: Path) -> None:
+    """Write the weights as one safetensors file, atomically, that `open_checkpoint` takes; an older one is replaced.
+
+    Its header's metadata hold, under `retro`, JSON: `format_version`, `step`, `tokens`, `settings` (the model's among them),
+    fingerprints of the `datastores` and of the checkpoint (`fingerprint`), and a `checksum` of all that and of the tensors.
+    Equal checkpoints give equal bytes.
+
+    Raises:
+        InputError: the file has another ending than `.safetensors`.
+    """
+    if file.suffix != ".safetensors":
+        raise InputError(f"to = {str(file)!r}: the name must end in .safetensors, by which such a file is known.")
+    state = {key: getattr(checkpoint, key) for key in ("step", "tokens", "settings", "datastores", "fingerprint")}
+    state["format_version"] = FORMAT_VERSION
+    state["checksum"] = _checksum(state, checkpoint.weights)
+    metadata = {"retro": json.dumps(state, sort_keys=True)}  # one entry: safetensors writes several in any order
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        save_tensors(load_file(checkpoint.weights), temporary, metadata)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
+def _read_exported(file: Path) -> Checkpoint:
+    try:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata() or {}
+    except SafetensorError as error:
+        raise InputError(
+            f"{file} is not a whole safetensors file ({error}). Export it again, or copy it again."
+        ) from error
+    if "retro" not in metadata:
+        raise InputError(f"{file} holds tensors but not what model they are of: `retro export` has not written it.")
+    try:
+        state = json.loads(metadata["retro"])
+        whole = state.pop("checksum") == _checksum(state, file)
+    except (ValueError, KeyError):
+        whole = False
+    if not whole:
+        raise InputError(f"{file} has changed since it was written (checksum). Export it again, or copy it again.")
+    if state["format_version"] != FORMAT_VERSION:
+        raise InputError(
+            f"{file} has format version {state['format_version']}, this program reads {FORMAT_VERSION}: use its version."
+        )
+    return _checkpoint(file, file, state["fingerprint"], state)
+
+
+def _checksum(state: dict[str, Any], file: Path) -> str:
+    """BLAKE2b-128 of the state and of the tensors of a safetensors file, names and shapes included, metadata not.
+
+    Such a file is 8 bytes of length, a header of so many bytes of JSON, and the tensors' bytes.
+    """
+    with open(file, "rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        header.pop("__metadata__", None)
+        digest = hashlib.blake2b(json.dumps([state, header], sort_keys=True).encode(), digest_size=16)
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

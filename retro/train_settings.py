@@ -43,6 +43,9 @@ class TrainSettings:
     """Share of the sequences trained with retrieval OFF, so that the model stays good without."""
     seed: int = 0
     """Of the initial weights and of dropout."""
+    start_from: str = ""
+    """Weights to begin with: a checkpoint, `RUN`, `RUN@best` or an exported file; empty = random ones. Encoder and
+    cross-attention may be missing in it, or be too many."""
     precision: Precision = "auto"
     """`auto`: bfloat16 products where the hardware has fast ones, else float32."""
     device: str = "auto"

@@ -36,6 +36,7 @@ from retro.optimizer import make_optimizer
 from retro.presets import count_parameters, resolve
 from retro.run import better, last_checkpoint, read_metrics
 from retro.saver import Saver
+from retro.start import start_from
 from retro.step import make_step
 from retro.stop import Stopped, signals_as_requests
 from retro.train_settings import TrainSettings
@@ -93,26 +94,21 @@ def train(
     first = data.datastores[0]
     model_settings = _fit_to(model_settings, first)
     sets = open_sets(evaluation.sets, datastores, model_settings, data_settings.k if retrieval else 0)
-    resolved = {"model": asdict(model_settings), "data": asdict(data_settings), "train": asdict(settings)}
-    resolved["data"]["datastores"] = [str(folder.resolve()) for folder in datastores]
-    resolved = json.loads(json.dumps(resolved, default=str))
+    resolved = _resolved(model_settings, data_settings, settings, datastores)
     last = last_checkpoint(run, resolved, data.fingerprints)
-    torch.manual_seed(settings.seed)
-    model = Retro(model_settings).to(placement.device)
-    optimizer = make_optimizer(
-        model,
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    start = checkpoints.open_checkpoint(Path(settings.start_from)) if settings.start_from and last is None else None
+    model, optimizer = _make(model_settings, settings, placement)
+    if start is not None:
+        start_from(start, model, data.fingerprints)
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "settings.json", resolved)
     step, tokens, best, meter = 0, 0, None, Meter()
+    facts = {"settings": resolved, "datastores": data.fingerprints, "started_from": start and start.fingerprint}
     if last is not None:
         checkpoints.restore(last, model, optimizer)
         checkpoints.name_best(run, last.best)
         step, tokens, best, meter = last.step, last.tokens, last.best, Meter(**last.unlogged)
+        facts["started_from"] = last.started_from
         advance(tokens)
         log.info("%s: going on from step %d", run, step)
     first_step = step + 1
@@ -154,8 +150,8 @@ def train(
                 best = better(best, step, figures)
             signal = asked_to_stop()
             if due(settings.checkpoint_every) or (best and best["step"] == step) or signal:
-                state = {"step": step, "tokens": tokens, "settings": resolved, "datastores": data.fingerprints}
-                state |= {"unlogged": {"loss": meter.loss, "steps": meter.steps}, "best": best}
+                unlogged = {"loss": meter.loss, "steps": meter.steps}
+                state = {"step": step, "tokens": tokens, "unlogged": unlogged, "best": best, **facts}
                 publish = partial(checkpoints.publish, run, state, keep=settings.keep_checkpoints)
                 saver.save(checkpoints.tensors_of(model, optimizer), publish)
             elif step == first_step:
@@ -188,6 +184,23 @@ def _fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
             f"model.chunk_length = {model.chunk_length}: the datastore has chunks of {datastore.chunk_length}."
         )
     return replace(model, vocab_size=vocab_size)
+
+
+def _resolved(
+    model: ModelSettings, data: DataSettings, settings: TrainSettings, datastores: list[Path]
+) -> dict[str, dict[str, Any]]:
+    """Everything that the run was told, as JSON holds it."""
+    resolved = {"model": asdict(model), "data": asdict(data), "train": asdict(settings)}
+    resolved["data"]["datastores"] = [str(folder.resolve()) for folder in datastores]
+    return json.loads(json.dumps(resolved, default=str))
+
+
+def _make(model: ModelSettings, settings: TrainSettings, placement: Placement) -> tuple[Retro, torch.optim.Optimizer]:
+    """A model with weights drawn from the seed, and its optimizer."""
+    torch.manual_seed(settings.seed)
+    made = Retro(model).to(placement.device)
+    betas = (settings.beta1, settings.beta2)
+    return made, make_optimizer(made, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True)
 
 
 def _batches(

@@ -109,6 +109,23 @@ def test_inspect_tells_what_is_there(trained: Path, capsys, what: str, words: li
     assert all(word in printed for word in words)
 
 
+def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_does(
+    trained: Path, tmp_path, capsys
+) -> None:
+    file = tmp_path / "model.safetensors"
+    assert main(["export", f"{trained / 'run'}@best", "--to", str(file)]) == 0
+    assert "step" in capsys.readouterr().out
+    printed = []
+    for checkpoint in (str(file), f"{trained / 'run'}@best"):
+        for arguments in (["inspect", checkpoint], ["generate", checkpoint, "--generation.max-tokens", "5"]):
+            assert main(arguments) == 0
+        printed.append(capsys.readouterr().out.splitlines()[1:])
+        assert main(["eval", checkpoint, "--json", str(tmp_path / "out.json")]) == 0
+        printed[-1].append(json.loads((tmp_path / "out.json").read_text())["fingerprints"])
+        capsys.readouterr()
+    assert printed[0] == printed[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -121,6 +138,9 @@ def test_inspect_tells_what_is_there(trained: Path, capsys, what: str, words: li
         (["search", "nowhere", "text"], ["nowhere is not a datastore"]),
         (["search", "DATASTORE", "  "], ["empty"]),
         (["eval", "nowhere"], ["nowhere is neither a checkpoint"]),
+        (["export", "RUN"], ["--to", "required"]),
+        (["export", "RUN", "--to", "model.pt"], ["model.pt", ".safetensors"]),
+        (["train", "CONFIG", "--run", "new", "--train.start-from", "nowhere"], ["nowhere is neither a checkpoint"]),
         (["eval", "RUN", "--evaluation.k", "7"], ["evaluation.k = 7", "stores 6"]),
         (["eval", "RUN", "--evaluation.window", "50"], ["evaluation.window = 50"]),
         (["eval", "RUN", "--evaluation.sets", "test9"], ["evaluation.sets has 'test9'", "NAME=DATASTORE:SPLIT"]),

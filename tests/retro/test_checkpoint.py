@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, and nothing in them is ever unpickled."""
 
+import json
 import random
 import shutil
 from dataclasses import replace
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -25,8 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datast
 def test_the_newest_one_stands_for_the_run_and_holds_no_pickle(run: Path) -> None:
     opened = checkpoints.open_checkpoint(run)
     assert (opened.step, opened.tokens) == (8, 8 * 2 * 64)
-    assert {path.suffix for path in opened.folder.iterdir()} == {".safetensors", ".json"}
-    assert checkpoints.open_checkpoint(opened.folder) == opened
+    assert {path.suffix for path in opened.path.iterdir()} == {".safetensors", ".json"}
+    assert checkpoints.open_checkpoint(opened.path) == opened
 
 
 def test_a_loaded_model_computes_what_was_saved(run: Path, tmp_path: Path) -> None:
@@ -80,3 +83,73 @@ def test_an_unfinished_folder_is_not_seen_and_without_the_newest_the_one_before_
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="retro train"):
         checkpoints.open_checkpoint(tmp_path)
+
+
+# --- one file ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(run: Path, tmp_path: Path) -> Path:
+    checkpoints.export(checkpoints.open_checkpoint(run), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_an_exported_file_says_and_computes_what_its_checkpoint_does(run: Path, exported: Path, tmp_path: Path) -> None:
+    there, here = checkpoints.open_checkpoint(run), checkpoints.open_checkpoint(exported)
+    for key in ("fingerprint", "step", "tokens", "model", "settings", "datastores"):
+        assert getattr(here, key) == getattr(there, key), key
+    weights, same = (checkpoints.load_model(opened, torch.device("cpu")).state_dict() for opened in (there, here))
+    assert weights.keys() == same.keys()
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    checkpoints.export(here, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == exported.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "again.safetensors"}
+
+
+def test_a_stranger_reads_the_metadata_with_safetensors_alone(run: Path, exported: Path) -> None:
+    with safe_open(exported, "pt") as file:
+        facts = json.loads(file.metadata()["retro"])
+    opened = checkpoints.open_checkpoint(run)
+    assert (facts["format_version"], facts["step"], facts["fingerprint"]) == (1, 8, opened.fingerprint)
+    assert facts["settings"]["model"]["d_model"] == opened.model.d_model
+
+
+def test_a_damaged_exported_file_is_refused(exported: Path) -> None:
+    whole, draw = exported.read_bytes(), random.Random(0)
+    for cut in (1, 5000, len(whole) - 3, len(whole)):
+        exported.write_bytes(whole[:-cut])
+        with pytest.raises(InputError, match=r"model\.safetensors is not a whole"):
+            checkpoints.open_checkpoint(exported)
+    header = whole.index(b'"retro"'), whole.index(b'"dtype"')
+    for first, stop in (header, (len(whole) - 5000, len(whole))):
+        for _ in range(30):
+            changed = bytearray(whole)
+            changed[draw.randrange(first, stop)] ^= 1 << draw.randrange(8)
+            exported.write_bytes(changed)
+            with pytest.raises(InputError, match=r"model\.safetensors"):
+                checkpoints.open_checkpoint(exported)
+
+
+def test_tensors_without_a_model_another_ending_and_another_version_are_refused(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(InputError, match="retro export"):
+        checkpoints.open_checkpoint(tmp_path / "foreign.safetensors")
+    opened = checkpoints.open_checkpoint(exported)
+    with pytest.raises(InputError, match=r"\.safetensors"):
+        checkpoints.export(opened, tmp_path / "model.pt")
+    monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 2)
+    with pytest.raises(InputError, match="format version 1, this program reads 2"):
+        checkpoints.open_checkpoint(exported)
+
+
+def test_files_have_the_permissions_of_any_new_file(run: Path, exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    written = [exported, *checkpoints.open_checkpoint(run).path.iterdir()]
+    assert {file.stat().st_mode for file in written} == {(tmp_path / "any").stat().st_mode}
+
+
+def test_a_full_disk_or_a_missing_folder_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        checkpoints.save_tensors({"a": torch.zeros(3)}, tmp_path / "nowhere" / "a.safetensors")

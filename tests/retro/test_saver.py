@@ -12,7 +12,14 @@ from retro.model import ModelSettings, Retro
 from retro.optimizer import make_optimizer
 from retro.saver import Saver
 
-STATE = {"step": 3, "tokens": 30, "settings": {"train": {"lr": 0.1}}, "datastores": ["0123"], "best": None}
+STATE = {
+    "step": 3,
+    "tokens": 30,
+    "settings": {"train": {"lr": 0.1}},
+    "datastores": ["0123"],
+    "best": None,
+    "started_from": None,
+}
 
 
 def trained() -> tuple[Retro, torch.optim.Optimizer]:
