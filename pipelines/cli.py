@@ -4,6 +4,7 @@
     retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
+    retro report RUN [RUN2 …]         curves of training runs
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file
     retro doctor                      versions, devices, conflicts
 
@@ -16,6 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ class Verb:
     Attributes:
         run: called with the positional arguments and the settings; returns the exit status.
         settings: the type of its settings.
-        positional: names of the positional arguments. `CONFIG` is a TOML file and goes into the settings.
+        positional: names of the positional arguments. `CONFIG` is a TOML file and goes into the settings. One that
+            ends in `…`, alone, stands for one or more, handed on as a list.
     """
 
     run: Callable[..., int]
@@ -57,6 +60,7 @@ def table() -> dict[str, Verb]:
         "index": Verb(verbs.index, verbs.IndexOptions, ("CONFIG",)),
         "train": Verb(verbs.train, Config, ("CONFIG",)),
         "eval": Verb(verbs.evaluate, verbs.EvalOptions, ("CHECKPOINT",)),
+        "report": Verb(verbs.report, verbs.ReportOptions, ("RUN…",)),
         "generate": Verb(verbs.generate, verbs.GenerateOptions, ("CHECKPOINT",)),
         "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
         "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
@@ -108,7 +112,9 @@ def run_verb(name: str, arguments: list[str]) -> int:
         raise InputError(f"unknown verb {name!r}.{hint} Verbs: {', '.join(verbs)}.")
     verb = verbs[name]
     wanted = len(verb.positional)
-    given = [argument for argument in arguments[:wanted] if not argument.startswith("-")]
+    several = wanted == 1 and verb.positional[0].endswith("…")
+    leading = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
+    given = leading if several else leading[:wanted]
     if len(given) < wanted and not {"-h", "--help"} & set(arguments):
         raise InputError(
             f"usage: retro {name} {' '.join(verb.positional)} [--options]; `retro {name} --help` lists them."
@@ -117,7 +123,8 @@ def run_verb(name: str, arguments: list[str]) -> int:
     usage = " ".join((name, *verb.positional))
     if verb.positional == ("CONFIG",):
         return verb.run(load(verb.settings, Path(given[0]) if given else None, rest, verb=usage))
-    return verb.run(*given, load(verb.settings, None, rest, verb=usage))
+    values: list[Any] = [given] if several else given
+    return verb.run(*values, load(verb.settings, None, rest, verb=usage))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,8 @@ _INK, _SOFT, _LINE = _THEMED
 # Shorter runs of shared words are chance; a Chinese character is less than a word.
 _MARKED_WORDS = 3
 _CHARACTER = 0.75
+# That fit side by side above a plot, with six for the sample of each line.
+_LEGEND_CHARACTERS = 72
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,28 @@ def _weight(word: str) -> float:
 # --- plots ---------------------------------------------------------------------------------------------------------
 
 
+Numbers = Sequence[float] | np.ndarray
+
+
+class Line(NamedTuple):
+    """A line of a plot. A plain pair (xs, ys) is one too.
+
+    Attributes:
+        xs, ys: its points.
+        color: number of its color; None = the next one.
+        dashed: whether it is.
+        raw: points of a fainter line behind it, of the same color.
+    """
+
+    xs: Numbers
+    ys: Numbers
+    color: int | None = None
+    dashed: bool = False
+    raw: tuple[Numbers, Numbers] | None = None
+
+
 def line_plot(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    series: Mapping[str, Line | tuple[Numbers, Numbers]],
     x_label: str,
     y_label: str,
     title: str,
@@ -142,12 +164,23 @@ def line_plot(
     log_x: bool = False,
     log_y: bool = False,
 ) -> str:
-    """Lines by name, each (xs, ys), as an SVG."""
+    """Lines by name as an SVG."""
     with _style(title):
         figure, axes = _figure(x_label, y_label, title)
-        for color, (name, (xs, ys)) in zip(cycle(_COLORS), series.items(), strict=False):
+        for number, (name, points) in enumerate(series.items()):
+            line = Line(*points)
+            color = _COLORS[(number if line.color is None else line.color) % len(_COLORS)]
+            if line.raw is not None:
+                axes.plot(*line.raw, color=color, alpha=0.25, linewidth=0.8)
             axes.plot(
-                xs, ys, label=name, color=color, marker="o" if len(xs) < 30 else "", linewidth=1.6, markersize=3.5
+                line.xs,
+                line.ys,
+                label=name,
+                color=color,
+                linestyle="--" if line.dashed else "-",
+                marker="o" if len(line.xs) < 30 else "",
+                linewidth=1.6,
+                markersize=3.5,
             )
         if log_x:
             axes.set_xscale("log", base=2)
@@ -211,12 +244,12 @@ def _svg(figure: Any, axes: Any, title: str) -> str:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: _tick(value))
         axis.set_minor_formatter(NullFormatter())
-    if axes.get_legend_handles_labels()[1]:
+    if labels := axes.get_legend_handles_labels()[1]:
         # Above the axes: never over the data, and no search for a free place.
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1),
-            ncols=3,
+            ncols=max(1, min(3, _LEGEND_CHARACTERS // (max(map(len, labels)) + 6))),
             frameon=False,
             borderaxespad=0,
             borderpad=0.3,

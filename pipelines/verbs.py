@@ -49,9 +49,13 @@ def index(options: IndexOptions) -> int:
 
 def train(config: Config) -> int:
     """`retro train CONFIG`."""
+    from pipelines.run_report import write_run_report
+
     outcome = run_training(config, "train")
     print(as_line(outcome.metrics[-1]))
     print(f"checkpoint: {outcome.checkpoint}")
+    write_run_report([config.run], config.run / "report.html")
+    print(f"report: {config.run / 'report.html'}")
     return 0
 
 
@@ -119,6 +123,25 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         prints = dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False))
         datastores = {each.name: each.datastore.fingerprint for each in sets}
         write_json(Path(options.json), {"fingerprints": prints | {"datastores": datastores}} | as_json(levels))
+    return 0
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What training runs did, on one page: curves, held-out figures, settings. Also of a run that still goes on."""
+
+    out: str = ""
+    """HTML file to write; empty: `report.html` in the run's folder, for several runs `comparison.html` in the first one's."""
+
+
+def report(runs: list[str], options: ReportOptions) -> int:
+    """`retro report RUN [RUN2 …]`."""
+    from pipelines.run_report import write_run_report
+
+    folders = [Path(run) for run in runs]
+    path = Path(options.out) if options.out else folders[0] / ("comparison.html" if folders[1:] else "report.html")
+    print_rows(write_run_report(folders, path))
+    print(f"report: {path}")
     return 0
 
 

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from indexing.store.errors import InputError
-from indexing.store.files import write_bytes
+from indexing.store.files import read_json, write_bytes, write_json
 
 log = logging.getLogger("retro")
 
@@ -73,7 +75,7 @@ def as_line(values: dict[str, Any]) -> str:
 class TensorBoard:
     """Scalars in `run/tensorboard`."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, _step: int) -> None:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
@@ -92,14 +94,32 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run named after its folder, resumed under the same id."""
+    """A run in the project `WANDB_PROJECT` (else `retro`), named after its folder; resumed under the id kept in `wandb.json`.
 
-    def __init__(self, run: Path) -> None:
+    Weights & Biases never takes a step twice, so a run that begins again from nothing gets another id.
+    """
+
+    def __init__(self, run: Path, step: int) -> None:
         try:
             import wandb
         except ImportError as error:
             raise InputError("train.log_to: 'wandb' needs pip install 'retro[wandb]'.") from error
-        self._run = wandb.init(project="retro", name=run.name, id=run.name, resume="allow", dir=str(run))
+        known = run / "wandb.json"
+        if step == 0 or not known.exists():
+            write_json(known, {"id": secrets.token_hex(6)})
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "retro"),
+                name=run.name,
+                id=read_json(known)["id"],
+                resume="allow",
+                dir=str(run),
+                config=read_json(run / "settings.json") if step == 0 else None,
+            )
+        except wandb.errors.Error as error:
+            raise InputError(
+                f"train.log_to: 'wandb': {error} Or set WANDB_MODE=offline, and run `wandb sync` later."
+            ) from error
 
     def write(self, values: dict[str, Any]) -> None:
         """A point for each value."""
@@ -116,6 +136,6 @@ def open_loggers(run: Path, step: int, steps: int, log_to: tuple[str, ...]) -> l
     Raises:
         InputError: a package that `log_to` needs is missing.
     """
-    makers: dict[str, Callable[[Path], Logger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-    extra = [makers[name](run) for name in log_to]
+    makers: dict[str, Callable[[Path, int], Logger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    extra = [makers[name](run, step) for name in log_to]
     return [JsonLines(run / "metrics.jsonl", step), Console(steps), *extra]

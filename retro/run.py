@@ -131,6 +131,17 @@ def score_of(line: dict[str, float]) -> tuple[str, float] | None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Every line of a run's `metrics.jsonl`."""
+    """Every whole line of a run's `metrics.jsonl`: a last one that is being written, or was cut by a kill, is left out.
+
+    Raises:
+        InputError: a line is not JSON.
+    """
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_text().split("\n")[:-1] if path.exists() else []
+    out = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            out.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}:{number}: not JSON ({error}). Remove the line.") from error
+    return out

@@ -70,7 +70,7 @@ class TrainSettings:
     log_every: int = 10
     """Steps between lines of `metrics.jsonl`; `loss` and `tokens_per_second` are means over them."""
     log_to: tuple[str, ...] = ()
-    """More places for metrics: `tensorboard`, `wandb`."""
+    """More places for metrics: `tensorboard`, `wandb` (without a network: WANDB_MODE=offline)."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch_size", "accumulation", "checkpoint_every", "keep_checkpoints", "log_every"):

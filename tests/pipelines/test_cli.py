@@ -1,6 +1,7 @@
 """The command line as a person meets it: what works, and what is said when something is wrong."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,16 @@ def test_eval_without_thresholds_measures_no_leakage(trained: Path, capsys) -> N
     assert "leakage" not in capsys.readouterr().out
 
 
+def test_train_leaves_a_report_and_report_compares_runs(trained: Path, tmp_path, capsys) -> None:
+    assert "<svg" in (trained / "run" / "report.html").read_text()
+    assert main(["report", str(trained / "run"), "--out", str(tmp_path / "one.html")]) == 0
+    assert "8 of 8" in capsys.readouterr().out
+    other = Path(shutil.copytree(trained / "run", tmp_path / "other"))
+    assert main(["report", str(other), str(trained / "run")]) == 0
+    assert f"report: {other / 'comparison.html'}" in capsys.readouterr().out
+    assert "other ON" in (other / "comparison.html").read_text()
+
+
 def test_generate_continues_the_prompt_with_and_without_retrieval(trained: Path, capsys) -> None:
     arguments = ["generate", str(trained / "run"), "--prompt", "# Document 检索", "--generation.max-tokens", "40"]
     for extra in ([], ["--no-retrieval"]):
@@ -148,6 +159,8 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
         (["eval", "RUN", "--evaluation.leakage", "2"], ["evaluation.leakage = (2.0,)", "between 0 and 1"]),
         (["eval", "RUN", "--against", "RUN"], ["--against", "same checkpoint"]),
         (["eval", "RUN", "--leakage-from", "nowhere"], ["nowhere is not a datastore"]),
+        (["report"], ["usage: retro report RUN"]),
+        (["report", "RUN", "DATASTORE"], ["is not the folder of a run"]),
         (["train", "CONFIG", "--data.k", "9"], ["data.k = 9"]),
         (["train", "CONFIG", "--train.device", "cuda"], ["no CUDA device"]),
         (["train", "CONFIG", "--model.preset", "huge"], ["model.preset = 'huge'", "tiny"]),

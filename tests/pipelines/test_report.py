@@ -6,6 +6,7 @@ from html import unescape
 import numpy as np
 
 from pipelines.report import (
+    Line,
     NeighborExample,
     NeighborText,
     Section,
@@ -96,3 +97,24 @@ def test_ticks_are_short() -> None:
 def test_log_axes_of_one_point_and_of_many() -> None:
     assert "<svg" in line_plot({"s": ([8], [0.5])}, "x", "y", "t", log_x=True)
     assert "<svg" in line_plot({"s": ([1, 1024], [1e-3, 1e3])}, "x", "y", "t", log_x=True, log_y=True)
+
+
+def test_lines_may_share_a_color_be_dashed_and_have_their_raw_values_behind_them() -> None:
+    lines = {
+        "ON": Line([1, 2], [3, 4], color=2, raw=([1, 1.5, 2], [3, 9, 4])),
+        "OFF": Line([1, 2], [5, 6], color=2, dashed=True),
+    }
+    svg = line_plot(lines, "x", "y", "t")
+    assert svg.count("stroke: #10b981") >= 3
+    assert "stroke-dasharray" in svg
+    assert "stroke-opacity: 0.25" in svg
+    assert "stroke-dasharray" not in line_plot({"ON": ([1, 2], [3, 4])}, "x", "y", "t")
+
+
+def test_a_long_name_does_not_squeeze_the_plot() -> None:
+    def height_of_legend(length: int) -> int:
+        svg = line_plot({"a" * length + str(n): ([1, 2], [3, 4]) for n in range(3)}, "x", "y", "t")
+        return len(set(re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>a+\d', svg)))
+
+    assert height_of_legend(5) == 1
+    assert height_of_legend(50) == 3
