@@ -14,6 +14,7 @@ import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
+from retro.mixture import Share, announce, check_budgets, mixture_weights, shares
 from retro.neighbors import NeighborUse, Queries, Source, read_neighbors
 from retro.order import mix, mixture, permuted
 
@@ -29,6 +30,10 @@ class DataSettings:
     """Datastores to mix; empty: the one of this configuration. They must share one tokenizer."""
     weights: tuple[float, ...] = ()
     """Share of the sequences from each datastore; empty: by their numbers of chunks."""
+    temperature: float = 1.0
+    """Shares by size^(1/temperature): 1 keeps the sizes, above 1 small datastores are read more often."""
+    token_budgets: tuple[int, ...] = ()
+    """Tokens read of each datastore over the whole run: shares in proportion, and a longer run is refused."""
     sequence_length: int = 512
     """n, tokens of a training sequence: a multiple of the chunk length (paper: 2048)."""
     k: int = 2
@@ -44,12 +49,21 @@ class DataSettings:
     """Of the order of the sequences, of random neighbors and of the draws from data.k_choices."""
 
     def __post_init__(self) -> None:
-        if self.weights and len(self.weights) != len(self.datastores):
+        for key in ("weights", "token_budgets"):
+            values = getattr(self, key)
+            if values and len(values) != len(self.datastores):
+                raise InputError(
+                    f"data.{key} has {len(values)} numbers for {len(self.datastores)} data.datastores: give one for each."
+                )
+            if any(value <= 0 for value in values):
+                raise InputError(f"data.{key} = {values}: all must be above 0.")
+        if self.temperature <= 0:
+            raise InputError(f"data.temperature = {self.temperature}: must be above 0; 1 keeps the sizes.")
+        given = [key for key in ("weights", "temperature", "token_budgets") if getattr(self, key) not in ((), 1.0)]
+        if len(given) > 1:
             raise InputError(
-                f"data.weights has {len(self.weights)} numbers for {len(self.datastores)} data.datastores."
+                f"{' and '.join(f'data.{key}' for key in given)} are given: each decides the shares alone; keep one."
             )
-        if any(weight <= 0 for weight in self.weights):
-            raise InputError(f"data.weights = {self.weights}: all must be above 0.")
         if self.sequence_length < 1:
             raise InputError(f"data.sequence_length = {self.sequence_length}: must be a multiple of the chunk length.")
         if self.k < 0:
@@ -192,12 +206,28 @@ class TrainingData:
         for datastore in self.datastores:
             _check_datastore(datastore, first, max(self.uses, key=lambda use: use.k))
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
-        self.weights = list(settings.weights) or [float(size) for size in sizes]
+        self.token_budgets = settings.token_budgets
+        self.weights = mixture_weights(sizes, settings.weights, settings.temperature, settings.token_budgets)
 
     @property
     def fingerprints(self) -> list[str]:
         """Of the datastores, in order."""
         return [datastore.fingerprint for datastore in self.datastores]
+
+    def plan(self, num_samples: int) -> list[Share]:
+        """What a run of so many samples reads of each datastore, logged and checked.
+
+        Raises:
+            InputError: it needs more tokens than `data.token_budgets` hold.
+        """
+        m = self.datastores[0].chunk_length
+        tokens = num_samples * self.num_chunks * m
+        check_budgets(self.token_budgets, tokens)
+        folders = [datastore.folder for datastore in self.datastores]
+        sizes = [datastore.train.num_chunks * m for datastore in self.datastores]
+        found = shares(folders, sizes, self.weights, tokens)
+        announce(found)
+        return found
 
     def locate(self, sample: int) -> tuple[int, tuple[int, int]]:
         """The datastore of a sample and its chunks [first, stop). Each epoch cuts the chunks at another offset."""

@@ -82,6 +82,7 @@ def train(
     placement = place(settings.device, settings.precision)
     model_settings = resolve(model_settings)
     data = TrainingData(datastores, data_settings, retrieval=bool(model_settings.cca_layers))
+    data.plan(settings.steps * settings.accumulation * settings.batch_size)
     first = data.datastores[0]
     model_settings = _fit_to(model_settings, first)
     resolved = {"model": asdict(model_settings), "data": asdict(data_settings), "train": asdict(settings)}

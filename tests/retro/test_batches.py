@@ -1,5 +1,7 @@
 """Batches: the rule that decides whether a result is true, and an order that needs no state."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -133,8 +135,36 @@ def test_datastores_that_do_not_fit_are_refused(tiny_datastore: Datastore) -> No
         DataSettings(k_choices=(2, -1))
     with pytest.raises(InputError, match=r"data\.max_overlap = 1\.5"):
         DataSettings(max_overlap=1.5)
-    with pytest.raises(InputError, match=r"data\.weights"):
+    with pytest.raises(InputError, match=r"data\.weights has 2 numbers for 0"):
         DataSettings(weights=(1.0, 2.0))
+    with pytest.raises(InputError, match=r"data\.token_budgets = \(5, 0\)"):
+        DataSettings(datastores=(Path("a"), Path("b")), token_budgets=(5, 0))
+    with pytest.raises(InputError, match=r"data\.temperature = 0"):
+        DataSettings(temperature=0)
+    with pytest.raises(InputError, match=r"data\.temperature and data\.token_budgets are given"):
+        DataSettings(datastores=(Path("a"),), temperature=2, token_budgets=(5,))
+
+
+def test_budgets_decide_the_shares_and_refuse_a_longer_run(tiny_datastore: Datastore) -> None:
+    folder = tiny_datastore.folder
+    options = DataSettings(datastores=(folder, folder), sequence_length=64, token_budgets=(64_000, 16_000))
+    data = TrainingData([folder, folder], options, retrieval=False)
+    chosen = [data.locate(sample)[0] for sample in range(1250)]
+    assert abs(chosen.count(0) - 1000) <= 20
+    planned = data.plan(1250)
+    assert [share.tokens for share in planned] == [64_000, 16_000]
+    assert planned[1].epochs == 16_000 / (16 * tiny_datastore.train.num_chunks)
+    with pytest.raises(InputError, match=r"sum to 80,000 tokens, but the run reads 80,064"):
+        data.plan(1251)
+
+
+def test_batches_of_several_datastores_keep_the_order_of_their_samples(tiny_datastore: Datastore) -> None:
+    data = TrainingData([tiny_datastore.folder] * 3, DataSettings(sequence_length=64, k=2), retrieval=True)
+    located = [data.locate(sample) for sample in range(24)]
+    assert len({chosen for chosen, _ in located}) == 3
+    batch = data.batch(range(24))
+    for row, (_, (first, stop)) in enumerate(located):
+        assert np.array_equal(batch.tokens[row], tiny_datastore.train.tokens.read(first, stop).ravel())
 
 
 def test_a_corpus_shorter_than_a_sequence_is_padded(tiny_datastore: Datastore) -> None:
