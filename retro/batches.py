@@ -9,11 +9,13 @@ depends on how many processes read, and resuming needs no state.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
+from indexing.store.retrieval import RetrievalSet, check_tokenizer
 from retro.mixture import Share, announce, check_budgets, mixture_weights, shares
 from retro.neighbors import NeighborUse, Queries, Source, read_neighbors
 from retro.order import mix, mixture, permuted
@@ -101,13 +103,13 @@ class Batch:
 
 
 def read_sequences(
-    split: Split, train: Split, ranges: Sequence[tuple[int, int]], num_chunks: int, use: NeighborUse
+    split: Split, retrieval: RetrievalSet, ranges: Sequence[tuple[int, int]], num_chunks: int, use: NeighborUse
 ) -> Batch:
     """Runs of chunks as a batch, each padded to the same length.
 
     Args:
         split: where the sequences lie.
-        train: where their neighbors lie.
+        retrieval: where their neighbors lie.
         ranges: first and stop of the chunks of each of B sequences.
         num_chunks: U.
         use: how their neighbors are chosen; k = 0 for retrieval OFF.
@@ -120,7 +122,7 @@ def read_sequences(
     lengths = np.zeros(ids.shape, dtype=np.int64)
     lengths[real] = split.lengths.gather(ids[real])
     # Chunks that pad a sequence are a document of their own.
-    documents, starts, stops = np.stack([np.full(ids.shape, -1), np.full(ids.shape, train.num_chunks), 0 * ids])
+    documents, starts, stops = np.stack([np.full(ids.shape, -1), np.full(ids.shape, split.num_chunks), 0 * ids])
     documents[real], starts[real], stops[real] = split.documents_of(ids[real])
     neighbors = neighbor_lengths = None
     if use.k:
@@ -129,14 +131,14 @@ def read_sequences(
         followed[:, :-1] = documents[:, 1:] == documents[:, :-1]
         queries = Queries(
             ids=ids[real],
-            excluded=np.repeat(own * (split.name == train.name), real.sum(axis=1), axis=0),
+            excluded=np.repeat(own * (split.name == retrieval.own.name), real.sum(axis=1), axis=0),
             tokens=tokens[real],
             lengths=lengths[real],
             followed=followed[real],
         )
         neighbors = np.full((*ids.shape, use.k, 2 * m), split.pad_id, dtype=np.int64)  # [B, U, K, R]
         neighbor_lengths = np.zeros((*ids.shape, use.k), dtype=np.int64)  # [B, U, K]
-        neighbors[real], neighbor_lengths[real] = read_neighbors(split, train, queries, use)
+        neighbors[real], neighbor_lengths[real] = read_neighbors(split, retrieval, queries, use)
     return Batch(
         tokens=tokens.reshape(len(ids), -1),
         labels=_labels(tokens, lengths, documents),
@@ -191,6 +193,7 @@ class TrainingData:
     """
 
     def __init__(self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool) -> None:
+        self._arguments = (tuple(folders), settings, retrieval)
         self.datastores = [Datastore.open(folder) for folder in folders]
         self.uses = [settings.neighbor_use(k) for k in settings.k_choices or (settings.k,)]
         if not retrieval:
@@ -203,11 +206,18 @@ class TrainingData:
                 f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length."
             )
         self.num_chunks = settings.sequence_length // m
+        most = max(self.uses, key=lambda use: use.k)
         for datastore in self.datastores:
-            _check_datastore(datastore, first, max(self.uses, key=lambda use: use.k))
+            _check_datastore(datastore, first, most)
+        # A baseline reads no neighbors, and needs none of the datastores that they come from.
+        self.retrieval = [RetrievalSet.of(each) if most.k else RetrievalSet((each.train,)) for each in self.datastores]
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
         self.token_budgets = settings.token_budgets
         self.weights = mixture_weights(sizes, settings.weights, settings.temperature, settings.token_budgets)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the files itself: pickling a memory map would copy what it maps."""
+        return _reopened, self._arguments
 
     @property
     def fingerprints(self) -> list[str]:
@@ -260,15 +270,20 @@ class TrainingData:
         located = [self.locate(sample) for sample in samples]
         parts, rows = [], []
         for number in sorted({chosen for chosen, _ in located}):
-            train = self.datastores[number].train
+            retrieval = self.retrieval[number]
             rows.append([row for row, (chosen, _) in enumerate(located) if chosen == number])
-            parts.append(read_sequences(train, train, [located[row][1] for row in rows[-1]], self.num_chunks, use))
+            ranges = [located[row][1] for row in rows[-1]]
+            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use))
         batch = join(parts, np.concatenate(rows))
         if dropped and batch.neighbor_lengths is not None:
             for row, sample in enumerate(samples):
                 if mix(mix(self.seed + 1) ^ sample) < dropped * 2**64:
                     batch.neighbor_lengths[row] = 0
         return batch
+
+
+def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) -> TrainingData:
+    return TrainingData(folders, settings, retrieval=retrieval)
 
 
 def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
@@ -286,6 +301,8 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -
                 f"data.datastores: {datastore.folder} has {key} {datastore.manifest[key]}, "
                 f"{first.folder} has {first.manifest[key]}; they must share one tokenizer and chunk length."
             )
+    if datastore is not first:
+        check_tokenizer(first, datastore, "data.datastores")
 
 
 # --- evaluation ----------------------------------------------------------------------------------------------------
@@ -320,7 +337,7 @@ def windows(split: Split, num_chunks: int, stride: int) -> Iterator[Window]:
 
 
 def window_batches(
-    split: Split, train: Split, wanted: Sequence[Window], batch_size: int, use: NeighborUse
+    split: Split, retrieval: RetrievalSet, wanted: Sequence[Window], batch_size: int, use: NeighborUse
 ) -> Iterator[tuple[list[Window], Batch]]:
     """Batches of windows of similar length, each padded to the longest of its batch, with the windows in it.
 
@@ -332,7 +349,7 @@ def window_batches(
     for start in range(0, len(ordered), batch_size):
         group = list(ordered[start : start + batch_size])
         ranges = [(window.first, window.stop) for window in group]
-        batch = read_sequences(split, train, ranges, group[0].stop - group[0].first, use)
+        batch = read_sequences(split, retrieval, ranges, group[0].stop - group[0].first, use)
         for row, window in enumerate(group):
             # The label at position t is token t + 1: the first scored token is the label one position earlier.
             batch.labels[row, : max(0, (window.scored - window.first) * m - 1)] = IGNORED_LABEL

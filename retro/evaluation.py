@@ -17,6 +17,7 @@ import torch
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval import RetrievalSet
 from retro.batches import IGNORED_LABEL, Batch, window_batches, windows
 from retro.device import Placement
 from retro.loss import token_losses
@@ -112,6 +113,7 @@ def evaluate(
     num_chunks, stride = _window_chunks(settings, sequence_length, datastore.chunk_length)
     _check(model, datastore, k)
     valid = datastore.valid
+    retrieval = RetrievalSet.of(datastore) if k else RetrievalSet((datastore.train,))
     nats, sizes = np.zeros((2, valid.num_documents))
     if not len(nats):
         raise InputError(f"{datastore.folder} holds no held-out documents; raise corpus.valid_per_mille and rebuild.")
@@ -122,7 +124,7 @@ def evaluate(
     while tokens < full and (group := list(islice(wanted, _BUFFERED_WINDOWS))):
         if math.isfinite(full):
             group = _first_windows(group, int(full - tokens), datastore.chunk_length)
-        for part, batch in window_batches(valid, datastore.train, group, settings.batch_size, NeighborUse(k)):
+        for part, batch in window_batches(valid, retrieval, group, settings.batch_size, NeighborUse(k)):
             documents = valid.documents_of(np.array([window.first for window in part]))[0]
             losses, bytes_of = _score(model, batch, token_bytes, placement)
             np.add.at(nats, documents, losses)

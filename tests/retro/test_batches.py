@@ -1,5 +1,6 @@
 """Batches: the rule that decides whether a result is true, and an order that needs no state."""
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval import RetrievalSet
 from retro.batches import (
     IGNORED_LABEL,
     Batch,
@@ -106,6 +108,13 @@ def test_a_batch_depends_on_its_sample_numbers_alone(tiny_datastore: Datastore, 
         assert np.array_equal(getattr(data.batch(range(10, 14)), name), getattr(again.batch(range(10, 14)), name))
 
 
+def test_pickled_data_is_opened_again_and_carries_no_arrays(data: TrainingData) -> None:
+    data.batch(range(4))
+    packed = pickle.dumps(data)
+    assert len(packed) < 2000
+    assert np.array_equal(pickle.loads(packed).batch(range(4)).neighbors, data.batch(range(4)).neighbors)
+
+
 def test_retrieval_is_dropped_for_about_the_share_asked_for(data: TrainingData) -> None:
     batch = data.batch(range(200), dropped=0.3)
     without = (batch.neighbor_lengths == 0).all(axis=(1, 2))
@@ -117,7 +126,7 @@ def test_every_token_after_the_first_is_scored_once_by_windows(tiny_datastore: D
     wanted = list(windows(valid, 4, 2))
     assert max(window.stop - window.first for window in wanted) == 4
     scored = 0
-    for group, batch in window_batches(valid, tiny_datastore.train, wanted, 3, NeighborUse(0)):
+    for group, batch in window_batches(valid, RetrievalSet.of(tiny_datastore), wanted, 3, NeighborUse(0)):
         assert len(group) == len(batch.tokens)
         scored += (batch.labels != IGNORED_LABEL).sum()
     total = int(valid.lengths.read(0, valid.num_chunks).sum())
