@@ -206,9 +206,10 @@ class TrainingData:
                 f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length."
             )
         self.num_chunks = settings.sequence_length // m
+        asked = f"data.k_choices = {settings.k_choices}" if settings.k_choices else f"data.k = {settings.k}"
         most = max(self.uses, key=lambda use: use.k)
         for datastore in self.datastores:
-            _check_datastore(datastore, first, most)
+            _check_datastore(datastore, first, most, asked)
         # A baseline reads no neighbors, and needs none of the datastores that they come from.
         self.retrieval = [RetrievalSet.of(each) if most.k else RetrievalSet((each.train,)) for each in self.datastores]
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
@@ -286,15 +287,13 @@ def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) 
     return TrainingData(folders, settings, retrieval=retrieval)
 
 
-def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
+def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, asked: str) -> None:
     stored = use.k and use.source == "nearest"
     datastore.require("neighbors" if stored else "chunk")
     if datastore.train.num_chunks == 0:
         raise InputError(f"{datastore.folder} holds no training chunks.")
     if stored and (found := datastore.train.neighbor_ids.shard(0).shape[1]) < use.k:
-        raise InputError(
-            f"data.k or data.k_choices = {use.k}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.k)."
-        )
+        raise InputError(f"{asked}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.k).")
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:
             raise InputError(
