@@ -37,7 +37,8 @@ class EmbedderSettings:
     seed: int = 0
     """Lexical: of the projection and of the sample."""
     path: str = ""
-    """Transformer: a local folder or hub name for `transformers`; `minilm` is the one in the extra `retro[minilm]`."""
+    """Transformer: a local folder or hub name for `transformers`; `minilm` is the one in the extra `retro[minilm]`. Lexical: a
+    datastore whose weights are taken over, with all their settings, so that each may retrieve from the other; empty: new ones."""
     pooling: Literal["auto", "mean", "cls"] = "auto"
     """Transformer: `auto` follows a sentence-transformers folder's own setting and is `mean` elsewhere."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -59,6 +60,8 @@ class EmbedderSettings:
 
     def recipe(self) -> dict[str, Any]:
         """The settings that the vectors depend on; device and batch size are not among them."""
+        if self.kind == "lexical" and self.path:
+            return {"kind": self.kind}  # the rest is that of the embedder which is taken over: an input of the recipe
         lexical = ("kind", "dimension", "bigram_buckets", "fit_chunks", "seed")
         transformer = ("kind", "path", "pooling", "precision")
         return {key: getattr(self, key) for key in (lexical if self.kind == "lexical" else transformer)}

@@ -2,21 +2,24 @@
 
     embeddings of a shard → candidates → own document out → near copies out (if asked) → exact distances → k stored
 
+With `neighbors.also` the same is done in the index of each datastore, and the k nearest of all are stored.
+
 Everything is excluded by id, never by its place in a result: column 0 of a search need not be the query itself. What
 filtering leaves too few of is searched again deeper; what is still missing is -1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from indexing.index import ShardedIndex, rerank
+from indexing.index import ShardedIndex, order_by_distance, rerank
 from indexing.overlap import overlap
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
+from indexing.store.retrieval import neighbor_ids
 
 _BLOCK_ROWS = 4096
 
@@ -33,6 +36,8 @@ class NeighborSettings:
     """Order candidates by the stored embeddings instead of the index's codes."""
     max_overlap: float = 1.0
     """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
+    also: tuple[Path, ...] = ()
+    """More datastores to retrieve from: their training chunks may be neighbors too. Same tokenizer, chunk length, embedder."""
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -43,6 +48,36 @@ class NeighborSettings:
             )
         if not 0 <= self.max_overlap <= 1:
             raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")
+
+
+@dataclass(frozen=True)
+class Searchable:
+    """One datastore to retrieve from.
+
+    Attributes:
+        index: over the chunks of `train`.
+        train: the split in the index.
+    """
+
+    index: ShardedIndex
+    train: Split
+
+
+def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k nearest of what was found in several datastores, whose own chunk ids become ids of the retrieval set.
+
+    Args:
+        found: for each datastore, in order: ids [n, c] int64 (-1 = none) and exact distances [n, c] (+inf).
+        k: how many; c is at least this for each.
+
+    Returns:
+        ids [n, k] int64 and distances [n, k] float32.
+    """
+    if len(found) == 1:
+        return found[0][0][:, :k], found[0][1][:, :k]
+    ids = np.concatenate([neighbor_ids(number, chunk_ids) for number, (chunk_ids, _) in enumerate(found)], axis=1)
+    distances, ids = order_by_distance(np.concatenate([near for _, near in found], axis=1), ids)
+    return ids[:, :k], distances[:, :k]
 
 
 def neighbors_of(
@@ -139,16 +174,23 @@ def neighbor_shard(
     work: Path,
     split: Split,
     rows: tuple[int, int],
-    index: ShardedIndex,
-    train: Split,
+    searched: Sequence[Searchable],
     settings: NeighborSettings,
     *,
     advance: Callable[[int], None],
 ) -> dict[str, int]:
     """Write `work/ids.npy` [n, k] int64 and `work/distances.npy` [n, k] float32 for the chunks `rows` of a split.
 
+    Args:
+        work: the folder to write to.
+        split: where the chunks lie, in the first datastore that is searched.
+        rows: first and stop.
+        searched: the datastores, the split's own first: documents are excluded in that one alone, by id.
+        settings: k, candidates, re-ranking, overlap.
+        advance: told of finished chunks.
+
     Returns:
-        counts: queries, neighbors found, chunks with fewer than k, chunks with none, chunks searched deeper.
+        counts: queries, neighbors found, chunks with fewer than k, chunks with none, searches that went deeper.
     """
     work.mkdir(parents=True, exist_ok=True)
     counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
@@ -158,13 +200,7 @@ def neighbor_shard(
     ):
         for start in range(*rows, _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, rows[1])
-            chunk_ids = np.arange(start, stop, dtype=np.int64)
-            excluded = split.documents_of(chunk_ids)[1:] if split.name == train.name else None
-            tokens = (
-                (split.tokens.read(start, stop), split.lengths.read(start, stop)) if settings.max_overlap < 1 else None
-            )
-            queries = split.embeddings.read(start, stop).astype(np.float32)
-            ids, distances, deeper = neighbors_of(queries, index, train, settings, excluded=excluded, tokens=tokens)
+            ids, distances, deeper = _neighbors_of_block(split, (start, stop), searched, settings)
             id_file.append(ids)
             distance_file.append(distances)
             found = (ids >= 0).sum(axis=1)
@@ -175,3 +211,19 @@ def neighbor_shard(
             counts["deeper"] += deeper
             advance(len(ids))
     return counts
+
+
+def _neighbors_of_block(
+    split: Split, block: tuple[int, int], searched: Sequence[Searchable], settings: NeighborSettings
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Ids [n, k], distances [n, k] and deeper searches of the chunks [first, stop) of a split."""
+    own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == searched[0].train.name else None
+    tokens = (split.tokens.read(*block), split.lengths.read(*block)) if settings.max_overlap < 1 else None
+    queries = split.embeddings.read(*block).astype(np.float32)
+    found, deeper = [], 0
+    for number, each in enumerate(searched):
+        excluded = own if number == 0 else None
+        ids, distances, more = neighbors_of(queries, each.index, each.train, settings, excluded=excluded, tokens=tokens)
+        found.append((ids, distances))
+        deeper += more
+    return *merge_nearest(found, settings.k), deeper

@@ -14,8 +14,10 @@ import numpy as np
 
 from indexing.embedders import Embedder, open_embedder
 from indexing.index import ShardedIndex, rerank
+from indexing.neighbors import merge_nearest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval import RetrievalSet
 from indexing.tokenizer import Tokenizer
 
 _CANDIDATES = 64
@@ -26,7 +28,7 @@ class Hit:
     """One retrieved chunk.
 
     Attributes:
-        chunk_id: its id in the datastore.
+        chunk_id: its id in the retrieval set.
         distance: squared L2 distance of the unit vectors, 0 to 4; cosine = 1 − distance / 2.
         text: of the chunk.
         continuation: text of the next chunk of the same document, empty where it ends.
@@ -42,26 +44,35 @@ class Hit:
 
 @dataclass(frozen=True)
 class Retriever:
-    """A datastore opened for search. `Retriever.open(folder)`, then `search` or `neighbors`."""
+    """A datastore opened for search. `Retriever.open(folder)`, then `search` or `neighbors`.
+
+    Attributes:
+        datastore: the one at `folder`.
+        tokenizer, embedder: its own.
+        indexes: of every datastore in the retrieval set, its own first.
+        retrieval: the chunks that ids name: what the datastore's stored neighbors were chosen from.
+    """
 
     datastore: Datastore
     tokenizer: Tokenizer
     embedder: Embedder
-    index: ShardedIndex
+    indexes: tuple[ShardedIndex, ...]
+    retrieval: RetrievalSet
 
     @classmethod
     def open(cls, folder: Path | str) -> "Retriever":
         """Open the datastore at `folder`.
 
         Raises:
-            InputError: it is not one, or its index is not finished.
+            InputError: it is not one, its index is not finished, or a datastore of `neighbors.also` is gone or has changed.
         """
         datastore = Datastore.open(folder)
         datastore.require("add")
         tokenizer = Tokenizer.open(datastore.folder / "tokenizer")
         embedder = open_embedder(datastore.folder / "embedder", tokenizer.decode)
-        index = ShardedIndex.open(datastore.folder / "index", len(datastore.train.chunk_rows))
-        return cls(datastore, tokenizer, embedder, index)
+        retrieval = RetrievalSet.of(datastore)
+        indexes = tuple(ShardedIndex.open(each.folder / "index", len(each.chunk_rows)) for each in retrieval.splits)
+        return cls(datastore, tokenizer, embedder, indexes, retrieval)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Texts of any length → unit vectors [n, d] float32."""
@@ -73,16 +84,19 @@ class Retriever:
         return self.embedder.embed(tokens, lengths)
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Vectors [n, d] → ids [n, k] int64 (-1 = none) and squared distances [n, k] float32, nearest first."""
-        candidates = self.index.search(vectors, max(k, min(_CANDIDATES, self.index.num_vectors)))
-        distances, ids = rerank(vectors, candidates, self.datastore.train.embeddings)
-        return ids[:, :k], distances[:, :k]
+        """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32, nearest first."""
+        found = []
+        for index, split in zip(self.indexes, self.retrieval.splits, strict=True):
+            candidates = index.search(vectors, max(k, min(_CANDIDATES, index.num_vectors)))
+            distances, ids = rerank(vectors, candidates, split.embeddings)
+            found.append((ids, distances))
+        return merge_nearest(found, k)
 
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Full chunks [n, m] → neighbor tokens [n, k, 2m] int64 with their continuations, and lengths [n, k] int64."""
         lengths = np.full(len(chunks), chunks.shape[1], dtype=np.int64)
         ids, _ = self.nearest(self.embedder.embed(chunks, lengths), k)
-        tokens, found = self.datastore.train.with_continuation(ids.ravel())
+        tokens, found = self.retrieval.with_continuation(ids.ravel())
         return tokens.reshape(len(chunks), k, -1), found.reshape(len(chunks), k)
 
     def search(self, texts: Sequence[str], k: int = 5) -> list[list[Hit]]:
@@ -101,10 +115,9 @@ class Retriever:
 
     def hits(self, ids: np.ndarray, distances: np.ndarray) -> list[Hit]:
         """Chunk ids and distances, each [k], with all that a person wants to see; -1 is left out."""
-        train, m = self.datastore.train, self.datastore.chunk_length
-        present = ids >= 0
-        tokens, lengths = train.with_continuation(ids[present])
-        documents = train.metadata(train.documents_of(ids[present])[0].tolist())
+        m, present = self.datastore.chunk_length, ids >= 0
+        tokens, lengths = self.retrieval.with_continuation(ids[present])
+        documents = self.retrieval.metadata(ids[present])
         return [
             Hit(
                 chunk_id=int(chunk_id),

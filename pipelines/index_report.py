@@ -15,6 +15,7 @@ from indexing.retriever import Retriever
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.files import read_json, write_json
+from indexing.store.retrieval import RetrievalSet
 from pipelines import report
 from pipelines.progress import human_bytes
 from pipelines.stages import sample_queries
@@ -50,7 +51,7 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     split = datastore.split(split_name)
     stored = split.neighbor_distances.gather(ids)
     excluded = split.documents_of(ids)[1:] if split.name == "train" else None
-    exact, _ = exact_search(queries, datastore.train.embeddings, stored.shape[1], excluded)
+    exact = _exact_distances(queries, retriever.retrieval, stored.shape[1], excluded)
     near = split.neighbor_ids.gather(ids)[:, 0]
     counts = [read_manifest(folder / "neighbors" / shard_name(s))["counts"] for s in range(len(split.chunk_rows))]
     index = read_json(folder / "index" / "trained" / "index.json")
@@ -67,7 +68,7 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "recall_queries": len(ids),
         "recall_split": split_name,
         "neighbors": {name: _neighbor_counts(counts, name, stored.shape[1]) for name in ("train", "valid")},
-        "overlap_of_nearest": _quantiles(_overlaps(split, datastore.train, ids, near)),
+        "overlap_of_nearest": _quantiles(_overlaps(split, retriever.retrieval, ids, near)),
         "latency_ms": _latency(retriever, queries),
         "largest_list_over_mean": _skew(retriever),
     }
@@ -87,10 +88,21 @@ def _neighbor_counts(counts: list[dict[str, Any]], name: str, k: int) -> dict[st
     return total | {"missing_share": 1 - total["neighbors"] / wanted}
 
 
-def _overlaps(split: Split, train: Split, ids: np.ndarray, near: np.ndarray) -> np.ndarray:
+def _exact_distances(
+    queries: np.ndarray, retrieval: RetrievalSet, k: int, excluded: tuple[np.ndarray, np.ndarray] | None
+) -> np.ndarray:
+    """Distances [n, k] of the true nearest in the whole retrieval set; `excluded` are ids of the datastore itself."""
+    found = [
+        exact_search(queries, split.embeddings, k, excluded if number == 0 else None)[0]
+        for number, split in enumerate(retrieval.splits)
+    ]
+    return np.sort(np.concatenate(found, axis=1), axis=1)[:, :k]
+
+
+def _overlaps(split: Split, retrieval: RetrievalSet, ids: np.ndarray, near: np.ndarray) -> np.ndarray:
     """r of the paper's section 2.7 between sampled chunks and their nearest neighbors with continuation."""
     present = near >= 0
-    tokens, lengths = train.with_continuation(near[present])
+    tokens, lengths = retrieval.with_continuation(near[present])
     own, own_lengths = split.tokens.gather(ids[present]), split.lengths.gather(ids[present])
     return overlap(own, own_lengths, tokens, lengths)
 
@@ -115,8 +127,8 @@ def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
 
 
 def _skew(retriever: Retriever) -> float | None:
-    """Chunks in the largest inverted list over the mean, over all shards; None for an index without lists."""
-    parts = [ivf for shard in retriever.index.shards if (ivf := ivf_of(shard)) is not None]
+    """Chunks in the largest inverted list over the mean, over all shards of the datastore's own index; None without lists."""
+    parts = [ivf for shard in retriever.indexes[0].shards if (ivf := ivf_of(shard)) is not None]
     if not parts:
         return None
     sizes = np.sum([[ivf.get_list_size(number) for number in range(ivf.nlist)] for ivf in parts], axis=0)

@@ -24,7 +24,7 @@ from indexing.store.datastore import SPLITS, Datastore, shard_name, write_datast
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.tokenizer import Tokenizer
-from pipelines import corpus_stage
+from pipelines import corpus_stage, sharing
 from pipelines.config import Config
 from pipelines.executors import Advance, Executor, Task
 from pipelines.progress import progress
@@ -128,6 +128,8 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
             for split in SPLITS
         },
     }
+    if "neighbors" in fingerprints:
+        manifest["also"] = sharing.manifest_entries(config) if name == "neighbors" else old.get("also", [])
     if manifest != {key: value for key, value in old.items() if key != "format_version"}:
         write_datastore_manifest(folder, manifest)
 
@@ -221,16 +223,22 @@ def run_embed(config: Config, executor: Executor) -> str:
 
 def _make_embedder(config: Config) -> None:
     folder, settings = config.datastore, config.embedder
-    inputs = {"chunks": Datastore.open(folder).manifest["fingerprints"]["chunk"]}
+    datastore = Datastore.open(folder)
+    inputs = {"chunks": datastore.manifest["fingerprints"]["chunk"]}
     if settings.kind == "transformer":
         inputs = {"model": embedders.model_fingerprint(settings.path)}
+    elif settings.path:
+        inputs = {"embedder.path": fingerprint(sharing.embedder_files(datastore, settings))}
     recipe = Recipe("embed", 1, _prefixed("embedder", settings.recipe()), inputs)
     if is_finished(folder / "embedder", recipe):
         return
-    train = Datastore.open(folder).train
+    train = datastore.train
     with create(folder / "embedder", recipe) as (work, counts):
         if settings.kind == "transformer":
             embedders.write_settings(work, settings)
+            return
+        if settings.path:
+            sharing.copy_embedder(datastore, settings, work)
             return
         total = train.num_chunks
         rng = np.random.default_rng(settings.seed)
@@ -354,46 +362,57 @@ def sample_queries(datastore: Datastore, wanted: int, seed: int) -> tuple[np.nda
 
 # --- neighbors -----------------------------------------------------------------------------------------------------
 
+# What the neighbors of a chunk depend on, in every datastore that is searched: the name in the recipe, and the stage.
+_SEARCHED = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
+
 
 def run_neighbors(config: Config, executor: Executor) -> str:
-    """Embeddings and index → the neighbors of every chunk of both splits."""
+    """Embeddings and indexes → the neighbors of every chunk of both splits."""
     folder = config.datastore
-    inputs = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
     fingerprints = Datastore.open(folder).manifest["fingerprints"]
+    inputs = {name: fingerprints[stage] for name, stage in _SEARCHED.items()}
+    searched = [(folder, fingerprint(inputs))]
+    for number, other in enumerate(sharing.retrieved_from(config)):
+        theirs = fingerprint({name: other.manifest["fingerprints"][stage] for name, stage in _SEARCHED.items()})
+        inputs[f"neighbors.also[{number}]"] = theirs  # not the folder: a datastore that was moved is the same
+        searched.append((other.folder, theirs))
     todo = []
     for shard, source in enumerate(_shards(folder, "chunks")):
         recipe = Recipe(
             stage="neighbors",
             version=1,
-            settings=_prefixed("neighbors", config.neighbors) | {"shard": shard},
-            inputs={name: fingerprints[stage] for name, stage in inputs.items()},
+            settings=_prefixed("neighbors", config.neighbors, without=("also",)) | {"shard": shard},
+            inputs=inputs,
         )
         out = folder / "neighbors" / shard_name(shard)
         if not is_finished(out, recipe):
             size = sum(read_manifest(source)["counts"][split]["chunks"] for split in SPLITS)
-            todo.append((out, Task((out, recipe, folder, shard, config.neighbors, fingerprints["add"]), size)))
+            todo.append((out, Task((out, recipe, shard, config.neighbors, tuple(searched)), size)))
     _run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     return fingerprint([_fingerprint_of(path) for path in _shards(folder, "neighbors")])
 
 
 @lru_cache(maxsize=1)
-def _open_index(folder: Path, num_shards: int, _: str) -> index.ShardedIndex:
-    """Kept between the shards of one worker; the fingerprint in its key notices another index."""
-    return index.ShardedIndex.open(folder / "index", num_shards)
+def _open_searched(searched: tuple[tuple[Path, str], ...]) -> list[neighbors.Searchable]:
+    """Kept between the shards of one worker; the fingerprints in the key notice another index."""
+    datastores = [Datastore.open(folder) for folder, _ in searched]
+    return [
+        neighbors.Searchable(index.ShardedIndex.open(each.folder / "index", len(each.train.chunk_rows)), each.train)
+        for each in datastores
+    ]
 
 
 def neighbor_task(
-    out: Path, recipe: Recipe, folder: Path, shard: int, settings: Any, index_print: str, *, advance: Advance
+    out: Path, recipe: Recipe, shard: int, settings: Any, searched: tuple[tuple[Path, str], ...], *, advance: Advance
 ) -> None:
-    """Search the neighbors of one shard's chunks, both splits."""
-    datastore = Datastore.open(folder)
-    opened = _open_index(folder, len(datastore.train.chunk_rows), index_print)
+    """Search the neighbors of one shard's chunks, both splits; the datastore's own folder is the first of `searched`."""
+    datastore, opened = Datastore.open(searched[0][0]), _open_searched(searched)
     with create(out, recipe) as (work, counts):
         for split in (datastore.train, datastore.valid):
             starts = split.tokens.starts
             rows = (int(starts[shard]), int(starts[shard + 1]))
             counts[split.name] = neighbors.neighbor_shard(
-                work / split.name, split, rows, opened, datastore.train, settings, advance=advance
+                work / split.name, split, rows, opened, settings, advance=advance
             )
 
 

@@ -9,11 +9,14 @@ depends on how many processes read, and resuming needs no state.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
+from indexing.store.retrieval import RetrievalSet, check_tokenizer
+from retro.mixture import Share, announce, check_budgets, mixture_weights, shares
 from retro.neighbors import NeighborUse, Queries, Source, read_neighbors
 from retro.order import mix, mixture, permuted
 
@@ -29,6 +32,10 @@ class DataSettings:
     """Datastores to mix; empty: the one of this configuration. They must share one tokenizer."""
     weights: tuple[float, ...] = ()
     """Share of the sequences from each datastore; empty: by their numbers of chunks."""
+    temperature: float = 1.0
+    """Shares by size^(1/temperature): 1 keeps the sizes, above 1 small datastores are read more often."""
+    token_budgets: tuple[int, ...] = ()
+    """Tokens read of each datastore over the whole run: shares in proportion, and a longer run is refused."""
     sequence_length: int = 512
     """n, tokens of a training sequence: a multiple of the chunk length (paper: 2048)."""
     k: int = 2
@@ -44,12 +51,21 @@ class DataSettings:
     """Of the order of the sequences, of random neighbors and of the draws from data.k_choices."""
 
     def __post_init__(self) -> None:
-        if self.weights and len(self.weights) != len(self.datastores):
+        for key in ("weights", "token_budgets"):
+            values = getattr(self, key)
+            if values and len(values) != len(self.datastores):
+                raise InputError(
+                    f"data.{key} has {len(values)} numbers for {len(self.datastores)} data.datastores: give one for each."
+                )
+            if any(value <= 0 for value in values):
+                raise InputError(f"data.{key} = {values}: all must be above 0.")
+        if self.temperature <= 0:
+            raise InputError(f"data.temperature = {self.temperature}: must be above 0; 1 keeps the sizes.")
+        given = [key for key in ("weights", "temperature", "token_budgets") if getattr(self, key) not in ((), 1.0)]
+        if len(given) > 1:
             raise InputError(
-                f"data.weights has {len(self.weights)} numbers for {len(self.datastores)} data.datastores."
+                f"{' and '.join(f'data.{key}' for key in given)} are given: each decides the shares alone; keep one."
             )
-        if any(weight <= 0 for weight in self.weights):
-            raise InputError(f"data.weights = {self.weights}: all must be above 0.")
         if self.sequence_length < 1:
             raise InputError(f"data.sequence_length = {self.sequence_length}: must be a multiple of the chunk length.")
         if self.k < 0:
@@ -87,13 +103,13 @@ class Batch:
 
 
 def read_sequences(
-    split: Split, train: Split, ranges: Sequence[tuple[int, int]], num_chunks: int, use: NeighborUse
+    split: Split, retrieval: RetrievalSet, ranges: Sequence[tuple[int, int]], num_chunks: int, use: NeighborUse
 ) -> Batch:
     """Runs of chunks as a batch, each padded to the same length.
 
     Args:
         split: where the sequences lie.
-        train: where their neighbors lie.
+        retrieval: where their neighbors lie.
         ranges: first and stop of the chunks of each of B sequences.
         num_chunks: U.
         use: how their neighbors are chosen; k = 0 for retrieval OFF.
@@ -106,7 +122,7 @@ def read_sequences(
     lengths = np.zeros(ids.shape, dtype=np.int64)
     lengths[real] = split.lengths.gather(ids[real])
     # Chunks that pad a sequence are a document of their own.
-    documents, starts, stops = np.stack([np.full(ids.shape, -1), np.full(ids.shape, train.num_chunks), 0 * ids])
+    documents, starts, stops = np.stack([np.full(ids.shape, -1), np.full(ids.shape, split.num_chunks), 0 * ids])
     documents[real], starts[real], stops[real] = split.documents_of(ids[real])
     neighbors = neighbor_lengths = None
     if use.k:
@@ -115,14 +131,14 @@ def read_sequences(
         followed[:, :-1] = documents[:, 1:] == documents[:, :-1]
         queries = Queries(
             ids=ids[real],
-            excluded=np.repeat(own * (split.name == train.name), real.sum(axis=1), axis=0),
+            excluded=np.repeat(own * (split.name == retrieval.own.name), real.sum(axis=1), axis=0),
             tokens=tokens[real],
             lengths=lengths[real],
             followed=followed[real],
         )
         neighbors = np.full((*ids.shape, use.k, 2 * m), split.pad_id, dtype=np.int64)  # [B, U, K, R]
         neighbor_lengths = np.zeros((*ids.shape, use.k), dtype=np.int64)  # [B, U, K]
-        neighbors[real], neighbor_lengths[real] = read_neighbors(split, train, queries, use)
+        neighbors[real], neighbor_lengths[real] = read_neighbors(split, retrieval, queries, use)
     return Batch(
         tokens=tokens.reshape(len(ids), -1),
         labels=_labels(tokens, lengths, documents),
@@ -177,6 +193,7 @@ class TrainingData:
     """
 
     def __init__(self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool) -> None:
+        self._arguments = (tuple(folders), settings, retrieval)
         self.datastores = [Datastore.open(folder) for folder in folders]
         self.uses = [settings.neighbor_use(k) for k in settings.k_choices or (settings.k,)]
         if not retrieval:
@@ -189,15 +206,39 @@ class TrainingData:
                 f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length."
             )
         self.num_chunks = settings.sequence_length // m
+        asked = f"data.k_choices = {settings.k_choices}" if settings.k_choices else f"data.k = {settings.k}"
+        most = max(self.uses, key=lambda use: use.k)
         for datastore in self.datastores:
-            _check_datastore(datastore, first, max(self.uses, key=lambda use: use.k))
+            _check_datastore(datastore, first, most, asked)
+        # A baseline reads no neighbors, and needs none of the datastores that they come from.
+        self.retrieval = [RetrievalSet.of(each) if most.k else RetrievalSet((each.train,)) for each in self.datastores]
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
-        self.weights = list(settings.weights) or [float(size) for size in sizes]
+        self.token_budgets = settings.token_budgets
+        self.weights = mixture_weights(sizes, settings.weights, settings.temperature, settings.token_budgets)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the files itself: pickling a memory map would copy what it maps."""
+        return _reopened, self._arguments
 
     @property
     def fingerprints(self) -> list[str]:
         """Of the datastores, in order."""
         return [datastore.fingerprint for datastore in self.datastores]
+
+    def plan(self, num_samples: int) -> list[Share]:
+        """What a run of so many samples reads of each datastore, logged and checked.
+
+        Raises:
+            InputError: it needs more tokens than `data.token_budgets` hold.
+        """
+        m = self.datastores[0].chunk_length
+        tokens = num_samples * self.num_chunks * m
+        check_budgets(self.token_budgets, tokens)
+        folders = [datastore.folder for datastore in self.datastores]
+        sizes = [datastore.train.num_chunks * m for datastore in self.datastores]
+        found = shares(folders, sizes, self.weights, tokens)
+        announce(found)
+        return found
 
     def locate(self, sample: int) -> tuple[int, tuple[int, int]]:
         """The datastore of a sample and its chunks [first, stop). Each epoch cuts the chunks at another offset."""
@@ -230,9 +271,10 @@ class TrainingData:
         located = [self.locate(sample) for sample in samples]
         parts, rows = [], []
         for number in sorted({chosen for chosen, _ in located}):
-            train = self.datastores[number].train
+            retrieval = self.retrieval[number]
             rows.append([row for row, (chosen, _) in enumerate(located) if chosen == number])
-            parts.append(read_sequences(train, train, [located[row][1] for row in rows[-1]], self.num_chunks, use))
+            ranges = [located[row][1] for row in rows[-1]]
+            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use))
         batch = join(parts, np.concatenate(rows))
         if dropped and batch.neighbor_lengths is not None:
             for row, sample in enumerate(samples):
@@ -241,21 +283,25 @@ class TrainingData:
         return batch
 
 
-def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
+def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) -> TrainingData:
+    return TrainingData(folders, settings, retrieval=retrieval)
+
+
+def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, asked: str) -> None:
     stored = use.k and use.source == "nearest"
     datastore.require("neighbors" if stored else "chunk")
     if datastore.train.num_chunks == 0:
         raise InputError(f"{datastore.folder} holds no training chunks.")
     if stored and (found := datastore.train.neighbor_ids.shard(0).shape[1]) < use.k:
-        raise InputError(
-            f"data.k or data.k_choices = {use.k}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.k)."
-        )
+        raise InputError(f"{asked}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.k).")
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:
             raise InputError(
                 f"data.datastores: {datastore.folder} has {key} {datastore.manifest[key]}, "
                 f"{first.folder} has {first.manifest[key]}; they must share one tokenizer and chunk length."
             )
+    if datastore is not first:
+        check_tokenizer(first, datastore, "data.datastores")
 
 
 # --- evaluation ----------------------------------------------------------------------------------------------------
@@ -290,7 +336,7 @@ def windows(split: Split, num_chunks: int, stride: int) -> Iterator[Window]:
 
 
 def window_batches(
-    split: Split, train: Split, wanted: Sequence[Window], batch_size: int, use: NeighborUse
+    split: Split, retrieval: RetrievalSet, wanted: Sequence[Window], batch_size: int, use: NeighborUse
 ) -> Iterator[tuple[list[Window], Batch]]:
     """Batches of windows of similar length, each padded to the longest of its batch, with the windows in it.
 
@@ -302,7 +348,7 @@ def window_batches(
     for start in range(0, len(ordered), batch_size):
         group = list(ordered[start : start + batch_size])
         ranges = [(window.first, window.stop) for window in group]
-        batch = read_sequences(split, train, ranges, group[0].stop - group[0].first, use)
+        batch = read_sequences(split, retrieval, ranges, group[0].stop - group[0].first, use)
         for row, window in enumerate(group):
             # The label at position t is token t + 1: the first scored token is the label one position earlier.
             batch.labels[row, : max(0, (window.scored - window.first) * m - 1)] = IGNORED_LABEL

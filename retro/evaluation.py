@@ -17,6 +17,7 @@ import torch
 
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
+from indexing.store.retrieval import RetrievalSet
 from retro.batches import IGNORED_LABEL, Batch, Window, window_batches, windows
 from retro.device import Placement
 from retro.evaluation_sets import EvaluationSet, check_entries
@@ -168,6 +169,8 @@ def evaluate(
     num_chunks, stride = _window_chunks(settings, sequence_length, m)
     token_bytes = evaluation_set.token_bytes
     nats, sizes = np.zeros((2, split.num_documents))
+    datastore = evaluation_set.datastore
+    retrieval = RetrievalSet.of(datastore) if use.k else RetrievalSet((datastore.train,))
     tokens, started, mode = 0, time.perf_counter(), model.training
     table = np.zeros((3, split.num_chunks if by_chunk else 0))
     model.eval()
@@ -176,7 +179,7 @@ def evaluate(
     while tokens < full and (group := list(islice(wanted, _BUFFERED_WINDOWS))):
         if math.isfinite(full):
             group = _first_windows(group, int(full - tokens), m)
-        for part, batch in window_batches(split, evaluation_set.datastore.train, group, settings.batch_size, use):
+        for part, batch in window_batches(split, retrieval, group, settings.batch_size, use):
             documents = split.documents_of(np.array([window.first for window in part]))[0]
             scores = _score(model, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
             np.add.at(nats, documents, scores[0].sum(1))

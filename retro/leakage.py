@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from indexing.neighbors import overlap
+from indexing.overlap import overlap
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
+from indexing.store.retrieval import RetrievalSet
 from retro.evaluation import Result
 from retro.evaluation_sets import EvaluationSet
 
@@ -75,7 +76,7 @@ def leakage_of(
             raise _other_chunks(source, evaluation_set)
         near = known.neighbor_ids.gather(block)[:, :num_neighbors]
         rows, columns = np.nonzero(near >= 0)
-        neighbors, neighbor_lengths = source.train.with_continuation(near[rows, columns])
+        neighbors, neighbor_lengths = RetrievalSet.of(source).with_continuation(near[rows, columns])
         shared = overlap(tokens[rows], lengths[rows], neighbors, neighbor_lengths)
         np.maximum.at(out, start + rows, shared)
         advance(len(block))

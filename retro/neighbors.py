@@ -12,6 +12,7 @@ import numpy as np
 
 from indexing.overlap import overlap
 from indexing.store.datastore import Split
+from indexing.store.retrieval import RetrievalSet
 from retro.order import mix
 
 Source = Literal["nearest", "random"]
@@ -41,7 +42,8 @@ class Queries:
 
     Attributes:
         ids: [C] int64 in their split.
-        excluded: [C, 2] int64, first and stop of the chunk ids of all documents that the sequence touches, in `train`.
+        excluded: [C, 2] int64, first and stop of the chunk ids of all documents that the sequence touches, if they are in
+            the retrieval set. Copies of them in other datastores are not known by id: that is what `max_overlap` is for.
         tokens: [C, m] int64.
         lengths: [C] int64, real tokens.
         followed: [C] bool, whether the next row is the next chunk of the same document.
@@ -54,41 +56,44 @@ class Queries:
     followed: np.ndarray
 
 
-def read_neighbors(split: Split, train: Split, queries: Queries, use: NeighborUse) -> tuple[np.ndarray, np.ndarray]:
+def read_neighbors(
+    split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [C, K, R] and lengths [C, K] int64 of the neighbors of some chunks; see `choose_neighbors`."""
-    tokens, lengths = train.with_continuation(choose_neighbors(split, train, queries, use).ravel())
+    tokens, lengths = retrieval.with_continuation(choose_neighbors(split, retrieval, queries, use).ravel())
     return tokens.reshape(len(queries.ids), use.k, -1), lengths.reshape(len(queries.ids), use.k)
 
 
-def choose_neighbors(split: Split, train: Split, queries: Queries, use: NeighborUse) -> np.ndarray:
+def choose_neighbors(split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse) -> np.ndarray:
     """The neighbors of some chunks.
 
     Args:
         split: where the chunks lie.
-        train: where their neighbors lie.
+        retrieval: where their neighbors lie.
         queries: the chunks.
         use: how many, and which.
 
     Returns:
-        [C, k] int64 ids in `train`, -1 where too few remain.
+        [C, k] int64 ids in the retrieval set, -1 where too few remain.
     """
     if use.source == "random":
         # A chunk whose nearest neighbors are missing gets random ones all the same: the control is given as many tokens
         # as there is room for, so that it never has less to read than what it is compared with.
-        candidates = random_chunks(queries.ids, train.num_chunks, 2 * use.k + 16, use.seed)
+        drawn = random_numbers(queries.ids, retrieval.num_chunks, 2 * use.k + 16, use.seed)
+        candidates = retrieval.ids_at(drawn)
     else:
         candidates = split.neighbor_ids.gather(queries.ids)
     candidates = outside(candidates, queries.excluded)
     if use.max_overlap < 1:
-        candidates = without_copies(candidates, train, queries, use.k, use.max_overlap)
+        candidates = without_copies(candidates, retrieval, queries, use.k, use.max_overlap)
     return first_present(candidates, use.k)
 
 
-def random_chunks(ids: np.ndarray, num_chunks: int, num_draws: int, seed: int) -> np.ndarray:
-    """Uniform draws from `range(num_chunks)`, each a function of seed, chunk id and place: [C] → [C, num_draws] int64."""
+def random_numbers(ids: np.ndarray, below: int, num_draws: int, seed: int) -> np.ndarray:
+    """Uniform draws from `range(below)`, each a function of seed, chunk id and place: [C] → [C, num_draws] int64."""
     of_chunk = mix(mix(seed) ^ ids.astype(np.uint64))
     places = np.arange(num_draws, dtype=np.uint64)
-    return (mix(of_chunk[:, None] + places) % np.uint64(num_chunks)).astype(np.int64)
+    return (mix(of_chunk[:, None] + places) % np.uint64(below)).astype(np.int64)
 
 
 def outside(candidates: np.ndarray, excluded: np.ndarray) -> np.ndarray:
@@ -96,7 +101,9 @@ def outside(candidates: np.ndarray, excluded: np.ndarray) -> np.ndarray:
     return np.where((candidates >= excluded[:, :1]) & (candidates < excluded[:, 1:]), -1, candidates)
 
 
-def without_copies(candidates: np.ndarray, train: Split, queries: Queries, k: int, max_overlap: float) -> np.ndarray:
+def without_copies(
+    candidates: np.ndarray, retrieval: RetrievalSet, queries: Queries, k: int, max_overlap: float
+) -> np.ndarray:
     """Candidates [C, s] with -1 for near copies among those that would be used; no others are read.
 
     The paper measures leakage between a chunk and its own neighbors (section 2.7). But a chunk's neighbors are read while
@@ -113,7 +120,7 @@ def without_copies(candidates: np.ndarray, train: Split, queries: Queries, k: in
         if not len(rows):
             return candidates
         tested[rows, columns] = True
-        text = train.with_continuation(candidates[rows, columns])
+        text = retrieval.with_continuation(candidates[rows, columns])
         shared = np.maximum(
             overlap(queries.tokens[rows], queries.lengths[rows], *text),
             overlap(queries.tokens[following[rows]], following_lengths[rows], *text),

@@ -4,7 +4,7 @@ The position in the data is therefore one integer, no order depends on how many 
 materialised: corpora have more sequences than memory has bytes.
 """
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -38,16 +38,28 @@ def permuted(position: int, size: int, seed: int) -> int:
             return position
 
 
-def mixture(sample: int, weights: Sequence[float], seed: int) -> tuple[int, int]:
+def mixture(sample: int, weights: tuple[float, ...], seed: int) -> tuple[int, int]:
     """Which datastore a sample comes from, and how many samples of it came before.
 
     Samples are dealt in blocks of 1024 with shares rounded cumulatively, so that every prefix of the stream follows the
     weights, and shuffled inside a block.
     """
+    if len(weights) == 1:
+        return 0, sample
     block, position = divmod(sample, 1024)
+    chosen, before = _block(block, weights, seed)
+    return int(chosen[position]), int(before[position])
+
+
+@lru_cache(maxsize=16)  # a block serves 1024 samples that are asked for one after another
+def _block(block: int, weights: tuple[float, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The datastore of each of the 1024 samples of a block, and how many samples of it came before: both [1024] int64."""
     shares = np.cumsum(weights) / np.sum(weights)
     dealt = np.diff(np.rint(np.outer([block * 1024, (block + 1) * 1024], shares)).astype(np.int64), prepend=0, axis=1)
-    order = np.repeat(np.arange(len(weights)), dealt[1] - dealt[0])
-    order = np.random.default_rng([seed, block]).permutation(order)
-    chosen = int(order[position])
-    return chosen, int(dealt[0][chosen] + (order[:position] == chosen).sum())
+    chosen = np.repeat(np.arange(len(weights)), dealt[1] - dealt[0])
+    chosen = np.random.default_rng([seed, block]).permutation(chosen)
+    before = np.empty(len(chosen), dtype=np.int64)
+    for datastore, first in enumerate(dealt[0]):
+        rows = np.flatnonzero(chosen == datastore)
+        before[rows] = first + np.arange(len(rows))
+    return chosen, before

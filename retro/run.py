@@ -126,7 +126,8 @@ def score_of(line: dict[str, float]) -> tuple[str, float] | None:
 
     Bits per byte of the first evaluation set with retrieval ON, or OFF where the model cannot retrieve.
     """
-    name = next((name for name in ("valid_bits_per_byte_on", "valid_bits_per_byte_off") if name in line), None)
+    names = [name for ending in ("_bits_per_byte_on", "_bits_per_byte_off") for name in line if name.endswith(ending)]
+    name = next(iter(names), None)
     return (name, line[name]) if name and math.isfinite(line[name]) else None
 
 

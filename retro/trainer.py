@@ -91,6 +91,7 @@ def train(
     model_settings = resolve(model_settings)
     retrieval = bool(model_settings.cca_layers)
     data = TrainingData(datastores, data_settings, retrieval=retrieval)
+    data.plan(settings.steps * settings.accumulation * settings.batch_size)
     first = data.datastores[0]
     model_settings = _fit_to(model_settings, first)
     sets = open_sets(evaluation.sets, datastores, model_settings, data_settings.k if retrieval else 0)

@@ -10,7 +10,7 @@
       neighbors/00000/{train,valid}/  ids.npy distances.npy
 
 A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. The ids stored as
-neighbors are ids of the `train` split, which is the only one in the index.
+neighbors are ids of the `train` split, which is the only one in the index, or of other datastores (`retrieval.py`).
 """
 
 from collections.abc import Sequence

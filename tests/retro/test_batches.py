@@ -1,10 +1,14 @@
 """Batches: the rule that decides whether a result is true, and an order that needs no state."""
 
+import pickle
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval import RetrievalSet
 from retro.batches import (
     IGNORED_LABEL,
     Batch,
@@ -104,6 +108,13 @@ def test_a_batch_depends_on_its_sample_numbers_alone(tiny_datastore: Datastore, 
         assert np.array_equal(getattr(data.batch(range(10, 14)), name), getattr(again.batch(range(10, 14)), name))
 
 
+def test_pickled_data_is_opened_again_and_carries_no_arrays(data: TrainingData) -> None:
+    data.batch(range(4))
+    packed = pickle.dumps(data)
+    assert len(packed) < 2000
+    assert np.array_equal(pickle.loads(packed).batch(range(4)).neighbors, data.batch(range(4)).neighbors)
+
+
 def test_retrieval_is_dropped_for_about_the_share_asked_for(data: TrainingData) -> None:
     batch = data.batch(range(200), dropped=0.3)
     without = (batch.neighbor_lengths == 0).all(axis=(1, 2))
@@ -115,7 +126,7 @@ def test_every_token_after_the_first_is_scored_once_by_windows(tiny_datastore: D
     wanted = list(windows(valid, 4, 2))
     assert max(window.stop - window.first for window in wanted) == 4
     scored = 0
-    for group, batch in window_batches(valid, tiny_datastore.train, wanted, 3, NeighborUse(0)):
+    for group, batch in window_batches(valid, RetrievalSet.of(tiny_datastore), wanted, 3, NeighborUse(0)):
         assert len(group) == len(batch.tokens)
         scored += (batch.labels != IGNORED_LABEL).sum()
     total = int(valid.lengths.read(0, valid.num_chunks).sum())
@@ -125,16 +136,44 @@ def test_every_token_after_the_first_is_scored_once_by_windows(tiny_datastore: D
 def test_datastores_that_do_not_fit_are_refused(tiny_datastore: Datastore) -> None:
     with pytest.raises(InputError, match=r"data\.sequence_length = 50"):
         TrainingData([tiny_datastore.folder], DataSettings(sequence_length=50), retrieval=True)
-    with pytest.raises(InputError, match=r"data\.k or data\.k_choices = 7"):
+    with pytest.raises(InputError, match=r"data\.k = 7"):
         TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, k=7), retrieval=True)
-    with pytest.raises(InputError, match=r"data\.k or data\.k_choices = 9"):
+    with pytest.raises(InputError, match=r"data\.k_choices = \(0, 9\)"):
         TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, k_choices=(0, 9)), retrieval=True)
     with pytest.raises(InputError, match=r"data\.k_choices = \(2, -1\)"):
         DataSettings(k_choices=(2, -1))
     with pytest.raises(InputError, match=r"data\.max_overlap = 1\.5"):
         DataSettings(max_overlap=1.5)
-    with pytest.raises(InputError, match=r"data\.weights"):
+    with pytest.raises(InputError, match=r"data\.weights has 2 numbers for 0"):
         DataSettings(weights=(1.0, 2.0))
+    with pytest.raises(InputError, match=r"data\.token_budgets = \(5, 0\)"):
+        DataSettings(datastores=(Path("a"), Path("b")), token_budgets=(5, 0))
+    with pytest.raises(InputError, match=r"data\.temperature = 0"):
+        DataSettings(temperature=0)
+    with pytest.raises(InputError, match=r"data\.temperature and data\.token_budgets are given"):
+        DataSettings(datastores=(Path("a"),), temperature=2, token_budgets=(5,))
+
+
+def test_budgets_decide_the_shares_and_refuse_a_longer_run(tiny_datastore: Datastore) -> None:
+    folder = tiny_datastore.folder
+    options = DataSettings(datastores=(folder, folder), sequence_length=64, token_budgets=(64_000, 16_000))
+    data = TrainingData([folder, folder], options, retrieval=False)
+    chosen = [data.locate(sample)[0] for sample in range(1250)]
+    assert abs(chosen.count(0) - 1000) <= 20
+    planned = data.plan(1250)
+    assert [share.tokens for share in planned] == [64_000, 16_000]
+    assert planned[1].epochs == 16_000 / (16 * tiny_datastore.train.num_chunks)
+    with pytest.raises(InputError, match=r"sum to 80,000 tokens, but the run reads 80,064"):
+        data.plan(1251)
+
+
+def test_batches_of_several_datastores_keep_the_order_of_their_samples(tiny_datastore: Datastore) -> None:
+    data = TrainingData([tiny_datastore.folder] * 3, DataSettings(sequence_length=64, k=2), retrieval=True)
+    located = [data.locate(sample) for sample in range(24)]
+    assert len({chosen for chosen, _ in located}) == 3
+    batch = data.batch(range(24))
+    for row, (_, (first, stop)) in enumerate(located):
+        assert np.array_equal(batch.tokens[row], tiny_datastore.train.tokens.read(first, stop).ravel())
 
 
 def test_a_corpus_shorter_than_a_sequence_is_padded(tiny_datastore: Datastore) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from indexing.overlap import overlap
 from indexing.store.datastore import Datastore, Split
-from retro.neighbors import NeighborUse, Queries, choose_neighbors, first_present, outside, random_chunks
+from indexing.store.retrieval import RetrievalSet
+from retro.neighbors import NeighborUse, Queries, choose_neighbors, first_present, outside, random_numbers
 
 
 def queries_of(split: Split, first: int, stop: int, *, exclude: bool) -> Queries:
@@ -45,7 +46,9 @@ def test_copies_of_a_chunk_or_of_the_next_one_are_skipped_and_the_next_stored_us
     train, skipped, only_by_the_next = tiny_datastore.train, 0, 0
     for first in range(0, 120, 8):
         queries = queries_of(train, first, first + 8, exclude=True)
-        used = choose_neighbors(train, train, queries, NeighborUse(2, max_overlap=max_overlap))
+        used = choose_neighbors(
+            train, RetrievalSet.of(tiny_datastore), queries, NeighborUse(2, max_overlap=max_overlap)
+        )
         for row, stored in enumerate(train.neighbor_ids.read(first, first + 8)):
             allowed = []
             for candidate in stored[stored >= 0]:
@@ -65,15 +68,15 @@ def test_copies_of_a_chunk_or_of_the_next_one_are_skipped_and_the_next_stored_us
     assert only_by_the_next > 0 or max_overlap == 0
 
 
-def test_random_chunks_are_uniform_and_a_function_of_seed_chunk_and_place() -> None:
+def test_random_numbers_are_uniform_and_a_function_of_seed_chunk_and_place() -> None:
     ids = np.arange(2000)
-    drawn = random_chunks(ids, 50, 10, seed=1)
+    drawn = random_numbers(ids, 50, 10, seed=1)
     counts = np.bincount(drawn.ravel(), minlength=50)
     assert drawn.min() == 0
     assert abs(counts - 400).max() < 5 * np.sqrt(400)
-    assert np.array_equal(random_chunks(ids[7:9], 50, 4, seed=1), drawn[7:9, :4])
-    assert not np.array_equal(random_chunks(ids, 50, 10, seed=2), drawn)
-    assert random_chunks(ids[:1], 10**12, 20, seed=0).max() > 2**32
+    assert np.array_equal(random_numbers(ids[7:9], 50, 4, seed=1), drawn[7:9, :4])
+    assert not np.array_equal(random_numbers(ids, 50, 10, seed=2), drawn)
+    assert random_numbers(ids[:1], 10**12, 20, seed=0).max() > 2**32
 
 
 @pytest.mark.parametrize("split_name", ["train", "valid"])
@@ -83,13 +86,17 @@ def test_random_neighbors_come_from_outside_the_sequence_and_fill_every_place(
     train, split = tiny_datastore.train, tiny_datastore.split(split_name)
     for first in range(0, 40, 4):
         queries = queries_of(split, first, first + 4, exclude=split_name == "train")
-        used = choose_neighbors(split, train, queries, NeighborUse(5, source="random", seed=3))
+        used = choose_neighbors(
+            split, RetrievalSet.of(tiny_datastore), queries, NeighborUse(5, source="random", seed=3)
+        )
         assert (used >= 0).all()
         assert (used < train.num_chunks).all()
         assert not ((used >= queries.excluded[:, :1]) & (used < queries.excluded[:, 1:])).any()
         # Another sequence around the same chunk gives it the same neighbors, as far as they are not of its documents.
         alone = replace(queries, excluded=0 * queries.excluded)
-        drawn = choose_neighbors(split, train, alone, NeighborUse(21, source="random", seed=3))
+        drawn = choose_neighbors(
+            split, RetrievalSet.of(tiny_datastore), alone, NeighborUse(21, source="random", seed=3)
+        )
         for row, kept in zip(drawn, used, strict=True):
             own = [i for i in row.tolist() if queries.excluded[0, 0] <= i < queries.excluded[0, 1]]
             assert kept.tolist() == [i for i in row.tolist() if i not in own][:5]

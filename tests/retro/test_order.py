@@ -24,12 +24,21 @@ def test_permuted_depends_on_the_seed_and_handles_any_size() -> None:
     assert 0 <= permuted(3 * 10**10, 10**12, 5) < 10**12
 
 
-@given(weights=st.lists(st.floats(0.05, 1), min_size=1, max_size=4), seed=st.integers(0, 100))
+@given(weights=st.lists(st.floats(0.05, 1), min_size=1, max_size=4).map(tuple), seed=st.integers(0, 100))
 @settings(max_examples=20, deadline=None)
-def test_mixture_follows_its_weights_and_numbers_each_source_without_gaps(weights: list[float], seed: int) -> None:
+def test_mixture_follows_its_weights_and_numbers_each_source_without_gaps(
+    weights: tuple[float, ...], seed: int
+) -> None:
     drawn = [mixture(sample, weights, seed) for sample in range(1500)]
     counts = Counter(source for source, _ in drawn)
     for source, weight in enumerate(weights):
         assert [number for chosen, number in drawn if chosen == source] == list(range(counts[source]))
         in_first_block = sum(chosen == source for chosen, _ in drawn[:1024])
         assert abs(in_first_block - 1024 * weight / sum(weights)) <= 1
+
+
+def test_a_sample_is_the_same_whichever_was_asked_for_before() -> None:
+    asked = [5, 4000, 3, 2**40, 1023, 1024, 5]
+    alone = [mixture(sample, (1.0, 2.0), 7) for sample in asked]
+    assert [mixture(sample, (1.0, 2.0), 7) for sample in reversed(asked)] == alone[::-1]
+    assert alone != [mixture(sample, (1.0, 2.0), 8) for sample in asked]
