@@ -23,7 +23,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from retro import checkpoint as checkpoints
 from retro.batches import DataSettings, TrainingData
-from retro.device import Placement, place
+from retro.device import Placement, keep_freed_memory, place
 from retro.evaluation import EvaluationSettings, measure_sets
 from retro.evaluation_sets import open_sets
 from retro.flops import forward_flops, peak_flops
@@ -88,6 +88,8 @@ def train(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     placement = place(settings.device, settings.precision)
+    if placement.device.type == "cpu":
+        keep_freed_memory()
     model_settings = resolve(model_settings)
     retrieval = bool(model_settings.cca_layers)
     data = TrainingData(datastores, data_settings, retrieval=retrieval)

@@ -1,0 +1,119 @@
+"""Does retrieval pay? A baseline and three RETROs with the same tokens and seeds, on one corpus, with controls.
+
+python benchmarks/learning.py build CORPUS... --out runs/learning        two datastores of the same chunks: lexical, MiniLM
+python benchmarks/learning.py train --out runs/learning [--models baseline lexical minilm random] [--steps 3000]
+python benchmarks/learning.py score --out runs/learning                  held-out bits per byte by leakage, and curves
+
+The baseline has as many parameters as the RETROs (encoder and cross-attention are added to its FFW width). The control is
+trained and scored with neighbors drawn at random. All are scored on the same held-out documents, and filtered by what leaks
+through the lexical neighbors, so that one α means the same chunks for all. Every part goes on where it was stopped.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from indexing.embedders import EmbedderSettings
+from indexing.readers import CorpusSettings
+from indexing.tokenizer import TokenizerSettings
+from pipelines.config import Config
+from pipelines.settings import to_toml
+from retro.batches import DataSettings
+from retro.model import ModelSettings
+from retro.presets import PRESETS, baseline_of
+from retro.train_settings import TrainSettings
+
+MODELS = ("baseline", "lexical", "random", "minilm")
+EMBEDDERS = {"lexical": EmbedderSettings(), "minilm": EmbedderSettings(kind="transformer", path="minilm")}
+
+
+def retro(*arguments: str) -> None:
+    """The command line, as a user runs it."""
+    subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments], check=True)
+
+
+def build(out: Path, corpus: list[str], vocab_size: int) -> None:
+    """Datastores OUT/lexical and OUT/minilm."""
+    for name, embedder in EMBEDDERS.items():
+        config = Config(
+            datastore=out / name,
+            corpus=CorpusSettings(paths=tuple(corpus)),
+            tokenizer=TokenizerSettings(vocab_size=vocab_size),
+            embedder=embedder,
+        )
+        retro("index", _written(out / f"{name}.toml", config))
+
+
+def train(out: Path, models: list[str], preset: str, steps: int, threads: int) -> None:
+    """Runs OUT/run-NAME."""
+    sizes = replace(PRESETS[preset], shared_embeddings=True, smeared_keys=True)
+    for name in models:
+        model: ModelSettings = baseline_of(sizes) if name == "baseline" else sizes
+        config = Config(
+            datastore=out / ("minilm" if name == "minilm" else "lexical"),
+            run=out / f"run-{name}",
+            model=model,
+            data=DataSettings(sequence_length=512, k=2, neighbors="random" if name == "random" else "nearest"),
+            train=TrainSettings(
+                steps=steps,
+                batch_size=4,
+                lr=2e-3,
+                warmup_steps=100,
+                threads=threads,
+                eval_every=250,
+                eval_tokens=30_000,
+                checkpoint_every=100,
+            ),
+        )
+        retro("train", _written(out / f"run-{name}.toml", config))
+
+
+def score(out: Path) -> None:
+    """OUT/score-NAME.json for each RETRO against the baseline, and one page with all curves."""
+    runs = [name for name in MODELS if (out / f"run-{name}").exists()]
+    for name in runs[1:]:
+        to = ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
+        retro("eval", str(out / f"run-{name}"), *to, "--json", str(out / f"score-{name}.json"))
+    retro("report", *(str(out / f"run-{name}") for name in runs), "--out", str(out / "learning.html"))
+    for name in runs:
+        lines = [json.loads(line) for line in (out / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            if "valid_bits_per_byte_off" in line:
+                on = line.get("valid_bits_per_byte_on")
+                print(
+                    f"{name:9} {line['tokens']:10,} tokens  OFF {line['valid_bits_per_byte_off']:.4f}"
+                    + (f"  ON {on:.4f}" if on else "")
+                )
+
+
+def _written(file: Path, config: Config) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(to_toml(config))
+    return str(file)
+
+
+def main() -> None:
+    """One of the three parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["build", "train", "score"])
+    parser.add_argument("corpus", nargs="*")
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--preset", default="tiny", choices=PRESETS)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    options = parser.parse_args()
+    if options.part == "build":
+        build(options.out, options.corpus, options.vocab_size)
+    elif options.part == "train":
+        train(options.out, options.models, options.preset, options.steps, options.threads)
+    else:
+        score(options.out)
+
+
+if __name__ == "__main__":
+    main()
