@@ -27,6 +27,12 @@ from retro.presets import PRESETS, baseline_of
 from retro.train_settings import TrainSettings
 
 MODELS = ("baseline", "lexical", "random", "minilm")
+# What brings copying sooner: the paper's model, and each of our two changes alone; `lexical` has both.
+ABLATIONS = {
+    "paper": {"shared_embeddings": False, "smeared_keys": False},
+    "shared": {"shared_embeddings": True, "smeared_keys": False},
+    "smeared": {"shared_embeddings": False, "smeared_keys": True},
+}
 EMBEDDERS = {"lexical": EmbedderSettings(), "minilm": EmbedderSettings(kind="transformer", path="minilm")}
 
 
@@ -49,8 +55,9 @@ def build(out: Path, corpus: list[str], vocab_size: int) -> None:
 
 def train(out: Path, models: list[str], preset: str, steps: int, threads: int) -> None:
     """Runs OUT/run-NAME."""
-    sizes = replace(PRESETS[preset], shared_embeddings=True, smeared_keys=True)
     for name in models:
+        changes = ABLATIONS.get(name, {"shared_embeddings": True, "smeared_keys": True})
+        sizes = replace(PRESETS[preset], **changes)
         model: ModelSettings = baseline_of(sizes) if name == "baseline" else sizes
         config = Config(
             datastore=out / ("minilm" if name == "minilm" else "lexical"),
@@ -73,7 +80,7 @@ def train(out: Path, models: list[str], preset: str, steps: int, threads: int) -
 
 def score(out: Path) -> None:
     """OUT/score-NAME.json for each RETRO against the baseline, and one page with all curves."""
-    runs = [name for name in MODELS if (out / f"run-{name}").exists()]
+    runs = [name for name in (*MODELS, *ABLATIONS) if (out / f"run-{name}").exists()]
     for name in runs[1:]:
         to = ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
         retro("eval", str(out / f"run-{name}"), *to, "--json", str(out / f"score-{name}.json"))
@@ -101,7 +108,7 @@ def main() -> None:
     parser.add_argument("part", choices=["build", "train", "score"])
     parser.add_argument("corpus", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *ABLATIONS])
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--threads", type=int, default=0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from indexing.store.errors import InputError
 from retro.batches import IGNORED_LABEL
 from retro.loss import loss
-from retro.model import Attention, ModelSettings, Retro, place
+from retro.model import Attention, ModelSettings, Retro, place, smear
 from retro.presets import PRESETS, baseline_of, count_parameters, resolve
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
@@ -34,8 +34,8 @@ SETTINGS = ModelSettings(
     encoder_head_dim=8,
     chunk_length=M,
 )
-SCHEMES = ("rope", "transformer-xl")
-both_schemes = pytest.mark.parametrize("scheme", SCHEMES)
+SCHEMES = {"rope": {}, "transformer-xl": {"positions": "transformer-xl"}, "smeared": {"smeared_keys": True}}
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 few = settings(max_examples=8, deadline=None, derandomize=True)
 MODELS: dict[str, Retro] = {}
 
@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 def build(scheme: str = "rope", **changes: Any) -> Retro:
     """A small model whose every part matters: the biases u and v start at zero, so they are moved off it."""
     torch.manual_seed(0)
-    model = Retro(replace(SETTINGS, positions=scheme, **changes)).eval()  # type: ignore[arg-type]
+    model = Retro(replace(SETTINGS, **SCHEMES[scheme], **changes)).eval()  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -91,7 +91,7 @@ def embedding_gradients(model: Retro, output: Tensor, table: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- causality
 
 
-@both_schemes
+@every_scheme
 @given(chunk=st.integers(0, U - 1), row=st.integers(0, B - 1), neighbor=st.integers(0, K - 1))
 @few
 def test_changing_a_neighbor_of_chunk_u_changes_no_logit_before_its_last_token(scheme, chunk, row, neighbor):
@@ -104,7 +104,7 @@ def test_changing_a_neighbor_of_chunk_u_changes_no_logit_before_its_last_token(s
     assert torch.equal(before[1 - row], after[1 - row])
 
 
-@both_schemes
+@every_scheme
 @given(position=st.integers(0, T - 1), row=st.integers(0, B - 1))
 @few
 def test_changing_a_token_changes_no_earlier_logit(scheme, position, row):
@@ -117,7 +117,7 @@ def test_changing_a_token_changes_no_earlier_logit(scheme, position, row):
     assert torch.equal(before[1 - row], after[1 - row])
 
 
-@both_schemes
+@every_scheme
 def test_gradients_reach_only_earlier_tokens_and_neighbors_of_finished_chunks(scheme):
     model = build(scheme, tied_embeddings=False)  # so the embedding's gradients are those of the inputs alone
     tokens = torch.arange(T)[None]  # every position and every neighbor has ids of its own
@@ -135,7 +135,7 @@ def test_gradients_reach_only_earlier_tokens_and_neighbors_of_finished_chunks(sc
             assert (neighbor_gradients[readable * K :] == 0).all()
 
 
-@both_schemes
+@every_scheme
 def test_rows_of_a_batch_do_not_depend_on_each_other(scheme):
     model = build(scheme, tied_embeddings=False)
     _, neighbors, lengths = batch()
@@ -148,7 +148,7 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(scheme):
     assert not (embedding_gradients(model, output[0], model.encoder.embedding.weight)[25:] > 0).any()
 
 
-@both_schemes
+@every_scheme
 @given(num_tokens=st.integers(1, T))
 @few
 def test_a_prefix_has_the_first_logits_of_the_whole(scheme, num_tokens):
@@ -169,7 +169,7 @@ def test_a_prefix_has_the_first_logits_of_the_whole(scheme, num_tokens):
 # --------------------------------------------------------------------------------------------- missing neighbors
 
 
-@both_schemes
+@every_scheme
 def test_what_stands_beyond_a_neighbors_length_changes_nothing(scheme):
     tokens, neighbors, lengths = batch()
     lengths[0, 1, 0] = lengths[1, 2] = 0
@@ -184,7 +184,7 @@ def test_what_stands_beyond_a_neighbors_length_changes_nothing(scheme):
     assert (encoder_gradients[49] == 0).all()
 
 
-@both_schemes
+@every_scheme
 def test_a_missing_neighbor_equals_one_neighbor_less(scheme):
     tokens, neighbors, lengths = batch()
     lengths[:, :, 1] = 0
@@ -194,7 +194,7 @@ def test_a_missing_neighbor_equals_one_neighbor_less(scheme):
     )
 
 
-@both_schemes
+@every_scheme
 def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
     model = build(scheme)
     tokens, neighbors, lengths = batch()
@@ -211,7 +211,7 @@ def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
         assert parameter.grad.isfinite().all(), name
 
 
-@both_schemes
+@every_scheme
 def test_gradients_are_finite_and_zero_where_every_neighbor_is_missing(scheme):
     model = build(scheme)
     tokens, neighbors, lengths = batch()
@@ -224,7 +224,7 @@ def test_gradients_are_finite_and_zero_where_every_neighbor_is_missing(scheme):
             assert parameter.grad.isfinite().all(), name
 
 
-@both_schemes
+@every_scheme
 def test_the_order_of_the_neighbors_does_not_matter(scheme):
     tokens, neighbors, lengths = batch()
     torch.testing.assert_close(
@@ -240,7 +240,7 @@ def test_the_order_of_the_neighbors_does_not_matter(scheme):
 DOCUMENTS = torch.tensor([[3, 3, 4, 4], [5, 6, 6, 6]])
 
 
-@both_schemes
+@every_scheme
 def test_documents_of_one_sequence_do_not_see_each_other(scheme):
     tokens, neighbors, lengths = batch()
     model = model_of(scheme)
@@ -252,7 +252,7 @@ def test_documents_of_one_sequence_do_not_see_each_other(scheme):
     assert not torch.equal(before[0, : 2 * M], after[0, : 2 * M])
 
 
-@both_schemes
+@every_scheme
 def test_a_document_inside_a_sequence_has_the_logits_it_has_alone(scheme):
     tokens, neighbors, lengths = batch()
     together = logits(model_of(scheme), tokens, DOCUMENTS, neighbors, lengths)[1, M:]
@@ -260,7 +260,7 @@ def test_a_document_inside_a_sequence_has_the_logits_it_has_alone(scheme):
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-5)
 
 
-@both_schemes
+@every_scheme
 def test_neighbors_of_a_documents_last_chunk_do_not_reach_the_next_document(scheme):
     tokens, neighbors, lengths = batch()
     changed = neighbors.clone()
@@ -274,7 +274,7 @@ def test_neighbors_of_a_documents_last_chunk_do_not_reach_the_next_document(sche
     ) == (2 * M - 1)
 
 
-@both_schemes
+@every_scheme
 @given(padding=st.integers(1, M - 1))
 @few
 def test_padding_at_a_documents_end_influences_nothing_but_itself(scheme, padding):
@@ -289,7 +289,7 @@ def test_padding_at_a_documents_end_influences_nothing_but_itself(scheme, paddin
     assert torch.equal(before[:, outside], after[:, outside])
 
 
-@both_schemes
+@every_scheme
 def test_a_single_document_may_be_named_or_not(scheme):
     tokens, neighbors, lengths = batch()
     named = logits(model_of(scheme), tokens, torch.full((B, U), 9), neighbors, lengths)
@@ -341,7 +341,7 @@ def slow_attention(
     return out
 
 
-@pytest.fixture(params=SCHEMES)
+@pytest.fixture(params=["rope", "transformer-xl"])
 def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What went into and came out of every block of a single-headed model, for a sequence that ends within a chunk.
 
@@ -409,7 +409,7 @@ def test_encoded_neighbors_read_the_chunk_that_asked(seen):
         torch.testing.assert_close(output[chunk], slow, rtol=1e-4, atol=1e-4)
 
 
-@both_schemes
+@pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
 def test_heads_work_by_themselves(scheme):
     torch.manual_seed(2)
     both = Attention(query_width=12, key_width=10, num_heads=2, head_dim=8, scheme=scheme)
@@ -434,7 +434,7 @@ def test_heads_work_by_themselves(scheme):
         torch.testing.assert_close(both(x, places, source), expected, rtol=1e-4, atol=1e-5)
 
 
-@both_schemes
+@every_scheme
 def test_a_neighbor_is_encoded_with_its_own_chunk_and_without_the_other_neighbors(scheme):
     model = model_of(scheme)
     encoder = model.encoder
@@ -454,7 +454,7 @@ def test_a_neighbor_is_encoded_with_its_own_chunk_and_without_the_other_neighbor
     assert not any("cross" in name for name, _ in unconditioned.encoder.named_parameters())
 
 
-@both_schemes
+@every_scheme
 def test_bfloat16_autocast_agrees_with_float32(scheme):
     model = build(scheme)
     tokens, neighbors, lengths = batch()
@@ -562,6 +562,22 @@ def test_the_baseline_has_no_encoder_and_ignores_neighbors():
     tokens, neighbors, lengths = batch()
     assert not any(name.startswith(("encoder.", "cross.")) for name, _ in model.named_parameters())
     assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens))
+
+
+def test_smeared_keys_mix_in_the_one_before_and_stop_at_the_border_of_a_neighbor():
+    k = torch.arange(6.0).view(1, 6, 1, 1)
+    assert smear(k, torch.tensor([[0.25]]), runs=2).flatten().tolist() == [0, 0.75, 1.75, 3, 3.75, 4.75]
+
+
+def test_shared_embeddings_leave_one_table_and_still_read_the_neighbors():
+    model = build(shared_embeddings=True)
+    tables = [name for name, parameter in model.named_parameters() if parameter.shape[0] == V]
+    assert tables == ["embedding.weight"]
+    tokens, neighbors, lengths = batch()
+    on, off = model(tokens, None, neighbors, lengths), model(tokens)
+    assert first_difference(on.detach(), off.detach()) == M - 1
+    on.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_dropout_drops_in_training_only():
