@@ -2,7 +2,7 @@
 
     pieces of files → documents → tokens ([bos] text [eos]) → rows of m tokens, the last one of a document padded
 
-Each document falls into `train` or `valid` by a hash of its text. A chunk never spans two documents.
+Each document falls into `train`, `valid` or `test` by a hash of its text. A chunk never spans two documents.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.corpus import Piece, in_validation, read_piece
+from indexing.corpus import Piece, read_piece, split_of
 from indexing.readers import CorpusSettings, Document, Problem
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
@@ -130,7 +130,7 @@ def chunk_shard(
     on_problem: Callable[[Problem], None],
     advance: Callable[[int], None],
 ) -> dict[str, dict[str, int]]:
-    """Write the chunks of one shard into the folder `work`, `work/train` and `work/valid`.
+    """Write the chunks of one shard into the folder `work`, in a folder for each split.
 
     Args:
         work: an empty folder.
@@ -153,7 +153,7 @@ def chunk_shard(
         for batch in _batches(documents):
             texts = [document.text for document in batch]
             for document, tokens in zip(batch, tokenizer.encode_batch(texts), strict=True):
-                split = "valid" if in_validation(document.text, corpus.valid_per_mille) else "train"
+                split = split_of(document.text, corpus.split)
                 writers[split].append(document, piece.file.name, np.concatenate([before, tokens, after]))
             advance(sum(len(text.encode()) for text in texts))
     return {name: writer.close() for name, writer in writers.items()}

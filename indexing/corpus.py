@@ -246,14 +246,22 @@ def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> l
     return problems
 
 
-def in_validation(text: str, per_mille: int) -> bool:
-    """Whether a document belongs to the validation split.
+def split_of(text: str, weights: tuple[int, int, int]) -> str:
+    """The split that a document belongs to: `train`, `valid` or `test`, with chances as the weights of these.
 
-    Decided by a BLAKE2b hash of the text alone: equal documents fall on the same side, a document keeps its side as the
-    corpus grows, and raising `per_mille` only moves documents into the split.
+    Decided by a BLAKE2b hash of the text alone: equal documents fall on the same side, and a document keeps its side as
+    the corpus grows. The hash is a point of the unit interval, from which `valid` takes the lower end, `test` the upper
+    one and `train` what is between: a larger share only moves documents into a split, and only out of `train`.
     """
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 1000 < per_mille
+    thousands, thousandth = divmod(int.from_bytes(digest, "little"), 1000)
+    # Exactly, in integers: the point is position / whole, and its first three decimal places are the hash modulo 1000.
+    fraction = 2**64 // 1000 + 1
+    position, whole = thousandth * fraction + thousands, 1000 * fraction
+    _, valid, test = weights
+    if position * sum(weights) < valid * whole:
+        return "valid"
+    return "test" if (whole - position) * sum(weights) <= test * whole else "train"
 
 
 def read_piece(piece: Piece, settings: CorpusSettings, on_problem: Callable[[Problem], None]) -> Iterator[Document]:

@@ -52,8 +52,8 @@ class CorpusSettings:
     """Keys or columns that are kept with each document where they exist."""
     shard_bytes: int = 64 * 2**20
     """Bytes of text in a shard, about."""
-    valid_per_mille: int = 20
-    """Documents in 1000 that are held out for evaluation, chosen by a hash of their text."""
+    split: tuple[int, int, int] = (980, 20, 0)
+    """Weights of train, valid and test. A hash of its text decides where a document falls; valid and test are held out."""
     strict: bool = False
     """Stop at the first problem in the data instead of reporting it."""
 
@@ -65,8 +65,11 @@ class CorpusSettings:
             raise InputError("corpus.metadata_keys and corpus.paths must not contain an empty string.")
         if self.shard_bytes < 1:
             raise InputError(f"corpus.shard_bytes is {self.shard_bytes}; it must be 1 or more.")
-        if not 0 <= self.valid_per_mille <= 1000:
-            raise InputError(f"corpus.valid_per_mille is {self.valid_per_mille}; it must be from 0 to 1000.")
+        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] < 1:
+            raise InputError(
+                f"corpus.split = {self.split}: must be three weights of 0 or more, for train, valid and test, and that of "
+                "train above 0, for example (980, 20, 0)."
+            )
 
 
 @dataclass(frozen=True)

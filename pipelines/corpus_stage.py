@@ -15,11 +15,11 @@ from indexing.corpus import (
     FileScan,
     Piece,
     find_duplicates,
-    in_validation,
     list_files,
     plan_shards,
     read_piece,
     scan_file,
+    split_of,
     strict_problem,
 )
 from indexing.readers import CorpusFile, CorpusSettings
@@ -150,7 +150,7 @@ def _make_tokenizer(config: Config) -> None:
     folder, settings = config.datastore, config.tokenizer
     if settings.is_trained:
         inputs = {"corpus": read_manifest(folder / "corpus")["fingerprint"]}
-        seen = {"corpus.valid_per_mille": config.corpus.valid_per_mille}
+        seen = {"corpus.split": config.corpus.split}
     else:
         inputs, seen = {"tokenizer.path": _checksum_of(Path(settings.path))}, {}
     values = {f"tokenizer.{key}": value for key, value in asdict(settings).items()} | seen
@@ -172,7 +172,7 @@ def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
     for shard in read_plan(config.datastore / "corpus"):
         for piece in shard:
             for document in read_piece(piece, config.corpus, on_problem=lambda _: None):
-                if not in_validation(document.text, config.corpus.valid_per_mille):
+                if split_of(document.text, config.corpus.split) == "train":
                     yield document.text
                     empty = False
                 advance(len(document.text.encode()))
@@ -183,8 +183,8 @@ def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
 def nothing_left(settings: CorpusSettings) -> InputError:
     """What is said when the held-out documents are all there are."""
     return InputError(
-        f"corpus.valid_per_mille = {settings.valid_per_mille}: every document is held out and none is left for training "
-        "and the index; lower it (0 holds out none) and add `--rebuild`."
+        f"corpus.split = {settings.split}: every document is held out and none is left for training and the index; "
+        "raise the first weight ((1, 0, 0) holds out none) and add `--rebuild`."
     )
 
 

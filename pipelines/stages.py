@@ -118,6 +118,7 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
         fingerprints[name] = result
     tokenizer = Tokenizer.open(folder / "tokenizer")
     counts = _shard_counts(folder)
+    splits = [split for split in SPLITS if all(split in count for count in counts)]
     manifest = {
         "chunk_length": config.chunks.chunk_length,
         "pad_id": tokenizer.pad_id,
@@ -125,7 +126,7 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
         "fingerprints": fingerprints,
         "splits": {
             split: {key: [count[split][key] for count in counts] for key in ("documents", "chunks", "tokens", "bytes")}
-            for split in SPLITS
+            for split in splits
         },
     }
     if manifest != {key: value for key, value in old.items() if key != "format_version"}:
@@ -176,8 +177,7 @@ def run_chunk(config: Config, executor: Executor) -> str:
         recipe = Recipe(
             stage="chunk",
             version=1,
-            settings=_prefixed("chunks", config.chunks)
-            | {"corpus.valid_per_mille": config.corpus.valid_per_mille, "shard": shard},
+            settings=_prefixed("chunks", config.chunks) | {"corpus.split": config.corpus.split, "shard": shard},
             inputs={"corpus": corpus_print, "tokenizer": tokenizer_print},
         )
         out = folder / "chunks" / shard_name(shard)
@@ -213,7 +213,7 @@ def run_embed(config: Config, executor: Executor) -> str:
         recipe = Recipe("embed", 1, {"shard": shard}, {"chunks": _fingerprint_of(source), "embedder": embedder_print})
         out = folder / "embeddings" / shard_name(shard)
         if not is_finished(out, recipe):
-            size = sum(read_manifest(source)["counts"][split]["chunks"] for split in SPLITS)
+            size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             todo.append((out, Task((out, recipe, folder, embedder_print, source, config.embedder), size)))
     _run_tasks("embed", "chunks", embed_task, todo, executor)
     return fingerprint([_fingerprint_of(path) for path in _shards(folder, "embeddings")])
@@ -250,10 +250,10 @@ def _open_embedder(folder: Path, _: str, settings: embedders.EmbedderSettings) -
 def embed_task(
     out: Path, recipe: Recipe, folder: Path, embedder_print: str, source: Path, settings: Any, *, advance: Advance
 ) -> None:
-    """Make one shard of embeddings, both splits."""
+    """Make one shard of embeddings, all splits."""
     embedder = _open_embedder(folder, embedder_print, settings)
     with create(out, recipe) as (work, counts):
-        for split in SPLITS:
+        for split in Datastore.open(folder).split_names:
             tokens, lengths = (np.load(source / split / f"{name}.npy", mmap_mode="r") for name in ("tokens", "lengths"))
             counts[split] = embedders.embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)
 
@@ -356,7 +356,7 @@ def sample_queries(datastore: Datastore, wanted: int, seed: int) -> tuple[np.nda
 
 
 def run_neighbors(config: Config, executor: Executor) -> str:
-    """Embeddings and index → the neighbors of every chunk of both splits."""
+    """Embeddings and index → the neighbors of every chunk of all splits."""
     folder = config.datastore
     inputs = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
     fingerprints = Datastore.open(folder).manifest["fingerprints"]
@@ -370,7 +370,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         )
         out = folder / "neighbors" / shard_name(shard)
         if not is_finished(out, recipe):
-            size = sum(read_manifest(source)["counts"][split]["chunks"] for split in SPLITS)
+            size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             todo.append((out, Task((out, recipe, folder, shard, config.neighbors, fingerprints["add"]), size)))
     _run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     return fingerprint([_fingerprint_of(path) for path in _shards(folder, "neighbors")])
@@ -385,11 +385,11 @@ def _open_index(folder: Path, num_shards: int, _: str) -> index.ShardedIndex:
 def neighbor_task(
     out: Path, recipe: Recipe, folder: Path, shard: int, settings: Any, index_print: str, *, advance: Advance
 ) -> None:
-    """Search the neighbors of one shard's chunks, both splits."""
+    """Search the neighbors of one shard's chunks, all splits."""
     datastore = Datastore.open(folder)
     opened = _open_index(folder, len(datastore.train.chunk_rows), index_print)
     with create(out, recipe) as (work, counts):
-        for split in (datastore.train, datastore.valid):
+        for split in map(datastore.split, datastore.split_names):
             starts = split.tokens.starts
             rows = (int(starts[shard]), int(starts[shard + 1]))
             counts[split.name] = neighbors.neighbor_shard(

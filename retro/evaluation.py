@@ -113,7 +113,9 @@ def evaluate(
     valid = datastore.valid
     nats, sizes = np.zeros((2, valid.num_documents))
     if not len(nats):
-        raise InputError(f"{datastore.folder} holds no held-out documents; raise corpus.valid_per_mille and rebuild.")
+        raise InputError(
+            f"{datastore.folder} holds no held-out documents; give valid a weight in corpus.split and rebuild."
+        )
     tokens, started, mode = 0, time.perf_counter(), model.training
     model.eval()
     wanted = windows(valid, num_chunks, stride)
