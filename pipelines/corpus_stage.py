@@ -22,6 +22,7 @@ from indexing.corpus import (
     split_of,
     strict_problem,
 )
+from indexing.megatron import is_megatron
 from indexing.readers import CorpusFile, CorpusSettings
 from indexing.store.artefact import MANIFEST, Recipe, create, fingerprint, is_finished, read_manifest
 from indexing.store.errors import InputError
@@ -42,16 +43,16 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
     """
     folder = config.datastore / "corpus"
     files = list_files(config.corpus)
+    _require_tokenizer(config, files)
     known = _known_checksums(folder, files)
     scans = None if known else _scan(config.corpus, files, executor)
     checksums = known or [scan.checksum for scan in scans or []]
+    keys = ["text_key", "id_key", "metadata_keys", "shard_bytes"]
+    keys += ["boundary_ids"] if any(is_megatron(file.name) for file in files) else []
     recipe = Recipe(
         stage="chunk",
         version=1,
-        settings={
-            f"corpus.{key}": getattr(config.corpus, key)
-            for key in ("text_key", "id_key", "metadata_keys", "shard_bytes")
-        },
+        settings={f"corpus.{key}": getattr(config.corpus, key) for key in keys},
         inputs={file.name: value for file, value in zip(files, checksums, strict=True)}
         if len(files) <= 1000
         else {"files": fingerprint([[file.name, value] for file, value in zip(files, checksums, strict=True)])},
@@ -143,6 +144,16 @@ def _report_problems(folder: Path) -> None:
 
 
 # --- tokenizer -----------------------------------------------------------------------------------------------------
+
+
+def _require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
+    """Refuse to train a tokenizer where some of the corpus has been tokenised by another one."""
+    tokens = next((file for file in files if is_megatron(file.name)), None)
+    if tokens is not None and config.tokenizer.is_trained:
+        raise InputError(
+            f"tokenizer.kind = '{config.tokenizer.kind}' is trained on text, but {tokens.path} holds tokens. Set "
+            "tokenizer.kind to 'sentencepiece' or 'huggingface', and tokenizer.path to the tokenizer that made them."
+        )
 
 
 def _make_tokenizer(config: Config) -> None:

@@ -95,6 +95,7 @@ def memory_url() -> Iterator[str]:
         ("split", (0, 1, 1)),
         ("split", (9, -1, 0)),
         ("split", (98, 2)),
+        ("boundary_ids", (1, -1)),
     ],
 )
 def test_settings_name_the_field_that_is_wrong(field, value):
