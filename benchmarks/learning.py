@@ -66,13 +66,13 @@ def train(out: Path, models: list[str], preset: str, steps: int, threads: int) -
             data=DataSettings(sequence_length=512, k=2, neighbors="random" if name == "random" else "nearest"),
             train=TrainSettings(
                 steps=steps,
-                batch_size=4,
+                batch_size=2,
                 lr=2e-3,
                 warmup_steps=100,
                 threads=threads,
-                eval_every=250,
+                eval_every=500,
                 eval_tokens=30_000,
-                checkpoint_every=100,
+                checkpoint_every=500,
             ),
         )
         retro("train", _written(out / f"run-{name}.toml", config))
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *ABLATIONS])
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=4096)
     options = parser.parse_args()

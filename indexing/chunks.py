@@ -2,17 +2,19 @@
 
     pieces of files → documents → tokens ([bos] text [eos]) → rows of m tokens, the last one of a document padded
 
-Each document falls into `train` or `valid` by a hash of its text. A chunk never spans two documents.
+Each document falls into `train`, `valid` or `test` by a hash of its text. A chunk never spans two documents. Documents that
+are stored as tokens keep them; they are decoded for that hash and to count bytes.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from indexing.corpus import Piece, in_validation, read_piece
+from indexing.corpus import Piece, read_piece, split_of
 from indexing.readers import CorpusSettings, Document, Problem
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
@@ -52,25 +54,30 @@ def to_tokens(chunks: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 class _SplitWriter:
-    """The four files of one split of one shard, grown document by document."""
+    """The four files of one split of one shard, grown document by document; `files` closes them."""
 
     def __init__(
-        self, folder: Path, settings: ChunkSettings, tokenizer: Tokenizer, metadata_keys: Iterable[str]
+        self,
+        folder: Path,
+        settings: ChunkSettings,
+        tokenizer: Tokenizer,
+        metadata_keys: Iterable[str],
+        files: contextlib.ExitStack,
     ) -> None:
         import pyarrow
         import pyarrow.parquet
 
         folder.mkdir(parents=True)
         self.chunk_length, self.pad_id = settings.chunk_length, tokenizer.pad_id
-        self.tokens = NpyWriter(folder / "tokens.npy", tokenizer.dtype, (settings.chunk_length,))
-        self.lengths = NpyWriter(folder / "lengths.npy", np.uint16)
-        self.offsets = NpyWriter(folder / "documents.npy", np.int64)
+        self.tokens = files.enter_context(NpyWriter(folder / "tokens.npy", tokenizer.dtype, (settings.chunk_length,)))
+        self.lengths = files.enter_context(NpyWriter(folder / "lengths.npy", np.uint16))
+        self.offsets = files.enter_context(NpyWriter(folder / "documents.npy", np.int64))
         self.offsets.append(np.zeros(1, np.int64))
         self.metadata_keys = list(metadata_keys)
         text_fields = [(name, pyarrow.string()) for name in ("id", "file", *self.metadata_keys)]
         number_fields = [(name, pyarrow.int64()) for name in ("bytes", "tokens", "chunks")]
         self.schema = pyarrow.schema(text_fields + number_fields)
-        self.documents = pyarrow.parquet.ParquetWriter(folder / "documents.parquet", self.schema)
+        self.documents = files.enter_context(pyarrow.parquet.ParquetWriter(folder / "documents.parquet", self.schema))
         self.rows: list[dict[str, Any]] = []
         self.counts = {"documents": 0, "chunks": 0, "tokens": 0, "bytes": 0}
 
@@ -91,20 +98,14 @@ class _SplitWriter:
         self.offsets.append(np.array([self.counts["chunks"]], np.int64))
         self.rows.append(row)
         if len(self.rows) >= 10_000:
-            self._flush_rows()
+            self.flush()
 
-    def _flush_rows(self) -> None:
+    def flush(self) -> None:
+        """Write the rows of `documents.parquet` that are still in memory."""
         import pyarrow
 
         self.documents.write_table(pyarrow.Table.from_pylist(self.rows, schema=self.schema))
         self.rows.clear()
-
-    def close(self) -> dict[str, int]:
-        self._flush_rows()
-        self.documents.close()
-        for writer in (self.tokens, self.lengths, self.offsets):
-            writer.close()
-        return self.counts
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -112,12 +113,34 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     size = 0
     for document in documents:
         batch.append(document)
-        size += len(document.text)
+        size += document.size
         if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _tokenized(batch: list[Document], path: str, tokenizer: Tokenizer) -> Iterable[tuple[Document, np.ndarray]]:
+    """Documents of one file with text, and their tokens: of text these are encoded, of tokens the text is decoded.
+
+    Raises:
+        InputError: a stored token is not of this tokenizer.
+    """
+    stored = [document.tokens for document in batch if document.tokens is not None]
+    if not stored:
+        return zip(batch, tokenizer.encode_batch([document.text for document in batch]), strict=True)
+    for document, tokens in zip(batch, stored, strict=True):
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= tokenizer.num_model_tokens:
+            raise InputError(
+                f"{path}: document {document.record + 1} holds the token id {low if low < 0 else high}; the tokenizer's are 0 "
+                f"to {tokenizer.num_model_tokens - 1}. Set tokenizer.path to the one that made the file; ids that were added "
+                "to begin or end documents go into corpus.boundary_ids."
+            )
+    texts = tokenizer.decode_batch(stored)
+    documents = [replace(document, text=text) for document, text in zip(batch, texts, strict=True)]
+    return zip(documents, [tokens.astype(tokenizer.dtype) for tokens in stored], strict=True)
 
 
 def chunk_shard(
@@ -130,7 +153,7 @@ def chunk_shard(
     on_problem: Callable[[Problem], None],
     advance: Callable[[int], None],
 ) -> dict[str, dict[str, int]]:
-    """Write the chunks of one shard into the folder `work`, `work/train` and `work/valid`.
+    """Write the chunks of one shard into the folder `work`, in a folder for each split.
 
     Args:
         work: an empty folder.
@@ -139,21 +162,22 @@ def chunk_shard(
         settings: how documents are cut.
         tokenizer_folder: the datastore's `tokenizer/`.
         on_problem: told of everything that was skipped or mended.
-        advance: told how many bytes of text are done.
+        advance: told how many bytes of text are done, as the plan counts them.
 
     Returns:
         for each split, how many documents, chunks, tokens (with bos and eos) and bytes of text.
     """
     tokenizer = Tokenizer.open(tokenizer_folder)
-    writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys) for name in SPLITS}
     before = np.array([tokenizer.bos_id], dtype=tokenizer.dtype)
     after = np.array([tokenizer.eos_id], dtype=tokenizer.dtype)
-    for piece in pieces:
-        documents = read_piece(piece, corpus, on_problem=on_problem)
-        for batch in _batches(documents):
-            texts = [document.text for document in batch]
-            for document, tokens in zip(batch, tokenizer.encode_batch(texts), strict=True):
-                split = "valid" if in_validation(document.text, corpus.valid_per_mille) else "train"
-                writers[split].append(document, piece.file.name, np.concatenate([before, tokens, after]))
-            advance(sum(len(text.encode()) for text in texts))
-    return {name: writer.close() for name, writer in writers.items()}
+    with contextlib.ExitStack() as files:
+        writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys, files) for name in SPLITS}
+        for piece in pieces:
+            for batch in _batches(read_piece(piece, corpus, on_problem=on_problem)):
+                for document, tokens in _tokenized(batch, piece.file.path, tokenizer):
+                    writer = writers[split_of(document.text, corpus.split)]
+                    writer.append(document, piece.file.name, np.concatenate([before, tokens, after]))
+                advance(sum(document.size for document in batch))
+        for writer in writers.values():
+            writer.flush()
+    return {name: writer.counts for name, writer in writers.items()}

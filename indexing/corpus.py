@@ -8,17 +8,17 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from indexing.megatron import is_megatron, pair_of
 from indexing.readers import (
-    LINE_SUFFIXES,
+    ACCEPTED,
     PARQUET_SUFFIX,
-    WHOLE_FILE_SUFFIXES,
     CorpusFile,
     CorpusSettings,
     Document,
-    HashingReader,
     Problem,
     Window,
     is_known,
@@ -28,6 +28,7 @@ from indexing.readers import (
     read_documents,
 )
 from indexing.store.errors import InputError
+from indexing.streams import HashingReader
 
 # What file systems call the time of the last change: local, S3, GCS and Azure, in-memory.
 _TIMES = ("mtime", "LastModified", "updated", "last_modified", "modified", "created")
@@ -36,7 +37,7 @@ KEPT_EXAMPLES = 100  # problems of a file that are kept in full; the others are 
 
 @dataclass(frozen=True)
 class Cut:
-    """Consecutive documents of one file: those among the records [start, stop), with `text_bytes` UTF-8 bytes of text.
+    """Consecutive documents of one file: those among the records [start, stop), of `Document.size` `text_bytes` in all.
 
     `offset` is the byte at which record `start` begins, if the file is uncompressed JSON Lines, else 0.
     """
@@ -53,11 +54,12 @@ class FileScan:
 
     Attributes:
         documents: documents in it.
-        text_bytes: UTF-8 bytes of their text.
+        text_bytes: UTF-8 bytes of their text, estimated for tokens.
         problems: how many of each kind.
         examples: the first 100 problems.
         cuts: pieces of about `shard_bytes` of text, in order, that hold every document once.
-        checksum: BLAKE2b-128 of the file's bytes as stored, hexadecimal; empty if it cannot be read.
+        checksum: BLAKE2b-128 of the file's bytes as stored, hexadecimal, the index of a Megatron file first; empty if it
+            cannot be read.
         id_hashes: [documents] uint64, BLAKE2b-64 of the ids.
         id_lines: [documents] int64, 1-based line of each.
     """
@@ -114,17 +116,19 @@ def list_files(settings: CorpusSettings) -> list[CorpusFile]:
 
 def _files_at(given: str) -> list[CorpusFile]:
     import fsspec
-    from fsspec.implementations.local import LocalFileSystem
 
-    accepted = ", ".join((*LINE_SUFFIXES, PARQUET_SUFFIX, *WHOLE_FILE_SUFFIXES))
-    accepted = f"Accepted suffixes: {accepted}; all but .parquet may be followed by .gz or .zst."
     try:
         filesystem, root = fsspec.core.url_to_fs(given)
     except (ImportError, ValueError) as error:  # the package for this protocol is missing, or there is no such protocol
         raise InputError(f"corpus.paths: {given!r} cannot be opened: {error}") from error
     if filesystem.isfile(root):
         if not is_known(root):
-            raise InputError(f"corpus.paths: {given!r} is not of a known kind. {accepted}")
+            raise InputError(f"corpus.paths: {given!r} is not of a known kind. {ACCEPTED}")
+        for part in pair_of(root) if is_megatron(root) else ():
+            if not filesystem.isfile(part):
+                raise InputError(
+                    f"corpus.paths: {given!r}: {part} is missing; a corpus of Megatron is a .bin and its .idx. Put it there."
+                )
         base, infos = root.rpartition("/")[0], {root: filesystem.info(root)}
     elif filesystem.isdir(root):
         base, infos = root, filesystem.find(root, detail=True)
@@ -141,13 +145,25 @@ def _files_at(given: str) -> list[CorpusFile]:
         name = path[len(base) :].lstrip("/")
         is_hidden = any(part.startswith(".") for part in name.split("/"))
         if info["type"] == "file" and is_known(name) and (hidden_wanted or not is_hidden):
-            url = path if isinstance(filesystem, LocalFileSystem) else filesystem.unstrip_protocol(path)
-            url = "::".join([url, *given.split("::")[1:]])  # a file in an archive: zip://name::archive
-            changed = next((info[key] for key in _TIMES if info.get(key) is not None), "")
-            files.append(CorpusFile(url, printable(name), info.get("size") or 0, str(changed)))
+            files.append(_corpus_file(filesystem, given, path, name, infos))
     if not files:
-        raise InputError(f"corpus.paths: {given!r} holds no file of a known kind ({len(infos)} others). {accepted}")
+        raise InputError(f"corpus.paths: {given!r} holds no file of a known kind ({len(infos)} others). {ACCEPTED}")
     return files
+
+
+def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[str, dict[str, Any]]) -> CorpusFile:
+    """The file found at `path`; of a Megatron pair always the `.bin`, told by the sizes and times of both."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    paths: tuple[str, ...] = (path,)
+    if is_megatron(name):
+        paths, name = pair_of(path), pair_of(name)[0]
+    found = [infos.get(part) or filesystem.info(part) for part in paths if part in infos or filesystem.isfile(part)]
+    url = paths[0] if isinstance(filesystem, LocalFileSystem) else filesystem.unstrip_protocol(paths[0])
+    url = "::".join([url, *given.split("::")[1:]])  # a file in an archive: zip://name::archive
+    size = sum(info.get("size") or 0 for info in found)
+    times = [next((info[key] for key in _TIMES if info.get(key) is not None), "") for info in found]
+    return CorpusFile(url, printable(name), size, " ".join(map(str, times)))
 
 
 def scan_file(
@@ -182,9 +198,8 @@ def scan_file(
                 if not piece_bytes:
                     piece_start, piece_offset = document.record, document.offset
                 piece_stop = document.record + 1
-                size = len(document.text.encode())
-                piece_bytes += size
-                text_bytes += size
+                piece_bytes += document.size
+                text_bytes += document.size
                 documents += 1
                 hashes += hashlib.blake2b(document.id.encode(), digest_size=8).digest()
                 lines += piece_stop.to_bytes(8, "little")
@@ -246,14 +261,22 @@ def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> l
     return problems
 
 
-def in_validation(text: str, per_mille: int) -> bool:
-    """Whether a document belongs to the validation split.
+def split_of(text: str, weights: tuple[int, int, int]) -> str:
+    """The split that a document belongs to: `train`, `valid` or `test`, with chances as the weights of these.
 
-    Decided by a BLAKE2b hash of the text alone: equal documents fall on the same side, a document keeps its side as the
-    corpus grows, and raising `per_mille` only moves documents into the split.
+    Decided by a BLAKE2b hash of the text alone: equal documents fall on the same side, and a document keeps its side as
+    the corpus grows. The hash is a point of the unit interval, from which `valid` takes the lower end, `test` the upper
+    one and `train` what is between: a larger share only moves documents into a split, and only out of `train`.
     """
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 1000 < per_mille
+    thousands, thousandth = divmod(int.from_bytes(digest, "little"), 1000)
+    # Exactly, in integers: the point is position / whole, and its first three decimal places are the hash modulo 1000.
+    fraction = 2**64 // 1000 + 1
+    position, whole = thousandth * fraction + thousands, 1000 * fraction
+    _, valid, test = weights
+    if position * sum(weights) < valid * whole:
+        return "valid"
+    return "test" if (whole - position) * sum(weights) <= test * whole else "train"
 
 
 def read_piece(piece: Piece, settings: CorpusSettings, on_problem: Callable[[Problem], None]) -> Iterator[Document]:

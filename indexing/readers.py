@@ -1,6 +1,6 @@
-"""Reading documents out of files: text, JSON Lines and Parquet, compressed or not, local or remote.
+"""Reading documents out of files: text, JSON Lines, Parquet and tokens of Megatron; compressed or not, local or remote.
 
-    file ──open (fsspec)──► bytes ──unpack──► lines or rows ──► Document, or a Problem with file and line
+    file ──opened (fsspec)──► bytes ──unpacked──► lines, rows or tokens ──► Document, or a Problem with file and line
 
 Text is never changed: line ends, blanks and control characters stay as they stand in the file. What cannot be text
 (bytes that are not UTF-8, lone surrogates in JSON) becomes U+FFFD, and that and every document left out is reported as
@@ -8,17 +8,19 @@ a `Problem`. Memory stays at one document, whatever the size of a file.
 """
 
 import contextlib
-import gzip
-import hashlib
 import io
+import itertools
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
+from indexing.megatron import INDEX_SUFFIX, SUFFIX, is_megatron, open_index
 from indexing.store.errors import InputError
+from indexing.streams import COMPRESSION_SUFFIXES, DAMAGED, StoredReader, uncompressed, unpacked
 
 # One document a file; its id is the file's name. `.json` is left out: it may hold a document, a list of documents or
 # settings, and a guess would be wrong silently.
@@ -30,7 +32,12 @@ WHOLE_FILE_SUFFIXES = (
 )  # fmt: skip
 LINE_SUFFIXES = (".jsonl", ".ndjson")  # one document a line
 PARQUET_SUFFIX = ".parquet"  # one document a row
-COMPRESSION_SUFFIXES = (".gz", ".zst")  # may follow any suffix but .parquet
+ACCEPTED = (
+    f"Accepted suffixes: {', '.join((*LINE_SUFFIXES, PARQUET_SUFFIX, *WHOLE_FILE_SUFFIXES))}, and {SUFFIX} with its "
+    f"{INDEX_SUFFIX} beside it (Megatron); those of text and JSON Lines may be followed by {' or '.join(COMPRESSION_SUFFIXES)}."
+)
+_TOKEN_TEXT_BYTES = 4  # text in a token, about, where only the tokens are known
+_BLOCK_DOCUMENTS = 1 << 16  # whose positions in a Megatron file are held in memory
 
 ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
@@ -43,7 +50,8 @@ class CorpusSettings:
     """Which text is read, and how it is divided."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders (read with all their subfolders), globs such as `data/**/*.jsonl.zst`, or fsspec URLs."""
+    """Files, folders (read with all their subfolders), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. Of a Megatron
+    corpus the `.bin` or the `.idx`, which belong together."""
     text_key: str = "text"
     """Key (JSON Lines) or column (Parquet) of the text; dots lead into nested objects: `content.body`."""
     id_key: str = "id"
@@ -51,9 +59,11 @@ class CorpusSettings:
     metadata_keys: tuple[str, ...] = ("title", "url", "source")
     """Keys or columns that are kept with each document where they exist."""
     shard_bytes: int = 64 * 2**20
-    """Bytes of text in a shard, about."""
-    valid_per_mille: int = 20
-    """Documents in 1000 that are held out for evaluation, chosen by a hash of their text."""
+    """Bytes of text in a shard, about; a token of a Megatron file counts as 4."""
+    split: tuple[int, int, int] = (980, 20, 0)
+    """Weights of train, valid and test. A hash of its text decides where a document falls; valid and test are held out."""
+    boundary_ids: tuple[int, ...] = ()
+    """Token ids by which documents of Megatron files begin or end (bos, eod): one is taken off at each end."""
     strict: bool = False
     """Stop at the first problem in the data instead of reporting it."""
 
@@ -65,13 +75,18 @@ class CorpusSettings:
             raise InputError("corpus.metadata_keys and corpus.paths must not contain an empty string.")
         if self.shard_bytes < 1:
             raise InputError(f"corpus.shard_bytes is {self.shard_bytes}; it must be 1 or more.")
-        if not 0 <= self.valid_per_mille <= 1000:
-            raise InputError(f"corpus.valid_per_mille is {self.valid_per_mille}; it must be from 0 to 1000.")
+        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] < 1:
+            raise InputError(
+                f"corpus.split = {self.split}: must be three weights of 0 or more, for train, valid and test, and that of "
+                "train above 0, for example (980, 20, 0)."
+            )
+        if any(token < 0 for token in self.boundary_ids):
+            raise InputError(f"corpus.boundary_ids = {self.boundary_ids}: must be token ids of 0 or more; () for none.")
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One file of the corpus.
+    """One file of the corpus; of a Megatron pair the `.bin`, with the size and the time of both.
 
     Attributes:
         path: as it is opened through fsspec.
@@ -92,10 +107,11 @@ class Document:
 
     Attributes:
         id: unique if the corpus is well-made; `find_duplicates` tells.
-        text: never empty or blank, without surrogates.
+        text: never empty or blank, without surrogates; empty where the document is stored as tokens.
         metadata: the values found at `metadata_keys`; nested ones as JSON.
-        record: 0-based line (JSON Lines) or row (Parquet) in its file, counting those left out.
+        record: 0-based line (JSON Lines), row (Parquet) or number (Megatron) in its file, counting those left out.
         offset: byte at which its line starts in an uncompressed JSON Lines file, else 0.
+        tokens: [tokens] of a Megatron file, as stored, one at least; None where the document is stored as text.
     """
 
     id: str
@@ -103,11 +119,17 @@ class Document:
     metadata: dict[str, str]
     record: int
     offset: int = 0
+    tokens: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of its text; an estimate where it is stored as tokens."""
+        return len(self.text.encode()) if self.tokens is None else _TOKEN_TEXT_BYTES * len(self.tokens)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something in the data that is not as it should be; `line` is 1-based, the row number plus one in Parquet."""
+    """Something in the data that is not as it should be; `line` is 1-based, as are rows of Parquet and documents of Megatron."""
 
     kind: ProblemKind
     file: str
@@ -122,11 +144,8 @@ def printable(text: str) -> str:
 
 def is_known(name: str) -> bool:
     name = name.lower()
-    return name.endswith(PARQUET_SUFFIX) or _uncompressed(name).endswith((*LINE_SUFFIXES, *WHOLE_FILE_SUFFIXES))
-
-
-def _uncompressed(name: str) -> str:
-    return name.removesuffix(".gz").removesuffix(".zst") if name.endswith(COMPRESSION_SUFFIXES) else name
+    is_text = uncompressed(name).endswith((*LINE_SUFFIXES, *WHOLE_FILE_SUFFIXES))
+    return is_text or name.endswith(PARQUET_SUFFIX) or is_megatron(name)
 
 
 def read_documents(
@@ -144,7 +163,7 @@ def read_documents(
     """
     with opened(file, on_problem) as stored:
         if stored is not None:
-            raw = stored if file.name.lower().endswith(PARQUET_SUFFIX) else _Reader(stored)
+            raw = stored if file.name.lower().endswith(PARQUET_SUFFIX) else StoredReader(stored)
             yield from read(raw, Window(file, settings, on_problem, start, stop, offset))
 
 
@@ -155,88 +174,12 @@ def opened(file: CorpusFile, on_problem: Callable[[Problem], None]) -> Iterator[
 
     try:
         opened = fsspec.open(file.path, "rb").open()
-    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+    except _UNREADABLE as error:
         on_problem(Problem("unreadable file", printable(file.path), 1, str(error)))
         yield None
         return
     with opened:
         yield opened
-
-
-class _Reader(io.RawIOBase):
-    """The stored bytes of an open file; closing it leaves the file open, which belongs to somebody else."""
-
-    def __init__(self, stored: Any) -> None:
-        self.stored = stored
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.stored.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
-class HashingReader(_Reader):
-    """A reader that hashes what passes."""
-
-    def __init__(self, stored: Any) -> None:
-        super().__init__(stored)
-        self.digest = hashlib.blake2b(digest_size=16)
-
-    def readinto(self, buffer: Any) -> int:
-        size = super().readinto(buffer)
-        self.digest.update(buffer[:size])
-        return size
-
-    def finish(self) -> str:
-        """Read what is left and return the checksum of the whole file."""
-        while block := self.stored.read(1 << 20):
-            self.digest.update(block)
-        return self.digest.hexdigest()
-
-
-class _ZstdReader(io.RawIOBase):
-    """Decompresses all frames of a zstd stream.
-
-    `zstandard.ZstdDecompressor.stream_reader` ends quietly where a file was cut off; this raises EOFError.
-    """
-
-    def __init__(self, raw: io.RawIOBase) -> None:
-        import zstandard
-
-        self.raw = raw
-        # Published corpora are compressed with `--long=31`, which needs more than the default window.
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-        self.error = zstandard.ZstdError
-        self.frame: Any = None
-        self.waiting = b""  # stored bytes not yet decompressed
-        self.ready = memoryview(b"")  # decompressed bytes not yet read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            # Small blocks, because what one block expands to is held in memory.
-            self.waiting = self.waiting or self.raw.read(1 << 15) or b""
-            if not self.waiting:
-                if self.frame is not None:
-                    raise EOFError("the file ends inside a zstd frame")
-                return 0
-            self.frame = self.frame or self.decompressor.decompressobj()
-            try:
-                self.ready = memoryview(self.frame.decompress(self.waiting))
-            except self.error as error:
-                raise EOFError(str(error)) from error
-            self.waiting = self.frame.unused_data
-            if self.frame.eof:
-                self.frame = None
-        size = min(len(buffer), len(self.ready))
-        buffer[:size] = self.ready[:size]
-        self.ready = self.ready[size:]
-        return size
 
 
 @dataclass(frozen=True)
@@ -254,7 +197,7 @@ class Window:
         self.on_problem(Problem(kind, printable(self.file.path), line, printable(detail)))
 
 
-_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+_UNREADABLE = (FileNotFoundError, PermissionError, IsADirectoryError)
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -263,14 +206,13 @@ def read(raw: Any, window: Window) -> Iterator[Document]:
     if name.endswith(PARQUET_SUFFIX):
         yield from _parquet_rows(raw, window)
         return
+    if is_megatron(name):
+        yield from _token_documents(raw, window)
+        return
     if window.offset:
         raw.stored.seek(window.offset)
-    stream: Any
-    if name.endswith(".gz"):
-        stream = gzip.GzipFile(fileobj=raw)
-    else:
-        stream = io.BufferedReader(_ZstdReader(raw) if name.endswith(".zst") else raw, 1 << 20)
-    if _uncompressed(name).endswith(LINE_SUFFIXES):
+    stream = unpacked(raw, name)
+    if uncompressed(name).endswith(LINE_SUFFIXES):
         yield from _json_lines(stream, window, has_offsets=not name.endswith(COMPRESSION_SUFFIXES))
     elif window.start == 0 and window.stop != 0:
         yield from _whole_file(stream, window)
@@ -283,7 +225,7 @@ def _whole_file(stream: Any, window: Window) -> Iterator[Document]:
         while block := stream.read1(1 << 20):
             data += block
         is_whole = True
-    except _DAMAGED as error:
+    except DAMAGED as error:
         window.report("truncated file", data.count(b"\n") + 1, str(error))
     text = _decode(bytes(data.removeprefix(_BOM)), 1, window)
     if text and not text.isspace():
@@ -297,7 +239,7 @@ def _json_lines(stream: Any, window: Window, has_offsets: bool) -> Iterator[Docu
     while window.stop is None or record < window.stop:
         try:
             line = stream.readline()
-        except _DAMAGED as error:
+        except DAMAGED as error:
             window.report("truncated file", record + 1, str(error))
             return
         if not line:
@@ -377,6 +319,40 @@ def _column(batch: Any, key: str) -> list[Any] | None:
     elif pa.types.is_large_string(column.type):
         column = column.cast(pa.large_binary())
     return column.to_pylist()
+
+
+def _token_documents(raw: StoredReader, window: Window) -> Iterator[Document]:
+    """The documents of a Megatron file, in one pass from the first that is wanted."""
+    name, path = window.file.name, window.file.path
+    try:
+        index = open_index(path, raw.stored.seek(0, io.SEEK_END))
+    except _UNREADABLE as error:
+        window.report("unreadable file", 1, f"its index cannot be opened: {error}")
+        raw.stored.seek(0)
+        return
+    raw.include(index.stored)
+    stop = index.num_documents if window.stop is None else min(window.stop, index.num_documents)
+    stream = None
+    for first in range(window.start, stop, _BLOCK_DOCUMENTS):
+        positions = index.positions(first, min(first + _BLOCK_DOCUMENTS, stop)).tolist()
+        if stream is None:
+            raw.stored.seek(positions[0])
+            stream = io.BufferedReader(raw, 1 << 20)
+        for record, (begin, end) in enumerate(itertools.pairwise(positions), first):
+            data = stream.read(end - begin)
+            if len(data) != end - begin:
+                raise InputError(f"{path} became shorter while it was read. Wait until it is written, and run again.")
+            tokens = _without_boundaries(np.frombuffer(data, index.dtype), window.settings.boundary_ids)
+            if len(tokens):
+                yield Document(f"{name}:{record + 1}", "", {}, record, tokens=tokens)
+            else:
+                window.report("empty document", record + 1, "no token in it")
+
+
+def _without_boundaries(tokens: np.ndarray, boundary_ids: tuple[int, ...]) -> np.ndarray:
+    if len(tokens) and tokens[0] in boundary_ids:
+        tokens = tokens[1:]
+    return tokens[:-1] if len(tokens) and tokens[-1] in boundary_ids else tokens
 
 
 def _document(fields: dict[str, Any], window: Window, record: int, offset: int) -> Iterator[Document]:

@@ -13,7 +13,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -300,7 +300,7 @@ def _write_facts(folder: Path, kind: str, model: "_Model", special: Mapping[str,
     token_bytes[: len(sizes)] = sizes
     token_bytes[[pad, bos, eos]] = 0
     encoded = model.encode_batch(list(_PROBES), 1)
-    lossless = all(model.decode(ids) == text for text, ids in zip(_PROBES, encoded, strict=True))
+    lossless = model.decode_batch(encoded, 1) == list(_PROBES)
     # A token of text that serves as padding would be dropped by decode.
     lossless = lossless and not any({pad, bos, eos} & set(ids) for ids in encoded)
     meta = TokenizerMeta(kind, vocab_size, pad, bos, eos, lossless)
@@ -313,6 +313,7 @@ class Tokenizer:
 
     Attributes:
         meta: its facts; `vocab_size`, `pad_id`, `bos_id`, `eos_id` and `dtype` are also here.
+        num_model_tokens: ids that the model itself knows; `vocab_size` counts special tokens that were added after them.
         token_bytes: [vocab_size] uint16, UTF-8 bytes that each token adds to the text, 0 for special tokens. For a
             lossless tokenizer `token_bytes[encode(text)].sum()` is the size of the text; for others it is near.
     """
@@ -322,6 +323,7 @@ class Tokenizer:
         self.token_bytes = token_bytes
         self.vocab_size, self.dtype = meta.vocab_size, meta.dtype
         self.pad_id, self.bos_id, self.eos_id = meta.pad_id, meta.bos_id, meta.eos_id
+        self.num_model_tokens = model.num_tokens()
         self._special = {meta.pad_id, meta.bos_id, meta.eos_id}
         self._model = model
         self._num_threads = num_threads
@@ -351,7 +353,13 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids (an array or a list), special tokens left out; half a character becomes U+FFFD."""
-        return self._model.decode([token for token in map(int, ids) if token not in self._special])
+        return self._model.decode_batch([[token for token in map(int, ids) if token not in self._special]], 1)[0]
+
+    def decode_batch(self, ids: Sequence[np.ndarray]) -> list[str]:
+        """The text of each row of token ids, as `decode`, on several threads."""
+        special = list(self._special)
+        kept = [row[~np.isin(row, special)].tolist() for row in ids]
+        return self._model.decode_batch(kept, self._num_threads)
 
 
 def _without_surrogates(text: str) -> str:
@@ -366,7 +374,8 @@ class _Model(Protocol):
     """What the two libraries are used for."""
 
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]: ...
-    def decode(self, ids: list[int]) -> str: ...
+    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]: ...
+    def num_tokens(self) -> int: ...
     def token_bytes(self) -> list[int]: ...
 
 
@@ -403,14 +412,18 @@ class _SentencePiece:
             yield from self.symbol_ids if number else ()
             yield from self.processor.encode(part)
 
-    def decode(self, ids: list[int]) -> str:
-        size = self.processor.get_piece_size()
-        return self.processor.decode([token for token in ids if token < size])
+    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
+        size = self.num_tokens()
+        known = [row if max(row, default=0) < size else [token for token in row if token < size] for row in ids]
+        return self.processor.decode(known, num_threads=num_threads) if known else []
+
+    def num_tokens(self) -> int:
+        return self.processor.get_piece_size()
 
     def token_bytes(self) -> list[int]:
         processor = self.processor
         sizes = []
-        for token in range(processor.get_piece_size()):
+        for token in range(self.num_tokens()):
             if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
                 sizes.append(0)  # an unknown token stands for any number of bytes: 0 is a lower bound
             elif processor.is_byte(token):
@@ -451,8 +464,11 @@ class _HuggingFace:
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
         return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
+        return self.tokenizer.decode_batch(ids, skip_special_tokens=True)
+
+    def num_tokens(self) -> int:
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def token_bytes(self) -> list[int]:
         """Exact for byte-level BPE and for ▁ with byte tokens; else the size of what the token alone decodes to."""
@@ -460,7 +476,7 @@ class _HuggingFace:
         types = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
         added = {token["id"]: token for token in self.content.get("added_tokens", ())}
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
-        sizes = [0] * (max(vocabulary.values(), default=-1) + 1)
+        sizes = [0] * self.num_tokens()
         for token, token_id in vocabulary.items():
             if token_id in added:
                 size = 0 if added[token_id]["special"] else len(token.encode())

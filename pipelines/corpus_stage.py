@@ -15,13 +15,14 @@ from indexing.corpus import (
     FileScan,
     Piece,
     find_duplicates,
-    in_validation,
     list_files,
     plan_shards,
     read_piece,
     scan_file,
+    split_of,
     strict_problem,
 )
+from indexing.megatron import is_megatron
 from indexing.readers import CorpusFile, CorpusSettings
 from indexing.store.artefact import MANIFEST, Recipe, create, fingerprint, is_finished, read_manifest
 from indexing.store.errors import InputError
@@ -42,16 +43,16 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
     """
     folder = config.datastore / "corpus"
     files = list_files(config.corpus)
+    _require_tokenizer(config, files)
     known = _known_checksums(folder, files)
     scans = None if known else _scan(config.corpus, files, executor)
     checksums = known or [scan.checksum for scan in scans or []]
+    keys = ["text_key", "id_key", "metadata_keys", "shard_bytes"]
+    keys += ["boundary_ids"] if any(is_megatron(file.name) for file in files) else []
     recipe = Recipe(
         stage="chunk",
         version=1,
-        settings={
-            f"corpus.{key}": getattr(config.corpus, key)
-            for key in ("text_key", "id_key", "metadata_keys", "shard_bytes")
-        },
+        settings={f"corpus.{key}": getattr(config.corpus, key) for key in keys},
         inputs={file.name: value for file, value in zip(files, checksums, strict=True)}
         if len(files) <= 1000
         else {"files": fingerprint([[file.name, value] for file, value in zip(files, checksums, strict=True)])},
@@ -145,12 +146,22 @@ def _report_problems(folder: Path) -> None:
 # --- tokenizer -----------------------------------------------------------------------------------------------------
 
 
+def _require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
+    """Refuse to train a tokenizer where some of the corpus has been tokenised by another one."""
+    tokens = next((file for file in files if is_megatron(file.name)), None)
+    if tokens is not None and config.tokenizer.is_trained:
+        raise InputError(
+            f"tokenizer.kind = '{config.tokenizer.kind}' is trained on text, but {tokens.path} holds tokens. Set "
+            "tokenizer.kind to 'sentencepiece' or 'huggingface', and tokenizer.path to the tokenizer that made them."
+        )
+
+
 def _make_tokenizer(config: Config) -> None:
     """Train the tokenizer on a sample of the training documents, or copy the one that `tokenizer.path` names."""
     folder, settings = config.datastore, config.tokenizer
     if settings.is_trained:
         inputs = {"corpus": read_manifest(folder / "corpus")["fingerprint"]}
-        seen = {"corpus.valid_per_mille": config.corpus.valid_per_mille}
+        seen = {"corpus.split": config.corpus.split}
     else:
         inputs, seen = {"tokenizer.path": _checksum_of(Path(settings.path))}, {}
     values = {f"tokenizer.{key}": value for key, value in asdict(settings).items()} | seen
@@ -172,7 +183,7 @@ def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
     for shard in read_plan(config.datastore / "corpus"):
         for piece in shard:
             for document in read_piece(piece, config.corpus, on_problem=lambda _: None):
-                if not in_validation(document.text, config.corpus.valid_per_mille):
+                if split_of(document.text, config.corpus.split) == "train":
                     yield document.text
                     empty = False
                 advance(len(document.text.encode()))
@@ -183,8 +194,8 @@ def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
 def nothing_left(settings: CorpusSettings) -> InputError:
     """What is said when the held-out documents are all there are."""
     return InputError(
-        f"corpus.valid_per_mille = {settings.valid_per_mille}: every document is held out and none is left for training "
-        "and the index; lower it (0 holds out none) and add `--rebuild`."
+        f"corpus.split = {settings.split}: every document is held out and none is left for training and the index; "
+        "raise the first weight ((1, 0, 0) holds out none) and add `--rebuild`."
     )
 
 

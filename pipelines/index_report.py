@@ -13,7 +13,7 @@ from indexing.index import exact_search, ivf_of, recall
 from indexing.overlap import overlap
 from indexing.retriever import Retriever
 from indexing.store.artefact import read_manifest
-from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.files import read_json, write_json
 from indexing.store.retrieval import RetrievalSet
 from pipelines import report
@@ -58,7 +58,7 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     return {
         "fingerprint": datastore.fingerprint,
         "index": index | read_json(folder / "index" / "tuned" / "tuned.json"),
-        "splits": {name: _totals(datastore, name) for name in ("train", "valid")},
+        "splits": {name: _totals(datastore, name) for name in datastore.split_names},
         "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "neighbors")},
         "recall": {
             f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
@@ -67,7 +67,11 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         },
         "recall_queries": len(ids),
         "recall_split": split_name,
-        "neighbors": {name: _neighbor_counts(counts, name, stored.shape[1]) for name in ("train", "valid")},
+        "neighbors": {
+            name: _neighbor_counts(counts, name, stored.shape[1])
+            for name in datastore.split_names
+            if datastore.split(name).num_chunks
+        },
         "overlap_of_nearest": _quantiles(_overlaps(split, retriever.retrieval, ids, near)),
         "latency_ms": _latency(retriever, queries),
         "largest_list_over_mean": _skew(retriever),
@@ -200,13 +204,16 @@ def recalls(measured: dict[str, Any]) -> list[tuple[int, float]]:
 def summary_table(measured: dict[str, Any]) -> report.Table:
     """The figures that people ask for first."""
     rows = []
-    for name, totals in measured["splits"].items():
-        rows.append([f"{name}: documents", f"{totals['documents']:,}"])
-        rows.append([f"{name}: chunks", f"{totals['chunks']:,}"])
+    for name in SPLITS:
+        totals = measured["splits"].get(name)
+        if totals and totals["documents"]:
+            rows.append([f"{name}: documents", f"{totals['documents']:,}"])
+            rows.append([f"{name}: chunks", f"{totals['chunks']:,}"])
     rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
     rows += [[f"recall at {k}", f"{value:.3f}"] for k, value in recalls(measured)]
-    for name, counts in measured["neighbors"].items():
-        rows.append([f"{name}: neighbors missing", f"{100 * counts['missing_share']:.2f}%"])
+    for name in SPLITS:
+        if name in measured["neighbors"]:
+            rows.append([f"{name}: neighbors missing", f"{100 * measured['neighbors'][name]['missing_share']:.2f}%"])
     rows.append(["search, one query (p50)", f"{measured['latency_ms']['single_p50']:.2f} ms"])
     rows.append(["search, in a batch", f"{measured['latency_ms']['batched']:.3f} ms"])
     rows += [[f"{name} on disk", human_bytes(size)] for name, size in measured["bytes"].items()]

@@ -27,7 +27,8 @@ T = TypeVar("T")
 def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *, verb: str) -> T:
     """Settings from their defaults, then a TOML file, then the command line; the later one wins.
 
-    Leaves are int, float, bool, str, Path, Literal, `tuple[…, ...]` of these, or one of these or None (written "None").
+    Leaves are int, float, bool, str, Path, Literal, tuples of these (`tuple[int, ...]` or of one type and fixed length),
+    or one of these or None (written "None").
     A bool is a pair of switches: `--train.compile`, `--train.no-compile`.
 
     Args:
@@ -261,6 +262,8 @@ def _nearest(key: str, known: Sequence[str]) -> list[str]:
     siblings = {leaf.rpartition(".")[2]: leaf for leaf in known if leaf.rpartition(".")[0] == section}
     near = [siblings[close] for close in difflib.get_close_matches(name, siblings)]
     near = near or [leaf for leaf in dict.fromkeys(known) if leaf.rpartition(".")[2] == name]
+    if section and siblings:
+        return near  # the section alone would make any two of its keys similar
     return near or difflib.get_close_matches(key, known)
 
 
@@ -289,7 +292,8 @@ def _accepted(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(_shown(choice) for choice in get_args(hint))
     if get_origin(hint) is tuple:
-        return f"a list, each item {_accepted(get_args(hint)[0])}"
+        arms = get_args(hint)
+        return f"a list{'' if arms[-1] is ... else f' of {len(arms)}'}, each item {_accepted(arms[0])}"
     if _is_union(hint):
         return " or ".join(_accepted(arm) for arm in get_args(hint))
     return _NAMES[hint]
@@ -310,8 +314,9 @@ def _converted(value: Any, hint: Any) -> Any:
         if same:
             return same[0]
     elif get_origin(hint) is tuple:
-        if isinstance(value, list):
-            return tuple(_converted(item, get_args(hint)[0]) for item in value)
+        arms = get_args(hint)
+        if isinstance(value, list) and (arms[-1] is ... or len(value) == len(arms)):
+            return tuple(_converted(item, arms[0]) for item in value)
     elif _is_union(hint):
         # None first: "None" means None also where text is accepted, as on the command line.
         for arm in sorted(get_args(hint), key=lambda arm: arm is not types.NoneType):
@@ -373,5 +378,11 @@ def _unknown_option(settings_type: type, token: str, verb: str) -> str:
     if not token.startswith("-"):
         return f"unexpected argument {token!r}. A switch takes no value: --key for true, --no-key for false. {more}"
     key = token.lstrip("-").partition("=")[0].replace("-", "_")
-    options = ["--" + leaf.replace("_", "-") for leaf in _nearest(key, list(_leaves(settings_type)))]
-    return f"unknown option {token.partition('=')[0]}.{_hint(options)} {more}"
+    leaves = list(_leaves(settings_type))
+    section = key.rpartition(".")[0]
+    options, siblings = (
+        ["--" + leaf.replace("_", "-") for leaf in some]
+        for some in (_nearest(key, leaves), [leaf for leaf in leaves if section and leaf.rpartition(".")[0] == section])
+    )
+    hint = _hint(options) or (f" Options of {section}: {', '.join(siblings)}." if siblings else "")
+    return f"unknown option {token.partition('=')[0]}.{hint} {more}"

@@ -118,6 +118,7 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
         fingerprints[name] = result
     tokenizer = Tokenizer.open(folder / "tokenizer")
     counts = _shard_counts(folder)
+    splits = [split for split in SPLITS if all(split in count for count in counts)]
     manifest = {
         "chunk_length": config.chunks.chunk_length,
         "pad_id": tokenizer.pad_id,
@@ -125,7 +126,7 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
         "fingerprints": fingerprints,
         "splits": {
             split: {key: [count[split][key] for count in counts] for key in ("documents", "chunks", "tokens", "bytes")}
-            for split in SPLITS
+            for split in splits
         },
     }
     if "neighbors" in fingerprints:
@@ -178,8 +179,7 @@ def run_chunk(config: Config, executor: Executor) -> str:
         recipe = Recipe(
             stage="chunk",
             version=1,
-            settings=_prefixed("chunks", config.chunks)
-            | {"corpus.valid_per_mille": config.corpus.valid_per_mille, "shard": shard},
+            settings=_prefixed("chunks", config.chunks) | {"corpus.split": config.corpus.split, "shard": shard},
             inputs={"corpus": corpus_print, "tokenizer": tokenizer_print},
         )
         out = folder / "chunks" / shard_name(shard)
@@ -215,7 +215,7 @@ def run_embed(config: Config, executor: Executor) -> str:
         recipe = Recipe("embed", 1, {"shard": shard}, {"chunks": _fingerprint_of(source), "embedder": embedder_print})
         out = folder / "embeddings" / shard_name(shard)
         if not is_finished(out, recipe):
-            size = sum(read_manifest(source)["counts"][split]["chunks"] for split in SPLITS)
+            size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             todo.append((out, Task((out, recipe, folder, embedder_print, source, config.embedder), size)))
     _run_tasks("embed", "chunks", embed_task, todo, executor)
     return fingerprint([_fingerprint_of(path) for path in _shards(folder, "embeddings")])
@@ -258,10 +258,10 @@ def _open_embedder(folder: Path, _: str, settings: embedders.EmbedderSettings) -
 def embed_task(
     out: Path, recipe: Recipe, folder: Path, embedder_print: str, source: Path, settings: Any, *, advance: Advance
 ) -> None:
-    """Make one shard of embeddings, both splits."""
+    """Make one shard of embeddings, all splits."""
     embedder = _open_embedder(folder, embedder_print, settings)
     with create(out, recipe) as (work, counts):
-        for split in SPLITS:
+        for split in Datastore.open(folder).split_names:
             tokens, lengths = (np.load(source / split / f"{name}.npy", mmap_mode="r") for name in ("tokens", "lengths"))
             counts[split] = embedders.embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)
 
@@ -367,7 +367,7 @@ _SEARCHED = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
 
 
 def run_neighbors(config: Config, executor: Executor) -> str:
-    """Embeddings and indexes → the neighbors of every chunk of both splits."""
+    """Embeddings and indexes → the neighbors of every chunk of all splits."""
     folder = config.datastore
     fingerprints = Datastore.open(folder).manifest["fingerprints"]
     inputs = {name: fingerprints[stage] for name, stage in _SEARCHED.items()}
@@ -386,7 +386,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         )
         out = folder / "neighbors" / shard_name(shard)
         if not is_finished(out, recipe):
-            size = sum(read_manifest(source)["counts"][split]["chunks"] for split in SPLITS)
+            size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             todo.append((out, Task((out, recipe, shard, config.neighbors, tuple(searched)), size)))
     _run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     return fingerprint([_fingerprint_of(path) for path in _shards(folder, "neighbors")])
@@ -405,10 +405,10 @@ def _open_searched(searched: tuple[tuple[Path, str], ...]) -> list[neighbors.Sea
 def neighbor_task(
     out: Path, recipe: Recipe, shard: int, settings: Any, searched: tuple[tuple[Path, str], ...], *, advance: Advance
 ) -> None:
-    """Search the neighbors of one shard's chunks, both splits; the datastore's own folder is the first of `searched`."""
+    """Search the neighbors of one shard's chunks, all splits; the datastore's own folder is the first of `searched`."""
     datastore, opened = Datastore.open(searched[0][0]), _open_searched(searched)
     with create(out, recipe) as (work, counts):
-        for split in (datastore.train, datastore.valid):
+        for split in map(datastore.split, datastore.split_names):
             starts = split.tokens.starts
             rows = (int(starts[shard]), int(starts[shard + 1]))
             counts[split.name] = neighbors.neighbor_shard(

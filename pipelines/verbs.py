@@ -249,7 +249,8 @@ def inspect_datastore(folder: Path) -> int:
         ["tokenizer", f"{meta.kind}, {meta.vocab_size:,} tokens, {'lossless' if meta.lossless else 'not lossless'}"],
     ]
     rows.append(["chunk length", str(datastore.chunk_length)])
-    for name, totals in datastore.manifest["splits"].items():
+    for name in datastore.split_names:
+        totals = datastore.manifest["splits"][name]
         parts = (f"{sum(totals[key]):,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))
         rows.append([name, ", ".join(parts) + f", in {len(totals['chunks'])} shards"])
     rows.append(["finished stages", ", ".join(datastore.manifest["fingerprints"])])

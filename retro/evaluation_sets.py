@@ -71,7 +71,7 @@ class EvaluationSet:
                 )
         if not self.split.num_documents:
             raise InputError(
-                f"{where} holds no {self.split_name} documents; raise corpus.{self.split_name}_per_mille and rebuild, "
+                f"{where} holds no {self.split_name} documents; give {self.split_name} a weight in corpus.split and rebuild, "
                 "or leave the set out of evaluation.sets."
             )
         if k:

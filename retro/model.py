@@ -449,9 +449,13 @@ class Retro(nn.Module):
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, Attention):
-                for parameter in ("content_bias", "distance_bias", "smear"):
+                for parameter in ("content_bias", "distance_bias"):
                     if hasattr(module, parameter):
                         nn.init.zeros_(getattr(module, parameter))
+                if hasattr(
+                    module, "smear"
+                ):  # heads that look for what followed, and heads that look for the token itself
+                    module.smear.copy_(torch.linspace(2, -2, module.num_heads)[:, None])
 
     def forward(
         self,

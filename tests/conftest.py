@@ -100,7 +100,7 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
     config = Config(
         datastore=folder / "datastore",
         run=folder / "run",
-        corpus=CorpusSettings(paths=(str(corpus_path),), shard_bytes=30_000, valid_per_mille=100),
+        corpus=CorpusSettings(paths=(str(corpus_path),), shard_bytes=30_000, split=(900, 100, 0)),
         tokenizer=TokenizerSettings(vocab_size=400),
         chunks=replace(Config().chunks, chunk_length=16),
         embedder=EmbedderSettings(dimension=32, bigram_buckets=1024),

@@ -4,10 +4,10 @@
       manifest.json                 format version, settings, totals, rows of every shard, fingerprints
       corpus/                       what was read: files, shards, problems by file and line
       tokenizer/   embedder/        what text must go through to become tokens and vectors
-      chunks/00000/{train,valid}/   tokens.npy lengths.npy documents.npy documents.parquet
-      embeddings/00000/             train.npy valid.npy
+      chunks/00000/{train,valid,test}/   tokens.npy lengths.npy documents.npy documents.parquet
+      embeddings/00000/             train.npy valid.npy test.npy
       index/trained/  index/00000/  index/tuned/
-      neighbors/00000/{train,valid}/  ids.npy distances.npy
+      neighbors/00000/{train,valid,test}/  ids.npy distances.npy
 
 A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. The ids stored as
 neighbors are ids of the `train` split, which is the only one in the index, or of other datastores (`retrieval.py`).
@@ -25,7 +25,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 
 FORMAT_VERSION = 1
-SPLITS = ("train", "valid")
+SPLITS = ("train", "valid", "test")
 
 
 def shard_name(shard: int) -> str:
@@ -89,11 +89,11 @@ class ShardedArray:
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a datastore (`train` or `valid`): its chunks, documents, embeddings and neighbors.
+    """One split of a datastore (`train`, `valid` or `test`): its chunks, documents, embeddings and neighbors.
 
     Attributes:
         folder: the datastore's folder.
-        name: `train` or `valid`.
+        name: `train`, `valid` or `test`.
         chunk_rows: chunks in each shard.
         document_rows: documents in each shard.
         chunk_length: m, tokens in a chunk.
@@ -219,7 +219,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Datastore:
-    """A datastore opened for reading. `Datastore.open(folder)`, then `.train`, `.valid`, `.manifest`."""
+    """A datastore opened for reading. `Datastore.open(folder)`, then `.train`, `.valid`, `.test`, `.manifest`."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -248,9 +248,14 @@ class Datastore:
         """m, tokens in a chunk."""
         return int(self.manifest["chunk_length"])
 
+    @property
+    def split_names(self) -> tuple[str, ...]:
+        """The splits that it was made with: those from before `test` have the first two."""
+        return tuple(name for name in SPLITS if name in self.manifest["splits"])
+
     def split(self, name: str) -> Split:
-        """The split called `train` or `valid`."""
-        rows = self.manifest["splits"][name]
+        """The split called `train`, `valid` or `test`; one that the datastore was made without is empty."""
+        rows = self.manifest["splits"].get(name, {"chunks": (), "documents": ()})
         return Split(
             folder=self.folder,
             name=name,
@@ -267,8 +272,13 @@ class Datastore:
 
     @cached_property
     def valid(self) -> Split:
-        """The chunks of the documents held out for evaluation."""
+        """The chunks of the documents held out for evaluation while a model is made."""
         return self.split("valid")
+
+    @cached_property
+    def test(self) -> Split:
+        """The chunks of the documents held out for the final evaluation."""
+        return self.split("test")
 
     def has(self, stage: str) -> bool:
         """Whether a stage (`chunk`, `embed`, `add`, `neighbors` …) is finished for every shard."""

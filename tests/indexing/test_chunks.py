@@ -24,7 +24,7 @@ def test_tokens_survive_chunking(tokens: list[int], m: int) -> None:
 def test_documents_come_back_from_the_datastore_as_they_were(tiny_datastore: Datastore, tiny_corpus) -> None:
     tokenizer = Tokenizer.open(tiny_datastore.folder / "tokenizer")
     texts = {}
-    for split in (tiny_datastore.train, tiny_datastore.valid):
+    for split in (tiny_datastore.train, tiny_datastore.valid, tiny_datastore.test):
         ids = [row["id"] for row in split.metadata(range(split.num_documents))]
         for number, document_id in enumerate(ids):
             first, stop = split.chunk_range(number)

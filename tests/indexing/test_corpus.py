@@ -24,14 +24,15 @@ from indexing.corpus import (
     FileScan,
     Piece,
     find_duplicates,
-    in_validation,
     list_files,
     plan_shards,
     read_piece,
     scan_file,
+    split_of,
     strict_problem,
 )
 from indexing.readers import CorpusFile, CorpusSettings, Document, Problem, read_documents
+from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 
 SETTINGS = CorpusSettings()
@@ -86,7 +87,16 @@ def memory_url() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("text_key", ""), ("id_key", ""), ("paths", ("",)), ("shard_bytes", 0), ("valid_per_mille", 1001)],
+    [
+        ("text_key", ""),
+        ("id_key", ""),
+        ("paths", ("",)),
+        ("shard_bytes", 0),
+        ("split", (0, 1, 1)),
+        ("split", (9, -1, 0)),
+        ("split", (98, 2)),
+        ("boundary_ids", (1, -1)),
+    ],
 )
 def test_settings_name_the_field_that_is_wrong(field, value):
     with pytest.raises(InputError, match=f"corpus.{field}|and corpus.{field}"):
@@ -442,10 +452,33 @@ def test_duplicate_ids_are_found_over_all_files_and_name_the_first(tmp_path):
     assert find_duplicates(files[2:], [scan_file(files[2], SETTINGS)]) == []
 
 
-def test_the_validation_split_hits_its_share_and_only_grows():
-    texts = [f"document {i}" for i in range(20_000)]
-    chosen = {text for text in texts if in_validation(text, 20)}
-    assert 300 < len(chosen) < 500
-    assert all(in_validation(text, 50) for text in chosen)
-    assert not any(in_validation(text, 0) for text in texts)
-    assert all(in_validation(text, 1000) for text in texts[:100])
+TEXTS = [f"document {i}" for i in range(20_000)]
+
+
+def members(weights: tuple[int, int, int], split: str) -> set[str]:
+    return {text for text in TEXTS if split_of(text, weights) == split}
+
+
+@pytest.mark.parametrize("weights", [(950, 30, 20), (8, 1, 1), (1, 0, 0), (3, 0, 4), (1, 10**9, 10**9)])
+def test_every_split_gets_its_share(weights):
+    for split, weight in zip(SPLITS, weights, strict=True):
+        share = len(members(weights, split)) / len(TEXTS)
+        expected = weight / sum(weights)
+        assert abs(share - expected) <= 4 * (expected * (1 - expected) / len(TEXTS)) ** 0.5
+
+
+def test_the_documents_held_out_are_those_that_thousandths_of_the_hash_would_hold_out():
+    def thousandth(text: str) -> int:
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 1000
+
+    assert members((980, 20, 0), "valid") == {text for text in TEXTS if thousandth(text) < 20}
+    assert members((970, 20, 10), "test") == {text for text in TEXTS if thousandth(text) >= 990}
+
+
+def test_a_larger_share_only_takes_documents_from_train_and_weights_count_by_their_ratios():
+    valid, test = members((980, 20, 0), "valid"), members((970, 20, 10), "test")
+    assert members((970, 20, 10), "valid") == valid
+    assert members((95, 3, 2), "valid") > valid
+    assert members((95, 3, 2), "test") > test
+    assert members((97, 2, 1), "test") == test
+    assert not members((9, 1, 0), "test")

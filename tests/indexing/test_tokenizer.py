@@ -89,6 +89,13 @@ def test_a_batch_is_encoded_as_its_texts_one_by_one(trained):
     assert trained.encode_batch([]) == []
 
 
+def test_a_batch_is_decoded_as_its_rows_one_by_one(trained):
+    rows = [trained.encode(text) for text in [*DIFFICULT, *TEXTS]]
+    rows.append(np.array([trained.bos_id, *rows[0], trained.eos_id, trained.pad_id]))
+    assert trained.decode_batch(rows) == [trained.decode(row) for row in rows]
+    assert trained.decode_batch([]) == []
+
+
 def test_special_tokens_add_no_text(trained):
     assert len({trained.pad_id, trained.bos_id, trained.eos_id}) == 3
     ids = [trained.bos_id, *trained.encode(" a ").tolist(), trained.eos_id, trained.pad_id, trained.pad_id]

@@ -151,7 +151,7 @@ def test_a_datastore_that_is_gone_or_has_changed_is_refused_and_one_that_was_mov
     assert (config.datastore / "neighbors" / "00000" / "train" / "ids.npy").stat().st_mtime_ns == before
     TrainingData([config.datastore], options, retrieval=True)
 
-    changed = replace(other, datastore=moved, corpus=replace(other.corpus, valid_per_mille=300))
+    changed = replace(other, datastore=moved, corpus=replace(other.corpus, split=(700, 300, 0)))
     build_local(changed, rebuild=True)
     with pytest.raises(InputError, match=r"second holds other chunks.*neighbors\.also"):
         TrainingData([config.datastore], options, retrieval=True)

@@ -39,6 +39,8 @@ class Train:
     """Some layers."""
     log_to: tuple[str, ...] = ()
     """More places."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Exactly two."""
     limit: int | None = None
     """At most."""
     inner: Inner = field(default_factory=lambda: Inner(depth=7))
@@ -122,6 +124,8 @@ def test_none_is_written_as_text(tmp_path: Path):
         ('[train]\ncompile = "yes"\n', 2, ['train.compile = "yes"', "true or false"]),
         ("[train]\nlayers = 3\n", 2, ["train.layers = 3", "a list, each item a whole number"]),
         ("[train]\nlayers = [1, 2.5]\n", 2, ["train.layers = [1, 2.5]"]),
+        ("[train]\nbetas = [1]\n", 2, ["train.betas = [1]", "a list of 2, each item a number"]),
+        ("[train]\nwarmup = 1\n", 2, ["unknown key train.warmup. Keys of [train]: steps, lr, compile"]),
         ('[train]\nschedule = "linear"\n', 2, ['"cosine" or "wsd"']),
         ("[train]\nlimit = 1.5\n", 2, ['a whole number or "None"']),
         ("[train] # c\nlr = 2026-01-01\n", 2, ["train.lr = 2026-01-01", "a number"]),
@@ -158,6 +162,8 @@ def test_a_missing_file_and_a_binary_file_are_user_mistakes(tmp_path: Path):
         (["--train.steps", "1.5"], ["--train.steps:", "'1.5'", "Accepted is a whole number."]),
         (["--train.schedule", "linear"], ["--train.schedule", "'linear'", '"cosine" or "wsd"']),
         (["--train.layers", "1", "x"], ["--train.layers", "'x'", "a list"]),
+        (["--train.betas", "1"], ["--train.betas", "a list of 2, each item a number"]),
+        (["--train.warmup", "1"], ["unknown option --train.warmup. Options of train: --train.steps, --train.lr"]),
         (["--train.limit", "x"], ["--train.limit", 'a whole number or "None"']),
         (["--train.lr"], ["--train.lr", "Missing value"]),
         (["--train.compile", "True"], ["unexpected argument 'True'", "switch"]),

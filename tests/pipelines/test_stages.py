@@ -1,7 +1,9 @@
 """The stage table: nothing twice, nothing silently, nothing half; the same bytes every time."""
 
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexing.corpus import split_of
 from indexing.readers import CorpusSettings
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import read_json
+from indexing.store.files import read_json, write_json
+from pipelines.config import Config
 from pipelines.executors import ExecutorSettings
 from pipelines.settings import to_toml
 from tests.conftest import build_local, tiny_config, write_corpus
@@ -74,7 +78,7 @@ def test_a_second_run_writes_nothing(tmp_path, tiny_corpus) -> None:
     ("section", "change", "named"),
     [
         ("corpus", {"shard_bytes": 40_000}, "corpus.shard_bytes was 30000, now 40000"),
-        ("corpus", {"valid_per_mille": 50}, "corpus.valid_per_mille was 100, now 50"),
+        ("corpus", {"split": (930, 50, 20)}, "corpus.split was [900, 100, 0], now [930, 50, 20]"),
         ("tokenizer", {"vocab_size": 350}, "tokenizer.vocab_size was 400, now 350"),
         ("chunks", {"chunk_length": 8}, "chunks.chunk_length was 16, now 8"),
         ("embedder", {"dimension": 16}, "embedder.dimension was 32, now 16"),
@@ -229,7 +233,7 @@ def test_ten_chunks_are_enough(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
     (tmp_path / "b.md").write_text("# 标题\n\n检索增强的语言模型需要一个数据库。\n")
     config = tiny_config(
-        tmp_path, tmp_path / "*.*", corpus=CorpusSettings(paths=(str(tmp_path / "*.*"),), valid_per_mille=0)
+        tmp_path, tmp_path / "*.*", corpus=CorpusSettings(paths=(str(tmp_path / "*.*"),), split=(1, 0, 0))
     )
     datastore = build_local(config)
     train = datastore.train
@@ -263,10 +267,76 @@ def test_problems_of_the_corpus_are_listed_by_file_and_line_and_strict_refuses_t
     assert "bad.jsonl:5" in caplog.text
 
 
+def test_held_out_documents_leave_no_trace_in_what_is_made_of_the_others(tmp_path) -> None:
+    """Tokenizer, n-gram weights, index, training chunks and their neighbors: the same bytes as without valid and test."""
+    corpus, others = write_corpus(tmp_path / "all.jsonl", 60), tmp_path / "train" / "all.jsonl"
+    weights = (6, 2, 2)
+    lines = corpus.read_text().splitlines(keepends=True)
+    splits = [split_of(json.loads(line)["text"], weights) for line in lines]
+    others.parent.mkdir()
+    others.write_text("".join(line for line, split in zip(lines, splits, strict=True) if split == "train"))
+    made = {}
+    for name, path in (("all", corpus), ("train", others)):
+        settings = CorpusSettings(paths=(str(path),), split=weights)  # of one shard
+        datastore = build_local(tiny_config(tmp_path / name, path, corpus=settings))
+        assert datastore.train.num_documents == splits.count("train")
+        held_out = (datastore.valid.num_documents, datastore.test.num_documents)
+        assert held_out == ((splits.count("valid"), splits.count("test")) if name == "all" else (0, 0))
+        made[name] = {
+            file: data
+            for file, data in contents(datastore.folder).items()
+            if not re.search("manifest|^corpus|valid|test|tuned|lock", file)
+        }
+    assert min(splits.count(split) for split in SPLITS) > 3
+    assert {"tokenizer/sentencepiece.model", "embedder/weights.npy", "index/00000/vectors.faiss"} < set(made["all"])
+    assert made["all"] == made["train"]
+
+
+@pytest.fixture(scope="module")
+def three_splits(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> tuple[Config, Datastore]:
+    """A finished datastore with documents in each split, and its settings. Read only."""
+    config = tiny_config(tmp_path_factory.mktemp("splits"), tiny_corpus)
+    config = replace(config, corpus=replace(config.corpus, split=(7, 1, 2)))
+    return config, build_local(config)
+
+
+def test_every_split_has_embeddings_and_neighbors_and_only_train_is_found(three_splits) -> None:
+    _, datastore = three_splits
+    assert min(datastore.split(name).num_documents for name in SPLITS) > 0
+    for name in SPLITS:
+        split = datastore.split(name)
+        assert len(split.embeddings.read(0, split.num_chunks)) == split.num_chunks
+        ids = split.neighbor_ids.read(0, split.num_chunks)
+        assert ids.shape == (split.num_chunks, 6)
+        assert (ids[:, 0] >= 0).all()
+        assert ids.max() < datastore.train.num_chunks
+
+
+def test_a_datastore_from_before_the_test_split_is_read_and_its_later_stages_can_be_rebuilt(
+    tmp_path, three_splits
+) -> None:
+    config = replace(three_splits[0], datastore=tmp_path / "old")
+    folder = shutil.copytree(three_splits[1].folder, config.datastore)
+    for path in (*folder.rglob("test"), *folder.rglob("test.npy")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in folder.rglob("manifest.json"):
+        manifest = read_json(path)
+        for values in (manifest.get("splits", {}), manifest.get("counts", {})):
+            values.pop("test", None)
+        manifest["files"] = {name: value for name, value in manifest.get("files", {}).items() if "test" not in name}
+        write_json(path, manifest)
+    old = Datastore.open(folder)
+    assert (old.test.num_documents, old.test.num_chunks) == (0, 0)
+    before = old.valid.neighbor_ids.read(0, old.valid.num_chunks)
+    again = build_local(config, only="neighbors", rebuild=True)
+    assert again.split_names == ("train", "valid")
+    assert np.array_equal(again.valid.neighbor_ids.read(0, again.valid.num_chunks), before)
+
+
 def test_a_corpus_that_is_held_out_whole_is_refused(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
-    with pytest.raises(InputError, match=r"corpus\.valid_per_mille = 1000"):
-        build_local(replace(config, corpus=replace(config.corpus, valid_per_mille=1000)))
+    with pytest.raises(InputError, match=r"corpus\.split = \(1, 10000000, 0\): every document is held out"):
+        build_local(replace(config, corpus=replace(config.corpus, split=(1, 10_000_000, 0))))
     build_local(config, rebuild=True)
 
 

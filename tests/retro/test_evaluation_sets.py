@@ -83,7 +83,7 @@ def test_a_datastore_that_holds_nothing_out_is_skipped_unless_it_is_named(
     manifest["splits"]["valid"] = {key: [0] * len(rows) for key, rows in manifest["splits"]["valid"].items()}
     write_json(copied / "manifest.json", manifest)
     assert open_sets((), [copied], settings, 2) == []
-    with pytest.raises(InputError, match=r"evaluation set 'valid'.*holds no valid documents.*valid_per_mille"):
+    with pytest.raises(InputError, match=r"evaluation set 'valid'.*holds no valid documents.*corpus.split"):
         open_sets(("valid",), [copied], settings, 2)
 
 
