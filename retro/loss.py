@@ -14,9 +14,6 @@ from torch import Tensor
 
 from retro.batches import IGNORED_LABEL
 
-# Of float32 logits at a time: enough rows for matrix products at full speed.
-_BLOCK_BYTES = 1 << 25
-
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -28,7 +25,7 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         labels: int64 [B, T], the token that follows each; `IGNORED_LABEL` where none counts.
     """
     x, narrow, y = _flat(hidden, weight, labels)
-    losses = [_losses(x[rows] @ narrow.T, y[rows])[0] for rows in _blocks(len(x), len(weight))]
+    losses = [_losses(x[rows] @ narrow.T, y[rows])[0] for rows in _blocks(x, len(weight))]
     return torch.cat(losses).view(labels.shape)
 
 
@@ -55,7 +52,7 @@ class _SummedLoss(torch.autograd.Function):
         to_hidden = torch.empty_like(x)
         to_weight = torch.zeros(weight.shape, device=x.device)  # float32, as blocks add up
         kernel = _compiled_slopes() if compiled else _slopes
-        for rows in _blocks(len(x), len(weight)):
+        for rows in _blocks(x, len(weight)):
             losses, slopes = kernel(x[rows] @ narrow.T, y[rows])
             total += losses
             torch.mm(slopes, narrow, out=to_hidden[rows])
@@ -77,11 +74,19 @@ def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     return hidden.flatten(0, -2).to(dtype), weight.to(dtype), labels.flatten()
 
 
-def _blocks(num_rows: int, vocab_size: int) -> list[slice]:
-    """Equal blocks of rows, as few as the limit of memory allows: equal ones compile once."""
-    count = -(-num_rows * vocab_size * 4 // _BLOCK_BYTES)
-    size = -(-num_rows // count)
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
+def _blocks(x: Tensor, vocab_size: int) -> list[slice]:
+    """Equal blocks of rows, so that they compile once."""
+    count = -(-len(x) // _block_rows(x.device, vocab_size))
+    size = -(-len(x) // count)
+    return [slice(start, start + size) for start in range(0, len(x), size)]
+
+
+def _block_rows(device: torch.device, vocab_size: int) -> int:
+    """Rows whose float32 logits take 1 GiB of a GPU, or 32 MiB on a CPU, where they stay near its cache.
+
+    But 512 at least: every block reads the whole weight, which must be worth its while.
+    """
+    return max(512, (1 << 30 if device.type == "cuda" else 1 << 25) // (4 * vocab_size))
 
 
 def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
