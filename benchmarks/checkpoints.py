@@ -54,7 +54,7 @@ def main() -> None:
 
     def step() -> None:
         with placement.autocast():
-            value = loss(model(tokens), tokens.roll(-1, 1))
+            value = loss(model.hidden(tokens), model.output_weight, tokens.roll(-1, 1))
         value.backward()
         value.item()
         optimizer.step()
