@@ -1,10 +1,11 @@
-"""Does retrieval pay? A baseline and three RETROs with the same tokens and seeds, on one corpus, with controls.
+"""Does retrieval pay? Two baselines and three RETROs with the same tokens and seeds, on one corpus, with controls.
 
 python benchmarks/learning.py build CORPUS... --out runs/learning        two datastores of the same chunks: lexical, MiniLM
 python benchmarks/learning.py train --out runs/learning [--models baseline lexical minilm random] [--steps 3000]
 python benchmarks/learning.py score --out runs/learning                  held-out bits per byte by leakage, and curves
 
-The baseline has as many parameters as the RETROs (encoder and cross-attention are added to its FFW width). The control is
+`baseline` has as many parameters as the RETROs (encoder and cross-attention are added to its FFW width), `decoder` is their
+decoder alone, the paper's baseline. The control is
 trained and scored with neighbors drawn at random. All are scored on the same held-out documents, and filtered by what leaks
 through the lexical neighbors, so that one α means the same chunks for all. Every part goes on where it was stopped.
 """
@@ -26,7 +27,7 @@ from retro.model import ModelSettings
 from retro.presets import PRESETS, baseline_of
 from retro.train_settings import TrainSettings
 
-MODELS = ("baseline", "lexical", "random", "minilm")
+MODELS = ("baseline", "decoder", "lexical", "random", "minilm")
 # What brings copying sooner: the paper's model, and each of our two changes alone; `lexical` has both.
 ABLATIONS = {
     "paper": {"shared_embeddings": False, "smeared_keys": False},
@@ -58,7 +59,8 @@ def train(out: Path, models: list[str], preset: str, steps: int, threads: int) -
     for name in models:
         changes = ABLATIONS.get(name, {"shared_embeddings": True, "smeared_keys": True})
         sizes = replace(PRESETS[preset], **changes)
-        model: ModelSettings = baseline_of(sizes) if name == "baseline" else sizes
+        plain = {"baseline": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
+        model: ModelSettings = plain.get(name, sizes)
         config = Config(
             datastore=out / ("minilm" if name == "minilm" else "lexical"),
             run=out / f"run-{name}",
@@ -79,10 +81,11 @@ def train(out: Path, models: list[str], preset: str, steps: int, threads: int) -
 
 
 def score(out: Path) -> None:
-    """OUT/score-NAME.json for each RETRO against the baseline, and one page with all curves."""
+    """OUT/score-NAME.json for each model against the baseline, and one page with all curves."""
     runs = [name for name in (*MODELS, *ABLATIONS) if (out / f"run-{name}").exists()]
     for name in runs[1:]:
-        to = ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
+        to = ("--evaluation.k", "1", "2", "4", "8") if name not in ("baseline", "decoder") else ()
+        to += ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
         retro("eval", str(out / f"run-{name}"), *to, "--json", str(out / f"score-{name}.json"))
     retro("report", *(str(out / f"run-{name}") for name in runs), "--out", str(out / "learning.html"))
     for name in runs:

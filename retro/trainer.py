@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,18 +85,14 @@ def train(
         FloatingPointError: the loss is not a number; the last checkpoint stays.
         Stopped: SIGTERM or SIGINT came; the step, and its evaluation if it has one, was finished and saved.
     """
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    placement = place(settings.device, settings.precision)
-    if placement.device.type == "cpu":
-        keep_freed_memory()
+    placement = _placement(settings)
     model_settings = resolve(model_settings)
     retrieval = bool(model_settings.cca_layers)
     data = TrainingData(datastores, data_settings, retrieval=retrieval)
     data.plan(settings.steps * settings.accumulation * settings.batch_size)
-    first = data.datastores[0]
-    model_settings = _fit_to(model_settings, first)
-    sets = open_sets(evaluation.sets, datastores, model_settings, data_settings.k if retrieval else 0)
+    model_settings = _fit_to(model_settings, data.datastores[0])
+    use = NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbors, seed=data_settings.seed)
+    sets = open_sets(evaluation.sets, datastores, model_settings, use.k)
     resolved = _resolved(model_settings, data_settings, settings, datastores)
     last = last_checkpoint(run, resolved, data.fingerprints)
     start = checkpoints.open_checkpoint(Path(settings.start_from)) if settings.start_from and last is None else None
@@ -105,65 +101,119 @@ def train(
         start_from(start, model, data.fingerprints)
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "settings.json", resolved)
-    step, tokens, best, meter = 0, 0, None, Meter()
+    position = Position()
     facts = {"settings": resolved, "datastores": data.fingerprints, "started_from": start and start.fingerprint}
     if last is not None:
         checkpoints.restore(last, model, optimizer)
         checkpoints.name_best(run, last.best)
-        step, tokens, best, meter = last.step, last.tokens, last.best, Meter(**last.unlogged)
+        position = Position(last.step, last.tokens, last.best, Meter(**last.unlogged))
         facts["started_from"] = last.started_from
-        advance(tokens)
-        log.info("%s: going on from step %d", run, step)
-    first_step = step + 1
-    measure = partial(
-        measure_sets,
-        model,
-        sets,
-        replace(evaluation, max_tokens=settings.eval_tokens),
-        placement,
-        use=NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbors, seed=data_settings.seed),
-        sequence_length=data_settings.sequence_length,
-    )
+        advance(last.tokens)
+        log.info("%s: going on from step %d", run, last.step)
     model.train()
-    batches = _batches(datastores, data_settings, settings, retrieval, step, placement)
-    take_step = make_step(model, optimizer, batches, placement, settings)
-    utilisation = _utilisation(model_settings, data_settings, settings, placement)
+    batches = _batches(datastores, data_settings, settings, retrieval, position.step, placement)
+    _loop(
+        run,
+        settings,
+        position,
+        facts,
+        make_step(model, optimizer, batches, placement, settings),
+        partial(
+            measure_sets,
+            model,
+            sets,
+            replace(evaluation, max_tokens=settings.eval_tokens),
+            placement,
+            use=use,
+            sequence_length=data_settings.sequence_length,
+        ),
+        _utilisation(model_settings, data_settings, settings, placement),
+        partial(checkpoints.tensors_of, model, optimizer),
+        advance,
+    )
+    newest = checkpoints.latest(run)
+    assert newest is not None  # the last step has made one
+    return Outcome(newest, read_metrics(run), count_parameters(model))
+
+
+@dataclass
+class Position:
+    """How far a run is: all of a checkpoint that is neither tensors nor settings.
+
+    Attributes:
+        step: optimizer steps done.
+        tokens: tokens seen.
+        best: `step`, `metric` and `value` of the best evaluation, or None.
+        meter: what the next line of metrics will say.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    best: dict[str, Any] | None = None
+    meter: Meter = field(default_factory=Meter)
+
+    def as_json(self) -> dict[str, Any]:
+        """As `state.json` holds it."""
+        unlogged = {"loss": self.meter.loss, "steps": self.meter.steps}
+        return {"step": self.step, "tokens": self.tokens, "unlogged": unlogged, "best": self.best}
+
+
+def _loop(
+    run: Path,
+    settings: TrainSettings,
+    at: Position,
+    facts: dict[str, Any],
+    take_step: Callable[[int], tuple[dict[str, float], int]],
+    measure: Callable[[], dict[str, float]],
+    utilisation: Callable[[float], float],
+    tensors: Callable[[], checkpoints.Tensors],
+    advance: Callable[[int], None],
+) -> None:
+    """Step, log, evaluate, save, until the run is complete or asked to stop."""
+    first_step = at.step + 1
     with contextlib.ExitStack() as stack:
-        loggers = open_loggers(run, step, settings.steps, settings.log_to)
+        loggers = open_loggers(run, at.step, settings.steps, settings.log_to)
         for logger in loggers:
             stack.callback(logger.close)
         asked_to_stop = stack.enter_context(signals_as_requests())  # before the saver, so that its last write is safe
         saver = stack.enter_context(contextlib.closing(Saver()))
-        while step < settings.steps:
-            metrics, seen = take_step(step)
-            step, tokens = step + 1, tokens + seen
+        while at.step < settings.steps:
+            metrics, seen = take_step(at.step)
+            at.step, at.tokens = at.step + 1, at.tokens + seen
             advance(seen)
             if not math.isfinite(metrics["loss"]):
-                raise FloatingPointError(f"{run}: loss {metrics['loss']} at step {step}; lower train.lr and run again.")
-            meter.add(metrics["loss"], seen)
-            due = partial(_due, step, settings.steps)
-            record = partial(_record, loggers, {"step": step, "tokens": tokens})
+                raise FloatingPointError(
+                    f"{run}: loss {metrics['loss']} at step {at.step}; lower train.lr and run again."
+                )
+            at.meter.add(metrics["loss"], seen)
+            due = partial(_due, at.step, settings.steps)
+            record = partial(_record, loggers, {"step": at.step, "tokens": at.tokens})
             if due(settings.log_every):
-                line = {**metrics, **meter.read()}
+                line = {**metrics, **at.meter.read()}
                 record({**line, "mfu": utilisation(line["tokens_per_second"])})
             if due(settings.eval_every):
-                with meter.paused():
+                with at.meter.paused():
                     figures = measure()
                 record(figures)
-                best = better(best, step, figures)
+                at.best = better(at.best, at.step, figures)
             signal = asked_to_stop()
-            if due(settings.checkpoint_every) or (best and best["step"] == step) or signal:
-                unlogged = {"loss": meter.loss, "steps": meter.steps}
-                state = {"step": step, "tokens": tokens, "unlogged": unlogged, "best": best, **facts}
-                publish = partial(checkpoints.publish, run, state, keep=settings.keep_checkpoints)
-                saver.save(checkpoints.tensors_of(model, optimizer), publish)
-            elif step == first_step:
-                saver.prepare(checkpoints.tensors_of(model, optimizer))
-            if signal and step < settings.steps:
-                raise Stopped(run, step, signal)
-    newest = checkpoints.latest(run)
-    assert newest is not None  # the last step has made one
-    return Outcome(newest, read_metrics(run), count_parameters(model))
+            if due(settings.checkpoint_every) or (at.best and at.best["step"] == at.step) or signal:
+                publish = partial(checkpoints.publish, run, {**at.as_json(), **facts}, keep=settings.keep_checkpoints)
+                saver.save(tensors(), publish)
+            elif at.step == first_step:
+                saver.prepare(tensors())
+            if signal and at.step < settings.steps:
+                raise Stopped(run, at.step, signal)
+
+
+def _placement(settings: TrainSettings) -> Placement:
+    """The device of the run; this process is set up for it."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    placement = place(settings.device, settings.precision)
+    if placement.device.type == "cpu":
+        keep_freed_memory()
+    return placement
 
 
 def _due(step: int, steps: int, every: int) -> bool:
