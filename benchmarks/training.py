@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from retro.batches import DataSettings, TrainingData
-from retro.device import Placement
+from retro.device import Placement, keep_freed_memory
 from retro.flops import forward_flops, peak_flops
 from retro.loss import loss
 from retro.model import ModelSettings, Retro
@@ -78,7 +78,9 @@ def batch(case: Case, placement: Placement) -> dict[str, torch.Tensor]:
 
 
 def our_step(case: Case, placement: Placement) -> tuple[Callable[[], None], int]:
-    """A training step of this project, and the number of its parameters."""
+    """A training step of this project, and the number of its parameters; the process set up as `train` does it."""
+    if placement.device.type == "cpu":
+        keep_freed_memory()
     model = Retro(case.settings).to(placement.device)
     optimizer = make_optimizer(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     data = {name: tensor.to(placement.device) for name, tensor in batch(case, placement).items()}
