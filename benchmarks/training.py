@@ -175,23 +175,27 @@ def compare(chosen: list[Case], device: str, rounds: int, steps: int) -> list[di
             continue
         running.append((case, ours, ready["parameters"]))
     seconds: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
+    peaks = []
     for _ in range(rounds):
+        peaks.append(peak_flops(Placement(torch.device(device), bfloat16=True)))  # drifts with the machine if measured
         for case, turns, _ in running:
             turns.send(True)
             seconds[case.name].append(turns.recv())
-    peak = peak_flops(Placement(torch.device(device), bfloat16=True))
+    reference = seconds[running[0][0].name]
     for case, turns, parameters in running:
         turns.send(False)
         memory = turns.recv()
         median = statistics.median(seconds[case.name])
         flops = 3 * case.batch_size * forward_flops(case.settings, case.num_tokens, case.k)
+        ratios = [theirs / ours for theirs, ours in zip(reference, seconds[case.name], strict=True)]
         rows.append(
             {
                 "case": case.name,
                 "parameters": parameters,
                 "tokens_per_second": case.batch_size * case.num_tokens / median,
-                "slowest_over_fastest": max(seconds[case.name]) / min(seconds[case.name]),
-                "mfu": flops / median / peak,
+                "ratio": statistics.median(ratios),  # round by round, against the first case
+                "ratios": ratios,
+                "mfu": flops / median / statistics.median(peaks),
                 **memory,
             }
         )
@@ -219,13 +223,11 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = [case for case in cases(device) if not options.cases or any(part in case.name for part in options.cases)]
     rows = compare(chosen, device, options.rounds, options.steps)
-    reference = next((row for row in rows if "retro-pytorch" in str(row["case"])), rows[0])
     print(f"{'':28}{'parameters':>14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak memory':>14}{'above rest':>13}")
     for row in rows:
-        ratio = row["tokens_per_second"] / reference["tokens_per_second"]  # type: ignore[operator]
         above = row["peak_bytes"] - row["resting_bytes"]  # type: ignore[operator]
         print(
-            f"{row['case']:28}{row['parameters']:14,}{row['tokens_per_second']:11,.0f}{ratio:7.2f}×{row['mfu']:8.1%}"
+            f"{row['case']:28}{row['parameters']:14,}{row['tokens_per_second']:11,.0f}{row['ratio']:7.2f}×{row['mfu']:8.1%}"
             f"{row['peak_bytes'] / 2**20:10,.0f} MiB{above / 2**20:9,.0f} MiB"  # type: ignore[operator]
         )
     found = {"rows": rows}
