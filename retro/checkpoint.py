@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,11 +120,14 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[st
 
 
 def publish(run: Path, state: dict[str, Any], tensors: Tensors, *, keep: int) -> None:
-    """`write`, name the best checkpoint, and remove all others but the newest `keep`."""
+    """`write`, name the best checkpoint, and remove all others but the newest `keep`, and what kills have left."""
     write(run, state, tensors)
     name_best(run, state["best"])
-    for folder in finished(run)[:-keep]:
-        if not state["best"] or folder != step_folder(run, state["best"]["step"]):
+    kept = finished(run)[-keep:]
+    if state["best"]:
+        kept.append(step_folder(run, state["best"]["step"]))
+    for folder in (run / "checkpoints").iterdir():
+        if re.fullmatch(r"\d{8,}|\.\d{8,}\.tmp", folder.name) and folder not in kept:
             remove(folder)
 
 
