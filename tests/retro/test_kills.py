@@ -78,4 +78,4 @@ def files(run: Path) -> dict[str, bytes]:
 
 
 def lines(run: Path) -> list[dict]:
-    return [{**line, "tokens_per_second": 0} for line in read_metrics(run)]
+    return [{**line, "tokens_per_second": 0, "mfu": 0} for line in read_metrics(run)]
