@@ -35,7 +35,7 @@ def signal_in_step(step: int, *numbers: int):
         seen[0] += tokens
         if seen[0] == step * 2 * 64:
             for number in numbers:
-                os.kill(os.getpid(), number)
+                signal.raise_signal(number)  # two kills in a row may arrive as one
 
     return advance
 
