@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from indexing.store.errors import InputError
-from retro.batches import Batch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 Precision = Literal["auto", "float32", "bfloat16"]
+Tensors = dict[str, Any]
+"""A batch: the model's arguments by name, and `labels`; tensors, or None for what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,12 @@ class Placement:
         with torch.autocast(self.device.type, torch.bfloat16):
             yield
 
-    def tensors(self, batch: Batch) -> dict[str, Any]:
-        """The model's arguments from a batch."""
+    def put(self, tensors: Tensors) -> Tensors:
+        """A batch's tensors on the device; pinned ones are copied while the host goes on."""
         return {
-            "tokens": self.tensor(batch.tokens),
-            "documents": self.tensor(batch.documents),
-            "neighbors": self.tensor(batch.neighbors),
-            "neighbor_lengths": self.tensor(batch.neighbor_lengths),
+            name: None if tensor is None else tensor.to(self.device, non_blocking=True)
+            for name, tensor in tensors.items()
         }
-
-    def tensor(self, array: np.ndarray | None) -> torch.Tensor | None:
-        """An array on the device."""
-        return None if array is None else torch.from_numpy(array).to(self.device)
 
 
 def place(device: str, precision: Precision) -> Placement:

@@ -21,6 +21,7 @@ from indexing.store.retrieval import RetrievalSet
 from retro.batches import IGNORED_LABEL, Batch, Window, window_batches, windows
 from retro.device import Placement
 from retro.evaluation_sets import EvaluationSet, check_entries
+from retro.loader import as_tensors
 from retro.loss import token_losses
 from retro.model import Retro
 from retro.neighbors import NeighborUse
@@ -242,12 +243,10 @@ def _first_windows(group: list[Window], tokens: int, m: int) -> list[Window]:
 @torch.inference_mode()
 def _score(model: Retro, batch: Batch, token_bytes: np.ndarray, placement: Placement, m: int) -> np.ndarray:
     """Nats, tokens and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
-    labels = placement.tensor(batch.labels)
-    assert labels is not None
+    tensors = placement.put(as_tensors(batch))
+    labels = tensors.pop("labels")
     with placement.autocast():
-        nats = (
-            token_losses(model.hidden(**placement.tensors(batch)), model.output_weight, labels).double().cpu().numpy()
-        )
+        nats = token_losses(model.hidden(**tensors), model.output_weight, labels).double().cpu().numpy()
     scored = batch.labels != IGNORED_LABEL
     sizes = np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0)
     by_position = np.stack([nats, scored, sizes])  # [3, B, T]

@@ -79,9 +79,13 @@ def generate(
             found.extend(zip(neighbors, lengths, strict=True))
         with placement.autocast():
             hidden = model.hidden(
-                torch.from_numpy(tokens[None]).to(placement.device),
-                neighbors=_stacked(found, 0, placement),
-                neighbor_lengths=_stacked(found, 1, placement),
+                **placement.put(
+                    {
+                        "tokens": torch.from_numpy(tokens[None]),  # [1, T]
+                        "neighbors": _stacked(found, 0),
+                        "neighbor_lengths": _stacked(found, 1),
+                    }
+                )
             )
             logits = model.logits(hidden[:, -1]).float()[0].cpu()
         token = _draw(logits, settings, random)
@@ -91,8 +95,9 @@ def generate(
         tokens = np.append(tokens, token)
 
 
-def _stacked(found: list[tuple[np.ndarray, np.ndarray]], part: int, placement: Placement) -> torch.Tensor | None:
-    return placement.tensor(np.stack([item[part] for item in found])[None]) if found else None
+def _stacked(found: list[tuple[np.ndarray, np.ndarray]], part: int) -> torch.Tensor | None:
+    """Neighbors [1, U, K, R] or their lengths [1, U, K] of the full chunks so far; None before the first."""
+    return torch.from_numpy(np.stack([item[part] for item in found])[None]) if found else None
 
 
 def _draw(logits: torch.Tensor, settings: GenerationSettings, random: torch.Generator) -> int:

@@ -68,6 +68,7 @@ def leakage_of(
     check_source(evaluation_set, source)
     _warn_if_filtered(source)
     split, known = evaluation_set.split, source.split(evaluation_set.split_name)
+    retrieval = RetrievalSet.of(source)
     out = np.zeros(len(ids))
     for start in range(0, len(ids), _BLOCK_CHUNKS):
         block = ids[start : start + _BLOCK_CHUNKS]
@@ -76,7 +77,7 @@ def leakage_of(
             raise _other_chunks(source, evaluation_set)
         near = known.neighbor_ids.gather(block)[:, :num_neighbors]
         rows, columns = np.nonzero(near >= 0)
-        neighbors, neighbor_lengths = RetrievalSet.of(source).with_continuation(near[rows, columns])
+        neighbors, neighbor_lengths = retrieval.with_continuation(near[rows, columns])
         shared = overlap(tokens[rows], lengths[rows], neighbors, neighbor_lengths)
         np.maximum.at(out, start + rows, shared)
         advance(len(block))

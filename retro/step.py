@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.device import Placement
-from retro.loader import Tensors
+from retro.device import Placement, Tensors
 from retro.loss import loss
 from retro.model import Retro
 from retro.optimizer import learning_rate
@@ -39,7 +38,6 @@ def make_step(
 
     def forward_backward(batch: Tensors) -> Tensor:
         labels = batch.pop("labels")
-        assert labels is not None
         with placement.autocast():
             value = loss(hidden_of(**batch), model.output_weight, labels, compiled=compiled) / settings.accumulation
         value.backward()
@@ -60,7 +58,7 @@ def make_step(
         total, num_tokens = torch.zeros((), device=placement.device), 0
         for _ in range(settings.accumulation):
             batch = next(batches)
-            num_tokens += batch["tokens"].numel()  # type: ignore[union-attr]
+            num_tokens += batch["tokens"].numel()
             total += forward_backward(batch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
         optimizer.step()

@@ -23,11 +23,11 @@ from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from retro import checkpoint as checkpoints
 from retro.batches import DataSettings, TrainingData
-from retro.device import Placement, keep_freed_memory, place
+from retro.device import Placement, Tensors, keep_freed_memory, place
 from retro.evaluation import EvaluationSettings, measure_sets
 from retro.evaluation_sets import open_sets
 from retro.flops import forward_flops, peak_flops
-from retro.loader import Tensors, load
+from retro.loader import load
 from retro.loggers import Logger, open_loggers
 from retro.meter import Meter
 from retro.model import ModelSettings, Retro
@@ -111,7 +111,7 @@ def train(
         advance(last.tokens)
         log.info("%s: going on from step %d", run, last.step)
     model.train()
-    batches = _batches(datastores, data_settings, settings, retrieval, position.step, placement)
+    batches = _batches(data, settings, position.step, placement)
     _loop(
         run,
         settings,
@@ -256,20 +256,11 @@ def _make(model: ModelSettings, settings: TrainSettings, placement: Placement) -
     return made, make_optimizer(made, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True)
 
 
-def _batches(
-    datastores: list[Path],
-    data: DataSettings,
-    settings: TrainSettings,
-    retrieval: bool,
-    step: int,
-    placement: Placement,
-) -> Iterator[Tensors]:
+def _batches(data: TrainingData, settings: TrainSettings, step: int, placement: Placement) -> Iterator[Tensors]:
     """The batches from a step to the end of the run."""
     workers = settings.data_workers
     return load(
-        datastores,
         data,
-        retrieval=retrieval,
         batches=range(step * settings.accumulation, settings.steps * settings.accumulation),
         batch_size=settings.batch_size,
         dropped=settings.retrieval_dropout,

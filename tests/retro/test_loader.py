@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from indexing.store.datastore import Datastore
-from retro.batches import DataSettings
-from retro.device import Placement
-from retro.loader import Tensors, load
+from retro.batches import DataSettings, TrainingData
+from retro.device import Placement, Tensors
+from retro.loader import load
 
 SETTINGS = DataSettings(sequence_length=32, k=2)
 HERE = Placement(torch.device("cpu"), bfloat16=False)
@@ -17,9 +17,7 @@ HERE = Placement(torch.device("cpu"), bfloat16=False)
 def batches(folder: Path, numbers: range, workers: int) -> list[Tensors]:
     return list(
         load(
-            [folder],
-            SETTINGS,
-            retrieval=True,
+            TrainingData([folder], SETTINGS, retrieval=True),
             batches=numbers,
             batch_size=3,
             dropped=0.3,
