@@ -7,16 +7,13 @@ for the thread. `stall` is what the loop waits in a save; `step` the median of t
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measure import seconds, write
 
 from retro import checkpoint as checkpoints
 from retro.device import place
@@ -25,13 +22,6 @@ from retro.model import ModelSettings, Retro
 from retro.optimizer import make_optimizer
 from retro.presets import count_parameters
 from retro.saver import Saver
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Of one call."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def main() -> None:
@@ -71,13 +61,13 @@ def main() -> None:
     thread: list[float] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
 
-        def write(copies: checkpoints.Tensors) -> None:
+        def publish(copies: checkpoints.Tensors) -> None:
             state = {"step": number, "tokens": 0, "settings": {}, "datastores": [], "best": None, "started_from": None}
             thread.append(seconds(lambda: checkpoints.publish(Path(folder), state, copies, keep=2)))
 
         saves: dict[str, Callable[[], None]] = {
-            "loop": lambda: write(checkpoints.tensors_of(model, optimizer)),
-            "saver": lambda: saver.save(checkpoints.tensors_of(model, optimizer), write),
+            "loop": lambda: publish(checkpoints.tensors_of(model, optimizer)),
+            "saver": lambda: saver.save(checkpoints.tensors_of(model, optimizer), publish),
         }
         for round_number in range(options.rounds + 1):
             for way, save in saves.items():
@@ -106,11 +96,8 @@ def main() -> None:
     print(
         f"stall of the saver over the loop's own: {100 * ratio:.1f}% (rounds {', '.join(f'{100 * r:.1f}%' for r in ratios)})"
     )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    facts = {"machine": platform.processor(), "device": str(placement.device), "threads": torch.get_num_threads()}
-    facts |= {"commit": commit.stdout.strip(), "parameters": parameters, "gigabytes": gigabytes, "ratio": ratio}
-    facts["first_touch_seconds"] = first_touch
-    options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
+    facts = {"device": str(placement.device), "parameters": parameters, "gigabytes": gigabytes, "ratio": ratio}
+    write(options.out, {**facts, "first_touch_seconds": first_touch, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -6,14 +6,11 @@ The floor is the bare copy of as many tokens out of the memory-mapped files as t
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
+from measure import seconds, write
 
 from retro.batches import DataSettings, TrainingData
 
@@ -41,38 +38,29 @@ def main() -> None:
     }
     rates: dict[str, list[float]] = {name: [] for name in (*CASES, "floor")}
     for number in range(options.rounds + 1):
-        rounds = {name: _batches(each, number) for name, each in data.items()}
-        rounds["floor"] = _copies(data["k 2"], number)
-        if number:  # the first round warms up
-            for name, seconds in rounds.items():
-                rates[name].append(BATCHES * BATCH * LENGTH / seconds)
+        for name in rates:
+            took = _copies(data["k 2"], number) if name == "floor" else batches(data[name], number)
+            if number:  # the first round warms up
+                rates[name].append(BATCHES * BATCH * LENGTH / took)
     rows = []
     for name, values in rates.items():
         rate = statistics.median(values)
         rows.append({"case": name, "tokens_per_second": rate, "sequences_per_second": rate / LENGTH})
         print(f"{name:22} {rate:12,.0f} tokens/s  {rate / LENGTH:8,.0f} sequences/s")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    options.out.write_text(json.dumps({"machine": platform.processor(), "commit": commit, "rows": rows}, indent=1))
+    write(options.out, {"rows": rows})
 
 
-def _batches(data: TrainingData, number: int) -> float:
+def batches(data: TrainingData, number: int) -> float:
     """Seconds of making the batches of a round."""
-    started = time.perf_counter()
-    for first in range(number * BATCHES * BATCH, (number + 1) * BATCHES * BATCH, BATCH):
-        data.batch(range(first, first + BATCH))
-    return time.perf_counter() - started
+    firsts = range(number * BATCHES * BATCH, (number + 1) * BATCHES * BATCH, BATCH)
+    return seconds(lambda: [data.batch(range(first, first + BATCH)).tokens.size for first in firsts])
 
 
 def _copies(data: TrainingData, number: int) -> float:
     """Seconds of copying as many random rows as the batches of a round hold: each chunk, and two for each neighbor."""
     train, rows = data.datastores[0].train, BATCH * data.num_chunks * (1 + 2 * 2)
     ids = np.random.default_rng(number).integers(0, train.num_chunks, (BATCHES, rows))
-    started = time.perf_counter()
-    for batch in ids:
-        train.tokens.gather(batch).astype(np.int64)
-    return time.perf_counter() - started
+    return seconds(lambda: [train.tokens.gather(batch).astype(np.int64).size for batch in ids])
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ continuations (exact search; what RETRO can copy), and recall@10 of an IVF-PQ in
 """
 
 import argparse
-import json
-import platform
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 
 import faiss
 import numpy as np
+from measure import write
 
 from indexing.embedders import LexicalEmbedder
 from indexing.index import ShardedIndex, exact_search, recall, rerank
@@ -94,10 +92,7 @@ def main() -> None:
         rows.append(row)
         print("  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
     options.out.with_suffix(".vectors.npy").unlink()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    options.out.write_text(json.dumps({"machine": platform.processor(), "commit": commit, "rows": rows}, indent=1))
+    write(options.out, {"rows": rows})
 
 
 if __name__ == "__main__":

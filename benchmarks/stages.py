@@ -7,16 +7,13 @@ number of candidates. The embedder's rate stands alone: its floor is memory band
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from measure import seconds, write
 
 from indexing.chunks import chunk_shard
 from indexing.corpus import read_piece
@@ -28,13 +25,6 @@ from indexing.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.corpus_stage import read_plan
 from pipelines.settings import load
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Of one call."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def main() -> None:
@@ -90,9 +80,7 @@ def main() -> None:
     for row in table:
         ratio = f"{row['time_over_bare']:.2f} × the bare library's time" if row["time_over_bare"] else ""
         print(f"{row['stage']:10} {row['rate']:>18}  {ratio}")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    facts = {"machine": platform.processor(), "commit": commit.stdout.strip(), "chunks": train.num_chunks}
-    options.out.write_text(json.dumps({**facts, "rows": table}, indent=1))
+    write(options.out, {"chunks": train.num_chunks, "rows": table})
 
 
 if __name__ == "__main__":

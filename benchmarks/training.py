@@ -4,33 +4,34 @@ pip install --no-deps retro-pytorch==0.3.9
 python benchmarks/training.py [--rounds 7] [--steps 3] [--datastore FOLDER] [--cases NAME ...]
 
 Every case is a process of its own that waits for its turn, so memory is told apart and rounds alternate: machines are shared
-and drift, ratios of one run hold. A step is forward, loss, backward, clipping and AdamW under bfloat16 autocast, on one batch
-of random tokens that all cases share. On a CUDA device the paper's sizes are measured instead, at n = 2048.
+and drift, ratios of one run hold. A step is forward, loss, backward, clipping and AdamW, on one batch of random tokens that all
+cases of a shape share; its ratio is to the first case of that shape. On a CUDA device the paper's sizes are measured instead.
 With a datastore, the data path alone is measured too: batches made by one process, nothing trained.
 """
 
 import argparse
-import json
 import multiprocessing
-import platform
 import resource
 import statistics
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import repeat
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
+from data_path import BATCH, BATCHES, LENGTH, batches
+from measure import seconds, write
 
 from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, keep_freed_memory
 from retro.flops import forward_flops, peak_flops
-from retro.loss import loss
 from retro.model import ModelSettings, Retro
 from retro.optimizer import make_optimizer
 from retro.presets import PRESETS, count_parameters
+from retro.step import make_step
+from retro.train_settings import TrainSettings
 
 # The sizes that design and documents speak of: as in retro-pytorch, whose attentions all have 8 heads of 64.
 SMALL = ModelSettings(8192, 256, 1024, 8, 64, 6, (3, 6), 256, 1024, 8, 64, 2, (1, 2))
@@ -46,6 +47,8 @@ class Case:
     num_tokens: int
     ours: bool = True
     compiled: bool = True
+    bfloat16: bool = True
+    keeps_memory: bool = True
     k: int = 2
 
 
@@ -53,13 +56,17 @@ def cases(device: str) -> list[Case]:
     """What is measured on a kind of device."""
     if device == "cpu":
         return [
-            Case("retro-pytorch 0.3.9", SMALL, 4, 512, ours=False, compiled=False),
-            Case("retro, eager", SMALL, 4, 512, compiled=False),
+            Case("retro-pytorch 0.3.9", SMALL, 4, 512, ours=False),
             Case("retro, compiled", SMALL, 4, 512),
+            Case("retro, eager", SMALL, 4, 512, compiled=False),
+            Case("retro, eager, float32", SMALL, 4, 512, compiled=False, bfloat16=False),
+            Case("retro, eager, freed memory given back", SMALL, 4, 512, compiled=False, keeps_memory=False),
+            Case("retro-pytorch 0.3.9, n = 2048", SMALL, 1, 2048, ours=False),
+            Case("retro, compiled, n = 2048", SMALL, 1, 2048),
         ]
     sizes = {name: replace(PRESETS[name], vocab_size=128_000) for name in ("172m", "1.5b")}
     return [
-        Case("retro-pytorch 0.3.9, 172m", sizes["172m"], 8, 2048, ours=False, compiled=False),
+        Case("retro-pytorch 0.3.9, 172m", sizes["172m"], 8, 2048, ours=False),
         Case("retro 172m, compiled", sizes["172m"], 8, 2048),
         Case("retro 1.5b, eager", sizes["1.5b"], 4, 2048, compiled=False),
         Case("retro 1.5b, compiled", sizes["1.5b"], 4, 2048),
@@ -71,37 +78,26 @@ def batch(case: Case, placement: Placement) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     s, m = case.settings, case.settings.chunk_length
     shape = (case.batch_size, case.num_tokens // m, case.k, 2 * m)
-    return {
-        "tokens": torch.randint(1, s.vocab_size, (case.batch_size, case.num_tokens + 1), generator=generator),
-        "neighbors": torch.randint(1, s.vocab_size, shape, generator=generator),
-    }
+    tokens = torch.randint(1, s.vocab_size, (case.batch_size, case.num_tokens + 1), generator=generator)
+    neighbors = torch.randint(1, s.vocab_size, shape, generator=generator)
+    return placement.put({"tokens": tokens, "neighbors": neighbors})
 
 
-def our_step(case: Case, placement: Placement) -> tuple[Callable[[], None], int]:
+def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:
     """A training step of this project, and the number of its parameters; the process set up as `train` does it."""
-    if placement.device.type == "cpu":
+    if placement.device.type == "cpu" and case.keeps_memory:
         keep_freed_memory()
     model = Retro(case.settings).to(placement.device)
     optimizer = make_optimizer(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    data = {name: tensor.to(placement.device) for name, tensor in batch(case, placement).items()}
-    tokens, labels = data["tokens"][:, :-1].contiguous(), data["tokens"][:, 1:].contiguous()
-    hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False) if case.compiled else model.hidden
-
-    def step() -> None:
-        with placement.autocast():
-            value = loss(
-                hidden(tokens, neighbors=data["neighbors"]), model.output_weight, labels, compiled=case.compiled
-            )
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        value.item()
-
-    return step, count_parameters(model, embeddings=True)
+    data = batch(case, placement)
+    both = data.pop("tokens")
+    data |= {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
+    settings = TrainSettings(lr=1e-4, schedule="constant", compile="yes" if case.compiled else "no")
+    step = make_step(model, optimizer, map(dict, repeat(data)), placement, settings)
+    return lambda: step(settings.warmup_steps), count_parameters(model, embeddings=True)
 
 
-def their_step(case: Case, placement: Placement) -> tuple[Callable[[], None], int]:
+def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:
     """A training step of retro-pytorch as its README and its TrainingWrapper make it, under autocast."""
     from retro_pytorch import RETRO
     from retro_pytorch.optimizer import get_optimizer
@@ -119,7 +115,7 @@ def their_step(case: Case, placement: Placement) -> tuple[Callable[[], None], in
         chunk_size=s.chunk_length,
     ).to(placement.device)
     optimizer = get_optimizer(model.parameters(), lr=1e-4, wd=0.1)
-    data = {name: tensor.to(placement.device) for name, tensor in batch(case, placement).items()}
+    data = batch(case, placement)
 
     def step() -> None:
         with placement.autocast():
@@ -136,7 +132,7 @@ def their_step(case: Case, placement: Placement) -> tuple[Callable[[], None], in
 def work(case: Case, device: str, steps: int, turns: Connection) -> None:
     """A process: make the model, then answer every request with the seconds of `steps` steps; at the end, its memory."""
     torch.manual_seed(0)
-    placement = Placement(torch.device(device), bfloat16=True)
+    placement = Placement(torch.device(device), case.bfloat16)
     try:
         step, parameters = (our_step if case.ours else their_step)(case, placement)
         resting = _memory(placement)
@@ -147,10 +143,7 @@ def work(case: Case, device: str, steps: int, turns: Connection) -> None:
         return
     turns.send({"parameters": parameters})
     while turns.recv():
-        started = time.perf_counter()
-        for _ in range(steps):
-            step()
-        turns.send((time.perf_counter() - started) / steps)
+        turns.send(seconds(lambda: [step() for _ in range(steps)]) / steps)
     turns.send({"peak_bytes": _memory(placement), "resting_bytes": resting})
 
 
@@ -161,11 +154,10 @@ def _memory(placement: Placement) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def compare(chosen: list[Case], device: str, rounds: int, steps: int) -> list[dict[str, object]]:
+def compare(chosen: list[Case], device: str, rounds: int, steps: int) -> list[dict[str, Any]]:
     """Rounds over all cases in turn; a row for each."""
     context = multiprocessing.get_context("spawn")
     running: list[tuple[Case, Connection, int]] = []
-    rows: list[dict[str, object]] = []
     for case in chosen:
         ours, theirs = context.Pipe()
         context.Process(target=work, args=(case, device, steps, theirs), daemon=True).start()
@@ -174,41 +166,39 @@ def compare(chosen: list[Case], device: str, rounds: int, steps: int) -> list[di
             print(f"{case.name}: left out: {ready['error']}")
             continue
         running.append((case, ours, ready["parameters"]))
-    seconds: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
+    times: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
     peaks = []
     for _ in range(rounds):
         peaks.append(peak_flops(Placement(torch.device(device), bfloat16=True)))  # drifts with the machine if measured
         for case, turns, _ in running:
             turns.send(True)
-            seconds[case.name].append(turns.recv())
-    reference = seconds[running[0][0].name]
+            times[case.name].append(turns.recv())
+    rows, references = [], {}
     for case, turns, parameters in running:
         turns.send(False)
-        memory = turns.recv()
-        median = statistics.median(seconds[case.name])
+        took, tokens = times[case.name], case.batch_size * case.num_tokens
+        reference = references.setdefault((case.settings, case.num_tokens), took)
+        ratios = [first / this for first, this in zip(reference, took, strict=True)]
         flops = 3 * case.batch_size * forward_flops(case.settings, case.num_tokens, case.k)
-        ratios = [theirs / ours for theirs, ours in zip(reference, seconds[case.name], strict=True)]
         rows.append(
             {
                 "case": case.name,
                 "parameters": parameters,
-                "tokens_per_second": case.batch_size * case.num_tokens / median,
-                "ratio": statistics.median(ratios),  # round by round, against the first case
+                "tokens_per_second": tokens / statistics.median(took),
+                "ratio": statistics.median(ratios),
                 "ratios": ratios,
-                "mfu": flops / median / statistics.median(peaks),
-                **memory,
+                "mfu": flops / statistics.median(took) / statistics.median(peaks),
+                **turns.recv(),
             }
         )
     return rows
 
 
-def data_path(folder: Path, seconds: float = 5.0) -> float:
-    """Tokens per second of one process that makes batches of 8 × 512 tokens with two neighbors a chunk."""
-    data = TrainingData([folder], DataSettings(sequence_length=512), retrieval=True)
-    made, started = 0, time.perf_counter()
-    while time.perf_counter() - started < seconds:
-        made += data.batch(range(made, made + 8), 0.1).tokens.shape[0]
-    return made * 512 / (time.perf_counter() - started)
+def data_path(folder: Path, rounds: int) -> float:
+    """Tokens per second of one process that makes batches with two neighbors a chunk."""
+    data = TrainingData([folder], DataSettings(sequence_length=LENGTH), retrieval=True)
+    times = [batches(data, number) for number in range(rounds + 1)][1:]  # the first round warms up
+    return BATCHES * BATCH * LENGTH / statistics.median(times)
 
 
 def main() -> None:
@@ -223,25 +213,21 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = [case for case in cases(device) if not options.cases or any(part in case.name for part in options.cases)]
     rows = compare(chosen, device, options.rounds, options.steps)
-    print(f"{'':28}{'parameters':>14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak memory':>14}{'above rest':>13}")
+    print(f"{'':38}{'parameters':>14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak memory':>14}{'above rest':>13}")
     for row in rows:
-        above = row["peak_bytes"] - row["resting_bytes"]  # type: ignore[operator]
+        above = row["peak_bytes"] - row["resting_bytes"]
         print(
-            f"{row['case']:28}{row['parameters']:14,}{row['tokens_per_second']:11,.0f}{row['ratio']:7.2f}×{row['mfu']:8.1%}"
-            f"{row['peak_bytes'] / 2**20:10,.0f} MiB{above / 2**20:9,.0f} MiB"  # type: ignore[operator]
+            f"{row['case']:38}{row['parameters']:14,}{row['tokens_per_second']:11,.0f}{row['ratio']:7.2f}×{row['mfu']:8.1%}"
+            f"{row['peak_bytes'] / 2**20:10,.0f} MiB{above / 2**20:9,.0f} MiB"
         )
-    found = {"rows": rows}
+    found: dict[str, Any] = {"rows": rows}
     if options.datastore:
-        found["data_path_tokens_per_second"] = data_path(options.datastore)  # type: ignore[assignment]
-        fastest = max(row["tokens_per_second"] for row in rows)  # type: ignore[type-var]
-        rate = found["data_path_tokens_per_second"]
-        print(f"data path alone, one process: {rate:,.0f} tokens/s, {rate / fastest:.0f} times the fastest case")  # type: ignore[operator, str-format]
+        rate = found["data_path_tokens_per_second"] = data_path(options.datastore, options.rounds)
+        fastest = max(row["tokens_per_second"] for row in rows)
+        print(f"data path alone, one process: {rate:,.0f} tokens/s, {rate / fastest:.0f} times the fastest case")
     if device == "cpu":
         print("No CUDA device: on a machine with one the same command measures 172m and 1.5b at n = 2048.")
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
-    machine = {"machine": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    options.out.write_text(json.dumps({**machine, "commit": git.stdout.strip(), **found}, indent=1))
+    write(options.out, found)
 
 
 if __name__ == "__main__":

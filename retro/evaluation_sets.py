@@ -18,6 +18,7 @@ import numpy as np
 
 from indexing.store.datastore import SPLITS, Datastore, Split
 from indexing.store.errors import InputError
+from indexing.store.retrieval import check_tokenizer
 from indexing.tokenizer import read_token_bytes
 from retro.model import ModelSettings
 
@@ -151,12 +152,8 @@ def _open_entry(entry: str, first: Path, model: ModelSettings, k: int) -> Evalua
     opened = EvaluationSet(name, datastore, split)
     opened.check(model, k)
     # Equal sizes are no equal tokenizers. A checkpoint may have outlived what it was trained on: then sizes are all there is.
-    known = first / "tokenizer"
-    if known.exists() and not np.array_equal(read_token_bytes(known), opened.token_bytes):
-        raise InputError(
-            f"evaluation.sets has {entry!r}: the tokenizer of {datastore.folder} is not that of {first}. Build it with "
-            f"tokenizer.kind = 'sentencepiece' (or 'huggingface') and the tokenizer.path of the model in {known}."
-        )
+    if (first / "tokenizer").exists():
+        check_tokenizer(Datastore.open(first), datastore, f"evaluation.sets has {entry!r}")
     return opened
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from indexing.embedders import EmbedderSettings
 from indexing.index import IndexSettings
@@ -19,7 +20,7 @@ from pipelines.config import Config
 from pipelines.executors import ExecutorSettings, make_executor
 from pipelines.stages import build
 from retro.batches import DataSettings
-from retro.model import ModelSettings
+from retro.model import ModelSettings, Retro
 from retro.train_settings import TrainSettings
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -160,3 +161,11 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Datastore:
     """A finished datastore of `tiny_corpus` in several shards. Read only."""
     return build_local(tiny_config(tmp_path_factory.mktemp("tiny"), tiny_corpus))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_datastore: Datastore) -> Retro:
+    """A RETRO with random weights that fits `tiny_datastore`. Read only."""
+    torch.manual_seed(0)
+    settings = tiny_config(Path("unused"), Path("unused")).model
+    return Retro(replace(settings, vocab_size=int(tiny_datastore.manifest["vocab_size"])))

@@ -16,16 +16,8 @@ from retro.evaluation import EvaluationSettings, Result, compare, evaluate
 from retro.evaluation_sets import EvaluationSet
 from retro.model import Retro
 from retro.neighbors import NeighborUse
-from tests.conftest import tiny_config
 
 FLOAT32 = place("cpu", "float32")
-
-
-@pytest.fixture(scope="module")
-def model(tiny_datastore: Datastore, tmp_path_factory: pytest.TempPathFactory) -> Retro:
-    torch.manual_seed(0)
-    settings = tiny_config(tmp_path_factory.mktemp("x"), tmp_path_factory.mktemp("y")).model
-    return Retro(replace(settings, vocab_size=int(tiny_datastore.manifest["vocab_size"])))
 
 
 def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> Result:
@@ -35,7 +27,7 @@ def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> Resul
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_bits_per_byte_is_what_one_forward_pass_over_each_document_says(
-    model: Retro, tiny_datastore: Datastore, k: int
+    tiny_model: Retro, tiny_datastore: Datastore, k: int
 ) -> None:
     valid, train = tiny_datastore.valid, tiny_datastore.train
     longest = max(valid.chunk_range(n)[1] - valid.chunk_range(n)[0] for n in range(valid.num_documents))
@@ -50,39 +42,40 @@ def test_bits_per_byte_is_what_one_forward_pass_over_each_document_says(
             retrieved["neighbors"] = torch.from_numpy(found).reshape(1, stop - first, k, -1)
             retrieved["neighbor_lengths"] = torch.from_numpy(lengths).reshape(1, stop - first, k)
         with torch.no_grad():
-            logs = model.eval()(tokens, **retrieved).log_softmax(-1)
+            logs = tiny_model.eval()(tokens, **retrieved).log_softmax(-1)
         nats -= logs[0, torch.arange(length - 1), tokens[0, 1:length]].double().sum().item()
     text_bytes = sum(row["bytes"] for row in valid.metadata(range(valid.num_documents)))
-    result = measure(model, tiny_datastore, k=k, window=16 * longest)
+    result = measure(tiny_model, tiny_datastore, k=k, window=16 * longest)
     assert result.bytes == text_bytes
     assert result.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
     assert result.perplexity == pytest.approx(math.exp(nats / result.tokens), rel=1e-5)
 
 
-def test_every_stride_and_batch_size_scores_the_same_tokens(model: Retro, tiny_datastore: Datastore) -> None:
+def test_every_stride_and_batch_size_scores_the_same_tokens(tiny_model: Retro, tiny_datastore: Datastore) -> None:
     results = [
-        measure(model, tiny_datastore, stride=stride, batch_size=size) for stride, size in ((16, 3), (32, 8), (48, 5))
+        measure(tiny_model, tiny_datastore, stride=stride, batch_size=size)
+        for stride, size in ((16, 3), (32, 8), (48, 5))
     ]
     assert len({result.tokens for result in results}) == 1
     assert len({result.bytes for result in results}) == 1
 
 
-def test_withheld_neighbors_change_nothing_when_off(model: Retro, tiny_datastore: Datastore) -> None:
-    assert measure(model, tiny_datastore).bits_per_byte != measure(model, tiny_datastore, k=2).bits_per_byte
-    assert measure(model, tiny_datastore).bits_per_byte == measure(model, tiny_datastore).bits_per_byte
+def test_withheld_neighbors_change_nothing_when_off(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+    assert measure(tiny_model, tiny_datastore).bits_per_byte != measure(tiny_model, tiny_datastore, k=2).bits_per_byte
+    assert measure(tiny_model, tiny_datastore).bits_per_byte == measure(tiny_model, tiny_datastore).bits_per_byte
 
 
 def test_the_number_of_tokens_is_limited_and_the_mode_of_the_model_put_back(
-    model: Retro, tiny_datastore: Datastore
+    tiny_model: Retro, tiny_datastore: Datastore
 ) -> None:
-    model.train()
-    result = measure(model, tiny_datastore, max_tokens=200)
+    tiny_model.train()
+    result = measure(tiny_model, tiny_datastore, max_tokens=200)
     assert 100 <= result.tokens <= 400
-    assert model.training
+    assert tiny_model.training
 
 
-def test_comparing_a_measurement_with_itself_gives_zero(model: Retro, tiny_datastore: Datastore) -> None:
-    result = measure(model, tiny_datastore)
+def test_comparing_a_measurement_with_itself_gives_zero(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+    result = measure(tiny_model, tiny_datastore)
     assert compare(result, result) == (0, 0, 0)
     worse = replace(result, nats_by_document=result.nats_by_document * 1.1)
     change, low, high = compare(worse, result)
@@ -91,8 +84,8 @@ def test_comparing_a_measurement_with_itself_gives_zero(model: Retro, tiny_datas
     assert high >= change - 1e-9
 
 
-def test_the_bootstrap_is_the_same_in_pieces(model: Retro, tiny_datastore: Datastore, monkeypatch) -> None:
-    off, on = measure(model, tiny_datastore), measure(model, tiny_datastore, k=2)
+def test_the_bootstrap_is_the_same_in_pieces(tiny_model: Retro, tiny_datastore: Datastore, monkeypatch) -> None:
+    off, on = measure(tiny_model, tiny_datastore), measure(tiny_model, tiny_datastore, k=2)
     whole = compare(on, off)
     monkeypatch.setattr(evaluation, "_BUFFERED_DRAWS", 1)
     change, low, high = compare(on, off)
@@ -101,6 +94,6 @@ def test_the_bootstrap_is_the_same_in_pieces(model: Retro, tiny_datastore: Datas
 
 
 @pytest.mark.parametrize("change", [{"window": 50}, {"window": 32, "stride": 32}, {"stride": 10}])
-def test_a_window_that_cuts_chunks_is_refused(model: Retro, tiny_datastore: Datastore, change) -> None:
+def test_a_window_that_cuts_chunks_is_refused(tiny_model: Retro, tiny_datastore: Datastore, change) -> None:
     with pytest.raises(InputError, match=r"evaluation\.window"):
-        measure(model, tiny_datastore, **change)
+        measure(tiny_model, tiny_datastore, **change)

@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from indexing.store.datastore import Datastore
@@ -119,9 +118,10 @@ def test_a_set_that_does_not_fit_the_model_is_refused_by_name(
     refused(f"web={copied}", r"evaluation\.k = 7 .*evaluation set 'web'.* stores 6", k=7)
     refused(f"web={copied}", r"evaluation set 'web'.*vocab_size", model=replace(settings, vocab_size=999))
     refused(f"web={copied}", r"evaluation set 'web'.*chunk_length", model=replace(settings, chunk_length=32))
-    sizes = np.load(copied / "tokenizer" / "token_bytes.npy")
-    np.save(copied / "tokenizer" / "token_bytes.npy", sizes[::-1])
-    refused(f"web={copied}", r"evaluation\.sets has 'web=.*the tokenizer of")
+    manifest = read_json(copied / "tokenizer" / "manifest.json")
+    manifest["files"]["token_bytes.npy"]["checksum"] = "other"
+    write_json(copied / "tokenizer" / "manifest.json", manifest)
+    refused(f"web={copied}", r"evaluation\.sets has 'web=.*different tokenizers")
 
 
 def test_training_logs_every_set_by_name_and_refuses_a_wrong_one_before_it_leaves_anything(

@@ -2,12 +2,10 @@
 
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -17,7 +15,6 @@ from retro.evaluation_sets import EvaluationSet
 from retro.leakage import by_leakage, leakage_of
 from retro.model import Retro
 from retro.neighbors import NeighborUse
-from tests.conftest import tiny_config
 
 THRESHOLDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -25,13 +22,6 @@ THRESHOLDS = (0.0, 0.25, 0.5, 0.75, 1.0)
 @pytest.fixture(scope="module")
 def held_out(tiny_datastore: Datastore) -> EvaluationSet:
     return EvaluationSet("valid", tiny_datastore)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_datastore: Datastore, tmp_path_factory: pytest.TempPathFactory) -> Retro:
-    torch.manual_seed(0)
-    settings = tiny_config(tmp_path_factory.mktemp("x"), tmp_path_factory.mktemp("y")).model
-    return Retro(replace(settings, vocab_size=int(tiny_datastore.manifest["vocab_size"])))
 
 
 def measure(model: Retro, held_out: EvaluationSet, k: int = 0, **settings) -> Result:
@@ -82,8 +72,8 @@ def test_a_chunk_copied_from_a_training_document_leaks_wholly(tiny_datastore: Da
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_over_all_chunks_it_is_the_plain_figure(model: Retro, held_out: EvaluationSet, k: int) -> None:
-    result = measure(model, held_out, k)
+def test_over_all_chunks_it_is_the_plain_figure(tiny_model: Retro, held_out: EvaluationSet, k: int) -> None:
+    result = measure(tiny_model, held_out, k)
     assert result.chunks is not None
     leakage = leakage_of(held_out, result.chunks.ids, 10)
     *_, whole = by_leakage(result, leakage, THRESHOLDS)
@@ -96,9 +86,9 @@ def test_over_all_chunks_it_is_the_plain_figure(model: Retro, held_out: Evaluati
 
 
 def test_thresholds_let_in_ever_more_chunks_and_their_bits_and_bytes_are_summed(
-    model: Retro, held_out: EvaluationSet
+    tiny_model: Retro, held_out: EvaluationSet
 ) -> None:
-    result = measure(model, held_out)
+    result = measure(tiny_model, held_out)
     chunks = result.chunks
     assert chunks is not None
     leakage = leakage_of(held_out, chunks.ids, 10)
@@ -114,9 +104,9 @@ def test_thresholds_let_in_ever_more_chunks_and_their_bits_and_bytes_are_summed(
         assert level.result.bits_per_byte == pytest.approx(bits / chunks.bytes[kept].sum())
 
 
-def test_a_token_counts_for_the_chunk_it_lies_in(model: Retro, held_out: EvaluationSet) -> None:
+def test_a_token_counts_for_the_chunk_it_lies_in(tiny_model: Retro, held_out: EvaluationSet) -> None:
     split, sizes = held_out.split, held_out.token_bytes
-    result = measure(model, held_out, stride=16)
+    result = measure(tiny_model, held_out, stride=16)
     chunks = result.chunks
     assert chunks is not None
     assert np.array_equal(chunks.ids, np.arange(split.num_chunks))
@@ -127,13 +117,13 @@ def test_a_token_counts_for_the_chunk_it_lies_in(model: Retro, held_out: Evaluat
     )  # but the first of a document, which nothing predicts
     real = np.arange(split.chunk_length) < lengths[:, None]
     assert np.array_equal(chunks.bytes, (sizes[split.tokens.gather(chunks.ids)] * real).sum(1))
-    wide = measure(model, held_out, stride=48, batch_size=3).chunks
+    wide = measure(tiny_model, held_out, stride=48, batch_size=3).chunks
     assert wide is not None
     assert np.array_equal(wide.tokens, chunks.tokens)
 
 
-def test_chunks_are_measured_where_only_some_documents_are(model: Retro, held_out: EvaluationSet) -> None:
-    result = measure(model, held_out, max_tokens=200)
+def test_chunks_are_measured_where_only_some_documents_are(tiny_model: Retro, held_out: EvaluationSet) -> None:
+    result = measure(tiny_model, held_out, max_tokens=200)
     assert result.chunks is not None
     assert result.chunks.tokens.sum() == result.tokens
     assert result.chunks.bytes.sum() == result.bytes
