@@ -157,8 +157,9 @@ def _config(options: DemoOptions) -> Config:
             encoder_num_heads=2,
             encoder_head_dim=48,
             encoder_num_layers=1,
-            shared_embeddings=True,  # these two bring copying sooner: docs/results.md
+            shared_embeddings=True,  # these three bring copying sooner: docs/results.md
             smeared_keys=True,
+            copying_init=True,
         ),
         train=TrainSettings(batch_size=4, lr=3e-3, warmup_steps=20, eval_every=0, log_every=5, seed=options.seed),
         evaluation=EvaluationSettings(k=(2,), max_tokens=60_000),

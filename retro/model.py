@@ -67,8 +67,11 @@ class ModelSettings:
     positions: PositionScheme = "rope"
     """Relative positions: rotary ones, or Transformer-XL's as in the paper (slower, more parameters)."""
     smeared_keys: bool = False
-    """Mix the key before into every key of chunked cross-attention (learned per head), so that one layer can find what
-    followed a token in a neighbor. Not in the paper; it brings copying sooner (docs/results.md)."""
+    """Mix the key before into every key of the decoder's attentions (learned per head), so that one layer can find what
+    followed a token, in the text before or in a neighbor. Not in the paper; it brings copying sooner (docs/results.md)."""
+    copying_init: bool = False
+    """Begin the decoder's attentions as ones that copy: queries look for tokens like their own, and what is read is said
+    again. Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results.md)."""
     dropout: float = 0.0
     """Share of the features dropped from the output of every block in training."""
     tied_embeddings: bool = True
@@ -102,6 +105,8 @@ class ModelSettings:
             layers, count = getattr(self, field), field.replace("cca", "num")
             if list(layers) != sorted({layer for layer in layers if 1 <= layer <= getattr(self, count)}):
                 self._refuse(field, f"increasing numbers from 1 to model.{count} = {getattr(self, count)}, or nothing")
+        if self.copying_init and self.cca_layers and not self.shared_embeddings:
+            self._refuse("copying_init", "false, or set model.shared_embeddings")
         if not 0 <= self.dropout < 1:
             self._refuse("dropout", "a number from 0 up to, not including, 1")
 
@@ -226,7 +231,7 @@ class Attention(nn.Module):
         source: Tensor | None = None,
         mask: Tensor | None = None,
         causal: bool = False,
-        runs: int = 1,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Attend from x [N, Q, D] to source [N, S, E], and return [N, Q, D].
 
@@ -237,13 +242,13 @@ class Attention(nn.Module):
             mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. It must leave every query one
                 key at least: a softmax over nothing is NaN.
             causal: look at nothing later, which a mask must say too: without one the kernels have a short cut.
-            runs: of equal length that the keys consist of; smeared keys do not reach over their borders.
+            starts: bool [1 or N, S], True where smeared keys must not reach back; by default the first alone.
         """
         q = rearrange(self.query(x), "n q (h c) -> n q h c", h=self.num_heads)
         key_value = self.key_value(x if source is None else source)
         k, v = rearrange(key_value, "n s (two h c) -> two n s h c", two=2, h=self.num_heads)
         if hasattr(self, "smear"):
-            k = smear(k, self.smear.sigmoid().to(k.dtype), runs)
+            k = smear(k, self.smear.sigmoid().to(k.dtype), starts)
         if isinstance(places, Rotary):
             q, k, bias = rotate(q, places.query), rotate(k, places.key), mask
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, H, S, C] twice
@@ -256,6 +261,21 @@ class Attention(nn.Module):
         out = attend(q, k, v, bias, causal)
         return self.out(rearrange(out, "n h q c -> n q (h c)"))
 
+    @torch.no_grad()
+    def begin_copying(self, projection: Tensor | None = None) -> None:
+        """Let queries find keys of the same content, and the output say what was read: weights tied at the start only.
+
+        Trockman & Kolter (2023) found this structure in trained attentions. Sizes stay as they were drawn.
+
+        Args:
+            projection: [E, D], how the source's stream was made of the asking one's; None where they are one.
+        """
+        key, value = self.key_value.weight.chunk(2)  # [H·C, E] twice
+        if projection is not None:
+            key, value = key @ projection, value @ projection
+        for weight, tied in ((self.query.weight, key), (self.out.weight, value.T)):
+            weight.copy_(tied * (weight.std() / tied.std()))
+
     def distance_scores(self, q: Tensor, places: Relative) -> Tensor:
         """The part (q_i + v)·W_kR R_{i-j} of the scores of q [N, H, Q, C], scaled: [N, H, Q, S]."""
         keys = rearrange(self.distance(places.waves.to(q.dtype)), "x (h c) -> h c x", h=self.num_heads)
@@ -263,11 +283,15 @@ class Attention(nn.Module):
         return scores.gather(-1, places.lookup.expand(*scores.shape[:2], -1, -1))
 
 
-def smear(k: Tensor, share: Tensor, runs: int) -> Tensor:
-    """Each key of k [N, S, H, C] moved by a share [H, 1] towards the one before it in its run (Olsson et al. 2022, smeared keys)."""
-    k = rearrange(k, "n (run s) h c -> n run s h c", run=runs)
-    before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
-    return rearrange(torch.lerp(k, before, share), "n run s h c -> n (run s) h c")
+def smear(k: Tensor, share: Tensor, starts: Tensor | None) -> Tensor:
+    """Each key of k [N, S, H, C] moved by a share [H, 1] towards the one before it, unless it starts something new.
+
+    Smeared keys are of Olsson et al. (2022), who found that with them one layer forms induction heads.
+    """
+    before = torch.cat((k[:, :1], k[:, :-1]), dim=1)
+    if starts is not None:
+        share = share.masked_fill(starts[:, :, None, None], 0)  # [1 or N, S, H, 1]
+    return torch.lerp(k, before, share)
 
 
 class FeedForward(nn.Module):
@@ -340,7 +364,8 @@ class ChunkedCrossAttention(nn.Module):
         windows = rearrange(shifted, "b (u m) d -> (b u) m d", m=m)
         source = rearrange(encoded, "b u k r e -> (b u) (k r) e")
         mask = rearrange(mask, "b u k r -> (b u) 1 1 (k r)")
-        read = self.attention(windows, places, source=source, mask=some_key(mask), runs=encoded.shape[2])
+        starts = (torch.arange(source.shape[1], device=x.device) % encoded.shape[3] == 0)[None]  # of each neighbor
+        read = self.attention(windows, places, source=source, mask=some_key(mask), starts=starts)
         read = read.masked_fill(~mask.any(-1), 0.0)  # [(b u), 1, 1]
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0))
@@ -426,12 +451,11 @@ class Retro(nn.Module):
         width, heads, head_dim, dropout = settings.d_model, settings.num_heads, settings.head_dim, settings.dropout
         self.scheme = (settings.positions, width, head_dim)
 
-        def attention(source_width: int, smeared: bool = False) -> Attention:
-            return Attention(width, source_width, heads, head_dim, settings.positions, smeared)
+        def attention(source_width: int) -> Attention:
+            return Attention(width, source_width, heads, head_dim, settings.positions, settings.smeared_keys)
 
         def cross() -> ChunkedCrossAttention:
-            reader = attention(settings.encoder_d_model, settings.smeared_keys)
-            return ChunkedCrossAttention(reader, settings.chunk_length)
+            return ChunkedCrossAttention(attention(settings.encoder_d_model), settings.chunk_length)
 
         layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)
@@ -467,10 +491,11 @@ class Retro(nn.Module):
                 for parameter in ("content_bias", "distance_bias"):
                     if hasattr(module, parameter):
                         nn.init.zeros_(getattr(module, parameter))
-                if hasattr(
-                    module, "smear"
-                ):  # heads that look for what followed, and heads that look for the token itself
+                if hasattr(module, "smear"):  # from heads that look for what followed to heads that look for the token
                     module.smear.copy_(torch.linspace(2, -2, module.num_heads)[:, None])
+        for name, module in self.named_modules():
+            if self.settings.copying_init and isinstance(module, Attention) and not name.startswith("encoder."):
+                module.begin_copying(self.encoder.project.weight if name.startswith("cross.") else None)
 
     def forward(
         self,
@@ -517,7 +542,9 @@ class Retro(nn.Module):
         if neighbors is not None and neighbors.shape[1] != num_chunks:
             raise ValueError(f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_chunks}")
         here = place(*self.scheme, range(num_tokens), range(num_tokens), tokens.device)
-        mask = None if documents is None else document_mask(documents, m, num_tokens)
+        mask = starts = None
+        if documents is not None:
+            mask, starts = document_mask(documents, m, num_tokens), document_starts(documents, m, num_tokens)
         cca_layers: tuple[int, ...] = ()
         if neighbors is not None and neighbors.numel() > 0:
             cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
@@ -526,7 +553,7 @@ class Retro(nn.Module):
 
         h = self.embedding(tokens) * self.settings.d_model**0.5
         for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
-            h = attention(h, here, mask=mask, causal=True)
+            h = attention(h, here, mask=mask, causal=True, starts=starts)
             if layer == min(cca_layers, default=0):
                 chunks = rearrange(h[:, : num_chunks * m], "b (u m) d -> b u m d", m=m)
                 encoded = self.encoder(neighbors, real, chunks, self.embedding)
@@ -540,6 +567,13 @@ def document_mask(documents: Tensor, chunk_length: int, num_tokens: int) -> Tens
     """Which token may see which: none later, none of another document. [B, ceil(T/m)] to bool [B, 1, T, T]."""
     document = documents.repeat_interleave(chunk_length, dim=1)[:, :num_tokens]  # [B, T]
     return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
+def document_starts(documents: Tensor, chunk_length: int, num_tokens: int) -> Tensor:
+    """Which tokens are the first of a document in their row: [B, ceil(T/m)] to bool [B, T]."""
+    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # [B, ceil(T/m)]
+    begins = torch.arange(num_tokens, device=documents.device) % chunk_length == 0
+    return first.repeat_interleave(chunk_length, dim=1)[:, :num_tokens] & begins
 
 
 def neighbor_mask(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:

@@ -37,6 +37,7 @@ _OPEN = {
     "tied_embeddings",
     "shared_embeddings",
     "smeared_keys",
+    "copying_init",
 }
 
 

@@ -564,9 +564,33 @@ def test_the_baseline_has_no_encoder_and_ignores_neighbors():
     assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens))
 
 
-def test_smeared_keys_mix_in_the_one_before_and_stop_at_the_border_of_a_neighbor():
-    k = torch.arange(6.0).view(1, 6, 1, 1)
-    assert smear(k, torch.tensor([[0.25]]), runs=2).flatten().tolist() == [0, 0.75, 1.75, 3, 3.75, 4.75]
+def test_smeared_keys_mix_in_the_one_before_and_stop_where_something_new_starts():
+    k, share = torch.arange(6.0).view(1, 6, 1, 1), torch.tensor([[0.25]])
+    assert smear(k, share, None).flatten().tolist() == [0, 0.75, 1.75, 2.75, 3.75, 4.75]
+    starts = torch.tensor([[True, False, False, True, False, False]])
+    assert smear(k, share, starts).flatten().tolist() == [0, 0.75, 1.75, 3, 3.75, 4.75]
+
+
+def test_copying_init_says_what_followed_in_a_neighbor_before_anything_is_learned():
+    def gain(**changes: bool) -> float:
+        """Of the mean log-probability of the next token, which the neighbors show, from OFF to ON."""
+        torch.manual_seed(0)
+        sizes = replace(SETTINGS, vocab_size=50, d_model=64, encoder_d_model=64, num_heads=4, head_dim=16)
+        model = Retro(replace(sizes, shared_embeddings=True, smeared_keys=True, **changes)).eval()
+        text = torch.randint(50, (64, 5 * M), generator=torch.Generator().manual_seed(0))
+        tokens, labels = text[:, : 4 * M], text[:, 1 : 4 * M + 1, None]
+        read = text.unfold(1, 2 * M, M)[:, :, None]  # [64, 4, 1, 2M], each chunk and the one after it
+        log_p = [logits(model, tokens, None, neighbors).log_softmax(-1) for neighbors in (None, read)]
+        off, on = (values.gather(-1, labels)[:, M - 1 :].mean().item() for values in log_p)
+        return on - off
+
+    assert gain(copying_init=True) > 3 * abs(gain(copying_init=False))
+
+
+def test_copying_init_without_shared_embeddings_is_refused():
+    ModelSettings(copying_init=True, cca_layers=())
+    with pytest.raises(ValueError, match=r"model\.copying_init is True.*shared_embeddings"):
+        ModelSettings(copying_init=True)
 
 
 def test_shared_embeddings_leave_one_table_and_still_read_the_neighbors():
