@@ -15,7 +15,8 @@ import numpy as np
 from measure import write
 
 from indexing.embedders import LexicalEmbedder
-from indexing.index import ShardedIndex, exact_search, recall, rerank
+from indexing.exact import exact_search, recall, rerank
+from indexing.index import ShardedIndex
 from indexing.store.datastore import Datastore, ShardedArray, Split
 from indexing.tokenizer import read_token_bytes
 

@@ -1,7 +1,7 @@
 """Does retrieval pay? Two baselines and three RETROs with the same tokens and seeds, on one corpus, with controls.
 
 python benchmarks/learning.py build CORPUS... --out runs/learning        two datastores of the same chunks: lexical, MiniLM
-python benchmarks/learning.py train --out runs/learning [--models baseline lexical minilm random] [--steps 3000]
+python benchmarks/learning.py train --out runs/learning [--models baseline lexical minilm random] [--steps 3000] [--k 2]
 python benchmarks/learning.py score --out runs/learning                  held-out bits per byte by leakage, and curves
 
 `baseline` has as many parameters as the RETROs (encoder and cross-attention are added to its FFW width), `decoder` is their
@@ -28,11 +28,13 @@ from retro.presets import PRESETS, baseline_of
 from retro.train_settings import TrainSettings
 
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm")
-# What brings copying sooner: the paper's model, and each of our two changes alone; `lexical` has both.
-ABLATIONS = {
-    "paper": {"shared_embeddings": False, "smeared_keys": False},
-    "shared": {"shared_embeddings": True, "smeared_keys": False},
-    "smeared": {"shared_embeddings": False, "smeared_keys": True},
+# What brings copying sooner (docs/results.md), and the same models without part of it: `paper` has none of it.
+COPYING = {"shared_embeddings": True, "smeared_keys": True, "copying_init": True}
+ABLATIONS: dict[str, dict[str, bool]] = {
+    "plain": {},  # the baseline of the paper
+    "paper": {},
+    "shared": {"shared_embeddings": True},
+    "shared-smeared": {"shared_embeddings": True, "smeared_keys": True},
 }
 EMBEDDERS = {"lexical": EmbedderSettings(), "minilm": EmbedderSettings(kind="transformer", path="minilm")}
 
@@ -54,18 +56,17 @@ def build(out: Path, corpus: list[str], vocab_size: int) -> None:
         retro("index", _written(out / f"{name}.toml", config))
 
 
-def train(out: Path, models: list[str], preset: str, steps: int, threads: int) -> None:
+def train(out: Path, models: list[str], preset: str, cca_layers: list[int], k: int, steps: int, threads: int) -> None:
     """Runs OUT/run-NAME."""
     for name in models:
-        changes = ABLATIONS.get(name, {"shared_embeddings": True, "smeared_keys": True})
-        sizes = replace(PRESETS[preset], **changes)
-        plain = {"baseline": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
+        sizes = replace(PRESETS[preset], cca_layers=tuple(cca_layers), **ABLATIONS.get(name, COPYING))
+        plain = {"baseline": baseline_of(sizes), "plain": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
         model: ModelSettings = plain.get(name, sizes)
         config = Config(
             datastore=out / ("minilm" if name == "minilm" else "lexical"),
             run=out / f"run-{name}",
             model=model,
-            data=DataSettings(sequence_length=512, k=2, neighbors="random" if name == "random" else "nearest"),
+            data=DataSettings(sequence_length=512, k=k, neighbors="random" if name == "random" else "nearest"),
             train=TrainSettings(
                 steps=steps,
                 batch_size=2,
@@ -84,7 +85,7 @@ def score(out: Path) -> None:
     """OUT/score-NAME.json for each model against the baseline, and one page with all curves."""
     runs = [name for name in (*MODELS, *ABLATIONS) if (out / f"run-{name}").exists()]
     for name in runs[1:]:
-        to = ("--evaluation.k", "1", "2", "4", "8") if name not in ("baseline", "decoder") else ()
+        to = ("--evaluation.k", "1", "2", "4", "8") if name not in ("baseline", "plain", "decoder") else ()
         to += ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
         retro("eval", str(out / f"run-{name}"), *to, "--json", str(out / f"score-{name}.json"))
     retro("report", *(str(out / f"run-{name}") for name in runs), "--out", str(out / "learning.html"))
@@ -113,6 +114,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *ABLATIONS])
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
+    parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
+    parser.add_argument("--k", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=4096)
@@ -120,7 +123,9 @@ def main() -> None:
     if options.part == "build":
         build(options.out, options.corpus, options.vocab_size)
     elif options.part == "train":
-        train(options.out, options.models, options.preset, options.steps, options.threads)
+        train(
+            options.out, options.models, options.preset, options.cca_layers, options.k, options.steps, options.threads
+        )
     else:
         score(options.out)
 

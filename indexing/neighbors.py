@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from indexing.index import ShardedIndex, order_by_distance, rerank
+from indexing.exact import order_by_distance, rerank
+from indexing.index import ShardedIndex
 from indexing.overlap import overlap
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError

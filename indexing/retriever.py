@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from indexing.embedders import Embedder, open_embedder
-from indexing.index import ShardedIndex, rerank
+from indexing.exact import rerank
+from indexing.index import ShardedIndex
 from indexing.neighbors import merge_nearest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from indexing.index import exact_search, ivf_of, recall
+from indexing.exact import exact_search, recall
+from indexing.index import ivf_of
 from indexing.overlap import overlap
 from indexing.retriever import Retriever
 from indexing.store.artefact import read_manifest
@@ -17,8 +18,8 @@ from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.files import read_json, write_json
 from indexing.store.retrieval import RetrievalSet
 from pipelines import report
+from pipelines.index_stage import sample_queries
 from pipelines.progress import human_bytes
-from pipelines.stages import sample_queries
 
 log = logging.getLogger("retro")
 

@@ -3,18 +3,8 @@
 import numpy as np
 import pytest
 
-from indexing.index import (
-    IndexSettings,
-    ShardedIndex,
-    add_shard,
-    choose_key,
-    exact_search,
-    order_by_distance,
-    recall,
-    rerank,
-    train,
-    tune,
-)
+from indexing.exact import exact_search, order_by_distance, recall, rerank
+from indexing.index import IndexSettings, ShardedIndex, add_shard, choose_key, train, tune
 from indexing.store.datastore import ShardedArray
 from indexing.store.errors import InputError
 

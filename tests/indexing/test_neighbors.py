@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from indexing.index import ShardedIndex, exact_search, recall
+from indexing.exact import exact_search, recall
+from indexing.index import ShardedIndex
 from indexing.neighbors import NeighborSettings, neighbors_of
 from indexing.overlap import overlap
 from indexing.store.datastore import Datastore

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing.index import exact_search
+from indexing.exact import exact_search
 from indexing.neighbors import merge_nearest
 from indexing.retriever import Retriever
 from indexing.store.datastore import Datastore

@@ -1,0 +1,104 @@
+"""The `train-index` and `add` stages: embeddings → a trained index → its shards, filled, and `nprobe` tuned."""
+
+from pathlib import Path
+
+import numpy as np
+
+from indexing import index
+from indexing.store.artefact import Recipe, create, is_finished
+from indexing.store.datastore import Datastore, shard_name
+from pipelines.config import Config
+from pipelines.executors import Advance, Executor, Task
+from pipelines.progress import progress
+from pipelines.shards import fingerprint_of, prefixed, run_tasks, shards
+
+
+def run_train_index(config: Config, executor: Executor) -> str:
+    """Embeddings → an empty trained index."""
+    folder, settings = config.datastore, config.index
+    datastore = Datastore.open(folder)
+    recipe = Recipe(
+        stage="train-index",
+        version=1,
+        settings=prefixed("index", settings, without=("recall_target", "tune_queries")),
+        inputs={"embeddings": datastore.manifest["fingerprints"]["embed"]},
+    )
+    out = folder / "index" / "trained"
+    if not is_finished(out, recipe):
+        dimension = datastore.train.embeddings.shard(0).shape[1]
+        key = index.choose_key(datastore.train.num_chunks, dimension, settings)
+        sample = index.training_sample(datastore.train, key, settings)
+        with (
+            progress(f"train-index {key}", total=len(sample), unit="vectors") as advance,
+            create(out, recipe) as (work, counts),
+        ):
+            index.train(work, key, sample, settings)
+            counts["vectors"] = len(sample)
+            advance(len(sample))
+    return fingerprint_of(out)
+
+
+def run_add(config: Config, executor: Executor) -> str:
+    """Embeddings → the trained index, filled shard by shard, and `nprobe` tuned."""
+    folder = config.datastore
+    trained_print = fingerprint_of(folder / "index" / "trained")
+    train = Datastore.open(folder).train
+    todo = []
+    for shard, source in enumerate(shards(folder, "embeddings")):
+        first_id = int(train.tokens.starts[shard])
+        recipe = Recipe(
+            "add", 1, {"first_id": first_id}, {"trained": trained_print, "embeddings": fingerprint_of(source)}
+        )
+        out = folder / "index" / shard_name(shard)
+        if not is_finished(out, recipe):
+            todo.append((out, Task((out, recipe, folder, source / "train.npy", first_id), train.chunk_rows[shard])))
+    run_tasks("add", "chunks", add_task, todo, executor)
+    return _tune(config)
+
+
+def add_task(out: Path, recipe: Recipe, folder: Path, source: Path, first_id: int, *, advance: Advance) -> None:
+    """Add one shard's embeddings to a copy of the trained index."""
+    with create(out, recipe) as (work, counts):
+        embeddings = np.load(source, mmap_mode="r")
+        index.add_shard(work, folder / "index" / "trained", embeddings, first_id, advance=advance)
+        counts["vectors"] = len(embeddings)
+
+
+def _tune(config: Config) -> str:
+    folder, settings = config.datastore, config.index
+    out = folder / "index" / "tuned"
+    made = shards(folder, "index")
+    recipe = Recipe(
+        stage="add",
+        version=1,
+        settings={
+            "index.recall_target": settings.recall_target,
+            "index.tune_queries": settings.tune_queries,
+            "neighbors.candidates": config.neighbors.candidates,
+        },
+        inputs={path.name: fingerprint_of(path) for path in made},
+    )
+    if not is_finished(out, recipe):
+        datastore = Datastore.open(folder)
+        queries = sample_queries(datastore, settings.tune_queries, settings.seed)[1]
+        opened = index.ShardedIndex.open(folder / "index", len(made))
+        with (
+            progress("tune nprobe", total=len(queries), unit="queries") as advance,
+            create(out, recipe) as (work, counts),
+        ):
+            tuned = index.tune(work, opened, queries, datastore.train.embeddings, config.neighbors.candidates, settings)
+            counts |= {"nprobe": tuned["nprobe"], "recall_at_10": tuned["recall_at_10"]}
+            advance(len(queries))
+    return fingerprint_of(out)
+
+
+def sample_queries(datastore: Datastore, wanted: int, seed: int) -> tuple[np.ndarray, np.ndarray, str]:
+    """Chunk ids and embeddings of a sample of held-out chunks, or of `train` where next to nothing is held out.
+
+    Returns:
+        ids [n] int64, embeddings [n, d] float32, and the name of their split.
+    """
+    split = datastore.valid if datastore.valid.num_chunks >= min(100, wanted) else datastore.train
+    size = min(wanted, split.num_chunks)
+    ids = np.sort(np.random.default_rng(seed).choice(split.num_chunks, size, replace=False)).astype(np.int64)
+    return ids, split.embeddings.gather(ids).astype(np.float32), split.name
