@@ -59,7 +59,7 @@ def build(out: Path, corpus: list[str], vocab_size: int) -> None:
 def train(out: Path, models: list[str], preset: str, cca_layers: list[int], k: int, steps: int, threads: int) -> None:
     """Runs OUT/run-NAME."""
     for name in models:
-        sizes = replace(PRESETS[preset], cca_layers=tuple(cca_layers), **ABLATIONS.get(name, COPYING))
+        sizes = replace(_sizes(preset, cca_layers), **ABLATIONS.get(name, COPYING))
         plain = {"baseline": baseline_of(sizes), "plain": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
         model: ModelSettings = plain.get(name, sizes)
         config = Config(
@@ -79,6 +79,13 @@ def train(out: Path, models: list[str], preset: str, cca_layers: list[int], k: i
             ),
         )
         retro("train", _written(out / f"run-{name}.toml", config))
+
+
+def _sizes(preset: str, cca_layers: list[int]) -> ModelSettings:
+    """A preset whose encoder is as wide as its decoder, as the smallest of the paper's is."""
+    sizes = PRESETS[preset]
+    width = {"encoder_d_model": sizes.d_model, "encoder_num_heads": sizes.num_heads, "encoder_head_dim": sizes.head_dim}
+    return replace(sizes, cca_layers=tuple(cca_layers), **width)
 
 
 def score(out: Path) -> None:

@@ -102,11 +102,16 @@ def largest_divisor(number: int, at_most: int) -> int:
     return next(divisor for divisor in range(max(at_most, 1), 0, -1) if number % divisor == 0)
 
 
+def sample_size(num_vectors: int, key: str, settings: IndexSettings) -> int:
+    """How many vectors an index of this key is trained on: `points_per_list` for each list, 65,536 at least, or all."""
+    lists = re.search(r"IVF(\d+)", key)
+    return min(num_vectors, max(int(lists.group(1)) * settings.points_per_list if lists else 0, 65_536))
+
+
 def training_sample(split: Split, key: str, settings: IndexSettings) -> np.ndarray:
     """A uniform sample over all shards, [n, d] float32: never the first rows, which are one source's."""
-    lists = re.search(r"IVF(\d+)", key)
-    wanted = max(int(lists.group(1)) * settings.points_per_list if lists else 0, 65_536)
     total = split.num_chunks
+    wanted = sample_size(total, key, settings)
     if total <= wanted:
         ids = np.arange(total, dtype=np.int64)
     else:

@@ -8,8 +8,8 @@ from indexing.store.artefact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import shard_name
 from pipelines import corpus_stage
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor, Task
-from pipelines.shards import fingerprint_of, prefixed, run_tasks, shard_counts, shards
+from pipelines.executors import Advance, Executor
+from pipelines.shards import fingerprint_of, prefixed, run_tasks, shard_counts, shard_task, shards
 
 
 def run_chunk(config: Config, executor: Executor) -> str:
@@ -28,7 +28,8 @@ def run_chunk(config: Config, executor: Executor) -> str:
         out = folder / "chunks" / shard_name(shard)
         if not is_finished(out, recipe):
             size = sum(piece.text_bytes for piece in pieces)
-            todo.append((out, Task((out, recipe, pieces, config.corpus, config.chunks, folder / "tokenizer"), size)))
+            arguments = (recipe, pieces, config.corpus, config.chunks, folder / "tokenizer")
+            todo.append(shard_task(out, *arguments, size=size))
     run_tasks("chunk", "bytes", chunk_task, todo, executor)
     if not any(counts["train"]["chunks"] for counts in shard_counts(folder)):
         raise corpus_stage.nothing_left(config.corpus)

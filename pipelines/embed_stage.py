@@ -12,8 +12,8 @@ from indexing.store.datastore import Datastore, shard_name
 from indexing.tokenizer import Tokenizer
 from pipelines import sharing
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor, Task
-from pipelines.shards import fingerprint_of, prefixed, run_tasks, shards
+from pipelines.executors import Advance, Executor
+from pipelines.shards import fingerprint_of, prefixed, run_tasks, shard_task, shards
 
 
 def run_embed(config: Config, executor: Executor) -> str:
@@ -27,7 +27,7 @@ def run_embed(config: Config, executor: Executor) -> str:
         out = folder / "embeddings" / shard_name(shard)
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
-            todo.append((out, Task((out, recipe, folder, embedder_print, source, config.embedder), size)))
+            todo.append(shard_task(out, recipe, folder, embedder_print, source, config.embedder, size=size))
     run_tasks("embed", "chunks", embed_task, todo, executor)
     return fingerprint([fingerprint_of(path) for path in shards(folder, "embeddings")])
 

@@ -8,9 +8,8 @@ from indexing import index
 from indexing.store.artefact import Recipe, create, is_finished
 from indexing.store.datastore import Datastore, shard_name
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor, Task
-from pipelines.progress import progress
-from pipelines.shards import fingerprint_of, prefixed, run_tasks, shards
+from pipelines.executors import Advance, Executor
+from pipelines.shards import fingerprint_of, prefixed, run_tasks, shard_task, shards
 
 
 def run_train_index(config: Config, executor: Executor) -> str:
@@ -27,15 +26,21 @@ def run_train_index(config: Config, executor: Executor) -> str:
     if not is_finished(out, recipe):
         dimension = datastore.train.embeddings.shard(0).shape[1]
         key = index.choose_key(datastore.train.num_chunks, dimension, settings)
-        sample = index.training_sample(datastore.train, key, settings)
-        with (
-            progress(f"train-index {key}", total=len(sample), unit="vectors") as advance,
-            create(out, recipe) as (work, counts),
-        ):
-            index.train(work, key, sample, settings)
-            counts["vectors"] = len(sample)
-            advance(len(sample))
+        size = index.sample_size(datastore.train.num_chunks, key, settings)
+        task = shard_task(out, recipe, folder, key, settings, size=size)
+        run_tasks("train_index", "vectors", train_task, [task], executor, name=f"train-index {key}")
     return fingerprint_of(out)
+
+
+def train_task(
+    out: Path, recipe: Recipe, folder: Path, key: str, settings: index.IndexSettings, *, advance: Advance
+) -> None:
+    """Train an empty index on a sample of all shards."""
+    with create(out, recipe) as (work, counts):
+        sample = index.training_sample(Datastore.open(folder).train, key, settings)
+        index.train(work, key, sample, settings)
+        counts["vectors"] = len(sample)
+        advance(len(sample))
 
 
 def run_add(config: Config, executor: Executor) -> str:
@@ -51,9 +56,10 @@ def run_add(config: Config, executor: Executor) -> str:
         )
         out = folder / "index" / shard_name(shard)
         if not is_finished(out, recipe):
-            todo.append((out, Task((out, recipe, folder, source / "train.npy", first_id), train.chunk_rows[shard])))
+            arguments = (recipe, folder, source / "train.npy", first_id)
+            todo.append(shard_task(out, *arguments, size=train.chunk_rows[shard]))
     run_tasks("add", "chunks", add_task, todo, executor)
-    return _tune(config)
+    return _tune(config, executor)
 
 
 def add_task(out: Path, recipe: Recipe, folder: Path, source: Path, first_id: int, *, advance: Advance) -> None:
@@ -64,7 +70,7 @@ def add_task(out: Path, recipe: Recipe, folder: Path, source: Path, first_id: in
         counts["vectors"] = len(embeddings)
 
 
-def _tune(config: Config) -> str:
+def _tune(config: Config, executor: Executor) -> str:
     folder, settings = config.datastore, config.index
     out = folder / "index" / "tuned"
     made = shards(folder, "index")
@@ -79,17 +85,30 @@ def _tune(config: Config) -> str:
         inputs={path.name: fingerprint_of(path) for path in made},
     )
     if not is_finished(out, recipe):
-        datastore = Datastore.open(folder)
-        queries = sample_queries(datastore, settings.tune_queries, settings.seed)[1]
-        opened = index.ShardedIndex.open(folder / "index", len(made))
-        with (
-            progress("tune nprobe", total=len(queries), unit="queries") as advance,
-            create(out, recipe) as (work, counts),
-        ):
-            tuned = index.tune(work, opened, queries, datastore.train.embeddings, config.neighbors.candidates, settings)
-            counts |= {"nprobe": tuned["nprobe"], "recall_at_10": tuned["recall_at_10"]}
-            advance(len(queries))
+        size = min(settings.tune_queries, Datastore.open(folder).train.num_chunks)
+        task = shard_task(out, recipe, folder, len(made), config.neighbors.candidates, settings, size=size)
+        run_tasks("add", "queries", tune_task, [task], executor, name="tune nprobe")
     return fingerprint_of(out)
+
+
+def tune_task(
+    out: Path,
+    recipe: Recipe,
+    folder: Path,
+    num_shards: int,
+    candidates: int,
+    settings: index.IndexSettings,
+    *,
+    advance: Advance,
+) -> None:
+    """Choose `nprobe` for the recall target."""
+    datastore = Datastore.open(folder)
+    with create(out, recipe) as (work, counts):
+        queries = sample_queries(datastore, settings.tune_queries, settings.seed)[1]
+        opened = index.ShardedIndex.open(folder / "index", num_shards)
+        tuned = index.tune(work, opened, queries, datastore.train.embeddings, candidates, settings)
+        counts |= {"nprobe": tuned["nprobe"], "recall_at_10": tuned["recall_at_10"]}
+        advance(len(queries))
 
 
 def sample_queries(datastore: Datastore, wanted: int, seed: int) -> tuple[np.ndarray, np.ndarray, str]:

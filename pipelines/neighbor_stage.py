@@ -9,8 +9,8 @@ from indexing.store.artefact import Recipe, create, fingerprint, is_finished, re
 from indexing.store.datastore import Datastore, shard_name
 from pipelines import sharing
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor, Task
-from pipelines.shards import fingerprint_of, prefixed, run_tasks, shards
+from pipelines.executors import Advance, Executor
+from pipelines.shards import fingerprint_of, prefixed, run_tasks, shard_task, shards
 
 # What the neighbors of a chunk depend on, in every datastore that is searched: the name in the recipe, and the stage.
 _SEARCHED = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
@@ -37,7 +37,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         out = folder / "neighbors" / shard_name(shard)
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
-            todo.append((out, Task((out, recipe, shard, config.neighbors, tuple(searched)), size)))
+            todo.append(shard_task(out, recipe, shard, config.neighbors, tuple(searched), size=size))
     run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     return fingerprint([fingerprint_of(path) for path in shards(folder, "neighbors")])
 

@@ -9,22 +9,25 @@ from typing import Any
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import shard_name
 from pipelines.corpus_stage import read_plan
-from pipelines.executors import Executor, Task
+from pipelines.executors import Executor, StageName, Task
 from pipelines.progress import progress
 
 log = logging.getLogger("retro")
 
 
-def shard_counts(folder: Path) -> list[dict[str, Any]]:
-    return [read_manifest(path)["counts"] for path in shards(folder, "chunks")]
-
-
 def shards(folder: Path, stage: str) -> list[Path]:
+    """The artefact of every shard of a stage (`chunks`, `embeddings`, …), finished or not."""
     plan = read_plan(folder / "corpus")
     return [folder / stage / shard_name(shard) for shard in range(len(plan))]
 
 
+def shard_counts(folder: Path) -> list[dict[str, Any]]:
+    """What stands in each shard of chunks: split to documents, chunks, tokens and bytes."""
+    return [read_manifest(path)["counts"] for path in shards(folder, "chunks")]
+
+
 def fingerprint_of(folder: Path) -> str:
+    """The fingerprint of a finished artefact."""
     return read_manifest(folder)["fingerprint"]
 
 
@@ -34,13 +37,18 @@ def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> d
     return {f"{section}.{key}": value for key, value in values.items() if key not in without}
 
 
+def shard_task(out: Path, *arguments: Any, size: int) -> Task:
+    """The task that makes the artefact `out`, which is its first argument."""
+    return Task(f"{out.parent.name}/{out.name}", (out, *arguments), size)
+
+
 def run_tasks(
-    name: str, unit: str, function: Callable[..., Any], todo: list[tuple[Path, Task]], executor: Executor
-) -> None:
-    """Run the tasks of the unfinished artefacts under one progress bar."""
+    stage: StageName, unit: str, function: Callable[..., Any], todo: list[Task], executor: Executor, name: str = ""
+) -> list[Any]:
+    """Run the tasks of what is unfinished under one progress bar, and return their results."""
+    name = name or stage
     if not todo:
         log.info("%s: finished already", name)
-        return
-    with progress(name, total=sum(task.size for _, task in todo), unit=unit) as advance:
-        for _ in executor.map(function, [task for _, task in todo], advance):
-            pass
+        return []
+    with progress(name, total=sum(task.size for task in todo), unit=unit) as advance:
+        return list(executor.map(stage, function, todo, advance))
