@@ -18,8 +18,8 @@ from measure import seconds, write
 from indexing.chunks import chunk_shard
 from indexing.corpus import read_piece
 from indexing.embedders import open_embedder
-from indexing.index import ShardedIndex
 from indexing.neighbors import neighbors_of
+from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import Datastore
 from indexing.tokenizer import Tokenizer
 from pipelines.config import Config

@@ -11,18 +11,21 @@ filtering leaves too few of is searched again deeper; what is still missing is -
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from indexing.exact import order_by_distance, rerank
-from indexing.index import ShardedIndex
 from indexing.overlap import overlap
+from indexing.product_search import ProductIndex
+from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval import neighbor_ids
 
-_BLOCK_ROWS = 4096
+_BLOCK_ROWS = 65_536  # what is read once a block, index or chunks, then costs little beside the search
+_OVERLAP_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class NeighborSettings:
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
     rerank: bool = True
     """Order candidates by the stored embeddings instead of the index's codes."""
+    search: Literal["auto", "index", "big-batch", "exact"] = "auto"
+    """How candidates are found: through the `index`; list by list for many queries at once (`big-batch`, for plain IVF
+    codes); against all chunks by matrix products (`exact`); `auto`: whichever of `index` and `exact` a cost model prefers."""
     max_overlap: float = 1.0
     """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
     also: tuple[Path, ...] = ()
@@ -60,7 +66,7 @@ class Searchable:
         train: the split in the index.
     """
 
-    index: ShardedIndex
+    index: ShardedIndex | ProductIndex
     train: Split
 
 
@@ -83,7 +89,7 @@ def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tup
 
 def neighbors_of(
     queries: np.ndarray,
-    index: ShardedIndex,
+    index: ShardedIndex | ProductIndex,
     train: Split,
     settings: NeighborSettings,
     *,
@@ -103,9 +109,10 @@ def neighbors_of(
     Returns:
         ids [n, k] int64 (-1 = none), distances [n, k] float32 (+inf), and how many queries were searched deeper.
     """
-    ids, distances = _search_once(queries, index, train, settings, settings.candidates, excluded, tokens)
+    first = settings.candidates if isinstance(index, ShardedIndex) else min(settings.candidates, 2 * settings.k)
+    ids, distances = _search_once(queries, index, train, settings, first, excluded, tokens)
     starved = np.flatnonzero(ids[:, -1] < 0)
-    if settings.candidates >= index.num_vectors and index.nprobe >= index.max_nprobe:
+    if first >= index.num_vectors and index.nprobe >= index.max_nprobe:
         return ids, distances, 0  # everything has been seen already
     usual, deeper = index.nprobe, len(starved)
     own_size = excluded[1] - excluded[0] if excluded is not None else np.zeros(len(queries), dtype=np.int64)
@@ -129,16 +136,14 @@ def neighbors_of(
 
 def _search_once(
     queries: np.ndarray,
-    index: ShardedIndex,
+    index: ShardedIndex | ProductIndex,
     train: Split,
     settings: NeighborSettings,
     depth: int,
     excluded: tuple[np.ndarray, np.ndarray] | None,
     tokens: tuple[np.ndarray, np.ndarray] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    ids = index.search(queries, depth)  # [n, depth]
-    if excluded is not None:
-        ids[(ids >= excluded[0][:, None]) & (ids < excluded[1][:, None])] = -1
+    ids = index.search(queries, depth, excluded)  # [n, depth]
     if tokens is not None and settings.max_overlap < 1:
         ids[_too_similar(ids, train, tokens, settings.max_overlap)] = -1
     if settings.rerank:
@@ -164,8 +169,8 @@ def _too_similar(
     """Which candidates [n, c] hold too much of their query, continuation included; in blocks, to bound memory."""
     out = np.zeros(ids.shape, dtype=bool)
     rows, columns = np.nonzero(ids >= 0)
-    for start in range(0, len(rows), _BLOCK_ROWS):
-        row, column = rows[start : start + _BLOCK_ROWS], columns[start : start + _BLOCK_ROWS]
+    for start in range(0, len(rows), _OVERLAP_ROWS):
+        row, column = rows[start : start + _OVERLAP_ROWS], columns[start : start + _OVERLAP_ROWS]
         found, lengths = train.with_continuation(ids[row, column])
         out[row, column] = overlap(tokens[0][row], tokens[1][row], found, lengths) > max_overlap
     return out

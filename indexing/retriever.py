@@ -14,8 +14,8 @@ import numpy as np
 
 from indexing.embedders import Embedder, open_embedder
 from indexing.exact import rerank
-from indexing.index import ShardedIndex
 from indexing.neighbors import merge_nearest
+from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval import RetrievalSet

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from indexing import index
+from indexing.sharded_index import ShardedIndex
 from indexing.store.artefact import Recipe, create, is_finished
 from indexing.store.datastore import Datastore, shard_name
 from pipelines.config import Config
@@ -105,7 +106,7 @@ def tune_task(
     datastore = Datastore.open(folder)
     with create(out, recipe) as (work, counts):
         queries = sample_queries(datastore, settings.tune_queries, settings.seed)[1]
-        opened = index.ShardedIndex.open(folder / "index", num_shards)
+        opened = ShardedIndex.open(folder / "index", num_shards)
         tuned = index.tune(work, opened, queries, datastore.train.embeddings, candidates, settings)
         counts |= {"nprobe": tuned["nprobe"], "recall_at_10": tuned["recall_at_10"]}
         advance(len(queries))

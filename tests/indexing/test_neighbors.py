@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from indexing.exact import exact_search, recall
-from indexing.index import ShardedIndex
 from indexing.neighbors import NeighborSettings, neighbors_of
 from indexing.overlap import overlap
+from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 
