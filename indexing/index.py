@@ -141,7 +141,7 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
         index.train(sample)
     except RuntimeError as error:
         raise InputError(f"index.factory = {key!r} with {len(sample):,} training vectors: {error}") from error
-    faiss.write_index(index, str(work / "trained.faiss"))
+    write_index(work / "trained.faiss", index)
     write_json(work / "index.json", {"key": key, "dimension": int(sample.shape[1]), "trained_on": len(sample)})
 
 
@@ -177,14 +177,35 @@ def add_shard(
     work: Path, trained: Path, embeddings: np.ndarray, first_id: int, *, advance: Callable[[int], None]
 ) -> None:
     """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from `first_id`."""
-    import faiss
 
-    index = faiss.read_index(str(trained / "trained.faiss"))
+    index = read_index(trained / "trained.faiss")
     for start in range(0, len(embeddings), _BLOCK_ROWS):
         rows = np.asarray(embeddings[start : start + _BLOCK_ROWS], dtype=np.float32)
         index.add_with_ids(rows, np.arange(first_id + start, first_id + start + len(rows), dtype=np.int64))
         advance(len(rows))
-    faiss.write_index(index, str(work / "vectors.faiss"))
+    write_index(work / "vectors.faiss", index)
+
+
+def write_index(path: Path, index: Any) -> None:
+    """`faiss.write_index` through a file of Python's: Faiss's own reports success when the last block finds a full disk."""
+    import faiss
+
+    with open(path, "wb") as file:
+        faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # type: ignore[attr-defined]
+
+
+def read_index(path: Path) -> Any:
+    """`faiss.read_index`.
+
+    Raises:
+        InputError: the file is missing or damaged.
+    """
+    import faiss
+
+    try:
+        return faiss.read_index(str(path))
+    except RuntimeError as error:
+        raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
 
 
 class ShardedIndex:
@@ -207,10 +228,11 @@ class ShardedIndex:
         """Read every shard of `datastore/index` with the tuned `nprobe`.
 
         The shards stay apart: `merge_from` of fast-scan lists corrupts memory (Faiss 1.15.1, docs/benchmarks.md).
-        """
-        import faiss
 
-        shards = [faiss.read_index(str(folder / shard_name(shard) / "vectors.faiss")) for shard in range(num_shards)]
+        Raises:
+            InputError: a file is missing or damaged.
+        """
+        shards = [read_index(folder / shard_name(shard) / "vectors.faiss") for shard in range(num_shards)]
         tuned = folder / "tuned" / "tuned.json"
         return cls(shards, read_json(tuned)["nprobe"] if tuned.exists() else None)
 
