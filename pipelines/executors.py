@@ -236,7 +236,7 @@ class _Pool:
             self.ray.kill(actor)
 
     def _new_worker(self) -> None:
-        worker = self.worker.remote(self.threads, self.tally)
+        worker = self.worker.remote(self.threads, self.tally, os.getcwd())
         self.starting[worker.ready.remote()] = worker
 
     def _started(self, reference: Any, function: Callable[..., Any]) -> None:
@@ -363,8 +363,10 @@ class _Tally:
 class _Worker:
     """Actor: runs one task after another; what functions keep between calls (a model, an index) stays."""
 
-    def __init__(self, threads: int, tally: Any) -> None:
+    def __init__(self, threads: int, tally: Any, folder: str) -> None:
         self.threads, self.tally = threads, tally
+        if os.path.isdir(folder):  # relative paths mean what they mean to the driver
+            os.chdir(folder)
 
     def ready(self) -> None:
         """Answered as soon as the process is up."""

@@ -1,6 +1,7 @@
 """What every stage needs: its shards, their fingerprints, and running the tasks of those that are unfinished."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 from indexing.store.artefact import Recipe, damage, is_finished, read_manifest
 from indexing.store.datastore import shard_name
+from indexing.store.errors import InputError
 from pipelines.corpus_stage import read_plan
 from pipelines.executors import Advance, Executor, StageName, Task
 from pipelines.progress import progress
@@ -60,3 +62,14 @@ def run_tasks(
     with progress(name, total=sum(task.size for task in todo), unit=unit) as advance:
         for _ in executor.map(stage, partial(make_once, function), todo, advance):
             pass
+    for task in todo:
+        _require_seen(task.arguments[0])
+
+
+def _require_seen(out: Path) -> None:
+    """Listing the folder makes a network file system look again where it remembers that there was nothing."""
+    if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
+        raise InputError(
+            f"{out} was made, but cannot be seen from here: workers on other machines have written to disks of their own. "
+            "Put `datastore` on storage that every machine sees under the same path."
+        )
