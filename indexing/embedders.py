@@ -17,7 +17,7 @@ import numpy as np
 
 from indexing.device import has_bfloat16, resolve
 from indexing.store.errors import InputError
-from indexing.store.files import NpyWriter, checksum, read_json, write_json
+from indexing.store.files import NpyWriter, checksum, read_json, save_array, write_json
 
 _BLOCK_ROWS = 8192
 _BIGRAM_WEIGHT = 0.5
@@ -166,8 +166,8 @@ def fit_lexical(
     weights = np.sqrt(np.log((1 + len(tokens)) / (1 + frequency))).astype(np.float32)
     weights[: len(is_special)][is_special] = 0
     weights[len(is_special) :] *= _BIGRAM_WEIGHT
-    np.save(folder / "weights.npy", weights)
-    np.save(folder / "is_special.npy", is_special)
+    save_array(folder / "weights.npy", weights)
+    save_array(folder / "is_special.npy", is_special)
     write_settings(folder, settings)
 
 

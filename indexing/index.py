@@ -17,8 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from indexing.exact import exact_search, recall, rerank
+from indexing.faiss_files import ivf_of, read_index, write_index
 from indexing.faiss_gpu import on_cpu, on_gpus
-from indexing.sharded_index import ShardedIndex, ivf_of
+from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import ShardedArray, Split
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
@@ -146,7 +147,7 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
         index.train(sample)
     except RuntimeError as error:
         raise InputError(f"index.factory = {key!r} with {len(sample):,} training vectors: {error}") from error
-    faiss.write_index(index, str(work / "trained.faiss"))
+    write_index(work / "trained.faiss", index)
     write_json(work / "index.json", {"key": key, "dimension": int(sample.shape[1]), "trained_on": len(sample)})
 
 
@@ -175,14 +176,13 @@ def add_shard(
     work: Path, trained: Path, embeddings: np.ndarray, first_id: int, *, advance: Callable[[int], None]
 ) -> None:
     """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from `first_id`."""
-    import faiss
 
-    index = on_gpus(faiss.read_index(str(trained / "trained.faiss")), "adding")
+    index = on_gpus(read_index(trained / "trained.faiss"), "adding")
     for start in range(0, len(embeddings), _BLOCK_ROWS):
         rows = np.asarray(embeddings[start : start + _BLOCK_ROWS], dtype=np.float32)
         index.add_with_ids(rows, np.arange(first_id + start, first_id + start + len(rows), dtype=np.int64))
         advance(len(rows))
-    faiss.write_index(on_cpu(index), str(work / "vectors.faiss"))
+    write_index(work / "vectors.faiss", on_cpu(index))
 
 
 def tune(

@@ -7,7 +7,7 @@ Seconds of one core for one query, from what a query touches and at which rate. 
 from dataclasses import dataclass
 from typing import Literal
 
-from indexing.sharded_index import ivf_of
+from indexing.faiss_files import ivf_of, read_index
 from indexing.store.datastore import Split
 from indexing.store.files import read_json
 
@@ -50,7 +50,7 @@ def describe(train: Split, candidates: int) -> Searched:
     import faiss
 
     folder = train.folder / "index"
-    index = faiss.read_index(str(folder / "trained" / "trained.faiss"))
+    index = read_index(folder / "trained" / "trained.faiss")
     ivf = ivf_of(index)
     dimension = train.embeddings.shard(0).shape[1]
     if ivf is None:

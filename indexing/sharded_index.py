@@ -11,19 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from indexing.faiss_files import ivf_of, read_index
 from indexing.faiss_gpu import on_gpus
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 
 _MEMORY = 4_000_000_000
-
-
-def ivf_of(index: Any) -> Any | None:
-    """The IVF part of an index, or None where it has none."""
-    import faiss
-
-    return faiss.try_extract_index_ivf(index)
 
 
 class ShardedIndex:
@@ -61,7 +55,6 @@ class ShardedIndex:
         Raises:
             InputError: `big_batch` of an index that it cannot search.
         """
-        import faiss
 
         files = [folder / shard_name(shard) / "vectors.faiss" for shard in range(num_shards)]
         groups: list[list[Path]] = []
@@ -72,7 +65,7 @@ class ShardedIndex:
         tuned = folder / "tuned" / "tuned.json"
         nprobe = read_json(tuned)["nprobe"] if tuned.exists() else None
         if big_batch:
-            first = faiss.read_index(str(files[0]))
+            first = read_index(files[0])
             if ivf_of(first) is None or not _can_merge(first):
                 raise InputError(
                     f"neighbors.search = 'big-batch' needs an IVF index of plain codes (Flat, PQ, SQ); {folder} holds "
@@ -131,9 +124,8 @@ def _opened(files: list[Path], *, pack: bool = True) -> list[Any]:
     Fast-scan lists cannot be merged (Faiss 1.15.1 corrupts memory), so shards are stored with plain four-bit codes, which
     can, and are packed for fast scanning here. An index whose key asks for fast-scan lists stays in its shards.
     """
-    import faiss
 
-    indexes = [faiss.read_index(str(file)) for file in files]
+    indexes = [read_index(file) for file in files]
     if not _can_merge(indexes[0]):
         return indexes
     for other in indexes[1:]:

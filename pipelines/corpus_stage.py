@@ -24,7 +24,7 @@ from indexing.corpus import (
 )
 from indexing.megatron import is_megatron
 from indexing.readers import CorpusFile, CorpusSettings
-from indexing.store.artefact import MANIFEST, Recipe, create, fingerprint, is_finished, read_manifest
+from indexing.store.artefact import Recipe, create, damage, fingerprint, is_finished, read_manifest
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, write_json
 from indexing.tokenizer import install_tokenizer, train_sentencepiece
@@ -75,7 +75,7 @@ def read_plan(folder: Path) -> list[list[Piece]]:
 
 def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
     """The checksums of an earlier scan, where names, sizes and times of all files are still the same."""
-    if not (folder / MANIFEST).exists():
+    if damage(folder):
         return None
     stored = read_json(folder / "files.json")
     now = [asdict(file) for file in files]

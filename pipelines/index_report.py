@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from indexing.exact import exact_search, recall
+from indexing.faiss_files import ivf_of
 from indexing.overlap import overlap
 from indexing.retriever import Retriever
-from indexing.sharded_index import ivf_of
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.files import read_json, write_json

@@ -8,10 +8,12 @@ and maps a plain function of `indexing/` over the rest. Nothing here knows where
 
 import contextlib
 import fcntl
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from indexing.store.artefact import remove
 from indexing.store.datastore import SPLITS, Datastore, write_datastore_manifest
@@ -26,6 +28,8 @@ from pipelines.executors import Executor
 from pipelines.index_stage import run_add, run_train_index
 from pipelines.neighbor_stage import run_neighbors
 from pipelines.shards import shard_counts
+
+log = logging.getLogger("retro")
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,10 @@ def _lock(folder: Path) -> Iterator[None]:
 
 def _remove_from(folder: Path, first: str) -> None:
     """Remove what a stage and those after it have made: first from the manifest, then from the disk, the last first."""
-    path, names = folder / "manifest.json", list(STAGES)
+    names = list(STAGES)
     later = names[names.index(first) :]
-    if path.exists():
-        manifest = read_json(path)
+    manifest = _manifest_so_far(folder)
+    if manifest:
         kept = {name: value for name, value in manifest["fingerprints"].items() if name not in later}
         write_datastore_manifest(folder, {**manifest, "fingerprints": kept})
     for name in reversed(later):
@@ -94,7 +98,7 @@ def _remove_from(folder: Path, first: str) -> None:
             for output in folder.glob(pattern):
                 remove(output) if output.is_dir() else output.unlink()
     if first == names[0]:
-        path.unlink(missing_ok=True)
+        (folder / "manifest.json").unlink(missing_ok=True)
 
 
 def _require_earlier(folder: Path, name: str) -> None:
@@ -103,10 +107,25 @@ def _require_earlier(folder: Path, name: str) -> None:
         Datastore.open(folder).require(list(STAGES)[position - 1])
 
 
+def _manifest_so_far(folder: Path) -> dict[str, Any]:
+    """The datastore's manifest; a damaged one counts as none, for it is written again from what the shards say."""
+    path = folder / "manifest.json"
+    if not path.exists():
+        return {}
+    try:
+        manifest: dict[str, Any] = read_json(path)
+    except ValueError as error:
+        log.warning("%s cannot be read (%s); it is written again", path, error)
+        return {}
+    return manifest
+
+
 def _write_manifest(config: Config, name: str, result: str) -> None:
     """Record that a stage is finished; the stages after it stay recorded only if this one made nothing new."""
     folder = config.datastore
-    old = Datastore.open(folder).manifest if (folder / "manifest.json").exists() else {}
+    old = _manifest_so_far(folder)
+    if old:
+        Datastore.open(folder)  # of this format version
     fingerprints = dict(old.get("fingerprints", {}))
     if fingerprints.get(name) != result:
         position = list(STAGES).index(name)

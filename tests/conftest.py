@@ -150,6 +150,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a datastore but the reports, which hold times."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith("report.")
+    }
+
+
 @pytest.fixture(autouse=True)
 def _quiet_logger() -> Iterator[None]:
     """Take back what the command line does to the project's logger."""

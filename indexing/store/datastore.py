@@ -229,13 +229,18 @@ class Datastore:
         """Open the datastore at `folder`.
 
         Raises:
-            InputError: there is none, its chunks are not finished, or its format is of another version.
+            InputError: there is none, its chunks are not finished, its manifest is damaged or its format is of another version.
         """
         folder = Path(folder)
         path = folder / "manifest.json"
         if not path.exists():
             raise InputError(f"{folder} is not a datastore ({path} is missing). Build one: `retro index CONFIG`.")
-        manifest = read_json(path)
+        try:
+            manifest = read_json(path)
+        except ValueError as error:
+            raise InputError(
+                f"{path} cannot be read: {error}. Run `retro index CONFIG`, which writes it again."
+            ) from error
         if manifest.get("format_version") != FORMAT_VERSION:
             raise InputError(
                 f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
