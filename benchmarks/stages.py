@@ -42,7 +42,7 @@ def main() -> None:
     texts = [
         document.text for piece in pieces for document in read_piece(piece, config.corpus, on_problem=lambda _: None)
     ]
-    index = ShardedIndex.open(config.datastore / "index", len(train.chunk_rows))
+    index = ShardedIndex.open(config.datastore / "index", range(len(train.chunk_rows)))
     embedder = open_embedder(config.datastore / "embedder", tokenizer.decode)
     rows = min(20_000, train.num_chunks)
     queries = train.embeddings.read(0, rows).astype(np.float32)

@@ -34,15 +34,17 @@ class ProductIndex:
     Args:
         embeddings: [chunks, d] float16, of unit length: the nearest have the greatest products.
         device: `auto`, `cpu`, `cuda` …
+        rows: first and stop of the chunks that are searched; all by default.
     """
 
     nprobe = max_nprobe = 1
 
-    def __init__(self, embeddings: ShardedArray, device: str = "auto") -> None:
+    def __init__(self, embeddings: ShardedArray, device: str = "auto", rows: tuple[int, int] | None = None) -> None:
         import torch
 
         self.embeddings = embeddings
-        self.num_vectors = len(embeddings)
+        self.first, self.stop = rows or (0, len(embeddings))
+        self.num_vectors = self.stop - self.first
         self.device = devices.resolve(device)
         self.dtype = torch.bfloat16 if devices.has_bfloat16(self.device) else torch.float32
 
@@ -83,8 +85,8 @@ class ProductIndex:
         """First id, chunks [c, d] padded with zeros to whole tiles, and how many are real."""
         import torch
 
-        for start in range(0, self.num_vectors, _COLUMNS):
-            stop = min(start + _COLUMNS, self.num_vectors)
+        for start in range(self.first, self.stop, _COLUMNS):
+            stop = min(start + _COLUMNS, self.stop)
             real, tile = stop - start, self._tile(stop - start)
             columns = torch.zeros((-(-real // tile) * tile, self.embeddings.shard(0).shape[1]), dtype=self.dtype)
             for first in range(start, stop, 65_536):

@@ -5,7 +5,7 @@ index/00001/vectors.faiss ┼─ groups that fit into memory ─► merged ─�
 …                         ┘
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,14 @@ class ShardedIndex:
             self.set_nprobe(nprobe)
 
     @classmethod
-    def open(cls, folder: Path, num_shards: int, memory: int = _MEMORY, *, big_batch: bool = False) -> "ShardedIndex":
+    def open(
+        cls, folder: Path, shards: Iterable[int], memory: int = _MEMORY, *, big_batch: bool = False
+    ) -> "ShardedIndex":
         """The shards of `datastore/index` with the tuned `nprobe`.
 
         Args:
             folder: the datastore's `index`.
-            num_shards: how many there are.
+            shards: their numbers.
             memory: bytes. Shards that are larger together are searched group by group, each read anew for every search,
                 which costs little where many queries are searched at once.
             big_batch: as above; needs an IVF index of plain codes.
@@ -56,7 +58,7 @@ class ShardedIndex:
             InputError: `big_batch` of an index that it cannot search.
         """
 
-        files = [folder / shard_name(shard) / "vectors.faiss" for shard in range(num_shards)]
+        files = [folder / shard_name(shard) / "vectors.faiss" for shard in shards]
         groups: list[list[Path]] = []
         for file in files:
             if not groups or sum(each.stat().st_size for each in (*groups[-1], file)) > memory:
@@ -71,8 +73,8 @@ class ShardedIndex:
                     f"neighbors.search = 'big-batch' needs an IVF index of plain codes (Flat, PQ, SQ); {folder} holds "
                     "another kind. Use 'index', 'exact' or 'auto'."
                 )
-        shards = _opened(groups[0], pack=not big_batch) if len(groups) == 1 else groups
-        return cls(shards, nprobe, big_batch=big_batch)
+        opened = _opened(groups[0], pack=not big_batch) if len(groups) == 1 else groups
+        return cls(opened, nprobe, big_batch=big_batch)
 
     def each(self) -> Iterator[Any]:
         """The Faiss indexes that are searched, one group of shards in memory at a time."""

@@ -16,14 +16,16 @@ def run_chunk(config: Config, executor: Executor) -> str:
     """Corpus → tokenizer → chunks."""
     folder = config.datastore
     plan = corpus_stage.prepare(config, executor)
-    corpus_print, tokenizer_print = (fingerprint_of(folder / name) for name in ("corpus", "tokenizer"))
+    tokenizer_print = fingerprint_of(folder / "tokenizer")
+    folders = zip(corpus_stage.corpus_folders(folder), corpus_stage.generations(folder), strict=True)
+    corpus_prints = [fingerprint_of(corpus) for corpus, generation in folders for _ in generation]
     todo = []
     for shard, pieces in enumerate(plan):
         recipe = Recipe(
             stage="chunk",
             version=1,
             settings=prefixed("chunks", config.chunks) | {"corpus.split": config.corpus.split, "shard": shard},
-            inputs={"corpus": corpus_print, "tokenizer": tokenizer_print},
+            inputs={"corpus": corpus_prints[shard], "tokenizer": tokenizer_print},
         )
         out = folder / "chunks" / shard_name(shard)
         if not is_finished(out, recipe):

@@ -6,6 +6,7 @@
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
     retro report RUN [RUN2 …]         curves of training runs
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file
+    retro delete DATASTORE --ids ID … documents that no result shall name any more
     retro doctor                      versions, devices, conflicts
 
 CHECKPOINT is a checkpoint's folder, a RUN (its newest), RUN@best (lowest held-out bits per byte), or an exported file.
@@ -63,6 +64,7 @@ def table() -> dict[str, Verb]:
         "report": Verb(verbs.report, verbs.ReportOptions, ("RUN…",)),
         "generate": Verb(verbs.generate, verbs.GenerateOptions, ("CHECKPOINT",)),
         "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
+        "delete": Verb(verbs.delete, verbs.DeleteOptions, ("DATASTORE",)),
         "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
         "export": Verb(verbs.export, verbs.ExportOptions, ("CHECKPOINT",)),
         "doctor": DOCTOR,

@@ -1,9 +1,13 @@
 """The first half of the `chunk` stage: look through the corpus once, plan its shards, settle the tokenizer.
 
+A datastore grows by generations: `corpus/` is the first, every `--append` adds one more to `appended/`, with shards after those
+that are there. Tokenizer, embedder, trained index and `nprobe` stay those of the first.
+
 corpus/     files.json (names, sizes, checksums)   plan.json (pieces of every shard)   problems.json
 tokenizer/  trained on a sample, or copied from where the settings point
 """
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +29,7 @@ from indexing.corpus import (
 from indexing.megatron import is_megatron
 from indexing.readers import CorpusFile, CorpusSettings
 from indexing.store.artefact import Recipe, create, damage, fingerprint, is_finished, read_manifest
+from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, write_json
 from indexing.tokenizer import install_tokenizer, train_sentencepiece
@@ -41,9 +46,57 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
     Raises:
         InputError: the files or settings differ from those of the finished corpus, or there is no text.
     """
-    folder = config.datastore / "corpus"
     files = list_files(config.corpus)
     _require_tokenizer(config, files)
+    groups, new = _by_generation(config.datastore, files)
+    if new and groups:
+        raise InputError(
+            f"{config.datastore} was built without {len(new):,} files that corpus.paths names now (the first: {new[0].path}). "
+            "Add them with `--append`, or build everything anew: `--stage chunk --rebuild`."
+        )
+    for folder, members in groups or [(config.datastore / "corpus", new)]:
+        _prepare_generation(config, executor, folder, members)
+    _make_tokenizer(config)
+    return read_plan(config.datastore)
+
+
+def append(config: Config, executor: Executor) -> None:
+    """Make a generation of the files that the datastore does not have yet.
+
+    Raises:
+        InputError: there is no datastore to append to, or the input is bad.
+    """
+    files = list_files(config.corpus)
+    _require_tokenizer(config, files)
+    groups, new = _by_generation(config.datastore, files)
+    if not groups:
+        raise InputError(f"{config.datastore} holds nothing to append to; build it first, without --append.")
+    if not new:
+        log.info("append: corpus.paths names no file that %s does not have", config.datastore)
+        return
+    _prepare_generation(config, executor, config.datastore / "appended" / shard_name(len(groups)), new)
+
+
+def corpus_folders(datastore: Path) -> list[Path]:
+    """The corpus of every generation of a datastore, in order."""
+    return [datastore / "corpus", *sorted((datastore / "appended").glob("[0-9]*"))]
+
+
+def _by_generation(
+    datastore: Path, files: list[CorpusFile]
+) -> tuple[list[tuple[Path, list[CorpusFile]]], list[CorpusFile]]:
+    """Each finished generation with those of the files that are its own by name, and the files that are in none."""
+    groups, new = [], files
+    for folder in corpus_folders(datastore):
+        if damage(folder):
+            continue
+        names = {file["name"] for file in read_json(folder / "files.json")}
+        groups.append((folder, [file for file in new if file.name in names]))
+        new = [file for file in new if file.name not in names]
+    return groups, new
+
+
+def _prepare_generation(config: Config, executor: Executor, folder: Path, files: list[CorpusFile]) -> None:
     known = _known_checksums(folder, files)
     scans = None if known else _scan(config.corpus, files, executor)
     checksums = known or [scan.checksum for scan in scans or []]
@@ -60,12 +113,22 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
     if not is_finished(folder, recipe):
         _write_corpus(folder, recipe, config.corpus, files, scans or _scan(config.corpus, files, executor))
     _report_problems(folder)
-    _make_tokenizer(config)
-    return read_plan(folder)
 
 
-def read_plan(folder: Path) -> list[list[Piece]]:
-    """The pieces of every shard, from `corpus/plan.json`."""
+def read_plan(datastore: Path) -> list[list[Piece]]:
+    """The pieces of every shard of a datastore, all generations."""
+    return [shard for folder in corpus_folders(datastore) for shard in _plan_of(folder)]
+
+
+def generations(datastore: Path) -> list[range]:
+    """The shard numbers of every generation of a datastore."""
+    starts = [0]
+    for folder in corpus_folders(datastore):
+        starts.append(starts[-1] + len(_plan_of(folder)))
+    return [range(first, stop) for first, stop in itertools.pairwise(starts)]
+
+
+def _plan_of(folder: Path) -> list[list[Piece]]:
     read_manifest(folder)
     return [
         [Piece(**{**piece, "file": CorpusFile(**piece["file"])}) for piece in shard]
@@ -180,7 +243,7 @@ def _make_tokenizer(config: Config) -> None:
 def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
     """The text of every training document, in order; held-out documents are not seen by the tokenizer either."""
     empty = True
-    for shard in read_plan(config.datastore / "corpus"):
+    for shard in _plan_of(config.datastore / "corpus"):
         for piece in shard:
             for document in read_piece(piece, config.corpus, on_problem=lambda _: None):
                 if split_of(document.text, config.corpus.split) == "train":

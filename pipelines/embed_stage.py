@@ -12,8 +12,9 @@ from indexing.store.datastore import Datastore, shard_name
 from indexing.tokenizer import Tokenizer
 from pipelines import sharing
 from pipelines.config import Config
+from pipelines.corpus_stage import generations
 from pipelines.executors import Advance, Executor
-from pipelines.shards import fingerprint_of, prefixed, run_tasks, shard_task, shards
+from pipelines.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
 
 
 def run_embed(config: Config, executor: Executor) -> str:
@@ -34,8 +35,8 @@ def run_embed(config: Config, executor: Executor) -> str:
 
 def _make_embedder(config: Config) -> None:
     folder, settings = config.datastore, config.embedder
-    datastore = Datastore.open(folder)
-    inputs = {"chunks": datastore.manifest["fingerprints"]["chunk"]}
+    datastore, first = Datastore.open(folder), generations(folder)[0]
+    inputs = {"chunks": generation_fingerprint(folder, "chunks", first)}
     if settings.kind == "transformer":
         inputs = {"model": embedders.model_fingerprint(settings.path)}
     elif settings.path:
@@ -43,7 +44,7 @@ def _make_embedder(config: Config) -> None:
     recipe = Recipe("embed", 1, prefixed("embedder", settings.recipe()), inputs)
     if is_finished(folder / "embedder", recipe):
         return
-    train = datastore.train
+    train = datastore.train.first_shards(len(first))
     with create(folder / "embedder", recipe) as (work, counts):
         if settings.kind == "transformer":
             embedders.write_settings(work, settings)

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from indexing.store.artefact import Recipe, damage, is_finished, read_manifest
+from indexing.store.artefact import Recipe, damage, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
-from pipelines.corpus_stage import read_plan
+from pipelines.corpus_stage import generations
 from pipelines.executors import Advance, Executor, StageName, Task
 from pipelines.progress import progress
 
@@ -20,8 +20,12 @@ log = logging.getLogger("retro")
 
 def shards(folder: Path, stage: str) -> list[Path]:
     """The artefact of every shard of a stage (`chunks`, `embeddings`, …), finished or not."""
-    plan = read_plan(folder / "corpus")
-    return [folder / stage / shard_name(shard) for shard in range(len(plan))]
+    return [folder / stage / shard_name(shard) for generation in generations(folder) for shard in generation]
+
+
+def generation_fingerprint(folder: Path, stage: str, generation: range) -> str:
+    """One fingerprint over the shards of a generation."""
+    return fingerprint([fingerprint_of(folder / stage / shard_name(shard)) for shard in generation])
 
 
 def shard_counts(folder: Path) -> list[dict[str, Any]]:

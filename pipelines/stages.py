@@ -20,7 +20,7 @@ from indexing.store.datastore import SPLITS, Datastore, write_datastore_manifest
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.tokenizer import Tokenizer
-from pipelines import sharing
+from pipelines import corpus_stage, sharing
 from pipelines.chunk_stage import run_chunk
 from pipelines.config import Config
 from pipelines.embed_stage import run_embed
@@ -45,7 +45,9 @@ class Stage:
     outputs: tuple[str, ...]
 
 
-def build(config: Config, executor: Executor, *, only: str = "all", rebuild: bool = False) -> Datastore:
+def build(
+    config: Config, executor: Executor, *, only: str = "all", rebuild: bool = False, append: bool = False
+) -> Datastore:
     """Bring a datastore up to date with its settings.
 
     Args:
@@ -53,6 +55,7 @@ def build(config: Config, executor: Executor, *, only: str = "all", rebuild: boo
         executor: where the tasks run.
         only: one stage of `STAGES`, or `all`.
         rebuild: first remove what this stage and the ones after it have made.
+        append: first add the files of the corpus that the datastore does not have, as new shards.
 
     Raises:
         InputError: a finished artefact was made with other settings, an earlier stage is missing, the input is bad, or
@@ -64,6 +67,8 @@ def build(config: Config, executor: Executor, *, only: str = "all", rebuild: boo
     with _lock(folder):
         if rebuild:
             _remove_from(folder, names[0])
+        if append:
+            corpus_stage.append(config, executor)
         for name in names:
             _require_earlier(folder, name)
             result = STAGES[name].run(config, executor)
@@ -151,7 +156,7 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
 
 
 STAGES: dict[str, Stage] = {
-    "chunk": Stage(run_chunk, ("corpus", "tokenizer", "chunks/*")),
+    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "chunks/*")),
     "embed": Stage(run_embed, ("embedder", "embeddings/*")),
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),

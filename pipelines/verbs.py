@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from indexing.store.datastore import Datastore
+from indexing.store.deleted import deleted_ranges
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.tokenizer import read_meta
@@ -29,6 +30,8 @@ class IndexOptions(Config):
     """One stage only; `all` runs them in order."""
     rebuild: bool = False
     """First remove what this stage and the ones after it have made."""
+    append: bool = False
+    """First add the files of the corpus that the datastore does not have, as new shards with the trained index as it is."""
     strict: bool = False
     """Stop at the first problem in the corpus instead of reporting it."""
 
@@ -40,7 +43,9 @@ def index(options: IndexOptions) -> int:
     from pipelines.stages import build
 
     config = replace(options, corpus=replace(options.corpus, strict=options.corpus.strict or options.strict))
-    datastore = build(config, make_executor(config.executor), only=options.stage, rebuild=options.rebuild)
+    datastore = build(
+        config, make_executor(config.executor), only=options.stage, rebuild=options.rebuild, append=options.append
+    )
     if datastore.has("neighbors"):
         print_rows(summary_table(write_index_report(datastore)).rows)
         print(f"report: {datastore.folder / 'report.html'}")
@@ -225,6 +230,32 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
 
 
 @dataclass(frozen=True)
+class DeleteOptions:
+    """Delete documents of a datastore by id: no search and no batch names their chunks any more."""
+
+    ids: tuple[str, ...] = ()
+    """Their ids, as `retro search` shows them."""
+    ids_from: str = ""
+    """File with one id a line."""
+
+
+def delete(datastore: str, options: DeleteOptions) -> int:
+    """`retro delete DATASTORE --ids ID …`."""
+    from indexing.store.deleted import delete_ranges
+
+    opened = Datastore.open(datastore)
+    wanted = [*options.ids, *(Path(options.ids_from).read_text().split("\n") if options.ids_from else ())]
+    numbers = opened.train.find_documents([each for each in wanted if each])
+    if not numbers:
+        raise InputError("name documents to delete: --ids ID …, or --ids-from FILE with one id a line.")
+    ranges = np.array([opened.train.chunk_range(number) for number in numbers], dtype=np.int64)
+    print(
+        f"{datastore}: {delete_ranges(opened.folder, ranges):,} documents deleted, {int(np.diff(ranges).sum()):,} chunks"
+    )
+    return 0
+
+
+@dataclass(frozen=True)
 class InspectOptions:
     """What a datastore or a checkpoint holds."""
 
@@ -257,6 +288,7 @@ def inspect_datastore(folder: Path) -> int:
     problems = read_json(folder / "corpus" / "problems.json")["counts"]
     rows.append(["corpus problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
     rows.append(["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))])
+    rows.append(["deleted", f"{len(deleted_ranges(folder)):,} documents"])
     if (folder / "report.json").exists():
         measured = read_json(folder / "report.json")
         rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])

@@ -33,7 +33,7 @@ def build(folder, vectors: np.ndarray, key: str, num_shards: int = 3) -> tuple[S
         paths.append(work / "vectors.npy")
         rows.append(len(part))
         first += len(part)
-    return ShardedIndex.open(folder, num_shards), ShardedArray(paths, rows)
+    return ShardedIndex.open(folder, range(num_shards)), ShardedArray(paths, rows)
 
 
 @pytest.mark.parametrize(
