@@ -44,24 +44,35 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
     folder = config.datastore / "corpus"
     files = list_files(config.corpus)
     _require_tokenizer(config, files)
+    look_through(folder, config.corpus, files, executor)
+    _make_tokenizer(config)
+    return read_plan(folder)
+
+
+def look_through(
+    folder: Path, settings: CorpusSettings, files: list[CorpusFile], executor: Executor, key: str = "corpus.paths"
+) -> None:
+    """Make the artefact `folder` unless it is finished: files, plan of shards, problems. `key` is what named the files.
+
+    Raises:
+        InputError: the files or settings differ from those of the finished one, or there is no text.
+    """
     known = _known_checksums(folder, files)
-    scans = None if known else _scan(config.corpus, files, executor)
+    scans = None if known else _scan(settings, files, executor)
     checksums = known or [scan.checksum for scan in scans or []]
-    keys = ["text_key", "id_key", "metadata_keys", "shard_bytes"]
-    keys += ["boundary_ids"] if any(is_megatron(file.name) for file in files) else []
+    names = ["text_key", "id_key", "metadata_keys", "shard_bytes"]
+    names += ["boundary_ids"] if any(is_megatron(file.name) for file in files) else []
     recipe = Recipe(
         stage="chunk",
         version=1,
-        settings={f"corpus.{key}": getattr(config.corpus, key) for key in keys},
+        settings={f"corpus.{name}": getattr(settings, name) for name in names},
         inputs={file.name: value for file, value in zip(files, checksums, strict=True)}
         if len(files) <= 1000
         else {"files": fingerprint([[file.name, value] for file, value in zip(files, checksums, strict=True)])},
     )
     if not is_finished(folder, recipe):
-        _write_corpus(folder, recipe, config.corpus, files, scans or _scan(config.corpus, files, executor))
+        _write_corpus(folder, recipe, settings, files, scans or _scan(settings, files, executor), key)
     _report_problems(folder)
-    _make_tokenizer(config)
-    return read_plan(folder)
 
 
 def read_plan(folder: Path) -> list[list[Piece]]:
@@ -98,11 +109,11 @@ def scan_task(file: CorpusFile, settings: CorpusSettings, *, advance: Advance) -
 
 
 def _write_corpus(
-    folder: Path, recipe: Recipe, settings: CorpusSettings, files: list[CorpusFile], scans: list[FileScan]
+    folder: Path, recipe: Recipe, settings: CorpusSettings, files: list[CorpusFile], scans: list[FileScan], key: str
 ) -> None:
     if not any(scan.documents for scan in scans):
         raise InputError(
-            f"corpus.paths = {settings.paths}: {len(files)} files hold no document with text. "
+            f"{key} = {settings.paths}: {len(files)} files hold no document with text. "
             f"Problems: {dict(_problem_counts(scans))}; text is looked for under corpus.text_key = {settings.text_key!r}."
         )
     duplicates = find_duplicates(files, scans)
@@ -133,14 +144,14 @@ def _problem_counts(scans: list[FileScan]) -> Counter[str]:
 
 
 def _report_problems(folder: Path) -> None:
-    """Say what was found wrong in the corpus, the first of each kind by file and line."""
+    """Say what was found wrong in the files, the first of each kind by file and line."""
     found: dict[str, Any] = read_json(folder / "problems.json")
     for kind, count in sorted(found["counts"].items()):
         first = next((problem for problem in found["examples"] if problem["kind"] == kind), None)
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""
-        log.warning("corpus: %s: %s%s", kind, f"{count:,}", where)
+        log.warning("%s: %s: %s%s", folder.name, kind, f"{count:,}", where)
     if found["counts"]:
-        log.warning("corpus: all of them by file and line: %s", folder / "problems.json")
+        log.warning("%s: all of them by file and line: %s", folder.name, folder / "problems.json")
 
 
 # --- tokenizer -----------------------------------------------------------------------------------------------------
