@@ -77,14 +77,19 @@ class Truth:
         return self.listed[pair]
 
 
-def pairs_of(sets: list[np.ndarray], settings: DedupSettings) -> dict[Pair, float]:
-    """Pairs of gram sets that share a band and are near, with their Jaccard: the stages' own functions, without files of text."""
+def signatures_of(sets: list[np.ndarray], settings: DedupSettings, folder: Path) -> Signatures:
+    """What the stage writes for a shard of training documents with these gram sets."""
     sketch = settings.sketch
+    np.save(folder / "bands.npy", np.array([sketch(grams) for grams in sets]).T.copy())
+    np.save(folder / "sizes.npy", np.array([len(grams) for grams in sets], np.int64))
+    np.save(folder / "splits.npy", np.full(len(sets), TRAIN, np.uint8))
+    return Signatures.open([folder])
+
+
+def pairs_of(sets: list[np.ndarray], settings: DedupSettings) -> dict[Pair, float]:
+    """Pairs of gram sets that share a band and are near, with their Jaccard, by the stage's own functions."""
     with tempfile.TemporaryDirectory() as folder:
-        np.save(Path(folder) / "bands.npy", np.array([sketch(grams) for grams in sets]).T.copy())
-        sizes = np.array([len(grams) for grams in sets], np.int64)
-        starts = np.array([0, len(sets)])
-        signatures = Signatures([Path(folder)], sizes, np.full(len(sets), TRAIN, np.uint8), starts)
+        signatures = signatures_of(sets, settings, Path(folder))
         meetings = find_candidates(signatures, settings, advance=lambda _: None)
     meetings = meetings[np.argsort(meetings[:, 1], kind="stable")]
     buckets = np.split(meetings[:, 0], np.flatnonzero(np.diff(meetings[:, 1])) + 1)
@@ -187,10 +192,11 @@ def quality(truths: list[Truth]) -> dict[str, Any]:
 
 def speed(texts: list[str], pattern: str, rounds: int) -> list[dict[str, Any]]:
     """Documents a second of the signatures, and of MinHash by the libraries alone."""
-    from datasketch import MinHash
+    from datasketch import MinHash, MinHashLSH
 
     settings = DedupSettings(within=True)
     sketch = settings.sketch
+    shape = (sketch.bands, sketch.rows)
     sets = [gram_set(text, settings.ngram) for text in texts]
     found = [re.findall(pattern, text.lower()) for text in texts]
     words = [[" ".join(gram).encode() for gram in zip(*(each[n:] for n in range(13)), strict=False)] for each in found]
@@ -200,8 +206,23 @@ def speed(texts: list[str], pattern: str, rounds: int) -> list[dict[str, Any]]:
         for grams in words:
             empty.copy().update_batch(grams)
 
+    sketches = [empty.copy() for _ in texts]
+    for minhash, grams in zip(sketches, words, strict=True):
+        minhash.update_batch(grams)
+
+    def bare_buckets() -> None:
+        index = MinHashLSH(num_perm=len(empty), params=shape)
+        for number, minhash in enumerate(sketches):
+            index.insert(number, minhash)
+        for minhash in sketches:
+            index.query(minhash)
+
+    folder = tempfile.TemporaryDirectory()
+    signatures = signatures_of(sets, settings, Path(folder.name))
     work: dict[str, Callable[[], object]] = {
         "datasketch, grams given as bytes": bare,
+        "datasketch MinHashLSH, insert and query": bare_buckets,
+        "buckets, by sorting bands": lambda: find_candidates(signatures, settings, advance=lambda _: None),
         "signatures, from text": lambda: [sketch(gram_set(text, settings.ngram)) for text in texts],
         "units": lambda: [units(text) for text in texts],
         "units and grams": lambda: [gram_set(text, settings.ngram) for text in texts],
@@ -222,6 +243,7 @@ def speed(texts: list[str], pattern: str, rounds: int) -> list[dict[str, Any]]:
             took = seconds(call)
             if number:  # the first round warms up
                 times[name].append(took)
+    folder.cleanup()
     median = {name: statistics.median(values) for name, values in times.items()}
     size = sum(len(text.encode()) for text in texts)
     return [

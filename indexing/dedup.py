@@ -10,6 +10,7 @@ training document that was kept. So of a cluster the first stays, everything rem
 and whatever MinHash guesses, nothing is removed below the threshold. Held-out documents are never removed.
 """
 
+import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -142,9 +143,10 @@ def collect_grams(
     import pyarrow.parquet
 
     wanted = set(rows.tolist())
+    documents = itertools.islice(documents_of(pieces, corpus, tokenizer_folder, advance), max(wanted, default=-1) + 1)
     found: dict[str, list[Any]] = {"id": [], "file": [], "line": []}
     with NpyWriter(work / "grams.npy", np.uint64) as writer:
-        for row, (piece, document) in enumerate(documents_of(pieces, corpus, tokenizer_folder, advance)):
+        for row, (piece, document) in enumerate(documents):
             if row in wanted:
                 writer.append(gram_set(document.text, settings.ngram))
                 for key, value in zip(found, (document.id, piece.file.name, document.record + 1), strict=True):

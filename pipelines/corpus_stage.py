@@ -43,7 +43,7 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
     """
     folder = config.datastore / "corpus"
     files = list_files(config.corpus)
-    _require_tokenizer(config, files)
+    require_tokenizer(config, files)
     look_through(folder, config.corpus, files, executor)
     _make_tokenizer(config)
     return read_plan(folder)
@@ -157,7 +157,7 @@ def _report_problems(folder: Path) -> None:
 # --- tokenizer -----------------------------------------------------------------------------------------------------
 
 
-def _require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
+def require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
     """Refuse to train a tokenizer where some of the corpus has been tokenised by another one."""
     tokens = next((file for file in files if is_megatron(file.name)), None)
     if tokens is not None and config.tokenizer.is_trained:

@@ -40,8 +40,9 @@ def prepare(config: Config, executor: Executor) -> Recipe | None:
         return None
     inputs = {name: fingerprint_of(config.datastore / name) for name in ("corpus", "tokenizer")}
     if config.dedup.paths:
-        folder, settings = config.datastore / FOLDER / "evaluation", _evaluation_settings(config)
+        folder, settings = config.datastore / FOLDER / "evaluation", replace(config.corpus, paths=config.dedup.paths)
         files = list_files(settings, "dedup.paths")
+        corpus_stage.require_tokenizer(config, files)
         corpus_stage.look_through(folder, settings, files, executor, "dedup.paths")
         inputs["evaluation"] = fingerprint_of(folder)
     return Recipe("chunk", 1, settings_of(config), inputs)
@@ -80,10 +81,6 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
             f"{summary(out)}: none is left for training and the index. Leave out of dedup.paths what is trained on, or of "
             "[dedup] what removes it, and add `--rebuild`."
         )
-
-
-def _evaluation_settings(config: Config) -> Any:
-    return replace(config.corpus, paths=config.dedup.paths)
 
 
 def _shards(config: Config) -> dict[str, list[Piece]]:

@@ -15,11 +15,13 @@ from indexing.dedup import DedupSettings
 from indexing.readers import CorpusSettings
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
+from indexing.tokenizer import Tokenizer, TokenizerSettings
 from pipelines import dedup_stage
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings
 from pipelines.verbs import InspectOptions, inspect
 from tests.conftest import build_local, tiny_config
+from tests.indexing.test_megatron import write_megatron
 from tests.pipelines.test_stages import changed_since, contents
 
 SPLIT = (800, 100, 100)
@@ -278,6 +280,27 @@ def test_a_shard_of_which_nothing_is_left_goes_through_every_stage(tmp_path) -> 
     assert ids(datastore, "train") == [f"c-{number}" for number in range(60)]
     assert 0 in datastore.train.document_rows
     assert datastore.has("neighbors")
+
+
+def test_documents_stored_as_tokens_are_compared_by_their_text(built, corpus, tmp_path) -> None:
+    """The corpus as tokens, the evaluation set as text: the same documents go, and what stays keeps its tokens."""
+    config, datastore = built
+    existing = TokenizerSettings(kind="sentencepiece", path=str(datastore.folder / "tokenizer" / "sentencepiece.model"))
+    tokenizer = Tokenizer.open(datastore.folder / "tokenizer")
+    texts = [json.loads(line)["text"] for line in corpus[0].read_text().splitlines()]
+    path = write_megatron(tmp_path / "corpus.bin", [[tokenizer.encode(text).tolist()] for text in texts])
+    stored = replace(config_of(tmp_path, path, **everything(corpus[1])), tokenizer=existing)
+    again = build_local(stored, only="chunk")
+    assert [(row["line"], row["reason"]) for row in listed(stored)] == [
+        (row["line"], row["reason"]) for row in listed(config)
+    ]
+    assert again.train.num_documents == datastore.train.num_documents
+
+
+def test_evaluation_stored_as_tokens_is_refused_with_a_tokenizer_trained_here(corpus, tmp_path) -> None:
+    path = write_megatron(tmp_path / "evaluation.bin", [[[5, 6, 7]]])
+    with pytest.raises(InputError, match=r"tokenizer\.kind = 'bpe'.*evaluation\.bin holds tokens"):
+        build_local(config_of(tmp_path, corpus[0], paths=(str(path),)), only="chunk")
 
 
 def test_inspect_and_the_log_say_how_many_and_where(built, corpus, capsys, caplog) -> None:
