@@ -127,11 +127,13 @@ def scores(truth: Truth, found: Iterable[Pair], threshold: float) -> dict[str, A
     similar = [truth.similarity(pair) for pair in found]
     wanted = {pair for pair, similarity in truth.listed.items() if similarity >= threshold}
     right = sum(similarity >= threshold for similarity in similar)
+    most_alike = sum(similarity >= 0.9 for similarity in truth.listed.values())
     return {
         "pairs": len(wanted),
         "found": len(found),
         "precision": right / max(1, len(found)),
         "recall": right / max(1, len(wanted)),
+        "recall_from_0.9": sum(similarity >= 0.9 for similarity in similar) / max(1, most_alike),
         "lowest": round(min(similar, default=1.0), 3),
     }
 
