@@ -37,7 +37,7 @@ def main() -> None:
     config = load(Config, options.config, [], verb="index")
     datastore = Datastore.open(config.datastore)
     train = datastore.train
-    pieces = read_plan(config.datastore / "corpus")[0]
+    pieces = read_plan(config.datastore)[0]
     tokenizer = Tokenizer.open(config.datastore / "tokenizer")
     texts = [
         document.text for piece in pieces for document in read_piece(piece, config.corpus, on_problem=lambda _: None)

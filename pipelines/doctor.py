@@ -16,6 +16,7 @@ from pipelines.progress import human_bytes
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "autofaiss": "autofaiss",
     "ray": "ray", "sentencepiece": "sentencepiece", "einops": "einops", "tyro": "tyro", "safetensors": "safetensors",
+    "datasketch": "datasketch",
 }  # fmt: skip
 OPTIONAL = {
     "transformers": "pip install 'retro[transformer]'",

@@ -156,7 +156,7 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
 
 
 STAGES: dict[str, Stage] = {
-    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "chunks/*")),
+    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "dedup", "chunks/*")),
     "embed": Stage(run_embed, ("embedder", "embeddings/*")),
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from indexing.store.datastore import Datastore
+from indexing.store.artefact import read_manifest
+from indexing.store.datastore import Datastore, shard_name
 from indexing.store.deleted import deleted_ranges
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
@@ -270,7 +271,8 @@ def inspect(path: str, options: InspectOptions) -> int:
 
 
 def inspect_datastore(folder: Path) -> int:
-    """Totals, stages, problems of the corpus and, where it has been measured, the report."""
+    """Totals, stages, problems of the corpus, near copies removed and, where it has been measured, the report."""
+    from pipelines import dedup_stage
     from pipelines.index_report import recalls
 
     datastore = Datastore.open(folder)
@@ -287,6 +289,8 @@ def inspect_datastore(folder: Path) -> int:
     rows.append(["finished stages", ", ".join(datastore.manifest["fingerprints"])])
     problems = read_json(folder / "corpus" / "problems.json")["counts"]
     rows.append(["corpus problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
+    if "dedup" in read_manifest(folder / "chunks" / shard_name(0))["recipe"]["inputs"]:
+        rows.append(["dedup", dedup_stage.summary(folder / dedup_stage.FOLDER / "removed")])
     rows.append(["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))])
     rows.append(["deleted", f"{len(deleted_ranges(folder)):,} documents"])
     if (folder / "report.json").exists():
