@@ -38,6 +38,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             todo.append(shard_task(out, recipe, shard, config.neighbors, tuple(searched), size=size))
+    _open_searched.cache_clear()  # of an earlier build in this process: one that was mended has the same fingerprint
     run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     return fingerprint([fingerprint_of(path) for path in shards(folder, "neighbors")])
 

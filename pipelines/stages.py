@@ -61,7 +61,7 @@ def build(config: Config, executor: Executor, *, only: str = "all", rebuild: boo
     folder = config.datastore
     folder.mkdir(parents=True, exist_ok=True)
     names = list(STAGES) if only == "all" else [only]
-    with _lock(folder):
+    with lock(folder):
         if rebuild:
             _remove_from(folder, names[0])
         for name in names:
@@ -72,7 +72,12 @@ def build(config: Config, executor: Executor, *, only: str = "all", rebuild: boo
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
+    """Keep every other builder out of a datastore.
+
+    Raises:
+        InputError: another process is building it.
+    """
     with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
