@@ -5,6 +5,7 @@
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
     retro report RUN [RUN2 …]         curves of training runs
+    retro verify DATASTORE            every checksum and cross-reference
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file
     retro delete DATASTORE --ids ID … documents that no result shall name any more
     retro doctor                      versions, devices, conflicts
@@ -66,6 +67,7 @@ def table() -> dict[str, Verb]:
         "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
         "delete": Verb(verbs.delete, verbs.DeleteOptions, ("DATASTORE",)),
         "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
+        "verify": Verb(verbs.verify, verbs.VerifyOptions, ("DATASTORE",)),
         "export": Verb(verbs.export, verbs.ExportOptions, ("CHECKPOINT",)),
         "doctor": DOCTOR,
     }
@@ -74,7 +76,7 @@ def table() -> dict[str, Verb]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status.
 
-    0 = done, 2 = a user's mistake (told in one message), 130 = interrupted, 143 = training saved and stopped on SIGTERM.
+    0 = done, 1 = `retro verify` found something broken, 2 = a user's mistake (told in one message), 130 = interrupted, 143 = training saved and stopped on SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):

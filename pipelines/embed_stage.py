@@ -8,7 +8,7 @@ import numpy as np
 
 from indexing import embedders
 from indexing.store.artefact import Recipe, create, fingerprint, is_finished, read_manifest
-from indexing.store.datastore import Datastore, shard_name
+from indexing.store.datastore import Datastore, open_array, shard_name
 from indexing.tokenizer import Tokenizer
 from pipelines import sharing
 from pipelines.config import Config
@@ -29,6 +29,7 @@ def run_embed(config: Config, executor: Executor) -> str:
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             todo.append(shard_task(out, recipe, folder, embedder_print, source, config.embedder, size=size))
+    _open_embedder.cache_clear()  # of an earlier build in this process: one that was mended has the same fingerprint
     run_tasks("embed", "chunks", embed_task, todo, executor)
     return fingerprint([fingerprint_of(path) for path in shards(folder, "embeddings")])
 
@@ -74,5 +75,5 @@ def embed_task(
     embedder = _open_embedder(folder, embedder_print, settings)
     with create(out, recipe) as (work, counts):
         for split in Datastore.open(folder).split_names:
-            tokens, lengths = (np.load(source / split / f"{name}.npy", mmap_mode="r") for name in ("tokens", "lengths"))
+            tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
             counts[split] = embedders.embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)

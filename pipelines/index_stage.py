@@ -7,7 +7,7 @@ import numpy as np
 from indexing import index
 from indexing.sharded_index import ShardedIndex
 from indexing.store.artefact import Recipe, create, fingerprint, is_finished
-from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.datastore import Datastore, Split, open_array, shard_name
 from pipelines.config import Config
 from pipelines.corpus_stage import generations
 from pipelines.executors import Advance, Executor
@@ -69,7 +69,7 @@ def run_add(config: Config, executor: Executor) -> str:
 def add_task(out: Path, recipe: Recipe, folder: Path, source: Path, first_id: int, *, advance: Advance) -> None:
     """Add one shard's embeddings to a copy of the trained index."""
     with create(out, recipe) as (work, counts):
-        embeddings = np.load(source, mmap_mode="r")
+        embeddings = open_array(source)
         index.add_shard(work, folder / "index" / "trained", embeddings, first_id, advance=advance)
         counts["vectors"] = len(embeddings)
 

@@ -67,6 +67,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             task = shard_task(out, recipes[-1], shard, config.neighbors, searched, method, before, size=size)
             todo.append(task)
+    _open_searched.cache_clear()  # of an earlier build in this process: one that was mended has the same fingerprint
     run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     for out in shards(folder, "neighbors"):
         remove(_before(out))

@@ -64,7 +64,7 @@ def build(
     folder = config.datastore
     folder.mkdir(parents=True, exist_ok=True)
     names = list(STAGES) if only == "all" else [only]
-    with _lock(folder):
+    with lock(folder):
         if rebuild:
             _remove_from(folder, names[0])
         if append:
@@ -77,7 +77,12 @@ def build(
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
+    """Keep every other builder out of a datastore.
+
+    Raises:
+        InputError: another process is building it.
+    """
     with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -323,6 +324,35 @@ def inspect_checkpoint(path: Path) -> int:
     ]
     print_rows(rows)
     return 0
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Check every checksum and cross-reference of a datastore: one line for each thing that is broken, with how to mend it."""
+
+    mend: bool = False
+    """Remove what is broken, so that `retro index CONFIG` makes it again."""
+
+
+def verify(datastore: str, options: VerifyOptions) -> int:
+    """`retro verify DATASTORE`: 0 = all is well, 1 = something is broken."""
+    from indexing.verify import mend, verify_datastore
+    from pipelines.stages import lock
+
+    folder = Path(datastore)
+    with lock(folder) if options.mend and (folder / ".lock").exists() else nullcontext():
+        found = verify_datastore(folder, progress)
+        removed = mend(folder, found) if options.mend else []
+    for problem in found.problems:
+        print(problem)
+    size = f"{found.artefacts:,} artefacts, {found.files:,} files, {human_bytes(found.bytes)}"
+    if not found.problems:
+        print(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
+        return 0
+    print(f"{folder}: {size}: {len(found.problems)} broken")
+    if options.mend:
+        print(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG` makes it again")
+    return 1
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,19 @@ def shard_name(shard: int) -> str:
     return f"{shard:05d}"
 
 
+def open_array(path: Path) -> np.ndarray:
+    """A memory-mapped `.npy` file.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError) as error:
+        raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
+    return array
+
+
 class ShardedArray:
     """Rows of several `.npy` files read as one array, memory-mapped file by file on first use.
 
@@ -60,10 +73,7 @@ class ShardedArray:
         """
         if shard not in self._open:
             rows = int(self.starts[shard + 1] - self.starts[shard])
-            try:
-                array = np.load(self.paths[shard], mmap_mode="r" if rows else None, allow_pickle=False)
-            except (FileNotFoundError, ValueError, EOFError) as error:
-                raise InputError(f"{self.paths[shard]} cannot be read: {error}. Run `retro index` again.") from error
+            array = open_array(self.paths[shard])
             if len(array) < rows:
                 raise InputError(f"{self.paths[shard]} has {len(array)} rows, the datastore's manifest says {rows}.")
             self._open[shard] = array

@@ -50,10 +50,12 @@ class NpyWriter:
 
     def close(self) -> None:
         """Write the true number of rows into the header and flush to disk."""
-        self._write_header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            self._write_header()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
     def __enter__(self) -> "NpyWriter":
         return self

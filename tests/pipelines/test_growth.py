@@ -51,6 +51,7 @@ def test_what_has_grown_equals_a_rebuild_with_the_same_trained_index(tmp_path, m
     config, datastore = grown(tmp_path, method)
     before = contents(datastore.folder)
     assert datastore.train.num_documents > 150
+    assert main(["verify", str(datastore.folder)]) == 0
     assert read_manifest(datastore.folder / "neighbors" / "00000")["counts"]["search"] == method
     build_local(config, only="add", rebuild=True)
     build_local(config)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,8 +18,10 @@ from typing import Any
 
 import pytest
 
+from indexing.store.errors import InputError
+from pipelines import executors
 from pipelines.config import Config
-from pipelines.executors import ExecutorSettings
+from pipelines.executors import ExecutorSettings, RayExecutor, Resources, Task
 from pipelines.settings import to_toml
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
@@ -128,7 +131,8 @@ def test_ray_job_submit_builds_the_bytes_of_one_process(cluster, tmp_path, tiny_
     assert done.returncode == 0, done.stdout + done.stderr
     assert "neighbors: " in done.stdout
     assert contents(config.datastore) == contents(tiny_datastore.folder)
-    wrong = {**os.environ, "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    without = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+    wrong = {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     refused = subprocess.run(command, env=wrong, capture_output=True, text=True, timeout=PATIENCE)
     assert refused.returncode != 0
 
@@ -178,3 +182,60 @@ def test_settings_are_refused_on_ray_as_they_are_here(cluster, tmp_path, corpus)
     driver = Driver(cluster, config)
     assert driver.process.wait(PATIENCE) == 2
     assert "every document is held out" in driver.log.read_text()
+
+
+@pytest.fixture
+def executor(cluster) -> Iterator[RayExecutor]:
+    """An executor in this process."""
+    import ray
+
+    yield RayExecutor(ExecutorSettings(kind="ray", ray_address=cluster.address))
+    ray.shutdown()
+
+
+def test_a_shard_that_kills_its_workers_is_given_up_by_name_and_the_others_are_made(executor, tmp_path, caplog) -> None:
+    def work(number: int, *, advance: Callable[[int], None]) -> None:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (tmp_path / str(number)).touch()
+        advance(1)
+
+    tasks = [Task(f"chunks/{number}", (number,), 1) for number in range(3)]
+    with pytest.raises(InputError, match=r"chunks/1: its worker died 4 times .*executor\.chunk\.memory"):
+        list(executor.map("chunk", work, tasks, lambda _: None))
+    assert caplog.text.count("chunks/1: its worker died, begun again") == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+
+
+def test_progress_is_counted_once_and_stragglers_and_failures_are_named(executor, tmp_path, caplog) -> None:
+    def work(number: int, *, advance: Callable[[int], None]) -> int:
+        for _ in range(10):
+            time.sleep(1.5 if number == 4 else 0.01)
+            advance(1)
+        if number == 0 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 9:
+            raise OSError(28, "No space left on device", "chunks/9/tokens.npy")
+        return number * number
+
+    done: list[int] = []
+    tasks = [Task(f"chunks/{number}", (number,), 10) for number in range(5)]
+    assert list(executor.map("chunk", work, tasks, done.append)) == [0, 1, 4, 9, 16]
+    assert sum(done) == 50
+    (straggler,) = [record.message for record in caplog.records if "running for" in record.message]
+    assert straggler.startswith("chunks/4: running for 1")
+    with pytest.raises(OSError, match=r"No space left on device: 'chunks/9/tokens\.npy'"):
+        list(executor.map("chunk", work, [Task("chunks/9", (9,), 10)], done.append))
+    assert "chunks/9 failed" in caplog.text
+
+
+def test_a_stage_that_finds_no_room_says_so(executor, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(executors, "_WAITING_SECONDS", 2)
+    settings = replace(executor.settings, chunk=Resources(cpus=1, gpus=1))
+    waiting = RayExecutor(settings)
+    stop = threading.Timer(6, lambda: os.kill(os.getpid(), signal.SIGINT))
+    stop.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(waiting.map("chunk", lambda *, advance: None, [Task("chunks/0", (), 1)], lambda _: None))
+    assert "chunk: no worker has started for 2 s: each wants Resources(cpus=1, gpus=1" in caplog.text
