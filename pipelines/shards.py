@@ -1,6 +1,5 @@
 """What every stage needs: its shards, their fingerprints, and running the tasks of those that are unfinished."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +10,6 @@ from indexing.store.datastore import shard_name
 from pipelines.corpus_stage import read_plan
 from pipelines.executors import Executor, StageName, Task
 from pipelines.progress import progress
-
-log = logging.getLogger("retro")
 
 
 def shards(folder: Path, stage: str) -> list[Path]:
@@ -45,10 +42,8 @@ def shard_task(out: Path, *arguments: Any, size: int) -> Task:
 def run_tasks(
     stage: StageName, unit: str, function: Callable[..., Any], todo: list[Task], executor: Executor, name: str = ""
 ) -> list[Any]:
-    """Run the tasks of what is unfinished under one progress bar, and return their results."""
-    name = name or stage
+    """Run the tasks of what is unfinished as one step of the stage, and return their results."""
     if not todo:
-        log.info("%s: finished already", name)
         return []
-    with progress(name, total=sum(task.size for task in todo), unit=unit) as advance:
+    with progress(name or stage, total=sum(task.size for task in todo), unit=unit) as advance:
         return list(executor.map(stage, function, todo, advance))

@@ -25,6 +25,7 @@ from pipelines.embed_stage import run_embed
 from pipelines.executors import Executor
 from pipelines.index_stage import run_add, run_train_index
 from pipelines.neighbor_stage import run_neighbors
+from pipelines.progress import StagesView
 from pipelines.shards import shard_counts
 
 
@@ -41,7 +42,9 @@ class Stage:
     outputs: tuple[str, ...]
 
 
-def build(config: Config, executor: Executor, *, only: str = "all", rebuild: bool = False) -> Datastore:
+def build(
+    config: Config, executor: Executor, *, only: str = "all", rebuild: bool = False, view: StagesView | None = None
+) -> Datastore:
     """Bring a datastore up to date with its settings.
 
     Args:
@@ -49,6 +52,7 @@ def build(config: Config, executor: Executor, *, only: str = "all", rebuild: boo
         executor: where the tasks run.
         only: one stage of `STAGES`, or `all`.
         rebuild: first remove what this stage and the ones after it have made.
+        view: shows the stages, and afterwards holds what was done and how long it took.
 
     Raises:
         InputError: a finished artefact was made with other settings, an earlier stage is missing, the input is bad, or
@@ -57,13 +61,15 @@ def build(config: Config, executor: Executor, *, only: str = "all", rebuild: boo
     folder = config.datastore
     folder.mkdir(parents=True, exist_ok=True)
     names = list(STAGES) if only == "all" else [only]
-    with _lock(folder):
+    view = view or StagesView()
+    with _lock(folder), view.shown(names):
         if rebuild:
             _remove_from(folder, names[0])
         for name in names:
-            _require_earlier(folder, name)
-            result = STAGES[name].run(config, executor)
-            _write_manifest(config, name, result)
+            with view.stage(name):
+                _require_earlier(folder, name)
+                result = STAGES[name].run(config, executor)
+                _write_manifest(config, name, result)
     return Datastore.open(folder)
 
 

@@ -13,7 +13,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.tokenizer import read_meta
 from pipelines.config import Config
-from pipelines.progress import human_bytes, progress
+from pipelines.progress import StagesView, aligned, human_bytes, progress
 from retro.evaluation import EvaluationSettings
 from retro.generation import GenerationSettings
 from retro.loggers import as_line
@@ -40,9 +40,10 @@ def index(options: IndexOptions) -> int:
     from pipelines.stages import build
 
     config = replace(options, corpus=replace(options.corpus, strict=options.corpus.strict or options.strict))
-    datastore = build(config, make_executor(config.executor), only=options.stage, rebuild=options.rebuild)
+    view = StagesView()
+    datastore = build(config, make_executor(config.executor), only=options.stage, rebuild=options.rebuild, view=view)
     if datastore.has("neighbors"):
-        print_rows(summary_table(write_index_report(datastore)).rows)
+        print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
         print(f"report: {datastore.folder / 'report.html'}")
     return 0
 
@@ -310,9 +311,7 @@ def export(checkpoint: str, options: ExportOptions) -> int:
 
 def print_rows(rows: list[list[str]]) -> None:
     """Rows of text as aligned columns on standard output."""
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+    print("\n".join(aligned(rows)))
 
 
 def indented(text: str) -> str:
