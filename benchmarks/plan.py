@@ -17,7 +17,7 @@ from measure import write
 from pipelines.calibration import calibrate, name_in
 from pipelines.config import Config
 from pipelines.executors import make_executor
-from pipelines.plan import models_of, plan_for
+from pipelines.plan import corpus_tokens, models_of, plan_for
 from pipelines.progress import StagesView, aligned, human_bytes, setup_logging
 from pipelines.settings import load
 from pipelines.stages import build
@@ -33,7 +33,7 @@ def main() -> None:
     setup_logging()
     config = load(Config, options.config, [], verb="index")
     calibration = calibrate(config, sample_bytes=options.sample_bytes)
-    plan = plan_for(config, calibration, calibration.corpus_tokens)
+    plan = plan_for(config, calibration, corpus_tokens(config, calibration))
     view = StagesView()
     with tempfile.TemporaryDirectory(prefix="retro-plan-") as folder:
         config = replace(config, datastore=Path(folder) / "datastore")

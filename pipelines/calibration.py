@@ -41,6 +41,7 @@ from pipelines.plan import (
     with_lists_for,
 )
 from pipelines.progress import StagesView, Step, progress
+from pipelines.python_corpus import write_python_corpus
 from pipelines.stages import build
 
 _WARM_UP_BYTES = 250_000
@@ -153,8 +154,6 @@ def _sample(config: Config, sample_bytes: int, work: Path) -> tuple[Sample, str]
     paths = config.corpus.paths
     if paths and not any(is_megatron(file.name) for file in list_files(config.corpus)):
         return draw_sample(config.corpus, sample_bytes), ", ".join(paths)
-    from pipelines.demo import write_python_corpus
-
     path = write_python_corpus(work / "python")
     sample = draw_sample(CorpusSettings(paths=(str(path),)), sample_bytes)
     return replace(sample, text_bytes=0.0), "Python's documentation and sources"

@@ -8,6 +8,7 @@ import logging
 import re
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -144,13 +145,13 @@ class RayExecutor:
         resources: Resources = getattr(self.settings, stage)
         threads = self.settings.threads or max(1, int(resources.cpus))
         reserved = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "memory": resources.memory_bytes or None}
-        tally = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tally).remote()
+        # The dashboard labels actors by name, which must be unique, and their tasks by `Task.name`.
+        label = uuid.uuid4().hex[:8]
+        tally = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tally)
+        tally = tally.options(name=f"{stage} progress of {label}").remote()
         worker = ray.remote(**reserved, max_restarts=-1, max_task_retries=3)(_Worker)
         count = min(len(tasks), resources.workers or _room(ray, resources))
-        pool = [
-            worker.options(name=f"{stage} {n} of {tally._actor_id.hex()[:8]}").remote(threads, tally)
-            for n in range(count)
-        ]
+        pool = [worker.options(name=f"{stage} {n} of {label}").remote(threads, tally) for n in range(count)]
         try:
             results = _run(ray, pool, function, tasks, _Progress(ray, tally, tasks, advance))
         finally:

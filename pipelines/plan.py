@@ -17,6 +17,7 @@ import numpy as np
 
 from indexing.index import IndexSettings, choose_key, sample_size
 from indexing.store.errors import InputError
+from indexing.tokenizer import TokenizerSettings
 from pipelines.config import Config
 
 PAPER_CHUNKS = 28e9  # section 2.3: 28 billion keys, 64 tokens each, of the 1.75 trillion tokens that the paper calls 2
@@ -114,12 +115,6 @@ class Calibration:
     corpus_bytes: float
     seconds: float
 
-    @property
-    def corpus_tokens(self) -> float:
-        """Tokens in the whole corpus; 0 = unknown."""
-        seen = self.observations[-1].workload
-        return self.corpus_bytes * seen.tokens / seen.text_bytes
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -195,6 +190,34 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
     if hasattr(inner, "pq"):
         trained += 4 * inner.pq.d * inner.pq.ksub
     return int(getattr(inner, "code_size", 0) or inner.sa_code_size()), trained
+
+
+# --- size ------------------------------------------------------------------------------------------------------------
+
+
+def per_byte(name: str, text_bytes: float, observations: Sequence[Observation], tokenizer: TokenizerSettings) -> float:
+    """Tokens, chunks or documents of a byte of text, in a corpus of so many bytes.
+
+    A tokenizer trained on little text fits that text better than it will fit more: what it gains falls with the root of the size of
+    its sample (docs/plan.md), which two sizes tell.
+    """
+    first, last = observations[0].workload, observations[-1].workload
+    low, high = (getattr(size, name) / size.text_bytes for size in (first, last))
+    if name == "documents" or not tokenizer.is_trained or first.text_bytes >= last.text_bytes:
+        return float(high)
+    small, large, wanted = (
+        min(size, tokenizer.sample_bytes) ** -0.5 for size in (first.text_bytes, last.text_bytes, text_bytes)
+    )
+    gain = max(0.0, (high - low) / (small - large)) if small > large else 0.0
+    return float(high + gain * (large - wanted))
+
+
+def text_of(tokens: float, observations: Sequence[Observation], tokenizer: TokenizerSettings) -> float:
+    """Bytes of text that have so many tokens."""
+    text_bytes = tokens * observations[-1].workload.text_bytes / observations[-1].workload.tokens
+    for _ in range(20):  # a fixed point, and the density hardly changes
+        text_bytes = tokens / per_byte("tokens", text_bytes, observations, tokenizer)
+    return text_bytes
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -382,6 +405,14 @@ def extrapolated_nprobe(chunks: float, lists: int, observations: Sequence[Observ
     return int(min(lists, max(1, wanted)))
 
 
+def corpus_tokens(config: Config, calibration: Calibration) -> float:
+    """Tokens of the corpus that was calibrated on; 0 = unknown."""
+    text_bytes = calibration.corpus_bytes
+    return (
+        text_bytes * per_byte("tokens", text_bytes, calibration.observations, config.tokenizer) if text_bytes else 0.0
+    )
+
+
 def plan_for(
     config: Config,
     calibration: Calibration,
@@ -406,27 +437,27 @@ def plan_for(
     Raises:
         InputError: no index of this size exists, or Faiss does not understand `index.factory`.
     """
-    seen = calibration.observations[-1].workload
-    chunks = tokens / (config.chunks.chunk_length if paper else seen.tokens / seen.chunks)
+    seen = calibration.observations
+    text_bytes = text_of(tokens, seen, config.tokenizer)
+    full = tokens / config.chunks.chunk_length
+    chunks = full if paper else text_bytes * per_byte("chunks", text_bytes, seen, config.tokenizer)
     train_chunks = chunks * config.corpus.split[0] / sum(config.corpus.split)
     key, index = key_for(train_chunks, calibration.dimension, config.index)
     size = Workload(
-        text_bytes=tokens * seen.text_bytes / seen.tokens,
-        documents=tokens * seen.documents / seen.tokens,
+        text_bytes=text_bytes,
+        documents=text_bytes * per_byte("documents", text_bytes, seen, config.tokenizer),
         tokens=tokens,
         chunks=chunks,
         train_chunks=train_chunks,
-        shards=math.ceil(tokens * seen.text_bytes / seen.tokens / config.corpus.shard_bytes),
+        shards=math.ceil(text_bytes / config.corpus.shard_bytes),
         key=key,
         nprobe=1,
         trained_on=sample_size(int(train_chunks), key, index),
         tune_queries=min(index.tune_queries, int(train_chunks)),
     )
     lists = size.lists
-    size = replace(
-        size, nprobe=min(nprobe, lists) or extrapolated_nprobe(train_chunks, lists, calibration.observations)
-    )
-    document_bytes, parquet_bytes = _parquet(calibration.observations)
+    size = replace(size, nprobe=min(nprobe, lists) or extrapolated_nprobe(train_chunks, lists, seen))
+    document_bytes, parquet_bytes = _parquet(seen)
     layout = Layout(
         chunk_length=config.chunks.chunk_length,
         token_bytes=4 if paper else calibration.token_bytes,

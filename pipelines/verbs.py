@@ -78,14 +78,14 @@ class PlanOptions(Config):
 def plan(options: PlanOptions) -> int:
     """`retro plan [CONFIG]`."""
     from pipelines.calibration import calibrate
-    from pipelines.plan import PAPER_CHUNKS, paper_config, plan_for
+    from pipelines.plan import PAPER_CHUNKS, corpus_tokens, paper_config, plan_for
     from pipelines.plan_report import as_json, calibration_rows, plan_tables
 
     calibration = calibrate(options, tokens=options.tokens, sample_bytes=options.sample_bytes)
     machines, price = options.machines, options.price
     plans = {
         "planned": plan_for(
-            options, calibration, options.tokens or calibration.corpus_tokens, machines, price, options.nprobe
+            options, calibration, options.tokens or corpus_tokens(options, calibration), machines, price, options.nprobe
         ),
         "paper": plan_for(
             paper_config(options), calibration, 64 * PAPER_CHUNKS, machines, price, options.nprobe, paper=True
