@@ -371,12 +371,16 @@ class Plan:
         bytes: of every artefact.
         steps: in order.
         settings: those that have to differ from what was given, by name.
+        calibrated_nprobe: the one that reached the recall target in the largest sample.
+        calibrated_seconds: of `neighbors`, with that one: less, for a lower recall where more chunks need a larger one.
     """
 
     size: Workload
     bytes: dict[str, float]
     steps: list[StepPlan]
     settings: dict[str, str]
+    calibrated_nprobe: float
+    calibrated_seconds: float
 
     @property
     def wall_seconds(self) -> float:
@@ -466,12 +470,16 @@ def plan_for(
         document_bytes=document_bytes,
         parquet_bytes=parquet_bytes,
     )
+    calibrated_nprobe = min(seen[-1].workload.nprobe, lists)
+    alike = step_seconds(replace(size, nprobe=calibrated_nprobe), seen, models_of(config))
     changed = {"index.memory": index.memory} if index.memory != config.index.memory else {}
     return Plan(
         size=size,
         bytes=artefact_bytes(size, layout),
         steps=_steps(config, calibration, size, layout, machines, price),
         settings=changed | ({"corpus.shard_bytes": str(config.corpus.shard_bytes)} if paper else {}),
+        calibrated_nprobe=calibrated_nprobe,
+        calibrated_seconds=alike.get("neighbors", 0.0),
     )
 
 

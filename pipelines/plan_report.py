@@ -62,7 +62,15 @@ def _needs(plan: Plan, calibration: Calibration, days: float) -> list[list[str]]
     memory = (
         f"{human_bytes(largest.memory_bytes)} ({largest.name}); this one has {human_bytes(calibration.memory_bytes)}"
     )
-    return [[f"machines for {days:g} days", in_time], ["memory of the largest worker", memory]]
+    rows = [[f"machines for {days:g} days", in_time], ["memory of the largest worker", memory]]
+    if plan.calibrated_nprobe < plan.size.nprobe:
+        rows.append(
+            [
+                f"neighbors at nprobe {plan.calibrated_nprobe:,.0f}",
+                f"{long_time(plan.calibrated_seconds)} of machine time, as in the calibration, with a lower recall",
+            ]
+        )
+    return rows
 
 
 def long_time(seconds: float) -> str:

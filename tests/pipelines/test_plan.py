@@ -312,6 +312,8 @@ def test_tables_and_json_tell_the_same(tmp_path) -> None:
     assert [row[0] for row in steps] == ["step", *(step.name for step in plan.steps), "all"]
     assert steps[0][-1] == "cost"
     assert needs[0][0] == "machines for 30 days"
+    assert (needs[2][0], plan.calibrated_nprobe) == ("neighbors at nprobe 32", 32)
+    assert plan.calibrated_seconds < next(step.seconds for step in plan.steps if step.name == "neighbors")
     assert "cost" not in plan_tables(plan, seen, 2, 0.0, 30)[2][0]
     written = json.loads(json.dumps(as_json(seen, {"planned": plan})))
     assert written["plans"]["planned"]["bytes"] == plan.bytes
