@@ -1,6 +1,7 @@
 """`retro VERB …`: every verb is a row of one table, with its positional arguments, its settings and what it does.
 
     retro demo                        the whole thing, from no data to a measured answer
+    retro plan [CONFIG] --tokens 2e12 bytes, hours, memory and cost of a datastore
     retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
@@ -39,8 +40,8 @@ class Verb:
     Attributes:
         run: called with the positional arguments and the settings; returns the exit status.
         settings: the type of its settings.
-        positional: names of the positional arguments. `CONFIG` is a TOML file and goes into the settings. One that
-            ends in `…`, alone, stands for one or more, handed on as a list.
+        positional: names of the positional arguments. `CONFIG` is a TOML file and goes into the settings; `[CONFIG]` may be
+            left out. One that ends in `…`, alone, stands for one or more, handed on as a list.
     """
 
     run: Callable[..., int]
@@ -59,6 +60,7 @@ def table() -> dict[str, Verb]:
 
     return {
         "demo": Verb(demo, DemoOptions),
+        "plan": Verb(verbs.plan, verbs.PlanOptions, ("[CONFIG]",)),
         "index": Verb(verbs.index, verbs.IndexOptions, ("CONFIG",)),
         "train": Verb(verbs.train, Config, ("CONFIG",)),
         "eval": Verb(verbs.evaluate, verbs.EvalOptions, ("CHECKPOINT",)),
@@ -119,13 +121,14 @@ def run_verb(name: str, arguments: list[str]) -> int:
     several = wanted == 1 and verb.positional[0].endswith("…")
     leading = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
     given = leading if several else leading[:wanted]
-    if len(given) < wanted and not {"-h", "--help"} & set(arguments):
+    optional = verb.positional == ("[CONFIG]",)
+    if len(given) < wanted and not optional and not {"-h", "--help"} & set(arguments):
         raise InputError(
             f"usage: retro {name} {' '.join(verb.positional)} [--options]; `retro {name} --help` lists them."
         )
     rest = arguments[len(given) :]
     usage = " ".join((name, *verb.positional))
-    if verb.positional == ("CONFIG",):
+    if optional or verb.positional == ("CONFIG",):
         return verb.run(load(verb.settings, Path(given[0]) if given else None, rest, verb=usage))
     values: list[Any] = [given] if several else given
     return verb.run(*values, load(verb.settings, None, rest, verb=usage))

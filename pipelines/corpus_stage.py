@@ -161,7 +161,7 @@ def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
 
 
 def _scan(settings: CorpusSettings, files: list[CorpusFile], executor: Executor) -> list[FileScan]:
-    tasks = [Task(file.name, (file, settings), max(1, file.size)) for file in files]
+    tasks = [Task(f"scan/{file.name}", (file, settings), max(1, file.size)) for file in files]
     with progress("scan", total=sum(task.size for task in tasks), unit="bytes") as advance:
         return list(executor.map("chunk", scan_task, tasks, advance))
 

@@ -14,6 +14,7 @@ from pipelines import sharing
 from pipelines.config import Config
 from pipelines.corpus_stage import generations
 from pipelines.executors import Advance, Executor
+from pipelines.progress import progress
 from pipelines.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
 
 
@@ -59,7 +60,9 @@ def _make_embedder(config: Config) -> None:
         ids = np.sort(rng.choice(total, size, replace=False)).astype(np.int64)
         is_special = Tokenizer.open(folder / "tokenizer").token_bytes == 0
         counts["chunks"] = size
-        embedders.fit_lexical(work, settings, train.tokens.gather(ids), train.lengths.gather(ids), is_special)
+        with progress("embed: count n-grams", total=size, unit="chunks") as advance:
+            embedders.fit_lexical(work, settings, train.tokens.gather(ids), train.lengths.gather(ids), is_special)
+            advance(size)
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,7 @@ import os
 import re
 import statistics
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -194,13 +195,16 @@ class _Pool:
         reserved = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "memory": resources.memory_bytes or None}
         self.worker = ray.remote(**reserved, max_restarts=0)(_Worker)
         self.threads = threads or max(1, int(resources.cpus))
-        self.tally = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tally).remote()
+        # The dashboard labels actors by name, which must be unique, and their tasks by `Task.name`.
+        self.label = uuid.uuid4().hex[:8]
+        tally = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tally)
+        self.tally = tally.options(name=f"{stage} progress of {self.label}").remote()
         self.progress = _Progress(ray, self.tally, tasks, advance)
         self.waiting = list(range(len(tasks)))[::-1]
         self.starting: dict[Any, Any] = {}
         self.running: dict[Any, tuple[int, Any]] = {}
         self.losses: Counter[int] = Counter()
-        self.failed_starts = 0
+        self.made = self.failed_starts = 0
         self.idle_since = time.monotonic()
         # What Ray raises when a worker's process or machine is gone; and when a result went with it.
         errors = ray.exceptions
@@ -236,7 +240,9 @@ class _Pool:
             self.ray.kill(actor)
 
     def _new_worker(self) -> None:
-        worker = self.worker.remote(self.threads, self.tally, os.getcwd())
+        self.made += 1
+        name = f"{self.stage} {self.made} of {self.label}"
+        worker = self.worker.options(name=name).remote(self.threads, self.tally, os.getcwd())
         self.starting[worker.ready.remote()] = worker
 
     def _started(self, reference: Any, function: Callable[..., Any]) -> None:

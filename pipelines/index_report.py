@@ -5,6 +5,8 @@ Written to `report.json` and `report.html`. These hold times, so they are not pa
 
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from indexing.store.files import read_json, write_json
 from indexing.store.retrieval import RetrievalSet
 from pipelines import report
 from pipelines.index_stage import sample_queries
-from pipelines.progress import human_bytes
+from pipelines.progress import Step, human_bytes, summary_rows
 
 log = logging.getLogger("retro")
 
@@ -27,8 +29,12 @@ _SAMPLE = 500
 _EXAMPLES = 3
 
 
-def write_index_report(datastore: Datastore) -> dict[str, Any]:
+def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict[str, Any]:
     """Measure a finished datastore and write both reports; read them back where nothing has changed since.
+
+    Args:
+        datastore: with neighbors.
+        steps: what the run that finished it has done, and how long it took.
 
     Returns:
         the content of `report.json`.
@@ -39,7 +45,7 @@ def write_index_report(datastore: Datastore) -> dict[str, Any]:
         if measured["fingerprint"] == datastore.fingerprint and path.with_suffix(".html").exists():
             return measured
     retriever = Retriever.open(datastore.folder)
-    measured = measure(retriever)
+    measured = measure(retriever) | {"build": [asdict(step) for step in steps]}
     write_html(retriever, measured)
     write_json(path, measured)
     return measured
@@ -224,6 +230,8 @@ def summary_table(measured: dict[str, Any]) -> report.Table:
 def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
     """`report.html` of a datastore."""
     totals = measured["splits"]["train"]
+    steps = [Step(**step) for step in measured["build"]]
+    header, *rows = summary_rows(steps)
     report.write_report(
         retriever.datastore.folder / "report.html",
         title="Datastore",
@@ -235,6 +243,7 @@ def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
         ],
         sections=[
             report.Section("Measured", table=summary_table(measured), plots=plots_of(retriever, measured)),
+            *([report.Section("The run that finished it", table=report.Table(header, rows))] if steps else []),
             report.Section("Held-out chunks and their neighbors", examples=sample_examples(retriever)),
         ],
     )

@@ -1,6 +1,5 @@
 """What every stage needs: its shards, their fingerprints, and running the tasks of those that are unfinished."""
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,8 +13,6 @@ from indexing.store.errors import InputError
 from pipelines.corpus_stage import generations
 from pipelines.executors import Advance, Executor, StageName, Task
 from pipelines.progress import progress
-
-log = logging.getLogger("retro")
 
 
 def shards(folder: Path, stage: str) -> list[Path]:
@@ -59,11 +56,9 @@ def run_tasks(
     stage: StageName, unit: str, function: Callable[..., Any], todo: list[Task], executor: Executor, name: str = ""
 ) -> None:
     """Run the tasks of what is unfinished under one progress bar; see `shard_task`."""
-    name = name or stage
     if not todo:
-        log.info("%s: finished already", name)
         return
-    with progress(name, total=sum(task.size for task in todo), unit=unit) as advance:
+    with progress(name or stage, total=sum(task.size for task in todo), unit=unit) as advance:
         for _ in executor.map(stage, partial(make_once, function), todo, advance):
             pass
     for task in todo:

@@ -27,6 +27,7 @@ from pipelines.embed_stage import run_embed
 from pipelines.executors import Executor
 from pipelines.index_stage import run_add, run_train_index
 from pipelines.neighbor_stage import run_neighbors
+from pipelines.progress import StagesView
 from pipelines.shards import shard_counts
 
 log = logging.getLogger("retro")
@@ -46,7 +47,13 @@ class Stage:
 
 
 def build(
-    config: Config, executor: Executor, *, only: str = "all", rebuild: bool = False, append: bool = False
+    config: Config,
+    executor: Executor,
+    *,
+    only: str = "all",
+    rebuild: bool = False,
+    append: bool = False,
+    view: StagesView | None = None,
 ) -> Datastore:
     """Bring a datastore up to date with its settings.
 
@@ -56,6 +63,7 @@ def build(
         only: one stage of `STAGES`, or `all`.
         rebuild: first remove what this stage and the ones after it have made.
         append: first add the files of the corpus that the datastore does not have, as new shards.
+        view: shows the stages, and afterwards holds what was done and how long it took.
 
     Raises:
         InputError: a finished artefact was made with other settings, an earlier stage is missing, the input is bad, or
@@ -64,15 +72,17 @@ def build(
     folder = config.datastore
     folder.mkdir(parents=True, exist_ok=True)
     names = list(STAGES) if only == "all" else [only]
-    with lock(folder):
+    view = view or StagesView()
+    with lock(folder), view.shown(names):
         if rebuild:
             _remove_from(folder, names[0])
         if append:
             corpus_stage.append(config, executor)
         for name in names:
-            _require_earlier(folder, name)
-            result = STAGES[name].run(config, executor)
-            _write_manifest(config, name, result)
+            with view.stage(name):
+                _require_earlier(folder, name)
+                result = STAGES[name].run(config, executor)
+                _write_manifest(config, name, result)
     return Datastore.open(folder)
 
 

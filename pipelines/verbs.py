@@ -16,7 +16,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.tokenizer import read_meta
 from pipelines.config import Config
-from pipelines.progress import human_bytes, progress
+from pipelines.progress import StagesView, aligned, human_bytes, progress
 from retro.evaluation import EvaluationSettings
 from retro.generation import GenerationSettings
 from retro.loggers import as_line
@@ -45,12 +45,76 @@ def index(options: IndexOptions) -> int:
     from pipelines.stages import build
 
     config = replace(options, corpus=replace(options.corpus, strict=options.corpus.strict or options.strict))
+    view = StagesView()
     datastore = build(
-        config, make_executor(config.executor), only=options.stage, rebuild=options.rebuild, append=options.append
+        config,
+        make_executor(config.executor),
+        only=options.stage,
+        rebuild=options.rebuild,
+        append=options.append,
+        view=view,
     )
     if datastore.has("neighbors"):
-        print_rows(summary_table(write_index_report(datastore)).rows)
+        print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
         print(f"report: {datastore.folder / 'report.html'}")
+    return 0
+
+
+@dataclass(frozen=True)
+class PlanOptions(Config):
+    """What a datastore takes in bytes, time, memory and money, from a calibration of about a minute on this machine."""
+
+    tokens: float = 0.0
+    """Tokens of the datastore (2e12); 0 = those of `corpus.paths`."""
+    machines: int = 1
+    """Machines like this one that work side by side."""
+    price: float = 0.0
+    """Of a machine for an hour, in any currency; 0 = no costs are shown."""
+    days: float = 30.0
+    """Time within which everything should be done: how many machines that takes is printed."""
+    nprobe: int = 0
+    """Inverted lists that a search visits; 0 = extrapolated from what the recall target took in the calibration."""
+    sample_bytes: int = 8 * 2**20
+    """Text that the calibration builds: more takes longer and tells more."""
+    json: str = ""
+    """File to write the calibration and the plans to, in bytes and seconds."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("tokens", 0), ("price", 0), ("nprobe", 0), ("machines", 1), ("sample_bytes", 10**6)):
+            if not least <= getattr(self, key) < float("inf"):
+                raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least:,}.")
+        if not 0 < self.days < float("inf"):
+            raise InputError(f"days = {self.days:g}: must be above 0.")
+
+
+def plan(options: PlanOptions) -> int:
+    """`retro plan [CONFIG]`."""
+    from pipelines.calibration import calibrate
+    from pipelines.plan import PAPER_CHUNKS, corpus_tokens, paper_config, plan_for
+    from pipelines.plan_report import as_json, calibration_rows, plan_tables
+
+    calibration = calibrate(options, tokens=options.tokens, sample_bytes=options.sample_bytes)
+    machines, price = options.machines, options.price
+    plans = {
+        "planned": plan_for(
+            options, calibration, options.tokens or corpus_tokens(options, calibration), machines, price, options.nprobe
+        ),
+        "paper": plan_for(
+            paper_config(options), calibration, 64 * PAPER_CHUNKS, machines, price, options.nprobe, paper=True
+        ),
+    }
+    titles = {
+        "planned": "This datastore",
+        "paper": "The paper's 2 trillion tokens: 28 billion full chunks of 64 tokens of 4 bytes, with this embedder",
+    }
+    print_rows(calibration_rows(calibration))
+    for name, each in plans.items():
+        print(f"\n{titles[name]}")
+        for rows in plan_tables(each, calibration, machines, price, options.days):
+            print_rows(rows)
+            print()
+    if options.json:
+        write_json(Path(options.json), as_json(calibration, plans))
     return 0
 
 
@@ -376,9 +440,7 @@ def export(checkpoint: str, options: ExportOptions) -> int:
 
 def print_rows(rows: list[list[str]]) -> None:
     """Rows of text as aligned columns on standard output."""
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+    print("\n".join(aligned(rows)))
 
 
 def indented(text: str) -> str:
