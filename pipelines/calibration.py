@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from indexing.corpus import list_files, scan_file
+from indexing.corpus import list_files, scan_file, split_of
 from indexing.embedders import EmbedderSettings
 from indexing.megatron import is_megatron
 from indexing.readers import CorpusSettings, Document
@@ -54,10 +54,13 @@ class Sample:
 
     Attributes:
         documents: uniformly drawn, in the order of the corpus.
+        valid: documents of the `valid` split, all of them where they are few: the queries for which nprobe is tuned are those
+            of the real build then.
         text_bytes: UTF-8 bytes in the whole corpus, estimated where not all of it was looked through; 0 = unknown.
     """
 
     documents: list[Document]
+    valid: list[Document]
     text_bytes: float
 
 
@@ -65,26 +68,42 @@ class _Enough(Exception):
     """Enough of the corpus has been looked through."""
 
 
+class _Drawn:
+    """Documents of about `limit` bytes of text: those with the smallest random numbers of all that were offered."""
+
+    def __init__(self, limit: int, rng: random.Random) -> None:
+        self.limit, self.rng = limit, rng
+        self.held = self.offered = 0
+        self.kept: list[tuple[float, int, Document]] = []
+
+    def offer(self, document: Document) -> None:
+        self.offered += 1
+        self.held += document.size
+        heapq.heappush(self.kept, (-self.rng.random(), self.offered, document))
+        while self.held - self.kept[0][2].size >= self.limit:
+            self.held -= heapq.heappop(self.kept)[2].size
+
+    def documents(self) -> list[Document]:
+        return [document for _, _, document in sorted(self.kept, key=lambda entry: entry[1])]
+
+
 def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> Sample:
-    """Draw documents of about `sample_bytes` of text: those with the smallest of random numbers.
+    """Draw documents of about `sample_bytes` of text, and a tenth as much of those held out for validation.
 
     Of a large corpus some files, in random order, are looked through until `_SCANNED_BYTES` of text have been seen.
 
     Raises:
         InputError: a path does not exist, or there is no text.
     """
-    rng, order = random.Random(seed), itertools.count()
+    rng = random.Random(seed)
     files = list_files(settings)
-    kept: list[tuple[float, int, Document]] = []
-    held = seen = scanned_text = scanned_stored = 0
+    drawn, valid = _Drawn(sample_bytes, rng), _Drawn(sample_bytes // 10, rng)
+    seen = scanned_text = scanned_stored = 0
 
     def look_at(document: Document) -> None:
-        nonlocal held, seen
+        nonlocal seen
         seen += document.size
-        held += document.size
-        heapq.heappush(kept, (-rng.random(), next(order), document))
-        while held - kept[0][2].size >= sample_bytes:
-            held -= heapq.heappop(kept)[2].size
+        (valid if split_of(document.text, settings.split) == "valid" else drawn).offer(document)
         if seen >= _SCANNED_BYTES:
             raise _Enough
 
@@ -94,13 +113,13 @@ def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> S
         except _Enough:
             break
         scanned_stored += file.size
-    if not kept:
+    if not drawn.kept:
         raise InputError(
-            f"corpus.paths = {settings.paths}: {len(files)} files hold no document with text to calibrate on."
+            f"corpus.paths = {settings.paths}: {len(files)} files hold no document with text to calibrate on that is not held out."
         )
     total = sum(file.size for file in files)
-    documents = [document for _, _, document in sorted(kept, key=lambda entry: entry[1])]
-    return Sample(documents, scanned_text * total / scanned_stored if scanned_stored else 0.0)
+    text_bytes = scanned_text * total / scanned_stored if scanned_stored else 0.0
+    return Sample(drawn.documents(), valid.documents(), text_bytes)
 
 
 def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2**20) -> Calibration:
@@ -125,7 +144,7 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
                 "tokens = 0 stands for the whole corpus, whose size is not known: there is no corpus.paths, or it holds tokens, "
                 "or its files are too large to be looked through. Give --tokens, for example 1e9."
             )
-        bench = _Bench(config, Path(work), sample.documents, advance)
+        bench = _Bench(config, Path(work), sample, advance)
         transformer = bench.embed_with_model() if config.embedder.kind == "transformer" else None
         first = bench.build(_WARM_UP_BYTES).workload  # loads every library, and tells how many chunks there will be
         chunks = (tokens / first.tokens or sample.text_bytes / first.text_bytes) * first.chunks
@@ -165,13 +184,14 @@ class _Bench:
     Args:
         config: of the datastore that is planned.
         work: the temporary folder.
-        documents: the sample.
+        sample: of its text.
         advance: told of the text that has been built.
     """
 
-    def __init__(self, config: Config, work: Path, documents: list[Document], advance: Advance) -> None:
+    def __init__(self, config: Config, work: Path, sample: Sample, advance: Advance) -> None:
         self.config, self.work, self.advance = config, work, advance
-        self.documents = random.Random(0).sample(documents, len(documents))  # so that a smaller sample is uniform too
+        # Shuffled, so that a smaller sample is uniform too. Each has the same held-out documents: the same queries.
+        self.documents, self.valid = random.Random(0).sample(sample.documents, len(sample.documents)), sample.valid
         self.kind = "IVF128,Flat"
         self.embedder = _lexical(config.embedder)
         self.chunk_bytes = 4.0 * config.chunks.chunk_length  # of text, about; known after the first build
@@ -180,7 +200,7 @@ class _Bench:
 
     def build(self, text_bytes: int, shards: int = 1) -> Observation:
         """Build a sample of about this much text in as many shards."""
-        config = self._config(text_bytes, shards)
+        config = self._config(text_bytes, shards, self.valid)
         key = with_lists_for(self.kind, text_bytes / self.chunk_bytes)
         config = replace(config, embedder=self.embedder, index=replace(config.index, factory=key))
         view = StagesView(quiet=True)
@@ -196,7 +216,7 @@ class _Bench:
         """What opening the configured transformer takes, and what a chunk: seconds [2]. Sets the width of embeddings."""
         drivers, seconds = [], []
         for text_bytes in (_WARM_UP_BYTES // 4, _WARM_UP_BYTES):
-            config, view = self._config(text_bytes, 1), StagesView(quiet=True)
+            config, view = self._config(text_bytes, 1, []), StagesView(quiet=True)
             for stage in ("chunk", "embed"):
                 datastore = build(config, LocalExecutor(config.executor), only=stage, view=view)
             drivers.append([1.0, float(view.steps[-1].units)])
@@ -204,24 +224,23 @@ class _Bench:
             self.embedder = replace(self.embedder, dimension=datastore.train.embeddings.shard(0).shape[1])
         return coefficients(np.array(drivers), np.array(seconds))
 
-    def _config(self, text_bytes: int, shards: int) -> Config:
-        """Settings for a sample of about this much text, which is written to a file."""
+    def _config(self, text_bytes: int, shards: int, valid: Sequence[Document]) -> Config:
+        """Settings for a sample of about this much text and these held-out documents, which is written to a file."""
         folder = self.work / str(next(self.numbers))
         folder.mkdir()
-        size = 0
+        sizes = itertools.accumulate((document.size for document in self.documents), initial=0)
+        taken = [document for document, before in zip(self.documents, sizes, strict=False) if before < text_bytes]
         keys = {key: key.replace(".", "_") for key in self.config.corpus.metadata_keys}
         with open(folder / "sample.jsonl", "w", encoding="utf-8") as file:
-            for document in self.documents:
+            for document in (*valid, *taken):
                 metadata = {keys[key]: value for key, value in document.metadata.items()}
                 file.write(json.dumps({**metadata, "id": document.id, "text": document.text}) + "\n")
-                size += document.size
-                if size >= text_bytes:
-                    break
+        size = sum(document.size for document in (*valid, *taken))
         corpus = CorpusSettings(
             paths=(str(folder / "sample.jsonl"),),
             metadata_keys=tuple(keys.values()),
             shard_bytes=2 * size if shards == 1 else size // shards,
-            split=(9, 1, 0),  # the queries for which nprobe is tuned would come from few documents otherwise
+            split=self.config.corpus.split,
         )
         neighbors = replace(self.config.neighbors, also=())
         return replace(self.config, datastore=folder / "datastore", corpus=corpus, neighbors=neighbors)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexing.corpus import split_of
 from indexing.index import IndexSettings
 from indexing.readers import CorpusSettings
 from indexing.store.datastore import Datastore
@@ -328,12 +329,14 @@ def test_long_times_are_days_and_years() -> None:
 
 
 def test_the_sample_is_uniform_of_the_size_asked_and_the_same_each_time(tmp_path) -> None:
-    settings = CorpusSettings(paths=(str(write_corpus(tmp_path / "c.jsonl", 300)),))
+    settings = CorpusSettings(paths=(str(write_corpus(tmp_path / "c.jsonl", 300)),), split=(9, 1, 0))
     every = draw_sample(settings, 10**9)
-    assert every.text_bytes == sum(document.size for document in every.documents)
-    assert [document.record for document in every.documents] == list(range(300))
+    assert every.text_bytes == sum(document.size for document in every.documents + every.valid)
+    assert sorted(document.record for document in every.documents + every.valid) == list(range(300))
+    assert {split_of(document.text, settings.split) for document in every.valid} == {"valid"}
     some = draw_sample(settings, 50_000)
     assert 50_000 <= sum(document.size for document in some.documents) < 53_000
+    assert 5000 <= sum(document.size for document in some.valid) < 8000
     assert some == draw_sample(settings, 50_000)
     assert some.text_bytes == every.text_bytes
     assert 90 < np.mean([document.record for document in some.documents]) < 210
