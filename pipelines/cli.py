@@ -6,7 +6,9 @@
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
     retro report RUN [RUN2 …]         curves of training runs
+    retro verify DATASTORE            every checksum and cross-reference
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file
+    retro delete DATASTORE --ids ID … documents that no result shall name any more
     retro doctor                      versions, devices, conflicts
 
 CHECKPOINT is a checkpoint's folder, a RUN (its newest), RUN@best (lowest held-out bits per byte), or an exported file.
@@ -65,7 +67,9 @@ def table() -> dict[str, Verb]:
         "report": Verb(verbs.report, verbs.ReportOptions, ("RUN…",)),
         "generate": Verb(verbs.generate, verbs.GenerateOptions, ("CHECKPOINT",)),
         "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
+        "delete": Verb(verbs.delete, verbs.DeleteOptions, ("DATASTORE",)),
         "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
+        "verify": Verb(verbs.verify, verbs.VerifyOptions, ("DATASTORE",)),
         "export": Verb(verbs.export, verbs.ExportOptions, ("CHECKPOINT",)),
         "doctor": DOCTOR,
     }
@@ -74,7 +78,7 @@ def table() -> dict[str, Verb]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status.
 
-    0 = done, 2 = a user's mistake (told in one message), 130 = interrupted, 143 = training saved and stopped on SIGTERM.
+    0 = done, 1 = `retro verify` found something broken, 2 = a user's mistake (told in one message), 130 = interrupted, 143 = training saved and stopped on SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from indexing.exact import exact_search, recall
-from indexing.index import ivf_of
+from indexing.faiss_files import ivf_of
 from indexing.overlap import overlap
 from indexing.retriever import Retriever
 from indexing.store.artefact import read_manifest
@@ -139,7 +139,7 @@ def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
 
 def _skew(retriever: Retriever) -> float | None:
     """Chunks in the largest inverted list over the mean, over all shards of the datastore's own index; None without lists."""
-    parts = [ivf for shard in retriever.indexes[0].shards if (ivf := ivf_of(shard)) is not None]
+    parts = [ivf for shard in retriever.indexes[0].each() if (ivf := ivf_of(shard)) is not None]
     if not parts:
         return None
     sizes = np.sum([[ivf.get_list_size(number) for number in range(ivf.nlist)] for ivf in parts], axis=0)

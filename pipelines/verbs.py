@@ -2,13 +2,16 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from indexing.store.datastore import Datastore
+from indexing.store.artefact import read_manifest
+from indexing.store.datastore import Datastore, shard_name
+from indexing.store.deleted import deleted_ranges
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.tokenizer import read_meta
@@ -29,6 +32,8 @@ class IndexOptions(Config):
     """One stage only; `all` runs them in order."""
     rebuild: bool = False
     """First remove what this stage and the ones after it have made."""
+    append: bool = False
+    """First add the files of the corpus that the datastore does not have, as new shards with the trained index as it is."""
     strict: bool = False
     """Stop at the first problem in the corpus instead of reporting it."""
 
@@ -41,7 +46,14 @@ def index(options: IndexOptions) -> int:
 
     config = replace(options, corpus=replace(options.corpus, strict=options.corpus.strict or options.strict))
     view = StagesView()
-    datastore = build(config, make_executor(config.executor), only=options.stage, rebuild=options.rebuild, view=view)
+    datastore = build(
+        config,
+        make_executor(config.executor),
+        only=options.stage,
+        rebuild=options.rebuild,
+        append=options.append,
+        view=view,
+    )
     if datastore.has("neighbors"):
         print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
         print(f"report: {datastore.folder / 'report.html'}")
@@ -284,6 +296,32 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
 
 
 @dataclass(frozen=True)
+class DeleteOptions:
+    """Delete documents of a datastore by id: no search and no batch names their chunks any more."""
+
+    ids: tuple[str, ...] = ()
+    """Their ids, as `retro search` shows them."""
+    ids_from: str = ""
+    """File with one id a line."""
+
+
+def delete(datastore: str, options: DeleteOptions) -> int:
+    """`retro delete DATASTORE --ids ID …`."""
+    from indexing.store.deleted import delete_ranges
+
+    opened = Datastore.open(datastore)
+    wanted = [*options.ids, *(Path(options.ids_from).read_text().split("\n") if options.ids_from else ())]
+    numbers = opened.train.find_documents([each for each in wanted if each])
+    if not numbers:
+        raise InputError("name documents to delete: --ids ID …, or --ids-from FILE with one id a line.")
+    ranges = np.array([opened.train.chunk_range(number) for number in numbers], dtype=np.int64)
+    print(
+        f"{datastore}: {delete_ranges(opened.folder, ranges):,} documents deleted, {int(np.diff(ranges).sum()):,} chunks"
+    )
+    return 0
+
+
+@dataclass(frozen=True)
 class InspectOptions:
     """What a datastore or a checkpoint holds."""
 
@@ -298,7 +336,8 @@ def inspect(path: str, options: InspectOptions) -> int:
 
 
 def inspect_datastore(folder: Path) -> int:
-    """Totals, stages, problems of the corpus and, where it has been measured, the report."""
+    """Totals, stages, problems of the corpus, near copies removed and, where it has been measured, the report."""
+    from pipelines import dedup_stage
     from pipelines.index_report import recalls
 
     datastore = Datastore.open(folder)
@@ -315,7 +354,10 @@ def inspect_datastore(folder: Path) -> int:
     rows.append(["finished stages", ", ".join(datastore.manifest["fingerprints"])])
     problems = read_json(folder / "corpus" / "problems.json")["counts"]
     rows.append(["corpus problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
+    if "dedup" in read_manifest(folder / "chunks" / shard_name(0))["recipe"]["inputs"]:
+        rows.append(["dedup", dedup_stage.summary(folder / dedup_stage.FOLDER / "removed")])
     rows.append(["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))])
+    rows.append(["deleted", f"{len(deleted_ranges(folder)):,} documents"])
     if (folder / "report.json").exists():
         measured = read_json(folder / "report.json")
         rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
@@ -346,6 +388,35 @@ def inspect_checkpoint(path: Path) -> int:
     ]
     print_rows(rows)
     return 0
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Check every checksum and cross-reference of a datastore: one line for each thing that is broken, with how to mend it."""
+
+    mend: bool = False
+    """Remove what is broken, so that `retro index CONFIG` makes it again."""
+
+
+def verify(datastore: str, options: VerifyOptions) -> int:
+    """`retro verify DATASTORE`: 0 = all is well, 1 = something is broken."""
+    from indexing.verify import mend, verify_datastore
+    from pipelines.stages import lock
+
+    folder = Path(datastore)
+    with lock(folder) if options.mend and (folder / ".lock").exists() else nullcontext():
+        found = verify_datastore(folder, progress)
+        removed = mend(folder, found) if options.mend else []
+    for problem in found.problems:
+        print(problem)
+    size = f"{found.artefacts:,} artefacts, {found.files:,} files, {human_bytes(found.bytes)}"
+    if not found.problems:
+        print(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
+        return 0
+    print(f"{folder}: {size}: {len(found.problems)} broken")
+    if options.mend:
+        print(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG` makes it again")
+    return 1
 
 
 @dataclass(frozen=True)

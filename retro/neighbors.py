@@ -1,6 +1,6 @@
 """Which neighbors the chunks of a sequence are given, of those that are stored for them.
 
-    stored neighbors (or random chunks) → own documents out → near copies out (if asked) → the first k that remain
+    stored neighbors (or random chunks) → deleted ones and own documents out → near copies out (if asked) → the first k that remain
 
 Every step is a function of chunk ids alone: what a chunk is given depends on no other sequence of its batch.
 """
@@ -83,7 +83,7 @@ def choose_neighbors(split: Split, retrieval: RetrievalSet, queries: Queries, us
         candidates = retrieval.ids_at(drawn)
     else:
         candidates = split.neighbor_ids.gather(queries.ids)
-    candidates = outside(candidates, queries.excluded)
+    candidates = outside(retrieval.without_deleted(candidates), queries.excluded)
     if use.max_overlap < 1:
         candidates = without_copies(candidates, retrieval, queries, use.k, use.max_overlap)
     return first_present(candidates, use.k)
