@@ -25,6 +25,8 @@ from indexing.corpus import list_files, scan_file, split_of
 from indexing.embedders import EmbedderSettings
 from indexing.megatron import is_megatron
 from indexing.readers import CorpusSettings, Document
+from indexing.search_cost import Method
+from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
@@ -146,13 +148,13 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
             )
         bench = _Bench(config, Path(work), sample, advance)
         transformer = bench.embed_with_model() if config.embedder.kind == "transformer" else None
-        first = bench.build(_WARM_UP_BYTES).workload  # loads every library, and tells how many chunks there will be
+        first = bench.build(_WARM_UP_BYTES)[0].workload  # loads every library, and tells how many chunks there will be
         chunks = (tokens / first.tokens or sample.text_bytes / first.text_bytes) * first.chunks
         bench.kind = key_for(chunks, bench.embedder.dimension, config.index)[0]
         whole = sum(document.size for document in sample.documents)
         several = chunks / first.chunks * first.text_bytes > 1.5 * config.corpus.shard_bytes
         sizes = [(whole // 4, 1), *([(whole // 4, 4)] if several else []), (whole, 1)]
-        observations = [bench.build(size, shards) for size, shards in sizes]
+        observations = [each for size, shards in sizes for each in bench.build(size, shards)]
         if transformer is not None:
             observations = [_embedded_with(transformer, each) for each in observations]
         return Calibration(
@@ -198,19 +200,29 @@ class _Bench:
         self.token_bytes = 2
         self.numbers = itertools.count()
 
-    def build(self, text_bytes: int, shards: int = 1) -> Observation:
-        """Build a sample of about this much text in as many shards."""
+    def build(self, text_bytes: int, shards: int = 1) -> list[Observation]:
+        """Build a sample of about this much text in as many shards, and search it in each way that may be chosen.
+
+        The observation of the whole build is the last.
+        """
         config = self._config(text_bytes, shards, self.valid)
         key = with_lists_for(self.kind, text_bytes / self.chunk_bytes)
         config = replace(config, embedder=self.embedder, index=replace(config.index, factory=key))
-        view = StagesView(quiet=True)
+        wanted = self.config.neighbors.search
+        view, again = StagesView(quiet=True), StagesView(quiet=True)
+        config = _searched_by("index" if wanted == "auto" else wanted, config)
         datastore = build(config, LocalExecutor(config.executor), view=view)
-        self.advance(text_bytes)
         observed = _observed(config, datastore, view.steps)
+        others = []
+        if wanted == "auto":
+            exact = _searched_by("exact", config)
+            build(exact, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=again)
+            others.append(_observed(exact, datastore, again.steps))
+        self.advance(text_bytes)
         self.chunk_bytes = observed.workload.text_bytes / observed.workload.chunks
         wide = self.config.tokenizer.is_trained and self.config.tokenizer.vocab_size > 2**16
         self.token_bytes = 4 if wide else datastore.train.tokens.shard(0).itemsize
-        return observed
+        return [*others, observed]
 
     def embed_with_model(self) -> np.ndarray:
         """What opening the configured transformer takes, and what a chunk: seconds [2]. Sets the width of embeddings."""
@@ -246,6 +258,10 @@ class _Bench:
         return replace(self.config, datastore=folder / "datastore", corpus=corpus, neighbors=neighbors)
 
 
+def _searched_by(search: Method, config: Config) -> Config:
+    return replace(config, neighbors=replace(config.neighbors, search=search))
+
+
 def _lexical(settings: EmbedderSettings) -> EmbedderSettings:
     """The lexical embedder that stands in for these: search and index depend on the width of embeddings, not on their maker."""
     if settings.kind == "lexical" and settings.path:
@@ -256,6 +272,8 @@ def _lexical(settings: EmbedderSettings) -> EmbedderSettings:
 
 def _embedded_with(seconds: np.ndarray, observation: Observation) -> Observation:
     """An observation with the time of another embedder: seconds [2] to open it, and for a chunk."""
+    if "embed" not in observation.seconds:
+        return observation
     kept = {name: value for name, value in observation.seconds.items() if name != "embed: count n-grams"}
     kept["embed"] = float(seconds @ [1.0, observation.workload.chunks])
     return replace(observation, seconds=kept)
@@ -264,14 +282,14 @@ def _embedded_with(seconds: np.ndarray, observation: Observation) -> Observation
 def _observed(config: Config, datastore: Datastore, steps: list[Step]) -> Observation:
     totals = {
         key: sum(sum(rows[key]) for rows in datastore.manifest["splits"].values())
-        for key in ("documents", "chunks", "tokens", "bytes")
+        for key in ("documents", "chunks", "tokens")
     }
     folder = datastore.folder
     tuned, trained = read_json(folder / "index/tuned/tuned.json"), read_json(folder / "index/trained/index.json")
     models = models_of(config)
     return Observation(
         workload=Workload(
-            text_bytes=totals["bytes"],
+            text_bytes=read_manifest(folder / "corpus")["counts"]["bytes"],  # with what [dedup] leaves out
             documents=totals["documents"],
             tokens=totals["tokens"],
             chunks=totals["chunks"],
@@ -281,6 +299,7 @@ def _observed(config: Config, datastore: Datastore, steps: list[Step]) -> Observ
             nprobe=tuned["nprobe"],
             trained_on=trained["trained_on"],
             tune_queries=tuned["queries"],
+            search=config.neighbors.search,  # type: ignore[arg-type]  # settled by `_searched_by`
         ),
         seconds={name_in(models, step.name): step.seconds for step in steps},
         crossing=crossing(tuned["curve"], config.index.recall_target) or tuned["nprobe"],
