@@ -17,7 +17,7 @@ from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 
-_MEMORY = 4_000_000_000
+MEMORY = 4_000_000_000
 
 
 class ShardedIndex:
@@ -43,7 +43,7 @@ class ShardedIndex:
 
     @classmethod
     def open(
-        cls, folder: Path, shards: Iterable[int], memory: int = _MEMORY, *, big_batch: bool = False
+        cls, folder: Path, shards: Iterable[int], memory: int = MEMORY, *, big_batch: bool = False
     ) -> "ShardedIndex":
         """The shards of `datastore/index` with the tuned `nprobe`.
 

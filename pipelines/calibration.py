@@ -21,10 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from indexing.corpus import list_files, scan_file
+from indexing.corpus import list_files, scan_file, split_of
 from indexing.embedders import EmbedderSettings
 from indexing.megatron import is_megatron
 from indexing.readers import CorpusSettings, Document
+from indexing.search_cost import Method
+from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
@@ -54,10 +56,13 @@ class Sample:
 
     Attributes:
         documents: uniformly drawn, in the order of the corpus.
+        valid: documents of the `valid` split, all of them where they are few: the queries for which nprobe is tuned are those
+            of the real build then.
         text_bytes: UTF-8 bytes in the whole corpus, estimated where not all of it was looked through; 0 = unknown.
     """
 
     documents: list[Document]
+    valid: list[Document]
     text_bytes: float
 
 
@@ -65,26 +70,42 @@ class _Enough(Exception):
     """Enough of the corpus has been looked through."""
 
 
+class _Drawn:
+    """Documents of about `limit` bytes of text: those with the smallest random numbers of all that were offered."""
+
+    def __init__(self, limit: int, rng: random.Random) -> None:
+        self.limit, self.rng = limit, rng
+        self.held = self.offered = 0
+        self.kept: list[tuple[float, int, Document]] = []
+
+    def offer(self, document: Document) -> None:
+        self.offered += 1
+        self.held += document.size
+        heapq.heappush(self.kept, (-self.rng.random(), self.offered, document))
+        while self.held - self.kept[0][2].size >= self.limit:
+            self.held -= heapq.heappop(self.kept)[2].size
+
+    def documents(self) -> list[Document]:
+        return [document for _, _, document in sorted(self.kept, key=lambda entry: entry[1])]
+
+
 def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> Sample:
-    """Draw documents of about `sample_bytes` of text: those with the smallest of random numbers.
+    """Draw documents of about `sample_bytes` of text, and a tenth as much of those held out for validation.
 
     Of a large corpus some files, in random order, are looked through until `_SCANNED_BYTES` of text have been seen.
 
     Raises:
         InputError: a path does not exist, or there is no text.
     """
-    rng, order = random.Random(seed), itertools.count()
+    rng = random.Random(seed)
     files = list_files(settings)
-    kept: list[tuple[float, int, Document]] = []
-    held = seen = scanned_text = scanned_stored = 0
+    drawn, valid = _Drawn(sample_bytes, rng), _Drawn(sample_bytes // 10, rng)
+    seen = scanned_text = scanned_stored = 0
 
     def look_at(document: Document) -> None:
-        nonlocal held, seen
+        nonlocal seen
         seen += document.size
-        held += document.size
-        heapq.heappush(kept, (-rng.random(), next(order), document))
-        while held - kept[0][2].size >= sample_bytes:
-            held -= heapq.heappop(kept)[2].size
+        (valid if split_of(document.text, settings.split) == "valid" else drawn).offer(document)
         if seen >= _SCANNED_BYTES:
             raise _Enough
 
@@ -94,13 +115,13 @@ def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> S
         except _Enough:
             break
         scanned_stored += file.size
-    if not kept:
+    if not drawn.kept:
         raise InputError(
-            f"corpus.paths = {settings.paths}: {len(files)} files hold no document with text to calibrate on."
+            f"corpus.paths = {settings.paths}: {len(files)} files hold no document with text to calibrate on that is not held out."
         )
     total = sum(file.size for file in files)
-    documents = [document for _, _, document in sorted(kept, key=lambda entry: entry[1])]
-    return Sample(documents, scanned_text * total / scanned_stored if scanned_stored else 0.0)
+    text_bytes = scanned_text * total / scanned_stored if scanned_stored else 0.0
+    return Sample(drawn.documents(), valid.documents(), text_bytes)
 
 
 def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2**20) -> Calibration:
@@ -125,15 +146,15 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
                 "tokens = 0 stands for the whole corpus, whose size is not known: there is no corpus.paths, or it holds tokens, "
                 "or its files are too large to be looked through. Give --tokens, for example 1e9."
             )
-        bench = _Bench(config, Path(work), sample.documents, advance)
+        bench = _Bench(config, Path(work), sample, advance)
         transformer = bench.embed_with_model() if config.embedder.kind == "transformer" else None
-        first = bench.build(_WARM_UP_BYTES).workload  # loads every library, and tells how many chunks there will be
+        first = bench.build(_WARM_UP_BYTES)[0].workload  # loads every library, and tells how many chunks there will be
         chunks = (tokens / first.tokens or sample.text_bytes / first.text_bytes) * first.chunks
         bench.kind = key_for(chunks, bench.embedder.dimension, config.index)[0]
         whole = sum(document.size for document in sample.documents)
         several = chunks / first.chunks * first.text_bytes > 1.5 * config.corpus.shard_bytes
         sizes = [(whole // 4, 1), *([(whole // 4, 4)] if several else []), (whole, 1)]
-        observations = [bench.build(size, shards) for size, shards in sizes]
+        observations = [each for size, shards in sizes for each in bench.build(size, shards)]
         if transformer is not None:
             observations = [_embedded_with(transformer, each) for each in observations]
         return Calibration(
@@ -165,38 +186,49 @@ class _Bench:
     Args:
         config: of the datastore that is planned.
         work: the temporary folder.
-        documents: the sample.
+        sample: of its text.
         advance: told of the text that has been built.
     """
 
-    def __init__(self, config: Config, work: Path, documents: list[Document], advance: Advance) -> None:
+    def __init__(self, config: Config, work: Path, sample: Sample, advance: Advance) -> None:
         self.config, self.work, self.advance = config, work, advance
-        self.documents = random.Random(0).sample(documents, len(documents))  # so that a smaller sample is uniform too
+        # Shuffled, so that a smaller sample is uniform too. Each has the same held-out documents: the same queries.
+        self.documents, self.valid = random.Random(0).sample(sample.documents, len(sample.documents)), sample.valid
         self.kind = "IVF128,Flat"
         self.embedder = _lexical(config.embedder)
         self.chunk_bytes = 4.0 * config.chunks.chunk_length  # of text, about; known after the first build
         self.token_bytes = 2
         self.numbers = itertools.count()
 
-    def build(self, text_bytes: int, shards: int = 1) -> Observation:
-        """Build a sample of about this much text in as many shards."""
-        config = self._config(text_bytes, shards)
+    def build(self, text_bytes: int, shards: int = 1) -> list[Observation]:
+        """Build a sample of about this much text in as many shards, and search it in each way that may be chosen.
+
+        The observation of the whole build is the last.
+        """
+        config = self._config(text_bytes, shards, self.valid)
         key = with_lists_for(self.kind, text_bytes / self.chunk_bytes)
         config = replace(config, embedder=self.embedder, index=replace(config.index, factory=key))
-        view = StagesView(quiet=True)
+        wanted = self.config.neighbors.search
+        view, again = StagesView(quiet=True), StagesView(quiet=True)
+        config = _searched_by("index" if wanted == "auto" else wanted, config)
         datastore = build(config, LocalExecutor(config.executor), view=view)
-        self.advance(text_bytes)
         observed = _observed(config, datastore, view.steps)
+        others = []
+        if wanted == "auto":
+            exact = _searched_by("exact", config)
+            build(exact, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=again)
+            others.append(_observed(exact, datastore, again.steps))
+        self.advance(text_bytes)
         self.chunk_bytes = observed.workload.text_bytes / observed.workload.chunks
         wide = self.config.tokenizer.is_trained and self.config.tokenizer.vocab_size > 2**16
         self.token_bytes = 4 if wide else datastore.train.tokens.shard(0).itemsize
-        return observed
+        return [*others, observed]
 
     def embed_with_model(self) -> np.ndarray:
         """What opening the configured transformer takes, and what a chunk: seconds [2]. Sets the width of embeddings."""
         drivers, seconds = [], []
         for text_bytes in (_WARM_UP_BYTES // 4, _WARM_UP_BYTES):
-            config, view = self._config(text_bytes, 1), StagesView(quiet=True)
+            config, view = self._config(text_bytes, 1, []), StagesView(quiet=True)
             for stage in ("chunk", "embed"):
                 datastore = build(config, LocalExecutor(config.executor), only=stage, view=view)
             drivers.append([1.0, float(view.steps[-1].units)])
@@ -204,27 +236,30 @@ class _Bench:
             self.embedder = replace(self.embedder, dimension=datastore.train.embeddings.shard(0).shape[1])
         return coefficients(np.array(drivers), np.array(seconds))
 
-    def _config(self, text_bytes: int, shards: int) -> Config:
-        """Settings for a sample of about this much text, which is written to a file."""
+    def _config(self, text_bytes: int, shards: int, valid: Sequence[Document]) -> Config:
+        """Settings for a sample of about this much text and these held-out documents, which is written to a file."""
         folder = self.work / str(next(self.numbers))
         folder.mkdir()
-        size = 0
+        sizes = itertools.accumulate((document.size for document in self.documents), initial=0)
+        taken = [document for document, before in zip(self.documents, sizes, strict=False) if before < text_bytes]
         keys = {key: key.replace(".", "_") for key in self.config.corpus.metadata_keys}
         with open(folder / "sample.jsonl", "w", encoding="utf-8") as file:
-            for document in self.documents:
+            for document in (*valid, *taken):
                 metadata = {keys[key]: value for key, value in document.metadata.items()}
                 file.write(json.dumps({**metadata, "id": document.id, "text": document.text}) + "\n")
-                size += document.size
-                if size >= text_bytes:
-                    break
+        size = sum(document.size for document in (*valid, *taken))
         corpus = CorpusSettings(
             paths=(str(folder / "sample.jsonl"),),
             metadata_keys=tuple(keys.values()),
             shard_bytes=2 * size if shards == 1 else size // shards,
-            split=(9, 1, 0),  # the queries for which nprobe is tuned would come from few documents otherwise
+            split=self.config.corpus.split,
         )
         neighbors = replace(self.config.neighbors, also=())
         return replace(self.config, datastore=folder / "datastore", corpus=corpus, neighbors=neighbors)
+
+
+def _searched_by(search: Method, config: Config) -> Config:
+    return replace(config, neighbors=replace(config.neighbors, search=search))
 
 
 def _lexical(settings: EmbedderSettings) -> EmbedderSettings:
@@ -237,6 +272,8 @@ def _lexical(settings: EmbedderSettings) -> EmbedderSettings:
 
 def _embedded_with(seconds: np.ndarray, observation: Observation) -> Observation:
     """An observation with the time of another embedder: seconds [2] to open it, and for a chunk."""
+    if "embed" not in observation.seconds:
+        return observation
     kept = {name: value for name, value in observation.seconds.items() if name != "embed: count n-grams"}
     kept["embed"] = float(seconds @ [1.0, observation.workload.chunks])
     return replace(observation, seconds=kept)
@@ -245,14 +282,14 @@ def _embedded_with(seconds: np.ndarray, observation: Observation) -> Observation
 def _observed(config: Config, datastore: Datastore, steps: list[Step]) -> Observation:
     totals = {
         key: sum(sum(rows[key]) for rows in datastore.manifest["splits"].values())
-        for key in ("documents", "chunks", "tokens", "bytes")
+        for key in ("documents", "chunks", "tokens")
     }
     folder = datastore.folder
     tuned, trained = read_json(folder / "index/tuned/tuned.json"), read_json(folder / "index/trained/index.json")
     models = models_of(config)
     return Observation(
         workload=Workload(
-            text_bytes=totals["bytes"],
+            text_bytes=read_manifest(folder / "corpus")["counts"]["bytes"],  # with what [dedup] leaves out
             documents=totals["documents"],
             tokens=totals["tokens"],
             chunks=totals["chunks"],
@@ -262,6 +299,7 @@ def _observed(config: Config, datastore: Datastore, steps: list[Step]) -> Observ
             nprobe=tuned["nprobe"],
             trained_on=trained["trained_on"],
             tune_queries=tuned["queries"],
+            search=config.neighbors.search,  # type: ignore[arg-type]  # settled by `_searched_by`
         ),
         seconds={name_in(models, step.name): step.seconds for step in steps},
         crossing=crossing(tuned["curve"], config.index.recall_target) or tuned["nprobe"],

@@ -26,7 +26,7 @@ from indexing.store.datastore import Datastore, Split, shard_name
 from pipelines import sharing
 from pipelines.config import Config
 from pipelines.corpus_stage import generations
-from pipelines.executors import Advance, Executor
+from pipelines.executors import Advance, Executor, ExecutorSettings
 from pipelines.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
 
 # What the neighbors of a chunk depend on, in every datastore that is searched: the name in the recipe, and the stage.
@@ -144,10 +144,13 @@ def _method(config: Config, train: Split) -> Method:
         for made in (shard, _before(shard)):
             if (made / MANIFEST).exists():
                 return parse_manifest(made)["counts"]["search"]
-    resources = config.executor.neighbors
-    cuda = resources.gpus > 0 if config.executor.kind == "ray" else resolve("auto") == "cuda"
-    hardware: Hardware = "cuda" if cuda else "bfloat16" if has_bfloat16("cpu") else "float32"
-    return cheaper(describe(train, config.neighbors.candidates), hardware)
+    return cheaper(describe(train, config.neighbors.candidates), hardware_of(config.executor))
+
+
+def hardware_of(settings: ExecutorSettings) -> Hardware:
+    """What multiplies in the workers of this stage."""
+    cuda = settings.neighbors.gpus > 0 if settings.kind == "ray" else resolve("auto") == "cuda"
+    return "cuda" if cuda else "bfloat16" if has_bfloat16("cpu") else "float32"
 
 
 def neighbor_task(

@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 
 from indexing.index import IndexSettings, choose_key, sample_size
+from indexing.search_cost import Method, Searched, cheaper
+from indexing.sharded_index import MEMORY
 from indexing.store.errors import InputError
 from indexing.tokenizer import TokenizerSettings
 from pipelines.config import Config
+from pipelines.neighbor_stage import hardware_of
 
 PAPER_CHUNKS = 28e9  # section 2.3: 28 billion keys, 64 tokens each, of the 1.75 trillion tokens that the paper calls 2
 _SPLITS = 3
@@ -43,6 +46,7 @@ class Workload:
         nprobe: lists visited for a query.
         trained_on: vectors that the index is trained on.
         tune_queries: for which `nprobe` is tuned.
+        search: how the neighbors of all chunks are found.
     """
 
     text_bytes: float
@@ -55,6 +59,7 @@ class Workload:
     nprobe: float
     trained_on: int
     tune_queries: int
+    search: Method = "index"
 
     @property
     def lists(self) -> int:
@@ -67,8 +72,10 @@ class Workload:
         return math.log2(self.lists) if "HNSW" in self.key else self.lists
 
     @property
-    def visited(self) -> float:
-        """Codes that are compared with a query."""
+    def compared(self) -> float:
+        """Codes, or vectors, that a query is compared with."""
+        if self.search == "exact":
+            return self.train_chunks
         return self.train_chunks * min(1.0, self.nprobe / self.lists)
 
 
@@ -78,7 +85,7 @@ class Observation:
 
     Attributes:
         workload: what was built.
-        seconds: of each step, by its name in `STEPS`.
+        seconds: of each step, by its name in `step_models`; of `neighbors` alone where only the search was another one.
         crossing: the nprobe, between powers of two, at which the recall target was reached.
         parquet_bytes: of `documents.parquet` in all shards and splits.
     """
@@ -242,17 +249,20 @@ def artefact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
 def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float]:
     """Resident memory of one worker in each step: the process with all libraries, plus what grows with the datastore.
 
-    Memory-mapped embeddings are not counted; re-ranking reads them at random, so they should fit into the page cache.
+    Memory-mapped embeddings are not counted; re-ranking reads them at random, so they should fit into the page cache. An index that is
+    larger than `sharded_index.MEMORY` is searched in groups of shards, each group as it is stored and as it searches fastest.
     """
     code, trained = index_bytes(size.key, layout.dimension)
     whole = (code + 8) * size.train_chunks + size.shards * trained
+    shard = whole / size.shards
+    group = max(shard, min(whole, MEMORY))
     sample = size.trained_on * layout.dimension
     return {
         "scan": base + 16 * size.documents,  # hashes and lines of ids, in the process that starts the build
         "train-index": base + (2 + 4 + 4) * sample + trained,
-        "add": base + whole / size.shards + trained,
-        "tune nprobe": base + whole,
-        "neighbors": base + whole,
+        "add": base + shard + trained,
+        "tune nprobe": base + 2 * group,
+        "neighbors": base + (2 * group if size.search != "exact" else 0.0),
     }
 
 
@@ -279,7 +289,7 @@ def step_models(sample_bytes: int, fit_chunks: int) -> dict[str, StepModel]:
         return size.tune_queries * size.train_chunks, size.tune_queries
 
     def of_neighbors(size: Workload) -> tuple[float, ...]:
-        return size.chunks * size.visited, size.chunks, size.chunks * (size.shards - 1)
+        return size.chunks * size.compared, size.chunks, size.chunks * (size.shards - 1)
 
     return {
         "scan": StepModel(lambda size: (size.text_bytes,)),
@@ -325,6 +335,8 @@ def step_seconds(
     for name in observations[-1].seconds:
         model = models.get(name, _UNKNOWN)
         seen = [each for each in observations if name in each.seconds]
+        if name == "neighbors":
+            seen = [each for each in seen if each.workload.search == size.search]
         drivers = np.array([model.drivers(each.workload) for each in seen], dtype=np.float64)
         fitted = coefficients(drivers, np.array([each.seconds[name] for each in seen]))
         out[name] = float(fitted @ np.array(model.drivers(size)))
@@ -461,6 +473,7 @@ def plan_for(
     )
     lists = size.lists
     size = replace(size, nprobe=min(nprobe, lists) or extrapolated_nprobe(train_chunks, lists, seen))
+    size = replace(size, search=_search(config, size, calibration.dimension))
     document_bytes, parquet_bytes = _parquet(seen)
     layout = Layout(
         chunk_length=config.chunks.chunk_length,
@@ -481,6 +494,22 @@ def plan_for(
         calibrated_nprobe=calibrated_nprobe,
         calibrated_seconds=alike.get("neighbors", 0.0),
     )
+
+
+def _search(config: Config, size: Workload, dimension: int) -> Method:
+    """The way of searching that `retro index` would take."""
+    if config.neighbors.search != "auto":
+        return config.neighbors.search
+    searched = Searched(
+        num_vectors=int(size.train_chunks),
+        dimension=dimension,
+        nlist=size.lists,
+        nprobe=int(size.nprobe),
+        code_bytes=index_bytes(size.key, dimension)[0],
+        fast_scan=bool(re.search(r"PQ\d+x4", size.key)),
+        candidates=config.neighbors.candidates,
+    )
+    return cheaper(searched, hardware_of(config.executor))
 
 
 def _parquet(observations: Sequence[Observation]) -> tuple[float, float]:

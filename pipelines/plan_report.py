@@ -29,6 +29,7 @@ def plan_tables(
         ["tokens", f"{human_count(round(size.tokens))}, {human_bytes(size.text_bytes)} of text"],
         ["chunks", f"{size.chunks:,.0f}, of which {size.train_chunks:,.0f} in the index; shards: {size.shards:,}"],
         ["index", f"{size.key}, nprobe {size.nprobe:,.0f}, trained on {size.trained_on:,} vectors"],
+        ["neighbors", "exact search" if size.search == "exact" else f"search: {size.search}"],
         *([["needs", ", ".join(f"{key} = {value}" for key, value in plan.settings.items())]] if plan.settings else []),
     ]
     artefacts = [
@@ -63,7 +64,7 @@ def _needs(plan: Plan, calibration: Calibration, days: float) -> list[list[str]]
         f"{human_bytes(largest.memory_bytes)} ({largest.name}); this one has {human_bytes(calibration.memory_bytes)}"
     )
     rows = [[f"machines for {days:g} days", in_time], ["memory of the largest worker", memory]]
-    if plan.calibrated_nprobe < plan.size.nprobe:
+    if plan.size.search != "exact" and plan.calibrated_nprobe < plan.size.nprobe:
         rows.append(
             [
                 f"neighbors at nprobe {plan.calibrated_nprobe:,.0f}",

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexing.corpus import split_of
 from indexing.index import IndexSettings
 from indexing.readers import CorpusSettings
 from indexing.store.datastore import Datastore
@@ -102,6 +103,7 @@ def test_bytes_of_a_datastore_with_an_exact_index_are_met(tiny_datastore: Datast
     "key",
     [
         "IVF16,PQ16x4fs",
+        "IVF16,PQ16x4",
         "IVF8,SQ8",
         "IVF64_HNSW8,Flat",
         pytest.param("OPQ8_16,IVF8,PQ8x4", marks=pytest.mark.slow),
@@ -138,11 +140,13 @@ def test_codes_and_quantizers_have_the_bytes_that_faiss_gives_them() -> None:
         index_bytes("IVF16,Nonsense", 32)
 
 
-def test_every_worker_of_neighbors_holds_the_whole_index_and_one_of_add_its_shard() -> None:
+def test_a_worker_of_neighbors_holds_the_index_twice_but_never_more_than_a_group_and_one_of_add_its_shard() -> None:
     memory = memory_bytes(SIZE, LAYOUT, base=1e9)
     code, trained = index_bytes(SIZE.key, 32)
-    assert memory["neighbors"] - 1e9 == (code + 8) * SIZE.train_chunks + 2 * trained
+    assert memory["neighbors"] - 1e9 == 2 * ((code + 8) * SIZE.train_chunks + 2 * trained)
     assert memory["add"] < memory["neighbors"]
+    assert memory_bytes(replace(SIZE, train_chunks=10**12, shards=10**4), LAYOUT, base=1e9)["neighbors"] == 9e9
+    assert memory_bytes(replace(SIZE, search="exact"), LAYOUT, base=1e9)["neighbors"] == 1e9
 
 
 # --- which index -----------------------------------------------------------------------------------------------------
@@ -196,7 +200,7 @@ def seconds_of(size: Workload) -> dict[str, float]:
         "train-index": 7 + 1e-8 * size.trained_on * size.lists,
         "add": (1e-5 + 1e-8 * size.lists) * size.train_chunks,
         "tune nprobe": (1e-3 + 1e-7 * size.train_chunks) * size.tune_queries,
-        "neighbors": (1e-4 + 1e-8 * size.visited + 2e-5 * (size.shards - 1)) * size.chunks,
+        "neighbors": (1e-4 + 1e-8 * size.compared + 2e-5 * (size.shards - 1)) * size.chunks,
     }
 
 
@@ -217,6 +221,18 @@ def test_what_follows_the_models_is_predicted_exactly() -> None:
     target = larger(50, key="IVF2048,PQ16x4fs", nprobe=64, shards=3, tune_queries=1000)
     models = models_of(Config(tokenizer=replace(Config().tokenizer, sample_bytes=10**12)))
     assert step_seconds(target, calibrated().observations, models) == pytest.approx(seconds_of(target), rel=1e-6)
+
+
+def test_searches_of_another_kind_are_no_evidence() -> None:
+    seen = [
+        Observation(replace(larger(n), search=search), {"neighbors": n * rate * larger(n).chunks}, 1.0, 0)
+        for search, rate in (("exact", 1e-3), ("index", 1e-5))
+        for n in (1, 4)
+    ]
+    models = models_of(Config())
+    exact = step_seconds(replace(larger(40), search="exact"), seen, models)["neighbors"]
+    assert exact == pytest.approx(40 * 1e-3 * larger(40).chunks)  # a query is compared with all of them
+    assert step_seconds(larger(40), seen, models)["neighbors"] < exact / 50
 
 
 def test_a_step_without_a_model_grows_with_the_chunks() -> None:
@@ -328,12 +344,14 @@ def test_long_times_are_days_and_years() -> None:
 
 
 def test_the_sample_is_uniform_of_the_size_asked_and_the_same_each_time(tmp_path) -> None:
-    settings = CorpusSettings(paths=(str(write_corpus(tmp_path / "c.jsonl", 300)),))
+    settings = CorpusSettings(paths=(str(write_corpus(tmp_path / "c.jsonl", 300)),), split=(9, 1, 0))
     every = draw_sample(settings, 10**9)
-    assert every.text_bytes == sum(document.size for document in every.documents)
-    assert [document.record for document in every.documents] == list(range(300))
+    assert every.text_bytes == sum(document.size for document in every.documents + every.valid)
+    assert sorted(document.record for document in every.documents + every.valid) == list(range(300))
+    assert {split_of(document.text, settings.split) for document in every.valid} == {"valid"}
     some = draw_sample(settings, 50_000)
     assert 50_000 <= sum(document.size for document in some.documents) < 53_000
+    assert 5000 <= sum(document.size for document in some.valid) < 8000
     assert some == draw_sample(settings, 50_000)
     assert some.text_bytes == every.text_bytes
     assert 90 < np.mean([document.record for document in some.documents]) < 210
