@@ -165,7 +165,7 @@ def _connect(address: str) -> None:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise InputError(
             f"executor.ray_address: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
-            "authentication wants RAY_AUTH_MODE=token and its token here too (docs/cluster.md)."
+            "authentication wants RAY_AUTH_MODE=token and its token here too (docs/indexing.md)."
         ) from error
 
 
