@@ -133,7 +133,7 @@ def test_vocabularies_above_65536_take_four_bytes_a_token() -> None:
 def test_codes_and_quantizers_have_the_bytes_that_faiss_gives_them() -> None:
     assert index_bytes("Flat", 32) == (128, 200)
     assert index_bytes("IVF16,SQ8", 32)[0] == 32
-    code, trained = index_bytes("IVF1024,PQ128x4fs", 256)
+    code, trained = index_bytes("IVF1024,PQ128x4", 256)
     assert code == 64
     assert trained == 4 * 256 * 1024 + 16 * 1024 + 4 * 256 * 16 + 200
     with pytest.raises(InputError, match=r"index\.factory = 'IVF16,Nonsense'"):
@@ -161,7 +161,7 @@ def test_the_index_is_the_one_that_retro_index_chooses_with_more_memory_where_no
 
 
 def test_a_smaller_index_of_the_same_kind_has_four_times_the_root_of_its_chunks_as_lists() -> None:
-    assert with_lists_for("IVF16384_HNSW32,PQ128x4fs", 40_000) == "IVF512_HNSW32,PQ128x4fs"
+    assert with_lists_for("IVF16384_HNSW32,PQ128x4", 40_000) == "IVF512_HNSW32,PQ128x4fs"
     assert with_lists_for("IVF128,PQ8", 10**6) == "IVF128,PQ8"
     assert with_lists_for("Flat", 1000) == "Flat"
 
@@ -258,7 +258,7 @@ def test_noise_never_makes_a_coefficient_negative_nor_drops_what_a_step_grows_wi
 
 def test_steps_of_a_build_find_their_models() -> None:
     models = models_of(Config())
-    assert name_in(models, "train-index IVF512,PQ128x4fs") == "train-index"
+    assert name_in(models, "train-index IVF512,PQ128x4") == "train-index"
     assert name_in(models, "embed: count n-grams") == "embed: count n-grams"
     assert name_in(models, "dedup") == "dedup"
 
