@@ -14,6 +14,8 @@ from pathlib import Path
 
 from measure import write
 
+from indexing.store.artefact import read_manifest
+from indexing.store.files import read_json
 from pipelines.calibration import calibrate, name_in
 from pipelines.config import Config
 from pipelines.executors import make_executor
@@ -40,6 +42,8 @@ def main() -> None:
         started = time.perf_counter()
         datastore = build(config, make_executor(config.executor), view=view)
         wall = time.perf_counter() - started
+        nprobe = read_json(config.datastore / "index/tuned/tuned.json")["nprobe"]
+        search = read_manifest(config.datastore / "neighbors/00000")["counts"]["search"]
         sizes = {
             name: sum(file.stat().st_size for file in (config.datastore / name).rglob("*") if file.is_file())
             for name in plan.bytes
@@ -67,8 +71,11 @@ def main() -> None:
         ]
     ]
     print("\n".join(aligned(rows)))
-    print(f"calibrated in {calibration.seconds:.1f} s; predicted {plan.size.key}, nprobe {plan.size.nprobe}")
-    found = {"seconds": measured, "wall_seconds": wall, "bytes": sizes, "train_chunks": datastore.train.num_chunks}
+    print(f"calibrated in {calibration.seconds:.1f} s; {plan.size.key}")
+    print(
+        f"nprobe {plan.size.nprobe} predicted, {nprobe} found; neighbors by {plan.size.search} predicted, {search} chosen"
+    )
+    found = {"seconds": measured, "wall_seconds": wall, "bytes": sizes, "nprobe": nprobe, "search": search}
     write(options.out, {"calibration": asdict(calibration), "predicted": asdict(plan), "measured": found})
 
 

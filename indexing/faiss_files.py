@@ -29,7 +29,8 @@ def read_index(path: Path) -> Any:
 
 
 def ivf_of(index: Any) -> Any | None:
-    """The IVF part of an index, or None where it has none."""
+    """The IVF part of an index, as what it is (`IndexIVFPQ`, …; Faiss says only `IndexIVF`), or None where it has none."""
     import faiss
 
-    return faiss.try_extract_index_ivf(index)
+    found = faiss.try_extract_index_ivf(index)
+    return None if found is None else faiss.downcast_index(found)

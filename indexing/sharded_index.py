@@ -111,11 +111,13 @@ def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.nda
 
 
 def _big_batch(index: Any, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    import faiss
     from faiss.contrib.big_batch_search import big_batch_search
 
     ivf = ivf_of(index)
-    if ivf is not index:  # it looks past a transform
-        queries = index.chain.at(0).apply(queries)
+    if isinstance(index, faiss.IndexPreTransform):  # it looks past a transform
+        chain: Any = index.chain
+        queries = faiss.downcast_VectorTransform(chain.at(0)).apply(queries)
     distances, ids = big_batch_search(ivf, queries, k, method="knn_function", verbose=1)
     return distances, ids
 
@@ -131,7 +133,7 @@ def _opened(files: list[Path], *, pack: bool = True) -> list[Any]:
     if not _can_merge(indexes[0]):
         return indexes
     for other in indexes[1:]:
-        indexes[0].merge_from(other)
+        indexes[0].merge_from(other, 0)
     return [on_gpus(_fast(indexes[0]), "searching") if pack else indexes[0]]
 
 

@@ -135,7 +135,7 @@ def test_codes_and_quantizers_have_the_bytes_that_faiss_gives_them() -> None:
     assert index_bytes("IVF16,SQ8", 32)[0] == 32
     code, trained = index_bytes("IVF1024,PQ128x4", 256)
     assert code == 64
-    assert trained == 4 * 256 * 1024 + 16 * 1024 + 4 * 256 * 16 + 200
+    assert trained == 4 * 256 * 1024 + 8 * 1024 + 4 * 256 * 16 + 200
     with pytest.raises(InputError, match=r"index\.factory = 'IVF16,Nonsense'"):
         index_bytes("IVF16,Nonsense", 32)
 
@@ -161,7 +161,7 @@ def test_the_index_is_the_one_that_retro_index_chooses_with_more_memory_where_no
 
 
 def test_a_smaller_index_of_the_same_kind_has_four_times_the_root_of_its_chunks_as_lists() -> None:
-    assert with_lists_for("IVF16384_HNSW32,PQ128x4", 40_000) == "IVF512_HNSW32,PQ128x4fs"
+    assert with_lists_for("IVF16384_HNSW32,PQ128x4", 40_000) == "IVF512_HNSW32,PQ128x4"
     assert with_lists_for("IVF128,PQ8", 10**6) == "IVF128,PQ8"
     assert with_lists_for("Flat", 1000) == "Flat"
 
