@@ -17,6 +17,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, checksum, read_json, write_json
+from indexing.store.remote import present
 
 _BLOCK_ROWS = 8192
 _BIGRAM_WEIGHT = 0.5
@@ -306,6 +307,7 @@ def open_embedder(
     folder: Path, decode: Callable[[np.ndarray], str], settings: EmbedderSettings | None = None
 ) -> Embedder:
     """The embedder of a datastore's `embedder/` folder; `settings` may choose another device or batch size."""
+    folder = present(folder)
     stored = EmbedderSettings(**read_json(folder / "embedder.json"))
     if stored.kind == "lexical":
         return LexicalEmbedder(

@@ -20,6 +20,7 @@ from indexing.exact import exact_search, recall, rerank
 from indexing.store.datastore import ShardedArray, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
+from indexing.store.remote import fetch_manifest, present
 
 _BLOCK_ROWS = 65_536
 # Below this many lists a flat coarse quantizer is faster to build than a graph, exact, and as fast to search.
@@ -179,7 +180,7 @@ def add_shard(
     """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from `first_id`."""
     import faiss
 
-    index = faiss.read_index(str(trained / "trained.faiss"))
+    index = faiss.read_index(str(present(trained / "trained.faiss")))
     for start in range(0, len(embeddings), _BLOCK_ROWS):
         rows = np.asarray(embeddings[start : start + _BLOCK_ROWS], dtype=np.float32)
         index.add_with_ids(rows, np.arange(first_id + start, first_id + start + len(rows), dtype=np.int64))
@@ -210,9 +211,11 @@ class ShardedIndex:
         """
         import faiss
 
-        shards = [faiss.read_index(str(folder / shard_name(shard) / "vectors.faiss")) for shard in range(num_shards)]
-        tuned = folder / "tuned" / "tuned.json"
-        return cls(shards, read_json(tuned)["nprobe"] if tuned.exists() else None)
+        paths = [present(folder / shard_name(shard) / "vectors.faiss") for shard in range(num_shards)]
+        shards = [faiss.read_index(str(path)) for path in paths]
+        tuned = folder / "tuned"
+        nprobe = read_json(present(tuned / "tuned.json"))["nprobe"] if fetch_manifest(tuned) else None
+        return cls(shards, nprobe)
 
     @property
     def max_nprobe(self) -> int:

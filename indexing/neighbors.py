@@ -39,8 +39,15 @@ class NeighborSettings:
     """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
     also: tuple[Path, ...] = ()
     """More datastores to retrieve from: their training chunks may be neighbors too. Same tokenizer, chunk length, embedder."""
+    materialised: int = 0
+    """Neighbors of each chunk whose tokens are written beside it (stage `materialise`), for data.materialised; a few more
+    than data.k, for those that a sequence skips. 0 = none."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.materialised <= self.k:
+            raise InputError(
+                f"neighbors.materialised = {self.materialised}: must be between 0 (none) and neighbors.k = {self.k}."
+            )
         if self.k < 1:
             raise InputError(f"neighbors.k = {self.k}: must be at least 1.")
         if self.candidates < self.k:

@@ -9,6 +9,7 @@ import numpy as np
 from indexing import embedders
 from indexing.store.artefact import Recipe, create, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import Datastore, shard_name
+from indexing.store.remote import present
 from indexing.tokenizer import Tokenizer
 from pipelines import sharing
 from pipelines.config import Config
@@ -73,5 +74,7 @@ def embed_task(
     embedder = _open_embedder(folder, embedder_print, settings)
     with create(out, recipe) as (work, counts):
         for split in Datastore.open(folder).split_names:
-            tokens, lengths = (np.load(source / split / f"{name}.npy", mmap_mode="r") for name in ("tokens", "lengths"))
+            tokens, lengths = (
+                np.load(present(source / split / f"{name}.npy"), mmap_mode="r") for name in ("tokens", "lengths")
+            )
             counts[split] = embedders.embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)

@@ -7,6 +7,7 @@ import numpy as np
 from indexing import index
 from indexing.store.artefact import Recipe, create, is_finished
 from indexing.store.datastore import Datastore, shard_name
+from indexing.store.remote import present
 from pipelines.config import Config
 from pipelines.executors import Advance, Executor
 from pipelines.shards import fingerprint_of, prefixed, run_tasks, shard_task, shards
@@ -24,7 +25,7 @@ def run_train_index(config: Config, executor: Executor) -> str:
     )
     out = folder / "index" / "trained"
     if not is_finished(out, recipe):
-        dimension = datastore.train.embeddings.shard(0).shape[1]
+        dimension = datastore.train.embeddings.row_shape[0]
         key = index.choose_key(datastore.train.num_chunks, dimension, settings)
         size = index.sample_size(datastore.train.num_chunks, key, settings)
         task = shard_task(out, recipe, folder, key, settings, size=size)
@@ -65,7 +66,7 @@ def run_add(config: Config, executor: Executor) -> str:
 def add_task(out: Path, recipe: Recipe, folder: Path, source: Path, first_id: int, *, advance: Advance) -> None:
     """Add one shard's embeddings to a copy of the trained index."""
     with create(out, recipe) as (work, counts):
-        embeddings = np.load(source, mmap_mode="r")
+        embeddings = np.load(present(source), mmap_mode="r")
         index.add_shard(work, folder / "index" / "trained", embeddings, first_id, advance=advance)
         counts["vectors"] = len(embeddings)
 

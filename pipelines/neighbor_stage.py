@@ -31,7 +31,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         recipe = Recipe(
             stage="neighbors",
             version=1,
-            settings=prefixed("neighbors", config.neighbors, without=("also",)) | {"shard": shard},
+            settings=prefixed("neighbors", config.neighbors, without=("also", "materialised")) | {"shard": shard},
             inputs=inputs,
         )
         out = folder / "neighbors" / shard_name(shard)

@@ -11,6 +11,7 @@ import numpy as np
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
+from indexing.store.remote import present
 from indexing.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.progress import human_bytes, progress
@@ -25,8 +26,8 @@ log = logging.getLogger("retro")
 class IndexOptions(Config):
     """Build a datastore, or bring it up to date. What is finished is kept, so a stopped run goes on where it was."""
 
-    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors"] = "all"
-    """One stage only; `all` runs them in order."""
+    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialise"] = "all"
+    """One stage only; `all` runs them in order (`materialise` where neighbors.materialised asks for it)."""
     rebuild: bool = False
     """First remove what this stage and the ones after it have made."""
     strict: bool = False
@@ -243,6 +244,7 @@ def inspect_datastore(folder: Path) -> int:
     from pipelines.index_report import recalls
 
     datastore = Datastore.open(folder)
+    folder = datastore.folder
     meta = read_meta(folder / "tokenizer")
     rows = [
         ["fingerprint", datastore.fingerprint],
@@ -254,7 +256,7 @@ def inspect_datastore(folder: Path) -> int:
         parts = (f"{sum(totals[key]):,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))
         rows.append([name, ", ".join(parts) + f", in {len(totals['chunks'])} shards"])
     rows.append(["finished stages", ", ".join(datastore.manifest["fingerprints"])])
-    problems = read_json(folder / "corpus" / "problems.json")["counts"]
+    problems = read_json(present(folder / "corpus" / "problems.json"))["counts"]
     rows.append(["corpus problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
     rows.append(["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))])
     if (folder / "report.json").exists():

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from indexing.store import remote
 from indexing.store.errors import InputError
-from indexing.store.files import checksum, read_json, sync_folder, write_json
-
-MANIFEST = "manifest.json"
+from indexing.store.files import MANIFEST, checksum, read_json, sync_folder, write_json
 
 
 def fingerprint(value: Any) -> str:
@@ -97,7 +96,8 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
     """Make the artefact `folder`: yields a temporary folder to fill and a dictionary of counts for the manifest.
 
     On a normal exit the folder is renamed into place with its manifest; on an error the temporary folder is removed and
-    nothing else changes. A temporary folder left by a killed process is removed first.
+    nothing else changes. A temporary folder left by a killed process is removed first. Where the folder mirrors a URL,
+    everything is uploaded before the rename.
     """
     work = folder.with_name(f".{folder.name}.tmp")
     for leftover in (work, folder):  # `folder` itself only where a kill interrupted its removal
@@ -110,6 +110,7 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
         yield work, counts
         write_manifest(work, recipe, counts)
         sync_folder(work)
+        remote.publish(work, folder)
         os.rename(work, folder)
         sync_folder(folder.parent)
     except BaseException:
@@ -133,11 +134,13 @@ def write_manifest(folder: Path, recipe: Recipe, counts: Mapping[str, Any]) -> N
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a finished artefact, after a look at the size of each of its files.
 
+    Of one that mirrors a URL the manifest is fetched, and the files need not be here.
+
     Raises:
         InputError: there is none, or a file is missing or has another size than when it was written.
     """
     path = folder / MANIFEST
-    if not path.exists():
+    if not remote.fetch_manifest(folder):
         raise InputError(f"{folder} is not finished: {path} is missing. Run the stage that makes it again.")
     manifest = read_json(path)
     problem = next(_wrong_sizes(folder, manifest), None)
@@ -168,13 +171,14 @@ def _wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     for name, expected in manifest["files"].items():
         file = folder / name
         size = file.stat().st_size if file.exists() else None
-        if size != expected["bytes"]:
+        if size != expected["bytes"] and not (size is None and remote.url_of(folder)):
             found = "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
             yield f"{file} {found}"
 
 
 def remove(folder: Path) -> None:
     """Delete an artefact: first its manifest, so that a kill halfway leaves something unfinished, not something false."""
+    remote.remove(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)

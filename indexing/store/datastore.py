@@ -8,6 +8,7 @@
       embeddings/00000/             train.npy valid.npy test.npy
       index/trained/  index/00000/  index/tuned/
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
+      materialised/00000/{train,valid,test}/  tokens.npy lengths.npy
 
 A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. The ids stored as
 neighbors are ids of the `train` split, which is the only one in the index, or of other datastores (`retrieval.py`).
@@ -21,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from indexing.store import remote
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
+from indexing.store.reading import RangedArray, Reading, check_rows
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
@@ -34,40 +37,49 @@ def shard_name(shard: int) -> str:
 
 
 class ShardedArray:
-    """Rows of several `.npy` files read as one array, memory-mapped file by file on first use.
+    """Rows of several `.npy` files read as one array, file by file on first use.
 
     Args:
         paths: the files, in order.
         rows: rows in each file.
+        reading: how rows are read: out of memory maps, or by ranges of bytes.
     """
 
-    def __init__(self, paths: Sequence[Path], rows: Sequence[int]) -> None:
+    def __init__(self, paths: Sequence[Path], rows: Sequence[int], reading: Reading = "mmap") -> None:
         self.paths = list(paths)
         self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
         self._open: dict[int, np.ndarray] = {}
+        self._ranged = RangedArray(self.paths, self.starts) if reading == "pread" else None
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def shard(self, shard: int) -> np.ndarray:
-        """The memory-mapped array of one shard.
+        """The memory-mapped array of one shard, however rows are read; of a URL, the whole file is fetched.
 
         Raises:
             InputError: the file is missing or does not have the rows that the manifest says.
         """
         if shard not in self._open:
             rows = int(self.starts[shard + 1] - self.starts[shard])
+            path = remote.present(self.paths[shard])
             try:
-                array = np.load(self.paths[shard], mmap_mode="r" if rows else None, allow_pickle=False)
+                array = np.load(path, mmap_mode="r" if rows else None, allow_pickle=False)
             except (FileNotFoundError, ValueError, EOFError) as error:
-                raise InputError(f"{self.paths[shard]} cannot be read: {error}. Run `retro index` again.") from error
-            if len(array) < rows:
-                raise InputError(f"{self.paths[shard]} has {len(array)} rows, the datastore's manifest says {rows}.")
+                raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
+            check_rows(path, len(array), rows)
             self._open[shard] = array
         return self._open[shard]
 
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row."""
+        return self._ranged.headers([0])[0].row_shape if self._ranged else self.shard(0).shape[1:]
+
     def gather(self, ids: np.ndarray) -> np.ndarray:
         """Rows by id, in the order asked for: ids [n] int64 → [n, …]."""
+        if self._ranged:
+            return self._ranged.gather(ids)
         shards = np.searchsorted(self.starts, ids, side="right") - 1
         present = np.unique(shards)
         if len(present) == 1:
@@ -80,9 +92,9 @@ class ShardedArray:
         return out
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop): a view where they lie in one shard, else a copy."""
+        """Rows [start, stop): a view where they lie in one memory-mapped shard, else a copy."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
-        if shard < len(self.paths) and stop <= self.starts[shard + 1]:
+        if not self._ranged and shard < len(self.paths) and stop <= self.starts[shard + 1]:
             return self.shard(shard)[start - self.starts[shard] : stop - self.starts[shard]]
         return self.gather(np.arange(start, stop, dtype=np.int64))
 
@@ -98,6 +110,7 @@ class Split:
         document_rows: documents in each shard.
         chunk_length: m, tokens in a chunk.
         pad_id: the token that fills the last chunk of a document.
+        reading: how its arrays are read; see `indexing/store/reading.py`.
     """
 
     folder: Path
@@ -106,6 +119,7 @@ class Split:
     document_rows: tuple[int, ...]
     chunk_length: int
     pad_id: int
+    reading: Reading = "mmap"
 
     @property
     def num_chunks(self) -> int:
@@ -117,9 +131,9 @@ class Split:
         """Documents in all shards."""
         return sum(self.document_rows)
 
-    def _array(self, stage: str, name: str, rows: Sequence[int] | None = None) -> ShardedArray:
+    def _array(self, stage: str, name: str) -> ShardedArray:
         paths = [self.folder / stage / shard_name(s) / f"{name}.npy" for s in range(len(self.chunk_rows))]
-        return ShardedArray(paths, self.chunk_rows if rows is None else rows)
+        return ShardedArray(paths, self.chunk_rows, self.reading)
 
     @cached_property
     def tokens(self) -> ShardedArray:
@@ -147,8 +161,22 @@ class Split:
         return self._array("neighbors", f"{self.name}/distances")
 
     @cached_property
+    def materialised_tokens(self) -> ShardedArray:
+        """[chunks, s, 2m] uint16 or uint32: the first s stored neighbors with their continuations."""
+        return self._array("materialised", f"{self.name}/tokens")
+
+    @cached_property
+    def materialised_lengths(self) -> ShardedArray:
+        """[chunks, s] uint16 or uint32, real tokens of each."""
+        return self._array("materialised", f"{self.name}/lengths")
+
+    @cached_property
     def _offsets(self) -> ShardedArray:
-        return self._array("chunks", f"{self.name}/documents", [rows + 1 for rows in self.document_rows])
+        # Small, and searched: memory-mapped however the rest is read.
+        paths = [
+            self.folder / "chunks" / shard_name(s) / self.name / "documents.npy" for s in range(len(self.chunk_rows))
+        ]
+        return ShardedArray(paths, [rows + 1 for rows in self.document_rows])
 
     def documents_of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The document of each chunk: ids [n] → (document number, its first chunk, its last chunk + 1), each [n] int64."""
@@ -190,14 +218,14 @@ class Split:
         lengths = np.zeros(len(ids), dtype=np.int64)
         present = np.flatnonzero(ids >= 0)
         if len(present):
-            found = ids[present]
-            tokens[present, :m] = self.tokens.gather(found)
-            lengths[present] = self.lengths.gather(found)
-            _, _, stop = self.documents_of(found)
-            continued = present[found + 1 < stop]
-            if len(continued):
-                tokens[continued, m:] = self.tokens.gather(ids[continued] + 1)
-                lengths[continued] += self.lengths.gather(ids[continued] + 1)
+            _, _, stop = self.documents_of(ids[present])
+            continued = present[ids[present] + 1 < stop]
+            # Both at once: a chunk and its continuation lie side by side, and are one read.
+            both = np.concatenate([ids[present], ids[continued] + 1])
+            read_tokens, read_lengths = self.tokens.gather(both), self.lengths.gather(both)
+            tokens[present, :m], tokens[continued, m:] = np.split(read_tokens, [len(present)])
+            lengths[present] = read_lengths[: len(present)]
+            lengths[continued] += read_lengths[len(present) :]
         return tokens, lengths
 
     def metadata(self, documents: Sequence[int]) -> list[dict[str, Any]]:
@@ -208,7 +236,7 @@ class Split:
         shards = np.searchsorted(first_documents, documents, side="right") - 1
         out: list[dict[str, Any]] = [{} for _ in documents]
         for shard in np.unique(shards):
-            path = self.folder / "chunks" / shard_name(int(shard)) / self.name / "documents.parquet"
+            path = remote.present(self.folder / "chunks" / shard_name(int(shard)) / self.name / "documents.parquet")
             table = pyarrow.parquet.read_table(path)
             rows = np.flatnonzero(shards == shard)
             picked = table.take([documents[row] - int(first_documents[shard]) for row in rows]).to_pylist()
@@ -223,25 +251,35 @@ class Datastore:
 
     folder: Path
     manifest: dict[str, Any]
+    reading: Reading = "mmap"
 
     @classmethod
-    def open(cls, folder: Path | str) -> "Datastore":
-        """Open the datastore at `folder`.
+    def open(cls, location: Path | str, reading: Reading = "mmap") -> "Datastore":
+        """Open the datastore in a folder or at a URL; of a URL, `folder` is the local mirror (`remote.py`).
+
+        Args:
+            location: the folder, or any fsspec URL.
+            reading: how arrays are read: `mmap`, or `pread` (of a URL: `mmap` fetches whole files on first use, `pread`
+                asks for ranges of bytes).
 
         Raises:
             InputError: there is none, its chunks are not finished, or its format is of another version.
         """
-        folder = Path(folder)
+        folder = remote.local_folder(location)
+        remote.refresh(folder)
         path = folder / "manifest.json"
         if not path.exists():
-            raise InputError(f"{folder} is not a datastore ({path} is missing). Build one: `retro index CONFIG`.")
+            at = remote.url_of(folder) or folder
+            raise InputError(
+                f"{at} is not a datastore ({at}/manifest.json is missing). Build one: `retro index CONFIG`."
+            )
         manifest = read_json(path)
         if manifest.get("format_version") != FORMAT_VERSION:
             raise InputError(
                 f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
                 "Build the datastore again with `retro index CONFIG --rebuild`."
             )
-        return cls(folder, manifest)
+        return cls(folder, manifest, reading)
 
     @property
     def chunk_length(self) -> int:
@@ -263,6 +301,7 @@ class Datastore:
             document_rows=tuple(rows["documents"]),
             chunk_length=self.chunk_length,
             pad_id=int(self.manifest["pad_id"]),
+            reading=self.reading,
         )
 
     @cached_property
@@ -293,12 +332,14 @@ class Datastore:
 
     @property
     def fingerprint(self) -> str:
-        """One fingerprint over every finished stage."""
+        """One fingerprint over every finished stage but `materialise`, which only repeats what the others hold."""
         from indexing.store.artefact import fingerprint
 
-        return fingerprint(self.manifest["fingerprints"])
+        stages = {name: value for name, value in self.manifest["fingerprints"].items() if name != "materialise"}
+        return fingerprint(stages)
 
 
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the top manifest atomically; it is the only thing in a datastore that is ever replaced."""
     write_json(folder / "manifest.json", {"format_version": FORMAT_VERSION, **manifest})
+    remote.publish_file(folder / "manifest.json")

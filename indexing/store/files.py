@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+MANIFEST = "manifest.json"
+
 # A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. Fixed at this size
 # it can be written first, with a wrong number of rows, and written again in place once the rows have been counted.
 _NPY_HEADER_BYTES = 128
