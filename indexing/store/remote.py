@@ -75,7 +75,7 @@ def refresh(folder: Path) -> None:
         path.unlink(missing_ok=True)
     elif not path.exists() or path.read_bytes() != data:
         with _locked(folder):
-            for manifest in folder.glob(f"*/**/{MANIFEST}"):
+            for manifest in [*folder.glob(f"*/**/{MANIFEST}")]:  # listed before any is removed
                 if _read(str(url_of(manifest))) != manifest.read_bytes():
                     shutil.rmtree(manifest.parent)
             write_bytes(path, data)
