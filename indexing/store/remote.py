@@ -23,6 +23,7 @@ from typing import Any
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, checksum, read_json, write_bytes
 
+_TOP_FILES = (MANIFEST, "report.json", "report.html")  # of a datastore, in no artefact
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]+:")
 # In these a folder is but a name. Asked for one, s3fs makes a missing bucket, which a wrong letter must not do.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "http", "https"}
@@ -158,12 +159,13 @@ def pull(folder: Path) -> None:
     with _asking(str(url_of(folder))) as (filesystem, root):
         filesystem.invalidate_cache()
         names = [name[len(root) :].lstrip("/") for name in filesystem.find(root)]
-        wanted = [name for name in names if name.endswith(f"/{MANIFEST}") or "/" not in name]
+        wanted = [name for name in names if name in _TOP_FILES or name.endswith(f"/{MANIFEST}")]
         paths = {f"{root}/{name}": folder / name for name in wanted}
         found = {paths[path]: data for path, data in filesystem.cat(list(paths)).items()} if paths else {}
-    for path in [*folder.glob(f"**/{MANIFEST}"), *folder.glob("report.*")]:
+    tops = [folder / name for name in _TOP_FILES if (folder / name).exists()]
+    for path in [*tops, *folder.glob(f"*/**/{MANIFEST}")]:
         if found.get(path) != path.read_bytes():
-            path.unlink() if path.parent == folder else shutil.rmtree(path.parent)
+            path.unlink() if path in tops else shutil.rmtree(path.parent)
     for path, data in found.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, data)

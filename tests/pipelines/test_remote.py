@@ -23,10 +23,10 @@ from tests.pipelines.test_stages import contents
 
 
 def at(url: str) -> dict[str, bytes]:
-    """Every file at a URL but the reports."""
+    """Every file at a URL but the reports and the lock of a local build."""
     filesystem, root = fsspec.core.url_to_fs(url)
     filesystem.invalidate_cache()
-    found = filesystem.cat([path for path in filesystem.find(root) if "/report." not in path])
+    found = filesystem.cat([path for path in filesystem.find(root) if "/report." not in path and "/.lock" not in path])
     return {path[len(root) + 1 :]: data for path, data in found.items()}
 
 
