@@ -1,9 +1,11 @@
 """A datastore on an S3 server: made there, gone on with on another machine, and trained from by every way of reading."""
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -16,7 +18,9 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval import RetrievalSet
 from pipelines.cli import main
 from pipelines.config import Config
+from pipelines.executors import Task
 from pipelines.settings import load, to_toml
+from pipelines.stages import build
 from retro.batches import DataSettings, TrainingData
 from tests.conftest import build_local, tiny_config
 from tests.pipelines.test_stages import contents
@@ -67,6 +71,33 @@ def test_another_machine_goes_on_where_the_first_one_stopped(
     now = at(f"{bucket}/wiki")
     assert now == {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
     assert all(now[name] == data for name, data in made.items() if name != "manifest.json")
+
+
+class ElsewhereExecutor:
+    """Runs every task as if on a machine of its own, which shares nothing with this one but what lies at URLs."""
+
+    def __init__(self, another_machine: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.monkeypatch, self.here = another_machine, monkeypatch, str(another_machine())
+
+    def map(
+        self, stage: str, function: Callable[..., Any], tasks: Sequence[Task], advance: Callable[[int], None]
+    ) -> Iterator[Any]:
+        for task in tasks:
+            self.go()
+            yield function(*task.arguments, advance=advance)
+            self.monkeypatch.setenv("RETRO_CACHE", self.here)
+            if isinstance(task.arguments[0], Path):  # the artefact that was made: not here, on that machine
+                shutil.rmtree(task.arguments[0])
+
+
+def test_workers_on_machines_that_share_no_folder_build_the_same_bytes(
+    bucket, tmp_path, tiny_corpus, tiny_datastore, another_machine, monkeypatch
+) -> None:
+    executor = ElsewhereExecutor(another_machine, monkeypatch)
+    build(replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki")), executor)
+    local = {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
+    assert at(f"{bucket}/wiki") == local
+    assert not {"train.npy", "distances.npy", "vectors.faiss"} & fetched(Path(executor.here))
 
 
 def test_what_is_finished_is_not_made_again_and_little_is_fetched_to_know_it(
