@@ -49,7 +49,8 @@ class ShardedArray:
         self.paths = list(paths)
         self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
         self._open: dict[int, np.ndarray] = {}
-        self._ranged = RangedArray(self.paths, self.starts) if reading == "pread" else None
+        self.reading = reading
+        self._ranged = RangedArray(self.paths, self.starts)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -73,12 +74,12 @@ class ShardedArray:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row."""
-        return self._ranged.headers([0])[0].row_shape if self._ranged else self.shard(0).shape[1:]
+        """The shape of one row, from the header of the first file; of a URL, no more than that is read."""
+        return self._ranged.headers([0])[0].row_shape
 
     def gather(self, ids: np.ndarray) -> np.ndarray:
         """Rows by id, in the order asked for: ids [n] int64 → [n, …]."""
-        if self._ranged:
+        if self.reading == "pread":
             return self._ranged.gather(ids)
         shards = np.searchsorted(self.starts, ids, side="right") - 1
         present = np.unique(shards)
@@ -94,7 +95,7 @@ class ShardedArray:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop): a view where they lie in one memory-mapped shard, else a copy."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
-        if not self._ranged and shard < len(self.paths) and stop <= self.starts[shard + 1]:
+        if self.reading == "mmap" and shard < len(self.paths) and stop <= self.starts[shard + 1]:
             return self.shard(shard)[start - self.starts[shard] : stop - self.starts[shard]]
         return self.gather(np.arange(start, stop, dtype=np.int64))
 

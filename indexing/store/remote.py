@@ -77,7 +77,8 @@ def refresh(folder: Path) -> None:
     elif not path.exists() or path.read_bytes() != data:
         with _locked(folder):
             for manifest in [*folder.glob(f"*/**/{MANIFEST}")]:  # listed before any is removed
-                if _read(str(url_of(manifest))) != manifest.read_bytes():
+                is_being_written = manifest.parent.name.startswith(".")
+                if not is_being_written and _read(str(url_of(manifest))) != manifest.read_bytes():
                     shutil.rmtree(manifest.parent)
             write_bytes(path, data)
 
@@ -94,10 +95,10 @@ def present(path: Path) -> Path:
     if path.is_file():
         return path
     above = path.parents if path.suffix else (path, *path.parents)
-    folder = next((each for each in above if url_of(each) and fetch_manifest(each)), None)
-    files: dict[str, Any] = read_json(folder / MANIFEST).get("files", {}) if folder else {}
-    wanted = [name for name in files if folder and (folder / name).is_relative_to(path)]
-    if not folder or not wanted:
+    folder = next((each for each in above if url_of(each) and fetch_manifest(each)), path)
+    files: dict[str, Any] = read_json(folder / MANIFEST).get("files", {}) if (folder / MANIFEST).exists() else {}
+    wanted = [name for name in files if (folder / name).is_relative_to(path)]
+    if not wanted:
         raise InputError(f"{url_of(path)} is not part of anything finished. Run `retro index` to make it.")
     for name in wanted:
         _fetch(folder, name, files[name])
@@ -215,7 +216,11 @@ def _put(file: Path, url: str) -> None:
         protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
         if not protocols & _OBJECT_STORES:
             filesystem.makedirs(root.rpartition("/")[0], exist_ok=True)
-        filesystem.put_file(str(file), root)
+        if "file" in protocols:  # the others show a file once it is whole
+            filesystem.put_file(str(file), f"{root}.part")
+            filesystem.mv(f"{root}.part", root)
+        else:
+            filesystem.put_file(str(file), root)
 
 
 @contextlib.contextmanager

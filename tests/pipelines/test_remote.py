@@ -18,7 +18,7 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval import RetrievalSet
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.executors import Task
+from pipelines.executors import ExecutorSettings, Task
 from pipelines.settings import load, to_toml
 from pipelines.stages import build
 from retro.batches import DataSettings, TrainingData
@@ -100,6 +100,22 @@ def test_workers_on_machines_that_share_no_folder_build_the_same_bytes(
     assert not {"train.npy", "distances.npy", "vectors.faiss"} & fetched(Path(executor.here))
 
 
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.filterwarnings("ignore")  # ray's own
+def test_ray_builds_the_same_bytes_at_a_url(bucket, tmp_path, tiny_corpus, tiny_datastore) -> None:
+    import ray
+
+    executor = ExecutorSettings(kind="ray", ray_address="local")
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki"), executor=executor)
+    try:
+        build_local(config)
+    finally:
+        ray.shutdown()
+    local = {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
+    assert at(f"{bucket}/wiki") == local
+
+
 def test_what_is_finished_is_not_made_again_and_little_is_fetched_to_know_it(
     config, another_machine, monkeypatch
 ) -> None:
@@ -119,6 +135,7 @@ def test_a_changed_setting_is_refused_by_name_on_a_machine_that_has_nothing(conf
         build_local(replace(config, neighbors=replace(config.neighbors, k=4)))
 
 
+@pytest.mark.slow
 def test_a_stage_rebuilt_elsewhere_replaces_what_lies_at_the_url(
     config, url, tmp_path, tiny_corpus, another_machine
 ) -> None:
@@ -177,6 +194,7 @@ def test_a_datastore_at_a_url_is_searched_inspected_and_trained_from(
         replace(config, run=Path("s3://x/run"))
 
 
+@pytest.mark.slow
 def test_a_datastore_at_a_url_retrieves_from_another_one(
     config: Config, bucket: str, url: str, tmp_path, tiny_corpus, another_machine
 ) -> None:
