@@ -1,5 +1,7 @@
 """Batches are the same however they are read: memory-mapped, by ranges of bytes, or with materialised neighbors."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,3 +144,21 @@ def test_neighbors_that_are_searched_again_take_the_materialised_ones_with_them(
     assert Datastore.open(config.datastore).has("materialise")
     manifest = read_json(config.datastore / "materialised" / "00000" / "manifest.json")
     assert manifest["counts"]["train"]["chunks"] == Datastore.open(config.datastore).train.chunk_rows[0]
+
+
+def test_every_way_of_reading_needs_torch_and_numpy_alone(config: Config) -> None:
+    program = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {{"faiss", "ray", "pyarrow", "sentencepiece", "fsspec", "s3fs", "zstandard"}}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from retro.batches import DataSettings, TrainingData
+for way in ({{}}, *{WAYS!r}):
+    data = TrainingData([{str(config.datastore)!r}], DataSettings(sequence_length=64, **way), retrieval=True)
+    print(data.batch(range(4)).neighbors.sum())
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert len(set(process.stdout.split())) == 1
