@@ -16,7 +16,7 @@ from measure import write
 
 from indexing.embedders import LexicalEmbedder
 from indexing.exact import exact_search, recall, rerank
-from indexing.index import ShardedIndex
+from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import Datastore, ShardedArray, Split
 from indexing.tokenizer import read_token_bytes
 

@@ -18,8 +18,8 @@ from measure import seconds, write
 from indexing.chunks import chunk_shard
 from indexing.corpus import read_piece
 from indexing.embedders import open_embedder
-from indexing.index import ShardedIndex
 from indexing.neighbors import neighbors_of
+from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import Datastore
 from indexing.tokenizer import Tokenizer
 from pipelines.config import Config
@@ -37,12 +37,12 @@ def main() -> None:
     config = load(Config, options.config, [], verb="index")
     datastore = Datastore.open(config.datastore)
     train = datastore.train
-    pieces = read_plan(config.datastore / "corpus")[0]
+    pieces = read_plan(config.datastore)[0]
     tokenizer = Tokenizer.open(config.datastore / "tokenizer")
     texts = [
         document.text for piece in pieces for document in read_piece(piece, config.corpus, on_problem=lambda _: None)
     ]
-    index = ShardedIndex.open(config.datastore / "index", len(train.chunk_rows))
+    index = ShardedIndex.open(config.datastore / "index", range(len(train.chunk_rows)))
     embedder = open_embedder(config.datastore / "embedder", tokenizer.decode)
     rows = min(20_000, train.num_chunks)
     queries = train.embeddings.read(0, rows).astype(np.float32)

@@ -7,6 +7,7 @@ are stored as tokens keep them; they are decoded for that hash and to count byte
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,7 +109,8 @@ class _SplitWriter:
         self.rows.clear()
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """The documents in lists of a few megabytes of text."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -121,15 +123,15 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _tokenized(batch: list[Document], path: str, tokenizer: Tokenizer) -> Iterable[tuple[Document, np.ndarray]]:
-    """Documents of one file with text, and their tokens: of text these are encoded, of tokens the text is decoded.
+def with_text(batch: list[Document], path: str, tokenizer: Tokenizer) -> list[Document]:
+    """Documents of one file, with the text of those that are stored as tokens.
 
     Raises:
         InputError: a stored token is not of this tokenizer.
     """
     stored = [document.tokens for document in batch if document.tokens is not None]
     if not stored:
-        return zip(batch, tokenizer.encode_batch([document.text for document in batch]), strict=True)
+        return batch
     for document, tokens in zip(batch, stored, strict=True):
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= tokenizer.num_model_tokens:
@@ -139,7 +141,15 @@ def _tokenized(batch: list[Document], path: str, tokenizer: Tokenizer) -> Iterab
                 "to begin or end documents go into corpus.boundary_ids."
             )
     texts = tokenizer.decode_batch(stored)
-    documents = [replace(document, text=text) for document, text in zip(batch, texts, strict=True)]
+    return [replace(document, text=text) for document, text in zip(batch, texts, strict=True)]
+
+
+def _tokenized(batch: list[Document], path: str, tokenizer: Tokenizer) -> Iterable[tuple[Document, np.ndarray]]:
+    """Documents of one file with text, and their tokens: of text these are encoded, of tokens the text is decoded."""
+    documents = with_text(batch, path, tokenizer)
+    stored = [document.tokens for document in documents if document.tokens is not None]
+    if not stored:
+        return zip(documents, tokenizer.encode_batch([document.text for document in documents]), strict=True)
     return zip(documents, [tokens.astype(tokenizer.dtype) for tokens in stored], strict=True)
 
 
@@ -152,6 +162,7 @@ def chunk_shard(
     *,
     on_problem: Callable[[Problem], None],
     advance: Callable[[int], None],
+    removed: np.ndarray | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write the chunks of one shard into the folder `work`, in a folder for each split.
 
@@ -163,6 +174,7 @@ def chunk_shard(
         tokenizer_folder: the datastore's `tokenizer/`.
         on_problem: told of everything that was skipped or mended.
         advance: told how many bytes of text are done, as the plan counts them.
+        removed: [removed] int64, documents that are left out, counted from 0 in this shard.
 
     Returns:
         for each split, how many documents, chunks, tokens (with bos and eos) and bytes of text.
@@ -170,11 +182,14 @@ def chunk_shard(
     tokenizer = Tokenizer.open(tokenizer_folder)
     before = np.array([tokenizer.bos_id], dtype=tokenizer.dtype)
     after = np.array([tokenizer.eos_id], dtype=tokenizer.dtype)
+    left_out = set() if removed is None else set(removed.tolist())
+    place = itertools.count()
     with contextlib.ExitStack() as files:
         writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys, files) for name in SPLITS}
         for piece in pieces:
-            for batch in _batches(read_piece(piece, corpus, on_problem=on_problem)):
-                for document, tokens in _tokenized(batch, piece.file.path, tokenizer):
+            for batch in batches(read_piece(piece, corpus, on_problem=on_problem)):
+                kept = [document for document in batch if next(place) not in left_out]
+                for document, tokens in _tokenized(kept, piece.file.path, tokenizer):
                     writer = writers[split_of(document.text, corpus.split)]
                     writer.append(document, piece.file.name, np.concatenate([before, tokens, after]))
                 advance(sum(document.size for document in batch))

@@ -97,8 +97,8 @@ def strict_problem(problem: Problem) -> None:
     )
 
 
-def list_files(settings: CorpusSettings) -> list[CorpusFile]:
-    """All files that `settings.paths` stand for, each once, sorted by name, then path.
+def list_files(settings: CorpusSettings, key: str = "corpus.paths") -> list[CorpusFile]:
+    """All files that `settings.paths` stand for, each once, sorted by name, then path; messages call them `key`.
 
     Folders and globs take the files with a known suffix and pass over others and over hidden files and folders.
 
@@ -106,28 +106,28 @@ def list_files(settings: CorpusSettings) -> list[CorpusFile]:
         InputError: a path does not exist, has an unknown suffix or protocol, or stands for no file.
     """
     if not settings.paths:
-        raise InputError("corpus.paths is empty. Name files, folders or globs: --corpus.paths data/ notes/*.md")
+        raise InputError(f"{key} is empty. Name files, folders or globs: --{key} data/ notes/*.md")
     files: dict[str, CorpusFile] = {}
     for given in settings.paths:
-        for file in _files_at(given):
+        for file in _files_at(given, key):
             files.setdefault(file.path, file)
     return sorted(files.values(), key=lambda file: (file.name, file.path))
 
 
-def _files_at(given: str) -> list[CorpusFile]:
+def _files_at(given: str, key: str) -> list[CorpusFile]:
     import fsspec
 
     try:
         filesystem, root = fsspec.core.url_to_fs(given)
     except (ImportError, ValueError) as error:  # the package for this protocol is missing, or there is no such protocol
-        raise InputError(f"corpus.paths: {given!r} cannot be opened: {error}") from error
+        raise InputError(f"{key}: {given!r} cannot be opened: {error}") from error
     if filesystem.isfile(root):
         if not is_known(root):
-            raise InputError(f"corpus.paths: {given!r} is not of a known kind. {ACCEPTED}")
+            raise InputError(f"{key}: {given!r} is not of a known kind. {ACCEPTED}")
         for part in pair_of(root) if is_megatron(root) else ():
             if not filesystem.isfile(part):
                 raise InputError(
-                    f"corpus.paths: {given!r}: {part} is missing; a corpus of Megatron is a .bin and its .idx. Put it there."
+                    f"{key}: {given!r}: {part} is missing; a corpus of Megatron is a .bin and its .idx. Put it there."
                 )
         base, infos = root.rpartition("/")[0], {root: filesystem.info(root)}
     elif filesystem.isdir(root):
@@ -135,9 +135,7 @@ def _files_at(given: str) -> list[CorpusFile]:
     elif glob.has_magic(root):
         base, infos = re.split(r"[*?\[]", root)[0].rpartition("/")[0], filesystem.glob(root, detail=True)
     else:
-        raise InputError(
-            f"corpus.paths: {given!r} does not exist. Name a file, a folder or a glob such as 'data/**/*.md'."
-        )
+        raise InputError(f"{key}: {given!r} does not exist. Name a file, a folder or a glob such as 'data/**/*.md'.")
 
     files = []
     hidden_wanted = root in infos or "/." in root[len(base) :]
@@ -147,7 +145,7 @@ def _files_at(given: str) -> list[CorpusFile]:
         if info["type"] == "file" and is_known(name) and (hidden_wanted or not is_hidden):
             files.append(_corpus_file(filesystem, given, path, name, infos))
     if not files:
-        raise InputError(f"corpus.paths: {given!r} holds no file of a known kind ({len(infos)} others). {ACCEPTED}")
+        raise InputError(f"{key}: {given!r} holds no file of a known kind ({len(infos)} others). {ACCEPTED}")
     return files
 
 

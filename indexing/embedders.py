@@ -15,8 +15,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from indexing.device import has_bfloat16, resolve
 from indexing.store.errors import InputError
-from indexing.store.files import NpyWriter, checksum, read_json, write_json
+from indexing.store.files import NpyWriter, checksum, read_json, save_array, write_json
 from indexing.store.remote import present
 
 _BLOCK_ROWS = 8192
@@ -166,8 +167,8 @@ def fit_lexical(
     weights = np.sqrt(np.log((1 + len(tokens)) / (1 + frequency))).astype(np.float32)
     weights[: len(is_special)][is_special] = 0
     weights[len(is_special) :] *= _BIGRAM_WEIGHT
-    np.save(folder / "weights.npy", weights)
-    np.save(folder / "is_special.npy", is_special)
+    save_array(folder / "weights.npy", weights)
+    save_array(folder / "is_special.npy", is_special)
     write_settings(folder, settings)
 
 
@@ -193,8 +194,8 @@ class TransformerEmbedder:
         transformers = _import_transformers()
         path = model_path(settings.path)
         self.decode, self.batch_tokens = decode, settings.batch_tokens
-        self.device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        low = settings.precision == "bfloat16" or (settings.precision == "auto" and _prefers_bfloat16(self.device))
+        self.device = resolve(settings.device)
+        low = settings.precision == "bfloat16" or (settings.precision == "auto" and has_bfloat16(self.device))
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model = transformers.AutoModel.from_pretrained(path, dtype=torch.bfloat16 if low else torch.float32)
@@ -248,14 +249,6 @@ def _pooling_of(path: str) -> str:
     if said.get("pooling_mode_mean_tokens") or said.get("pooling_mode") == "mean":
         return "mean"
     raise InputError(f"{config} asks for a pooling that is neither mean nor cls; set embedder.pooling to one of them.")
-
-
-def _prefers_bfloat16(device: str) -> bool:
-    import torch
-
-    return device.startswith("cuda") or bool(
-        torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    )
 
 
 def _import_transformers() -> Any:

@@ -9,7 +9,7 @@ imported where it is used, so that a machine without it can read the settings.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +17,12 @@ from typing import Any, Literal
 import numpy as np
 
 from indexing.exact import exact_search, recall, rerank
-from indexing.store.datastore import ShardedArray, Split, shard_name
+from indexing.faiss_files import ivf_of, read_index, write_index
+from indexing.faiss_gpu import on_cpu, on_gpus
+from indexing.sharded_index import ShardedIndex
+from indexing.store.datastore import ShardedArray, Split
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
-from indexing.store.remote import fetch_manifest, present
+from indexing.store.files import write_json
 
 _BLOCK_ROWS = 65_536
 # Below this many lists a flat coarse quantizer is faster to build than a graph, exact, and as fast to search.
@@ -95,7 +97,7 @@ def choose_key(num_vectors: int, dimension: int, settings: IndexSettings) -> str
     quantizer = f"IVF{nlist}_HNSW32" if nlist >= _HNSW_LISTS else f"IVF{nlist}"
     if settings.codes == "pq":
         return re.sub(r"IVF\d+(_HNSW\d+)?", quantizer, proposals[0])
-    return f"{quantizer},PQ{largest_divisor(dimension, dimension // 2)}x4fs"
+    return f"{quantizer},PQ{largest_divisor(dimension, dimension // 2)}x4"
 
 
 def largest_divisor(number: int, at_most: int) -> int:
@@ -137,16 +139,19 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
             ivf.cp.seed = settings.seed
             ivf.cp.max_points_per_centroid = settings.points_per_list
             ivf.cp.min_points_per_centroid = 1  # few points are our choice for a small corpus: no warning
+            if isinstance(ivf, faiss.IndexIVFPQ) and ivf.pq.nbits == 4:
+                ivf.by_residual = False  # as fast-scan wants them: one table of distances serves all lists
+            ivf.clustering_index = clustering = on_gpus(faiss.IndexFlatL2(ivf.d), "k-means")
             if isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW):
-                _train_graph_quantizer(index, ivf, sample)
+                _train_graph_quantizer(index, ivf, clustering, sample)
         index.train(sample)
     except RuntimeError as error:
         raise InputError(f"index.factory = {key!r} with {len(sample):,} training vectors: {error}") from error
-    faiss.write_index(index, str(work / "trained.faiss"))
+    write_index(work / "trained.faiss", index)
     write_json(work / "index.json", {"key": key, "dimension": int(sample.shape[1]), "trained_on": len(sample)})
 
 
-def _train_graph_quantizer(index: Any, ivf: Any, sample: np.ndarray) -> None:
+def _train_graph_quantizer(index: Any, ivf: Any, clustering: Any, sample: np.ndarray) -> None:
     """k-means first, then the HNSW graph on one thread: built on several it comes out another one each time."""
     import faiss
 
@@ -159,7 +164,7 @@ def _train_graph_quantizer(index: Any, ivf: Any, sample: np.ndarray) -> None:
                 transform.train(transformed)
             transformed = transform.apply(transformed)
     kmeans = faiss.Clustering(ivf.d, ivf.nlist, ivf.cp)
-    kmeans.train(transformed, faiss.IndexFlatL2(ivf.d))
+    kmeans.train(transformed, clustering)
     centroids = faiss.vector_to_array(kmeans.centroids).reshape(ivf.nlist, ivf.d)
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
@@ -167,82 +172,17 @@ def _train_graph_quantizer(index: Any, ivf: Any, sample: np.ndarray) -> None:
     faiss.omp_set_num_threads(threads)
 
 
-def ivf_of(index: Any) -> Any | None:
-    """The IVF part of an index, or None where it has none."""
-    import faiss
-
-    return faiss.try_extract_index_ivf(index)
-
-
 def add_shard(
     work: Path, trained: Path, embeddings: np.ndarray, first_id: int, *, advance: Callable[[int], None]
 ) -> None:
     """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from `first_id`."""
-    import faiss
 
-    index = faiss.read_index(str(present(trained / "trained.faiss")))
+    index = on_gpus(read_index(trained / "trained.faiss"), "adding")
     for start in range(0, len(embeddings), _BLOCK_ROWS):
         rows = np.asarray(embeddings[start : start + _BLOCK_ROWS], dtype=np.float32)
         index.add_with_ids(rows, np.arange(first_id + start, first_id + start + len(rows), dtype=np.int64))
         advance(len(rows))
-    faiss.write_index(index, str(work / "vectors.faiss"))
-
-
-class ShardedIndex:
-    """All shards of an index searched as one.
-
-    Args:
-        shards: Faiss indexes with disjoint ids.
-        nprobe: inverted lists visited in each shard; None leaves what the index says.
-    """
-
-    def __init__(self, shards: Sequence[Any], nprobe: int | None = None) -> None:
-        self.shards = list(shards)
-        self.num_vectors = sum(int(shard.ntotal) for shard in self.shards)
-        self.nprobe = 1
-        if nprobe is not None:
-            self.set_nprobe(nprobe)
-
-    @classmethod
-    def open(cls, folder: Path, num_shards: int) -> "ShardedIndex":
-        """Read every shard of `datastore/index` with the tuned `nprobe`.
-
-        The shards stay apart: `merge_from` of fast-scan lists corrupts memory (Faiss 1.15.1, docs/benchmarks.md).
-        """
-        import faiss
-
-        paths = [present(folder / shard_name(shard) / "vectors.faiss") for shard in range(num_shards)]
-        shards = [faiss.read_index(str(path)) for path in paths]
-        tuned = folder / "tuned"
-        nprobe = read_json(present(tuned / "tuned.json"))["nprobe"] if fetch_manifest(tuned) else None
-        return cls(shards, nprobe)
-
-    @property
-    def max_nprobe(self) -> int:
-        """The number of inverted lists; 1 for an index without."""
-        ivf = ivf_of(self.shards[0]) if self.shards else None
-        return int(ivf.nlist) if ivf is not None else 1
-
-    def set_nprobe(self, nprobe: int) -> None:
-        """Visit this many inverted lists (no effect on an index without)."""
-        self.nprobe = min(nprobe, self.max_nprobe)
-        for shard in self.shards:
-            ivf = ivf_of(shard)
-            if ivf is not None:
-                ivf.nprobe = self.nprobe
-
-    def search(self, queries: np.ndarray, k: int) -> np.ndarray:
-        """The k candidates of each query over all shards: [n, d] float32 → ids [n, k] int64, -1 where there are fewer."""
-        import faiss
-
-        queries = np.ascontiguousarray(queries, dtype=np.float32)
-        distances = np.empty((len(self.shards), len(queries), k), dtype=np.float32)
-        ids = np.empty((len(self.shards), len(queries), k), dtype=np.int64)
-        for number, shard in enumerate(self.shards):
-            distances[number], ids[number] = shard.search(queries, k)
-        if len(self.shards) == 1:
-            return ids[0]
-        return faiss.merge_knn_results(distances, ids)[1]
+    write_index(work / "vectors.faiss", on_cpu(index))
 
 
 def tune(

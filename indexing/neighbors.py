@@ -2,7 +2,8 @@
 
     embeddings of a shard → candidates → own document out → near copies out (if asked) → exact distances → k stored
 
-With `neighbors.also` the same is done in the index of each datastore, and the k nearest of all are stored.
+The same is done in the index of each generation of the datastore, and of each datastore of `neighbors.also`, and the k nearest
+of all are stored. So what a generation adds is merged with what is stored, and comes out as if all had been searched at once.
 
 Everything is excluded by id, never by its place in a result: column 0 of a search need not be the query itself. What
 filtering leaves too few of is searched again deeper; what is still missing is -1.
@@ -11,18 +12,21 @@ filtering leaves too few of is searched again deeper; what is still missing is -
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from indexing.exact import order_by_distance, rerank
-from indexing.index import ShardedIndex
 from indexing.overlap import overlap
-from indexing.store.datastore import Split
+from indexing.product_search import ProductIndex
+from indexing.sharded_index import ShardedIndex
+from indexing.store.datastore import Split, open_array
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval import neighbor_ids
 
-_BLOCK_ROWS = 4096
+_BLOCK_ROWS = 65_536  # what is read once a block, index or chunks, then costs little beside the search
+_OVERLAP_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class NeighborSettings:
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
     rerank: bool = True
     """Order candidates by the stored embeddings instead of the index's codes."""
+    search: Literal["auto", "index", "big-batch", "exact"] = "auto"
+    """How candidates are found: through the `index`; list by list for many queries at once (`big-batch`, for plain IVF
+    codes); against all chunks by matrix products (`exact`); `auto`: whichever of `index` and `exact` a cost model prefers."""
     max_overlap: float = 1.0
     """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
     also: tuple[Path, ...] = ()
@@ -60,22 +67,24 @@ class NeighborSettings:
 
 @dataclass(frozen=True)
 class Searchable:
-    """One datastore to retrieve from.
+    """One index to retrieve from: over a datastore, or over one of its generations.
 
     Attributes:
-        index: over the chunks of `train`.
-        train: the split in the index.
+        index: over chunks of `train`.
+        train: the split that its ids are of.
+        number: of the datastore in the retrieval set; 0 is the one whose chunks ask.
     """
 
-    index: ShardedIndex
+    index: ShardedIndex | ProductIndex
     train: Split
+    number: int = 0
 
 
 def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k nearest of what was found in several datastores, whose own chunk ids become ids of the retrieval set.
+    """The k nearest of what was found in several indexes.
 
     Args:
-        found: for each datastore, in order: ids [n, c] int64 (-1 = none) and exact distances [n, c] (+inf).
+        found: for each index: ids of the retrieval set [n, c] int64 (-1 = none) and exact distances [n, c] (+inf).
         k: how many; c is at least this for each.
 
     Returns:
@@ -83,14 +92,14 @@ def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tup
     """
     if len(found) == 1:
         return found[0][0][:, :k], found[0][1][:, :k]
-    ids = np.concatenate([neighbor_ids(number, chunk_ids) for number, (chunk_ids, _) in enumerate(found)], axis=1)
+    ids = np.concatenate([each for each, _ in found], axis=1)
     distances, ids = order_by_distance(np.concatenate([near for _, near in found], axis=1), ids)
     return ids[:, :k], distances[:, :k]
 
 
 def neighbors_of(
     queries: np.ndarray,
-    index: ShardedIndex,
+    index: ShardedIndex | ProductIndex,
     train: Split,
     settings: NeighborSettings,
     *,
@@ -110,9 +119,10 @@ def neighbors_of(
     Returns:
         ids [n, k] int64 (-1 = none), distances [n, k] float32 (+inf), and how many queries were searched deeper.
     """
-    ids, distances = _search_once(queries, index, train, settings, settings.candidates, excluded, tokens)
+    first = settings.candidates if isinstance(index, ShardedIndex) else min(settings.candidates, 2 * settings.k)
+    ids, distances = _search_once(queries, index, train, settings, first, excluded, tokens)
     starved = np.flatnonzero(ids[:, -1] < 0)
-    if settings.candidates >= index.num_vectors and index.nprobe >= index.max_nprobe:
+    if first >= index.num_vectors and index.nprobe >= index.max_nprobe:
         return ids, distances, 0  # everything has been seen already
     usual, deeper = index.nprobe, len(starved)
     own_size = excluded[1] - excluded[0] if excluded is not None else np.zeros(len(queries), dtype=np.int64)
@@ -136,16 +146,14 @@ def neighbors_of(
 
 def _search_once(
     queries: np.ndarray,
-    index: ShardedIndex,
+    index: ShardedIndex | ProductIndex,
     train: Split,
     settings: NeighborSettings,
     depth: int,
     excluded: tuple[np.ndarray, np.ndarray] | None,
     tokens: tuple[np.ndarray, np.ndarray] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    ids = index.search(queries, depth)  # [n, depth]
-    if excluded is not None:
-        ids[(ids >= excluded[0][:, None]) & (ids < excluded[1][:, None])] = -1
+    ids = index.search(queries, depth, excluded)  # [n, depth]
     if tokens is not None and settings.max_overlap < 1:
         ids[_too_similar(ids, train, tokens, settings.max_overlap)] = -1
     if settings.rerank:
@@ -171,8 +179,8 @@ def _too_similar(
     """Which candidates [n, c] hold too much of their query, continuation included; in blocks, to bound memory."""
     out = np.zeros(ids.shape, dtype=bool)
     rows, columns = np.nonzero(ids >= 0)
-    for start in range(0, len(rows), _BLOCK_ROWS):
-        row, column = rows[start : start + _BLOCK_ROWS], columns[start : start + _BLOCK_ROWS]
+    for start in range(0, len(rows), _OVERLAP_ROWS):
+        row, column = rows[start : start + _OVERLAP_ROWS], columns[start : start + _OVERLAP_ROWS]
         found, lengths = train.with_continuation(ids[row, column])
         out[row, column] = overlap(tokens[0][row], tokens[1][row], found, lengths) > max_overlap
     return out
@@ -185,16 +193,18 @@ def neighbor_shard(
     searched: Sequence[Searchable],
     settings: NeighborSettings,
     *,
+    before: Path | None = None,
     advance: Callable[[int], None],
 ) -> dict[str, int]:
     """Write `work/ids.npy` [n, k] int64 and `work/distances.npy` [n, k] float32 for the chunks `rows` of a split.
 
     Args:
         work: the folder to write to.
-        split: where the chunks lie, in the first datastore that is searched.
+        split: where the chunks lie, in the datastore of number 0: documents are excluded in that one alone, by id.
         rows: first and stop.
-        searched: the datastores, the split's own first: documents are excluded in that one alone, by id.
+        searched: the indexes.
         settings: k, candidates, re-ranking, overlap.
+        before: folder of such files with what was found in other indexes, to be merged with what is found in these.
         advance: told of finished chunks.
 
     Returns:
@@ -202,36 +212,40 @@ def neighbor_shard(
     """
     work.mkdir(parents=True, exist_ok=True)
     counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
+    known = [open_array(before / f"{name}.npy") for name in ("ids", "distances")] if before else None
     with (
         NpyWriter(work / "ids.npy", np.int64, (settings.k,)) as id_file,
         NpyWriter(work / "distances.npy", np.float32, (settings.k,)) as distance_file,
     ):
         for start in range(*rows, _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, rows[1])
-            ids, distances, deeper = _neighbors_of_block(split, (start, stop), searched, settings)
+            found, deeper = _search_block(split, (start, stop), searched, settings)
+            if known:
+                found.append((known[0][start - rows[0] : stop - rows[0]], known[1][start - rows[0] : stop - rows[0]]))
+            ids, distances = merge_nearest(found, settings.k)
             id_file.append(ids)
             distance_file.append(distances)
-            found = (ids >= 0).sum(axis=1)
+            present = (ids >= 0).sum(axis=1)
             counts["queries"] += len(ids)
-            counts["neighbors"] += int(found.sum())
-            counts["short"] += int((found < settings.k).sum())
-            counts["empty"] += int((found == 0).sum())
+            counts["neighbors"] += int(present.sum())
+            counts["short"] += int((present < settings.k).sum())
+            counts["empty"] += int((present == 0).sum())
             counts["deeper"] += deeper
             advance(len(ids))
     return counts
 
 
-def _neighbors_of_block(
+def _search_block(
     split: Split, block: tuple[int, int], searched: Sequence[Searchable], settings: NeighborSettings
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Ids [n, k], distances [n, k] and deeper searches of the chunks [first, stop) of a split."""
-    own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == searched[0].train.name else None
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+    """What each index has for the chunks [first, stop) of a split: ids and distances [n, k]; and deeper searches."""
+    own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == "train" else None
     tokens = (split.tokens.read(*block), split.lengths.read(*block)) if settings.max_overlap < 1 else None
     queries = split.embeddings.read(*block).astype(np.float32)
     found, deeper = [], 0
-    for number, each in enumerate(searched):
-        excluded = own if number == 0 else None
+    for each in searched:
+        excluded = own if each.number == 0 else None
         ids, distances, more = neighbors_of(queries, each.index, each.train, settings, excluded=excluded, tokens=tokens)
-        found.append((ids, distances))
+        found.append((neighbor_ids(each.number, ids), distances))
         deeper += more
-    return *merge_nearest(found, settings.k), deeper
+    return found, deeper

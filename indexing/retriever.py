@@ -14,11 +14,12 @@ import numpy as np
 
 from indexing.embedders import Embedder, open_embedder
 from indexing.exact import rerank
-from indexing.index import ShardedIndex
 from indexing.neighbors import merge_nearest
-from indexing.store.datastore import Datastore
+from indexing.sharded_index import ShardedIndex
+from indexing.store.datastore import Datastore, Split
+from indexing.store.deleted import deleted_ranges
 from indexing.store.errors import InputError
-from indexing.store.retrieval import RetrievalSet
+from indexing.store.retrieval import RetrievalSet, neighbor_ids
 from indexing.tokenizer import Tokenizer
 
 _CANDIDATES = 64
@@ -72,7 +73,9 @@ class Retriever:
         tokenizer = Tokenizer.open(datastore.folder / "tokenizer")
         embedder = open_embedder(datastore.folder / "embedder", tokenizer.decode)
         retrieval = RetrievalSet.of(datastore)
-        indexes = tuple(ShardedIndex.open(each.folder / "index", len(each.chunk_rows)) for each in retrieval.splits)
+        indexes = tuple(
+            ShardedIndex.open(each.folder / "index", range(len(each.chunk_rows))) for each in retrieval.splits
+        )
         return cls(datastore, tokenizer, embedder, indexes, retrieval)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
@@ -87,10 +90,10 @@ class Retriever:
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32, nearest first."""
         found = []
-        for index, split in zip(self.indexes, self.retrieval.splits, strict=True):
-            candidates = index.search(vectors, max(k, min(_CANDIDATES, index.num_vectors)))
+        for number, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=True)):
+            candidates = _present(vectors, index, split, k)
             distances, ids = rerank(vectors, candidates, split.embeddings)
-            found.append((ids, distances))
+            found.append((neighbor_ids(number, ids), distances))
         return merge_nearest(found, k)
 
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -131,3 +134,14 @@ class Retriever:
                 ids[present], distances[present], tokens, lengths, documents, strict=True
             )
         ]
+
+
+def _present(vectors: np.ndarray, index: ShardedIndex, split: Split, k: int) -> np.ndarray:
+    """Candidates [n, c] int64 of which k and more have not been deleted, as far as there are so many."""
+    depth = max(k, min(_CANDIDATES, index.num_vectors))
+    while True:
+        ids = split.without_deleted(index.search(vectors, depth))
+        lacking = len(ids) and (ids >= 0).sum(axis=1).min() < k and len(deleted_ranges(split.folder))
+        if not lacking or depth >= index.num_vectors:
+            return ids
+        depth = min(4 * depth, index.num_vectors)

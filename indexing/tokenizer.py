@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_bytes, write_json
+from indexing.store.files import read_json, save_array, write_bytes, write_json
 from indexing.store.remote import present
 
 MODEL = "sentencepiece.model"
@@ -305,7 +305,7 @@ def _write_facts(folder: Path, kind: str, model: "_Model", special: Mapping[str,
     # A token of text that serves as padding would be dropped by decode.
     lossless = lossless and not any({pad, bos, eos} & set(ids) for ids in encoded)
     meta = TokenizerMeta(kind, vocab_size, pad, bos, eos, lossless)
-    np.save(folder / TOKEN_BYTES, token_bytes)
+    save_array(folder / TOKEN_BYTES, token_bytes)
     write_json(folder / META, dataclasses.asdict(meta))
 
 

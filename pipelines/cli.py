@@ -1,11 +1,14 @@
 """`retro VERB …`: every verb is a row of one table, with its positional arguments, its settings and what it does.
 
     retro demo                        the whole thing, from no data to a measured answer
+    retro plan [CONFIG] --tokens 2e12 bytes, hours, memory and cost of a datastore
     retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
     retro report RUN [RUN2 …]         curves of training runs
+    retro verify DATASTORE            every checksum and cross-reference
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file
+    retro delete DATASTORE --ids ID … documents that no result shall name any more
     retro doctor                      versions, devices, conflicts
 
 CHECKPOINT is a checkpoint's folder, a RUN (its newest), RUN@best (lowest held-out bits per byte), or an exported file.
@@ -37,8 +40,8 @@ class Verb:
     Attributes:
         run: called with the positional arguments and the settings; returns the exit status.
         settings: the type of its settings.
-        positional: names of the positional arguments. `CONFIG` is a TOML file and goes into the settings. One that
-            ends in `…`, alone, stands for one or more, handed on as a list.
+        positional: names of the positional arguments. `CONFIG` is a TOML file and goes into the settings; `[CONFIG]` may be
+            left out. One that ends in `…`, alone, stands for one or more, handed on as a list.
     """
 
     run: Callable[..., int]
@@ -57,13 +60,16 @@ def table() -> dict[str, Verb]:
 
     return {
         "demo": Verb(demo, DemoOptions),
+        "plan": Verb(verbs.plan, verbs.PlanOptions, ("[CONFIG]",)),
         "index": Verb(verbs.index, verbs.IndexOptions, ("CONFIG",)),
         "train": Verb(verbs.train, Config, ("CONFIG",)),
         "eval": Verb(verbs.evaluate, verbs.EvalOptions, ("CHECKPOINT",)),
         "report": Verb(verbs.report, verbs.ReportOptions, ("RUN…",)),
         "generate": Verb(verbs.generate, verbs.GenerateOptions, ("CHECKPOINT",)),
         "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
+        "delete": Verb(verbs.delete, verbs.DeleteOptions, ("DATASTORE",)),
         "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
+        "verify": Verb(verbs.verify, verbs.VerifyOptions, ("DATASTORE",)),
         "export": Verb(verbs.export, verbs.ExportOptions, ("CHECKPOINT",)),
         "doctor": DOCTOR,
     }
@@ -72,7 +78,7 @@ def table() -> dict[str, Verb]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status.
 
-    0 = done, 2 = a user's mistake (told in one message), 130 = interrupted, 143 = training saved and stopped on SIGTERM.
+    0 = done, 1 = `retro verify` found something broken, 2 = a user's mistake (told in one message), 130 = interrupted, 143 = training saved and stopped on SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -115,13 +121,14 @@ def run_verb(name: str, arguments: list[str]) -> int:
     several = wanted == 1 and verb.positional[0].endswith("…")
     leading = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
     given = leading if several else leading[:wanted]
-    if len(given) < wanted and not {"-h", "--help"} & set(arguments):
+    optional = verb.positional == ("[CONFIG]",)
+    if len(given) < wanted and not optional and not {"-h", "--help"} & set(arguments):
         raise InputError(
             f"usage: retro {name} {' '.join(verb.positional)} [--options]; `retro {name} --help` lists them."
         )
     rest = arguments[len(given) :]
     usage = " ".join((name, *verb.positional))
-    if verb.positional == ("CONFIG",):
+    if optional or verb.positional == ("CONFIG",):
         return verb.run(load(verb.settings, Path(given[0]) if given else None, rest, verb=usage))
     values: list[Any] = [given] if several else given
     return verb.run(*values, load(verb.settings, None, rest, verb=usage))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from indexing.chunks import ChunkSettings
+from indexing.dedup import DedupSettings
 from indexing.embedders import EmbedderSettings
 from indexing.index import IndexSettings
 from indexing.neighbors import NeighborSettings
@@ -27,6 +28,7 @@ class Config:
     run: Path = Path("run")
     """The folder of a training run: resolved settings, metrics, checkpoints."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    dedup: DedupSettings = field(default_factory=DedupSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
     chunks: ChunkSettings = field(default_factory=ChunkSettings)
     embedder: EmbedderSettings = field(default_factory=EmbedderSettings)

@@ -1,9 +1,13 @@
 """The first half of the `chunk` stage: look through the corpus once, plan its shards, settle the tokenizer.
 
+A datastore grows by generations: `corpus/` is the first, every `--append` adds one more to `appended/`, with shards after those
+that are there. Tokenizer, embedder, trained index and `nprobe` stay those of the first.
+
 corpus/     files.json (names, sizes, checksums)   plan.json (pieces of every shard)   problems.json
 tokenizer/  trained on a sample, or copied from where the settings point
 """
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +28,8 @@ from indexing.corpus import (
 )
 from indexing.megatron import is_megatron
 from indexing.readers import CorpusFile, CorpusSettings
-from indexing.store.artefact import MANIFEST, Recipe, create, fingerprint, is_finished, read_manifest
+from indexing.store.artefact import Recipe, create, damage, fingerprint, is_finished, read_manifest
+from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, write_json
 from indexing.store.remote import present
@@ -42,31 +47,102 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
     Raises:
         InputError: the files or settings differ from those of the finished corpus, or there is no text.
     """
-    folder = config.datastore / "corpus"
     files = list_files(config.corpus)
-    _require_tokenizer(config, files)
+    require_tokenizer(config, files)
+    groups, new = _by_generation(config.datastore, files)
+    if new and groups:
+        raise InputError(
+            f"{config.datastore} was built without {len(new):,} files that corpus.paths names now (the first: {new[0].path}). "
+            "Add them with `--append`, or build everything anew: `--stage chunk --rebuild`."
+        )
+    for folder, members in groups or [(config.datastore / "corpus", new)]:
+        look_through(folder, config.corpus, members, executor)
+    _make_tokenizer(config)
+    return read_plan(config.datastore)
+
+
+def append(config: Config, executor: Executor) -> None:
+    """Make a generation of the files that the datastore does not have yet.
+
+    Raises:
+        InputError: there is no datastore to append to, or the input is bad.
+    """
+    files = list_files(config.corpus)
+    require_tokenizer(config, files)
+    groups, new = _by_generation(config.datastore, files)
+    if config.dedup.is_on:
+        raise InputError(
+            "--append and [dedup] do not go together yet: near copies are looked for in the whole corpus at once. Build "
+            "another datastore of the new files and name it in neighbors.also, or build everything anew."
+        )
+    if not groups:
+        raise InputError(f"{config.datastore} holds nothing to append to; build it first, without --append.")
+    if not new:
+        log.info("append: corpus.paths names no file that %s does not have", config.datastore)
+        return
+    look_through(config.datastore / "appended" / shard_name(len(groups)), config.corpus, new, executor)
+
+
+def corpus_folders(datastore: Path) -> list[Path]:
+    """The corpus of every generation of a datastore, in order."""
+    return [datastore / "corpus", *sorted((datastore / "appended").glob("[0-9]*"))]
+
+
+def _by_generation(
+    datastore: Path, files: list[CorpusFile]
+) -> tuple[list[tuple[Path, list[CorpusFile]]], list[CorpusFile]]:
+    """Each finished generation with those of the files that are its own by name, and the files that are in none."""
+    groups, new = [], files
+    for folder in corpus_folders(datastore):
+        if damage(folder):
+            continue
+        names = {file["name"] for file in read_json(present(folder / "files.json"))}
+        groups.append((folder, [file for file in new if file.name in names]))
+        new = [file for file in new if file.name not in names]
+    return groups, new
+
+
+def look_through(
+    folder: Path, settings: CorpusSettings, files: list[CorpusFile], executor: Executor, key: str = "corpus.paths"
+) -> None:
+    """Make the artefact `folder` unless it is finished: files, plan of shards, problems. `key` is what named the files.
+
+    Raises:
+        InputError: the files or settings differ from those of the finished one, or there is no text.
+    """
     known = _known_checksums(folder, files)
-    scans = None if known else _scan(config.corpus, files, executor)
+    scans = None if known else _scan(settings, files, executor)
     checksums = known or [scan.checksum for scan in scans or []]
-    keys = ["text_key", "id_key", "metadata_keys", "shard_bytes"]
-    keys += ["boundary_ids"] if any(is_megatron(file.name) for file in files) else []
+    names = ["text_key", "id_key", "metadata_keys", "shard_bytes"]
+    names += ["boundary_ids"] if any(is_megatron(file.name) for file in files) else []
     recipe = Recipe(
         stage="chunk",
         version=1,
-        settings={f"corpus.{key}": getattr(config.corpus, key) for key in keys},
+        settings={f"corpus.{name}": getattr(settings, name) for name in names},
         inputs={file.name: value for file, value in zip(files, checksums, strict=True)}
         if len(files) <= 1000
         else {"files": fingerprint([[file.name, value] for file, value in zip(files, checksums, strict=True)])},
     )
     if not is_finished(folder, recipe):
-        _write_corpus(folder, recipe, config.corpus, files, scans or _scan(config.corpus, files, executor))
+        _write_corpus(folder, recipe, settings, files, scans or _scan(settings, files, executor), key)
     _report_problems(folder)
-    _make_tokenizer(config)
-    return read_plan(folder)
 
 
-def read_plan(folder: Path) -> list[list[Piece]]:
-    """The pieces of every shard, from `corpus/plan.json`."""
+def read_plan(datastore: Path) -> list[list[Piece]]:
+    """The pieces of every shard of a datastore, all generations."""
+    return [shard for folder in corpus_folders(datastore) for shard in plan_of(folder)]
+
+
+def generations(datastore: Path) -> list[range]:
+    """The shard numbers of every generation of a datastore."""
+    starts = [0]
+    for folder in corpus_folders(datastore):
+        starts.append(starts[-1] + len(plan_of(folder)))
+    return [range(first, stop) for first, stop in itertools.pairwise(starts)]
+
+
+def plan_of(folder: Path) -> list[list[Piece]]:
+    """The pieces of every shard of one generation, from its `plan.json`."""
     read_manifest(folder)
     return [
         [Piece(**{**piece, "file": CorpusFile(**piece["file"])}) for piece in shard]
@@ -76,7 +152,7 @@ def read_plan(folder: Path) -> list[list[Piece]]:
 
 def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
     """The checksums of an earlier scan, where names, sizes and times of all files are still the same."""
-    if not (folder / MANIFEST).exists():
+    if damage(folder):
         return None
     stored = read_json(present(folder / "files.json"))
     now = [asdict(file) for file in files]
@@ -86,7 +162,7 @@ def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
 
 
 def _scan(settings: CorpusSettings, files: list[CorpusFile], executor: Executor) -> list[FileScan]:
-    tasks = [Task(file.name, (file, settings), max(1, file.size)) for file in files]
+    tasks = [Task(f"scan/{file.name}", (file, settings), max(1, file.size)) for file in files]
     with progress("scan", total=sum(task.size for task in tasks), unit="bytes") as advance:
         return list(executor.map("chunk", scan_task, tasks, advance))
 
@@ -99,11 +175,11 @@ def scan_task(file: CorpusFile, settings: CorpusSettings, *, advance: Advance) -
 
 
 def _write_corpus(
-    folder: Path, recipe: Recipe, settings: CorpusSettings, files: list[CorpusFile], scans: list[FileScan]
+    folder: Path, recipe: Recipe, settings: CorpusSettings, files: list[CorpusFile], scans: list[FileScan], key: str
 ) -> None:
     if not any(scan.documents for scan in scans):
         raise InputError(
-            f"corpus.paths = {settings.paths}: {len(files)} files hold no document with text. "
+            f"{key} = {settings.paths}: {len(files)} files hold no document with text. "
             f"Problems: {dict(_problem_counts(scans))}; text is looked for under corpus.text_key = {settings.text_key!r}."
         )
     duplicates = find_duplicates(files, scans)
@@ -134,20 +210,20 @@ def _problem_counts(scans: list[FileScan]) -> Counter[str]:
 
 
 def _report_problems(folder: Path) -> None:
-    """Say what was found wrong in the corpus, the first of each kind by file and line."""
+    """Say what was found wrong in the files, the first of each kind by file and line."""
     found: dict[str, Any] = read_json(present(folder / "problems.json"))
     for kind, count in sorted(found["counts"].items()):
         first = next((problem for problem in found["examples"] if problem["kind"] == kind), None)
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""
-        log.warning("corpus: %s: %s%s", kind, f"{count:,}", where)
+        log.warning("%s: %s: %s%s", folder.name, kind, f"{count:,}", where)
     if found["counts"]:
-        log.warning("corpus: all of them by file and line: %s", folder / "problems.json")
+        log.warning("%s: all of them by file and line: %s", folder.name, folder / "problems.json")
 
 
 # --- tokenizer -----------------------------------------------------------------------------------------------------
 
 
-def _require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
+def require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
     """Refuse to train a tokenizer where some of the corpus has been tokenised by another one."""
     tokens = next((file for file in files if is_megatron(file.name)), None)
     if tokens is not None and config.tokenizer.is_trained:
@@ -181,7 +257,7 @@ def _make_tokenizer(config: Config) -> None:
 def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
     """The text of every training document, in order; held-out documents are not seen by the tokenizer either."""
     empty = True
-    for shard in read_plan(config.datastore / "corpus"):
+    for shard in plan_of(config.datastore / "corpus"):
         for piece in shard:
             for document in read_piece(piece, config.corpus, on_problem=lambda _: None):
                 if split_of(document.text, config.corpus.split) == "train":

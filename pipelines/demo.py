@@ -4,9 +4,7 @@ Python's own documentation and sources (or --corpus) → datastore → baseline 
 same tokens → held-out bits-per-byte → neighbors, a generated paragraph, report.html
 """
 
-import json
 import logging
-import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from indexing.store.files import read_json, write_bytes, write_json
 from pipelines import report
 from pipelines.config import Config
 from pipelines.eval_report import in_words, measure_all
+from pipelines.python_corpus import write_python_corpus
 from pipelines.settings import load, to_toml
 from pipelines.verbs import (
     GenerateOptions,
@@ -204,28 +203,6 @@ def runs_of(config: Config) -> dict[str, Config]:
 
     baseline = replace(config, run=config.run.with_name("baseline"), model=baseline_of(config.model))
     return {"baseline": baseline, "retro": config}
-
-
-def write_python_corpus(folder: Path) -> Path:
-    """The language reference in `pydoc_data.topics` and the standard library's sources, tests left out, as JSON Lines."""
-    from pydoc_data import topics
-
-    path = folder / "python.jsonl"
-    if path.exists():
-        return path
-    documents = [{"id": f"topics/{name}", "title": name, "text": text} for name, text in sorted(topics.topics.items())]
-    library = Path(sysconfig.get_path("stdlib"))
-    unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
-    for source in sorted(library.rglob("*.py")):
-        name = source.relative_to(library)
-        if not unwanted & set(name.parts):
-            text = source.read_text(encoding="utf-8", errors="replace")
-            if text.strip():
-                documents.append({"id": f"lib/{name.as_posix()}", "title": name.stem, "text": text})
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(document, ensure_ascii=False) for document in documents)
-    write_bytes(path, ("\n".join(lines) + "\n").encode(errors="replace"))
-    return path
 
 
 # --- what is shown -------------------------------------------------------------------------------------------------

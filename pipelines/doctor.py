@@ -16,6 +16,7 @@ from pipelines.progress import human_bytes
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "autofaiss": "autofaiss",
     "ray": "ray", "sentencepiece": "sentencepiece", "einops": "einops", "tyro": "tyro", "safetensors": "safetensors",
+    "datasketch": "datasketch",
 }  # fmt: skip
 OPTIONAL = {
     "transformers": "pip install 'retro[transformer]'",
@@ -176,7 +177,7 @@ def check_devices() -> list[Finding]:
     """CUDA devices and fast precisions."""
     import torch
 
-    from retro.device import cpu_has_bfloat16
+    from indexing.device import has_bfloat16
 
     findings = []
     for number in range(torch.cuda.device_count()):
@@ -184,7 +185,7 @@ def check_devices() -> list[Finding]:
         findings.append(Finding("ok", f"cuda:{number}", f"{properties.name}, {human_bytes(properties.total_memory)}"))
     if not findings:
         findings.append(Finding("ok", "cuda", "no device: training and embedding run on the CPU"))
-    precision = "bfloat16 in hardware" if cpu_has_bfloat16() else "no fast bfloat16: float32 is used"
+    precision = "bfloat16 in hardware" if has_bfloat16("cpu") else "no fast bfloat16: float32 is used"
     return [*findings, Finding("ok", "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {precision}")]
 
 

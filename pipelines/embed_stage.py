@@ -8,13 +8,14 @@ import numpy as np
 
 from indexing import embedders
 from indexing.store.artefact import Recipe, create, fingerprint, is_finished, read_manifest
-from indexing.store.datastore import Datastore, shard_name
-from indexing.store.remote import present
+from indexing.store.datastore import Datastore, open_array, shard_name
 from indexing.tokenizer import Tokenizer
 from pipelines import sharing
 from pipelines.config import Config
+from pipelines.corpus_stage import generations
 from pipelines.executors import Advance, Executor
-from pipelines.shards import fingerprint_of, prefixed, run_tasks, shard_task, shards
+from pipelines.progress import progress
+from pipelines.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
 
 
 def run_embed(config: Config, executor: Executor) -> str:
@@ -29,14 +30,15 @@ def run_embed(config: Config, executor: Executor) -> str:
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             todo.append(shard_task(out, recipe, folder, embedder_print, source, config.embedder, size=size))
+    _open_embedder.cache_clear()  # of an earlier build in this process: one that was mended has the same fingerprint
     run_tasks("embed", "chunks", embed_task, todo, executor)
     return fingerprint([fingerprint_of(path) for path in shards(folder, "embeddings")])
 
 
 def _make_embedder(config: Config) -> None:
     folder, settings = config.datastore, config.embedder
-    datastore = Datastore.open(folder)
-    inputs = {"chunks": datastore.manifest["fingerprints"]["chunk"]}
+    datastore, first = Datastore.open(folder), generations(folder)[0]
+    inputs = {"chunks": generation_fingerprint(folder, "chunks", first)}
     if settings.kind == "transformer":
         inputs = {"model": embedders.model_fingerprint(settings.path)}
     elif settings.path:
@@ -44,7 +46,7 @@ def _make_embedder(config: Config) -> None:
     recipe = Recipe("embed", 1, prefixed("embedder", settings.recipe()), inputs)
     if is_finished(folder / "embedder", recipe):
         return
-    train = datastore.train
+    train = datastore.train.first_shards(len(first))
     with create(folder / "embedder", recipe) as (work, counts):
         if settings.kind == "transformer":
             embedders.write_settings(work, settings)
@@ -58,7 +60,9 @@ def _make_embedder(config: Config) -> None:
         ids = np.sort(rng.choice(total, size, replace=False)).astype(np.int64)
         is_special = Tokenizer.open(folder / "tokenizer").token_bytes == 0
         counts["chunks"] = size
-        embedders.fit_lexical(work, settings, train.tokens.gather(ids), train.lengths.gather(ids), is_special)
+        with progress("embed: count n-grams", total=size, unit="chunks") as advance:
+            embedders.fit_lexical(work, settings, train.tokens.gather(ids), train.lengths.gather(ids), is_special)
+            advance(size)
 
 
 @lru_cache(maxsize=1)
@@ -74,7 +78,5 @@ def embed_task(
     embedder = _open_embedder(folder, embedder_print, settings)
     with create(out, recipe) as (work, counts):
         for split in Datastore.open(folder).split_names:
-            tokens, lengths = (
-                np.load(present(source / split / f"{name}.npy"), mmap_mode="r") for name in ("tokens", "lengths")
-            )
+            tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
             counts[split] = embedders.embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)

@@ -5,9 +5,12 @@ makes no difference to the bytes on disk.
 """
 
 import logging
+import os
 import re
 import statistics
 import time
+import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -20,6 +23,8 @@ Advance = Callable[[int], None]
 StageName = Literal["chunk", "embed", "train_index", "add", "neighbors"]
 
 _POLL_SECONDS = 1.0
+_WAITING_SECONDS = 30
+_ATTEMPTS = 4  # times that a task is begun before its worker's death counts as its own fault
 _STRAGGLER = 3.0  # times the median time of the finished tasks of a stage
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -117,46 +122,51 @@ class LocalExecutor:
         if self.threads:
             use_threads(self.threads)
         for task in tasks:
-            yield function(*task.arguments, advance=advance)
+            try:
+                result = function(*task.arguments, advance=advance)
+            except Exception:
+                log.error("%s failed", task.name)
+                raise
+            yield result
 
 
 class RayExecutor:
-    """A pool of actors for each stage: what a worker has loaded serves all of its shards. A dead one is started again.
+    """A pool of actors for each stage: what a worker has loaded serves all of its shards.
 
-    A worker without further work is let go at once, so that one whose machine was lost finds room on those that remain.
+    A worker is told of a shard when its process is up, so no shard waits for a machine that is gone: what a dead worker
+    had in hand goes back to the others, and a new worker takes its place as soon as there is room.
     """
 
     def __init__(self, settings: ExecutorSettings) -> None:
-        import ray
-
         self.settings = settings
-        if not ray.is_initialized():
-            ray.init(address=settings.ray_address or None, log_to_driver=False, include_dashboard=False)
+        _connect(settings.ray_address)
 
     def map(
         self, stage: StageName, function: Callable[..., Any], tasks: Sequence[Task], advance: Advance
     ) -> Iterator[Any]:
         """See `Executor.map`. Progress is polled once a second."""
-        import ray
+        if tasks:
+            pool = _Pool(stage, getattr(self.settings, stage), self.settings.threads, tasks, advance)
+            try:
+                results = pool.run(function)
+            finally:
+                pool.close()
+            yield from results
 
-        if not tasks:
-            return
-        resources: Resources = getattr(self.settings, stage)
-        threads = self.settings.threads or max(1, int(resources.cpus))
-        reserved = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "memory": resources.memory_bytes or None}
-        tally = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tally).remote()
-        worker = ray.remote(**reserved, max_restarts=-1, max_task_retries=3)(_Worker)
-        count = min(len(tasks), resources.workers or _room(ray, resources))
-        pool = [
-            worker.options(name=f"{stage} {n} of {tally._actor_id.hex()[:8]}").remote(threads, tally)
-            for n in range(count)
-        ]
-        try:
-            results = _run(ray, pool, function, tasks, _Progress(ray, tally, tasks, advance))
-        finally:
-            for each in (*pool, tally):
-                ray.kill(each)
-        yield from results
+
+def _connect(address: str) -> None:
+    import ray
+
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        where = address or os.environ.get("RAY_ADDRESS", "")
+        raise InputError(
+            f"executor.ray_address: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
+            "authentication wants RAY_AUTH_MODE=token and its token here too (docs/cluster.md)."
+        ) from error
 
 
 def _room(ray: Any, resources: Resources) -> int:
@@ -166,46 +176,137 @@ def _room(ray: Any, resources: Resources) -> int:
     return max(1, min(int(total.get(key, 0) / amount) for key, amount in wanted.items() if amount))
 
 
-def _run(
-    ray: Any, pool: list[Any], function: Callable[..., Any], tasks: Sequence[Task], progress: "_Progress"
-) -> list[Any]:
-    results: list[Any] = [None] * len(tasks)
-    running: dict[Any, tuple[int, Any]] = {}
-    waiting = list(range(len(tasks)))[::-1]
+class _Pool:
+    """The workers of one stage and the tasks they share.
 
-    def start(worker: Any) -> None:
-        if waiting:
-            number = waiting.pop()
-            task = tasks[number]
-            running[worker.run.options(name=task.name).remote(number, function, task.arguments)] = (number, worker)
-            progress.started(number)
+    Attributes:
+        waiting: tasks that nobody has in hand, the next one last.
+        starting: reference to a worker whose process is not up yet.
+        running: reference to a task's number and the worker that has it in hand.
+        losses: how often a task's worker has died.
+    """
+
+    def __init__(
+        self, stage: StageName, resources: Resources, threads: int, tasks: Sequence[Task], advance: Advance
+    ) -> None:
+        import ray
+
+        self.ray, self.stage, self.resources, self.tasks = ray, stage, resources, tasks
+        reserved = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "memory": resources.memory_bytes or None}
+        self.worker = ray.remote(**reserved, max_restarts=0)(_Worker)
+        self.threads = threads or max(1, int(resources.cpus))
+        # The dashboard labels actors by name, which must be unique, and their tasks by `Task.name`.
+        self.label = uuid.uuid4().hex[:8]
+        tally = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tally)
+        self.tally = tally.options(name=f"{stage} progress of {self.label}").remote()
+        self.progress = _Progress(ray, self.tally, tasks, advance)
+        self.waiting = list(range(len(tasks)))[::-1]
+        self.starting: dict[Any, Any] = {}
+        self.running: dict[Any, tuple[int, Any]] = {}
+        self.losses: Counter[int] = Counter()
+        self.made = self.failed_starts = 0
+        self.idle_since = time.monotonic()
+        # What Ray raises when a worker's process or machine is gone; and when a result went with it.
+        errors = ray.exceptions
+        self.lost = (errors.RayActorError, errors.WorkerCrashedError, errors.OutOfMemoryError, errors.ObjectLostError)
+
+    def run(self, function: Callable[..., Any]) -> list[Any]:
+        """Run every task; returns their results in order."""
+        results: list[Any] = [None] * len(self.tasks)
+        for _ in range(min(len(self.tasks), self.resources.workers or _room(self.ray, self.resources))):
+            self._new_worker()
+        while self.waiting or self.running:
+            known = [*self.running, *self.starting]
+            for reference in self.ray.wait(known, num_returns=1, timeout=_POLL_SECONDS)[0]:
+                if reference in self.starting:
+                    self._started(reference, function)
+                    continue
+                number, worker = self.running.pop(reference)
+                try:
+                    results[number] = self._result(reference, number)
+                except self.lost as error:
+                    self._lost(number, worker, error)
+                else:
+                    self.progress.finished(number)
+                    self._give(worker, function)
+            self.progress.poll()
+            self._tell_of_waiting()
+        return results
+
+    def close(self) -> None:
+        """End every worker."""
+        workers = [*self.starting.values(), *(worker for _, worker in self.running.values())]
+        for actor in (*workers, self.tally):
+            self.ray.kill(actor)
+
+    def _new_worker(self) -> None:
+        self.made += 1
+        name = f"{self.stage} {self.made} of {self.label}"
+        worker = self.worker.options(name=name).remote(self.threads, self.tally, os.getcwd())
+        self.starting[worker.ready.remote()] = worker
+
+    def _started(self, reference: Any, function: Callable[..., Any]) -> None:
+        worker = self.starting.pop(reference)
+        try:
+            self.ray.get(reference)
+        except self.lost as error:
+            self.failed_starts += 1
+            if self.failed_starts > _ATTEMPTS * len(self.tasks):
+                raise InputError(f"{self.stage}: its workers die before they do anything: {error}") from error
+            self._new_worker()
         else:
-            ray.kill(worker)
+            self._give(worker, function)
 
-    for worker in pool:
-        start(worker)
-    while running:
-        done, _ = ray.wait(list(running), num_returns=1, timeout=_POLL_SECONDS)
-        for reference in done:
-            number, worker = running.pop(reference)
-            try:
-                results[number] = ray.get(reference)
-            except ray.exceptions.RayTaskError as error:
-                # The user's mistake keeps its own type and message; everything else keeps the remote traceback.
-                if isinstance(error.cause, InputError):
-                    raise error.cause from None
-                log.error("%s failed", tasks[number].name)
-                raise error from None
-            except ray.exceptions.RayActorError as error:
-                raise InputError(
-                    f"{tasks[number].name}: its worker died again and again ({error}). Most often memory ran out: give the "
-                    "stage fewer workers or more memory (executor.STAGE.workers, executor.STAGE.memory); what is "
-                    "finished is kept."
-                ) from error
-            progress.finished(number)
-            start(worker)
-        progress.poll()
-    return results
+    def _give(self, worker: Any, function: Callable[..., Any]) -> None:
+        if not self.waiting:
+            self.ray.kill(worker)  # makes room
+            return
+        number = self.waiting.pop()
+        task = self.tasks[number]
+        reference = worker.run.options(name=task.name).remote(number, function, task.arguments)
+        self.running[reference] = (number, worker)
+        self.progress.started(number)
+
+    def _result(self, reference: Any, number: int) -> Any:
+        try:
+            return self.ray.get(reference)
+        except self.ray.exceptions.RayTaskError as error:
+            log.error("%s failed", self.tasks[number].name)
+            # A user's mistake and a full disk keep their type and message; everything else its remote traceback.
+            if isinstance(error.cause, (InputError, OSError)):
+                raise error.cause from None
+            raise error from None
+
+    def _lost(self, number: int, worker: Any, error: Exception) -> None:
+        """Take a task back from a worker that is gone, and start another worker."""
+        name, reason = self.tasks[number].name, " ".join(str(error).split())
+        self.losses[number] += 1
+        if self.losses[number] >= _ATTEMPTS:
+            log.error("%s failed", name)
+            raise InputError(
+                f"{name}: its worker died {_ATTEMPTS} times ({reason}). Most often memory ran out: give the stage fewer "
+                f"workers or more memory (executor.{self.stage}.workers, executor.{self.stage}.memory); what is finished "
+                "is kept."
+            ) from error
+        log.warning("%s: its worker died, begun again (%s)", name, reason)
+        self.ray.kill(worker)  # it may only have been out of reach
+        self.progress.lost(number)
+        self.waiting.append(number)
+        self._new_worker()
+
+    def _tell_of_waiting(self) -> None:
+        now = time.monotonic()
+        if self.running:
+            self.idle_since = now
+        elif now - self.idle_since > _WAITING_SECONDS:
+            self.idle_since = now
+            log.warning(
+                "%s: no worker has started for %d s: each wants %s, free in the cluster are %s",
+                self.stage,
+                _WAITING_SECONDS,
+                self.resources,
+                {key: self.ray.available_resources().get(key, 0) for key in ("CPU", "GPU", "memory")},
+            )
 
 
 class _Progress:
@@ -221,6 +322,9 @@ class _Progress:
 
     def started(self, number: int) -> None:
         self.since[number] = time.monotonic()
+
+    def lost(self, number: int) -> None:
+        self.since.pop(number)
 
     def finished(self, number: int) -> None:
         self.done.add(number)
@@ -265,8 +369,13 @@ class _Tally:
 class _Worker:
     """Actor: runs one task after another; what functions keep between calls (a model, an index) stays."""
 
-    def __init__(self, threads: int, tally: Any) -> None:
+    def __init__(self, threads: int, tally: Any, folder: str) -> None:
         self.threads, self.tally = threads, tally
+        if os.path.isdir(folder):  # relative paths mean what they mean to the driver
+            os.chdir(folder)
+
+    def ready(self) -> None:
+        """Answered as soon as the process is up."""
 
     def run(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         use_threads(self.threads)

@@ -5,12 +5,14 @@ Written to `report.json` and `report.html`. These hold times, so they are not pa
 
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from indexing.exact import exact_search, recall
-from indexing.index import ivf_of
+from indexing.faiss_files import ivf_of
 from indexing.overlap import overlap
 from indexing.retriever import Retriever
 from indexing.store.artefact import MANIFEST, read_manifest
@@ -20,7 +22,7 @@ from indexing.store.remote import present, publish_file
 from indexing.store.retrieval import RetrievalSet
 from pipelines import report
 from pipelines.index_stage import sample_queries
-from pipelines.progress import human_bytes
+from pipelines.progress import Step, human_bytes, summary_rows
 
 log = logging.getLogger("retro")
 
@@ -28,8 +30,12 @@ _SAMPLE = 500
 _EXAMPLES = 3
 
 
-def write_index_report(datastore: Datastore) -> dict[str, Any]:
+def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict[str, Any]:
     """Measure a finished datastore and write both reports; read them back where nothing has changed since.
+
+    Args:
+        datastore: with neighbors.
+        steps: what the run that finished it has done, and how long it took.
 
     Returns:
         the content of `report.json`.
@@ -40,7 +46,7 @@ def write_index_report(datastore: Datastore) -> dict[str, Any]:
         if measured["fingerprint"] == datastore.fingerprint and path.with_suffix(".html").exists():
             return measured
     retriever = Retriever.open(datastore.folder)
-    measured = measure(retriever)
+    measured = measure(retriever) | {"build": [asdict(step) for step in steps]}
     write_html(retriever, measured)
     write_json(path, measured)
     for file in (path.with_suffix(".html"), path):
@@ -137,7 +143,7 @@ def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
 
 def _skew(retriever: Retriever) -> float | None:
     """Chunks in the largest inverted list over the mean, over all shards of the datastore's own index; None without lists."""
-    parts = [ivf for shard in retriever.indexes[0].shards if (ivf := ivf_of(shard)) is not None]
+    parts = [ivf for shard in retriever.indexes[0].each() if (ivf := ivf_of(shard)) is not None]
     if not parts:
         return None
     sizes = np.sum([[ivf.get_list_size(number) for number in range(ivf.nlist)] for ivf in parts], axis=0)
@@ -228,6 +234,8 @@ def summary_table(measured: dict[str, Any]) -> report.Table:
 def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
     """`report.html` of a datastore."""
     totals = measured["splits"]["train"]
+    steps = [Step(**step) for step in measured["build"]]
+    header, *rows = summary_rows(steps)
     report.write_report(
         retriever.datastore.folder / "report.html",
         title="Datastore",
@@ -239,6 +247,7 @@ def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
         ],
         sections=[
             report.Section("Measured", table=summary_table(measured), plots=plots_of(retriever, measured)),
+            *([report.Section("The run that finished it", table=report.Table(header, rows))] if steps else []),
             report.Section("Held-out chunks and their neighbors", examples=sample_examples(retriever)),
         ],
     )

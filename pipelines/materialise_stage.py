@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from indexing.materialise import materialise_shard
-from indexing.store.artefact import Recipe, create, fingerprint, is_finished, read_manifest
+from indexing.store.artefact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.retrieval import RetrievalSet
 from pipelines.config import Config
 from pipelines.executors import Advance, Executor
-from pipelines.shards import fingerprint_of, run_tasks, shard_task, shards
+from pipelines.shards import fingerprint_of, run_tasks, shard_counts, shard_task, shards
 
 
 def run_materialise(config: Config, executor: Executor) -> str:
@@ -23,14 +23,14 @@ def run_materialise(config: Config, executor: Executor) -> str:
         raise InputError(
             "neighbors.materialised = 0: say how many neighbors of each chunk are written, say data.k + 2."
         )
-    todo = []
+    todo, counts = [], shard_counts(folder)
     for shard, source in enumerate(shards(folder, "neighbors")):
         # The recipe of the neighbors names all chunks that they were found among.
         inputs = {"neighbors": fingerprint_of(source)}
         recipe = Recipe("materialise", 1, {"neighbors.materialised": wanted, "shard": shard}, inputs)
         out = folder / "materialised" / shard_name(shard)
         if not is_finished(out, recipe):
-            size = sum(split["queries"] for split in read_manifest(source)["counts"].values())
+            size = sum(split["chunks"] for split in counts[shard].values())
             todo.append(shard_task(out, recipe, folder, shard, wanted, size=size))
     # It reads as the search does, so it runs on the workers of the search.
     run_tasks("neighbors", "chunks", materialise_task, todo, executor, name="materialise")

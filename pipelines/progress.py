@@ -1,23 +1,34 @@
-"""The one progress bar, the one logger, and numbers as people read them.
+"""The one progress bar, the one view of all stages, the one logger, and numbers as people read them.
 
     with progress("embed", total=12345, unit="chunks") as advance:
         advance(512)
 
 In a terminal: a bar with rate and time left. Elsewhere: quiet. In both, one line through the logger at the end.
+
+    view = StagesView()
+    with view.shown(["chunk", "embed"]):
+        with view.stage("chunk"):
+            with progress(...)
+
+In a terminal: a row for each stage, waiting, running with the bar of what it does now, or finished. Elsewhere: a line when a stage
+starts, each minute, and when something is done. In both, a summary with the rate of everything at the end: `view.steps`.
 """
 
 import contextlib
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     Progress,
     ProgressColumn,
     Task,
+    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -27,7 +38,10 @@ from rich.text import Text
 
 log = logging.getLogger("retro")
 
+_LINE_SECONDS = 60.0  # between two lines of something that runs where there is no terminal
+
 _live: list[Progress] = []  # the display that is on screen, shared by nested bars
+_views: list["StagesView"] = []  # the view that is open
 
 
 @contextlib.contextmanager
@@ -39,24 +53,196 @@ def progress(name: str, *, total: int | None, unit: str) -> Iterator[Callable[[i
         total: units in all; None where nobody knows.
         unit: plural name of what is counted; `bytes` are shown with prefixes.
     """
+    if _views and _views[-1].current is not None:
+        with _views[-1].step(name, total, unit) as advance:
+            yield advance
+        return
     started, done = time.perf_counter(), 0
     with _display() as display:
-        task = display.add_task(name, total=total, unit=unit) if display else None
+        task = display.add_task(name, total=total, unit=unit, note=None) if display else None
 
-        def advance(units: int) -> None:
+        def advance_bar(units: int) -> None:
             nonlocal done
             done += units
             if display is not None and task is not None:
                 display.update(task, advance=units)
 
         try:
-            yield advance
+            yield advance_bar
         finally:
             if display is not None and task is not None:
                 display.remove_task(task)
-    seconds = time.perf_counter() - started
-    rate = human_count(done / max(seconds, 1e-9), unit)
-    log.info("%s: %s in %s (%s/s)", name, human_count(done, unit, named=True), human_seconds(seconds), rate)
+    log.info("%s: %s", name, _made(done, unit, time.perf_counter() - started))
+
+
+def _made(units: int, unit: str, seconds: float) -> str:
+    rate = human_count(units / max(seconds, 1e-9), unit)
+    return f"{human_count(units, unit, named=True)} in {human_seconds(seconds)} ({rate}/s)"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that a stage has done.
+
+    Attributes:
+        stage: as on the command line.
+        name: what was done.
+        units: how much of it.
+        unit: plural name of what was counted; empty for a stage of which everything was finished before.
+        seconds: how long it took.
+    """
+
+    stage: str
+    name: str
+    units: int = 0
+    unit: str = ""
+    seconds: float = 0.0
+
+
+class StagesView:
+    """All stages of a build in one view; see the top of this file.
+
+    Args:
+        quiet: neither draw nor log, only record.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.steps: list[Step] = []
+        self.current: str | None = None
+        self._names: list[str] = []
+        self._display: Progress | None = None
+        self._rows: dict[str, TaskID] = {}
+        self._in_step = False
+
+    @contextlib.contextmanager
+    def shown(self, names: Sequence[str]) -> Iterator[None]:
+        """Show these stages, all of them waiting; at the end, unless something fails, log the summary."""
+        self._names = list(names)
+        with contextlib.nullcontext() if self.quiet else _display() as self._display:
+            if self._display is not None:
+                self._rows = {
+                    name: self._display.add_task(name, total=None, start=False, unit="", note="waiting")
+                    for name in names
+                }
+            _views.append(self)
+            try:
+                yield
+            finally:
+                _views.remove(self)
+                for row in self._rows.values():
+                    if self._display is not None:
+                        self._display.remove_task(row)
+        if not self.quiet:
+            for line in aligned(summary_rows(self.steps)):
+                log.info("%s", line)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """The stage that runs now: what calls `progress` meanwhile is part of it."""
+        self.current, before = name, len(self.steps)
+        place = f"stage {self._names.index(name) + 1} of {len(self._names)}, {name}"
+        try:
+            self._say("%s", place)
+            yield
+        finally:
+            self.current = None
+        if len(self.steps) == before:
+            self.steps.append(Step(name, name))
+            self._say("%s: finished before", place)
+        seconds = sum(step.seconds for step in self.steps[before:])
+        self._update(name, description=name, note=_time_of(self.steps[-1]) if not seconds else human_seconds(seconds))
+
+    @contextlib.contextmanager
+    def step(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+        """See `progress`, which calls this inside a stage."""
+        assert self.current is not None
+        stage, started, done = self.current, time.perf_counter(), 0
+
+        def advance(units: int) -> None:
+            nonlocal done
+            done += units
+            if self._display is not None:
+                self._display.update(self._rows[stage], advance=units)
+
+        def line() -> None:
+            seconds = time.perf_counter() - started
+            self._say("%s: %s", name, _so_far(done, total, unit, seconds))
+
+        if self._display is not None:
+            description = stage if name == stage else f"{stage}: {name.removeprefix(stage).strip()}"
+            self._display.reset(self._rows[stage], total=total, description=description, unit=unit, note=None)
+        with _repeated(line if self._display is None and not self.quiet else None):
+            yield advance
+        self.steps.append(Step(stage, name, done, unit, time.perf_counter() - started))
+        self._say("%s: %s", name, _made(done, unit, self.steps[-1].seconds))
+
+    def _say(self, message: str, *arguments: object) -> None:
+        """A line where nobody sees the rows."""
+        if self._display is None and not self.quiet:
+            log.info(message, *arguments)
+
+    def _update(self, stage: str, **fields: str) -> None:
+        if self._display is not None:
+            self._display.update(self._rows[stage], **fields)  # type: ignore[arg-type]
+
+
+def _so_far(done: int, total: int | None, unit: str, seconds: float) -> str:
+    """`45%, 4,500 of 10,000 chunks, 120/s, 46 s left`, as far as it is known."""
+    rate = done / max(seconds, 1e-9)
+    if not total:
+        return f"{human_count(done, unit, named=True)} so far, {human_count(rate, unit)}/s"
+    if not done:
+        return f"{human_count(total, unit, named=True)}, running for {human_seconds(seconds)}"
+    counted = f"{human_count(done, unit)} of {human_count(total, unit, named=True)}"
+    return (
+        f"{100 * done // total}%, {counted}, {human_count(rate, unit)}/s, {human_seconds((total - done) / rate)} left"
+    )
+
+
+@contextlib.contextmanager
+def _repeated(line: Callable[[], None] | None) -> Iterator[None]:
+    """Call `line` every minute from another thread: k-means says nothing for hours, and a log must show that it lives."""
+    if line is None:
+        yield
+        return
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.wait(_LINE_SECONDS):
+            line()
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def summary_rows(steps: Iterable[Step]) -> list[list[str]]:
+    """A table of what was done: stage, step, units, time, rate; the header is its first row, the total its last."""
+    steps = list(steps)
+    rows = [["stage", "step", "made", "time", "rate"]]
+    for number, step in enumerate(steps):
+        first = not number or steps[number - 1].stage != step.stage
+        row = [step.stage if first else "", step.name if step.unit else "", "", _time_of(step), ""]
+        if step.unit:
+            row[2] = human_count(step.units, step.unit, named=True)
+            row[4] = human_count(step.units / max(step.seconds, 1e-9), step.unit) + "/s"
+        rows.append(row)
+    return [*rows, ["all", "", "", human_seconds(sum(step.seconds for step in steps)), ""]]
+
+
+def _time_of(step: Step) -> str:
+    return human_seconds(step.seconds) if step.unit else "finished before"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text as lines with aligned columns; a row may have fewer cells than others."""
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
 @contextlib.contextmanager
@@ -71,12 +257,12 @@ def _display() -> Iterator[Progress | None]:
         return
     columns = [
         TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),  # empty where the total is not known
+        _Running(BarColumn()),
+        _Running(TaskProgressColumn()),  # empty where the total is not known
         _Rate(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        _Running(TimeElapsedColumn()),
+        _Running(TextColumn("left")),
+        _Running(TimeRemainingColumn()),
     ]
     with Progress(*columns, console=console, transient=True) as display:
         _live.append(display)
@@ -86,9 +272,22 @@ def _display() -> Iterator[Progress | None]:
             _live.pop()
 
 
+class _Running(ProgressColumn):
+    """A column that is empty in the row of a stage that waits or is finished."""
+
+    def __init__(self, column: ProgressColumn) -> None:
+        self.column = column
+        super().__init__()
+
+    def render(self, task: Task) -> RenderableType:
+        return self.column.render(task) if task.fields["note"] is None else Text()
+
+
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """Done, total and rate."""
+        """Done, total and rate; of a stage that does not run, how it stands."""
+        if task.fields["note"] is not None:
+            return Text(task.fields["note"])
         unit = task.fields["unit"]
         total = f"/{human_count(task.total, unit)}" if task.total is not None else ""
         rate = human_count(task.speed or 0, unit)

@@ -1,24 +1,29 @@
 """What every stage needs: its shards, their fingerprints, and running the tasks of those that are unfinished."""
 
-import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from indexing.store.artefact import read_manifest
+from indexing.store.artefact import Recipe, damage, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import shard_name
-from pipelines.corpus_stage import read_plan
-from pipelines.executors import Executor, StageName, Task
+from indexing.store.errors import InputError
+from indexing.store.remote import drop_if_changed, url_of
+from pipelines.corpus_stage import generations
+from pipelines.executors import Advance, Executor, StageName, Task
 from pipelines.progress import progress
-
-log = logging.getLogger("retro")
 
 
 def shards(folder: Path, stage: str) -> list[Path]:
     """The artefact of every shard of a stage (`chunks`, `embeddings`, …), finished or not."""
-    plan = read_plan(folder / "corpus")
-    return [folder / stage / shard_name(shard) for shard in range(len(plan))]
+    return [folder / stage / shard_name(shard) for generation in generations(folder) for shard in generation]
+
+
+def generation_fingerprint(folder: Path, stage: str, generation: range) -> str:
+    """One fingerprint over the shards of a generation."""
+    return fingerprint([fingerprint_of(folder / stage / shard_name(shard)) for shard in generation])
 
 
 def shard_counts(folder: Path) -> list[dict[str, Any]]:
@@ -37,18 +42,37 @@ def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> d
     return {f"{section}.{key}": value for key, value in values.items() if key not in without}
 
 
-def shard_task(out: Path, *arguments: Any, size: int) -> Task:
-    """The task that makes the artefact `out`, which is its first argument."""
-    return Task(f"{out.parent.name}/{out.name}", (out, *arguments), size)
+def shard_task(out: Path, recipe: Recipe, *arguments: Any, size: int) -> Task:
+    """The task that makes the artefact `out` of this recipe: its first two arguments."""
+    return Task(f"{out.parent.name}/{out.name}", (out, recipe, *arguments), size)
+
+
+def make_once(function: Callable[..., Any], out: Path, recipe: Recipe, *arguments: Any, advance: Advance) -> None:
+    """Run a shard's task unless it is finished: a worker may have died after the last rename and before it said so."""
+    drop_if_changed(out)
+    if damage(out) or not is_finished(out, recipe):
+        function(out, recipe, *arguments, advance=advance)
 
 
 def run_tasks(
     stage: StageName, unit: str, function: Callable[..., Any], todo: list[Task], executor: Executor, name: str = ""
-) -> list[Any]:
-    """Run the tasks of what is unfinished under one progress bar, and return their results."""
-    name = name or stage
+) -> None:
+    """Run the tasks of what is unfinished under one progress bar; see `shard_task`."""
     if not todo:
-        log.info("%s: finished already", name)
-        return []
-    with progress(name, total=sum(task.size for task in todo), unit=unit) as advance:
-        return list(executor.map(stage, function, todo, advance))
+        return
+    with progress(name or stage, total=sum(task.size for task in todo), unit=unit) as advance:
+        for _ in executor.map(stage, partial(make_once, function), todo, advance):
+            pass
+    for task in todo:
+        _require_seen(task.arguments[0])
+
+
+def _require_seen(out: Path) -> None:
+    """Listing the folder makes a network file system look again where it remembers that there was nothing."""
+    if url_of(out):
+        return
+    if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
+        raise InputError(
+            f"{out} was made, but cannot be seen from here: workers on other machines have written to disks of their own. "
+            "Put `datastore` on storage that every machine sees under the same path."
+        )

@@ -8,10 +8,12 @@ and maps a plain function of `indexing/` over the rest. Nothing here knows where
 
 import contextlib
 import fcntl
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from indexing.store import remote
 from indexing.store.artefact import remove
@@ -19,7 +21,7 @@ from indexing.store.datastore import SPLITS, Datastore, write_datastore_manifest
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.tokenizer import Tokenizer
-from pipelines import sharing
+from pipelines import corpus_stage, sharing
 from pipelines.chunk_stage import run_chunk
 from pipelines.config import Config
 from pipelines.embed_stage import run_embed
@@ -27,7 +29,10 @@ from pipelines.executors import Executor
 from pipelines.index_stage import run_add, run_train_index
 from pipelines.materialise_stage import run_materialise
 from pipelines.neighbor_stage import run_neighbors
+from pipelines.progress import StagesView
 from pipelines.shards import shard_counts
+
+log = logging.getLogger("retro")
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,15 @@ class Stage:
     wanted: Callable[[Config], bool] = lambda config: True
 
 
-def build(config: Config, executor: Executor, *, only: str = "all", rebuild: bool = False) -> Datastore:
+def build(
+    config: Config,
+    executor: Executor,
+    *,
+    only: str = "all",
+    rebuild: bool = False,
+    append: bool = False,
+    view: StagesView | None = None,
+) -> Datastore:
     """Bring a datastore up to date with its settings. One at a URL is made in its local mirror, and uploaded.
 
     Args:
@@ -53,6 +66,8 @@ def build(config: Config, executor: Executor, *, only: str = "all", rebuild: boo
         executor: where the tasks run.
         only: one stage of `STAGES`, or `all`.
         rebuild: first remove what this stage and the ones after it have made.
+        append: first add the files of the corpus that the datastore does not have, as new shards.
+        view: shows the stages, and afterwards holds what was done and how long it took.
 
     Raises:
         InputError: a finished artefact was made with other settings, an earlier stage is missing, the input is bad, or
@@ -62,19 +77,28 @@ def build(config: Config, executor: Executor, *, only: str = "all", rebuild: boo
     config = replace(config, datastore=folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = [name for name, stage in STAGES.items() if stage.wanted(config)] if only == "all" else [only]
-    with _lock(folder):
+    view = view or StagesView()
+    with lock(folder), view.shown(names):
         remote.pull(folder)
         if rebuild:
             _remove_from(folder, names[0])
+        if append:
+            corpus_stage.append(config, executor)
         for name in names:
-            _require_earlier(folder, name)
-            result = STAGES[name].run(config, executor)
-            _write_manifest(config, name, result)
-    return Datastore.open(config.datastore)
+            with view.stage(name):
+                _require_earlier(folder, name)
+                result = STAGES[name].run(config, executor)
+                _write_manifest(config, name, result)
+    return Datastore.open(folder)
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
+    """Keep every other builder out of a datastore.
+
+    Raises:
+        InputError: another process is building it.
+    """
     with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,10 +113,10 @@ def _lock(folder: Path) -> Iterator[None]:
 
 def _remove_from(folder: Path, first: str) -> None:
     """Remove what a stage and those after it have made: first from the manifest, then from the disk, the last first."""
-    path, names = folder / "manifest.json", list(STAGES)
+    names = list(STAGES)
     later = names[names.index(first) :]
-    if path.exists():
-        manifest = read_json(path)
+    manifest = _manifest_so_far(folder)
+    if manifest:
         kept = {name: value for name, value in manifest["fingerprints"].items() if name not in later}
         write_datastore_manifest(folder, {**manifest, "fingerprints": kept})
     for name in reversed(later):
@@ -103,7 +127,7 @@ def _remove_from(folder: Path, first: str) -> None:
                 else:
                     _unlink(output)
     if first == names[0]:
-        _unlink(path)
+        _unlink(folder / "manifest.json")
 
 
 def _unlink(path: Path) -> None:
@@ -117,10 +141,25 @@ def _require_earlier(folder: Path, name: str) -> None:
         Datastore.open(folder).require(list(STAGES)[position - 1])
 
 
+def _manifest_so_far(folder: Path) -> dict[str, Any]:
+    """The datastore's manifest; a damaged one counts as none, for it is written again from what the shards say."""
+    path = folder / "manifest.json"
+    if not path.exists():
+        return {}
+    try:
+        manifest: dict[str, Any] = read_json(path)
+    except ValueError as error:
+        log.warning("%s cannot be read (%s); it is written again", path, error)
+        return {}
+    return manifest
+
+
 def _write_manifest(config: Config, name: str, result: str) -> None:
     """Record that a stage is finished; the stages after it stay recorded only if this one made nothing new."""
     folder = config.datastore
-    old = Datastore.open(folder).manifest if (folder / "manifest.json").exists() else {}
+    old = _manifest_so_far(folder)
+    if old:
+        Datastore.open(folder)  # of this format version
     fingerprints = dict(old.get("fingerprints", {}))
     if fingerprints.get(name) != result:
         position = list(STAGES).index(name)
@@ -146,7 +185,7 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
 
 
 STAGES: dict[str, Stage] = {
-    "chunk": Stage(run_chunk, ("corpus", "tokenizer", "chunks/*")),
+    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "dedup", "chunks/*")),
     "embed": Stage(run_embed, ("embedder", "embeddings/*")),
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),

@@ -2,19 +2,22 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from indexing.store.datastore import Datastore
+from indexing.store.artefact import read_manifest
+from indexing.store.datastore import Datastore, shard_name
+from indexing.store.deleted import deleted_ranges
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.remote import present
 from indexing.tokenizer import read_meta
 from pipelines.config import Config
-from pipelines.progress import human_bytes, progress
+from pipelines.progress import StagesView, aligned, human_bytes, progress
 from retro.evaluation import EvaluationSettings
 from retro.generation import GenerationSettings
 from retro.loggers import as_line
@@ -30,6 +33,8 @@ class IndexOptions(Config):
     """One stage only; `all` runs them in order (`materialise` where neighbors.materialised asks for it)."""
     rebuild: bool = False
     """First remove what this stage and the ones after it have made."""
+    append: bool = False
+    """First add the files of the corpus that the datastore does not have, as new shards with the trained index as it is."""
     strict: bool = False
     """Stop at the first problem in the corpus instead of reporting it."""
 
@@ -41,10 +46,76 @@ def index(options: IndexOptions) -> int:
     from pipelines.stages import build
 
     config = replace(options, corpus=replace(options.corpus, strict=options.corpus.strict or options.strict))
-    datastore = build(config, make_executor(config.executor), only=options.stage, rebuild=options.rebuild)
+    view = StagesView()
+    datastore = build(
+        config,
+        make_executor(config.executor),
+        only=options.stage,
+        rebuild=options.rebuild,
+        append=options.append,
+        view=view,
+    )
     if datastore.has("neighbors"):
-        print_rows(summary_table(write_index_report(datastore)).rows)
+        print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
         print(f"report: {datastore.folder / 'report.html'}")
+    return 0
+
+
+@dataclass(frozen=True)
+class PlanOptions(Config):
+    """What a datastore takes in bytes, time, memory and money, from a calibration of about a minute on this machine."""
+
+    tokens: float = 0.0
+    """Tokens of the datastore (2e12); 0 = those of `corpus.paths`."""
+    machines: int = 1
+    """Machines like this one that work side by side."""
+    price: float = 0.0
+    """Of a machine for an hour, in any currency; 0 = no costs are shown."""
+    days: float = 30.0
+    """Time within which everything should be done: how many machines that takes is printed."""
+    nprobe: int = 0
+    """Inverted lists that a search visits; 0 = extrapolated from what the recall target took in the calibration."""
+    sample_bytes: int = 8 * 2**20
+    """Text that the calibration builds: more takes longer and tells more."""
+    json: str = ""
+    """File to write the calibration and the plans to, in bytes and seconds."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("tokens", 0), ("price", 0), ("nprobe", 0), ("machines", 1), ("sample_bytes", 10**6)):
+            if not least <= getattr(self, key) < float("inf"):
+                raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least:,}.")
+        if not 0 < self.days < float("inf"):
+            raise InputError(f"days = {self.days:g}: must be above 0.")
+
+
+def plan(options: PlanOptions) -> int:
+    """`retro plan [CONFIG]`."""
+    from pipelines.calibration import calibrate
+    from pipelines.plan import PAPER_CHUNKS, corpus_tokens, paper_config, plan_for
+    from pipelines.plan_report import as_json, calibration_rows, plan_tables
+
+    calibration = calibrate(options, tokens=options.tokens, sample_bytes=options.sample_bytes)
+    machines, price = options.machines, options.price
+    plans = {
+        "planned": plan_for(
+            options, calibration, options.tokens or corpus_tokens(options, calibration), machines, price, options.nprobe
+        ),
+        "paper": plan_for(
+            paper_config(options), calibration, 64 * PAPER_CHUNKS, machines, price, options.nprobe, paper=True
+        ),
+    }
+    titles = {
+        "planned": "This datastore",
+        "paper": "The paper's 2 trillion tokens: 28 billion full chunks of 64 tokens of 4 bytes, with this embedder",
+    }
+    print_rows(calibration_rows(calibration))
+    for name, each in plans.items():
+        print(f"\n{titles[name]}")
+        for rows in plan_tables(each, calibration, machines, price, options.days):
+            print_rows(rows)
+            print()
+    if options.json:
+        write_json(Path(options.json), as_json(calibration, plans))
     return 0
 
 
@@ -226,6 +297,32 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
 
 
 @dataclass(frozen=True)
+class DeleteOptions:
+    """Delete documents of a datastore by id: no search and no batch names their chunks any more."""
+
+    ids: tuple[str, ...] = ()
+    """Their ids, as `retro search` shows them."""
+    ids_from: str = ""
+    """File with one id a line."""
+
+
+def delete(datastore: str, options: DeleteOptions) -> int:
+    """`retro delete DATASTORE --ids ID …`."""
+    from indexing.store.deleted import delete_ranges
+
+    opened = Datastore.open(datastore)
+    wanted = [*options.ids, *(Path(options.ids_from).read_text().split("\n") if options.ids_from else ())]
+    numbers = opened.train.find_documents([each for each in wanted if each])
+    if not numbers:
+        raise InputError("name documents to delete: --ids ID …, or --ids-from FILE with one id a line.")
+    ranges = np.array([opened.train.chunk_range(number) for number in numbers], dtype=np.int64)
+    print(
+        f"{datastore}: {delete_ranges(opened.folder, ranges):,} documents deleted, {int(np.diff(ranges).sum()):,} chunks"
+    )
+    return 0
+
+
+@dataclass(frozen=True)
 class InspectOptions:
     """What a datastore or a checkpoint holds."""
 
@@ -240,7 +337,8 @@ def inspect(path: str, options: InspectOptions) -> int:
 
 
 def inspect_datastore(folder: Path) -> int:
-    """Totals, stages, problems of the corpus and, where it has been measured, the report."""
+    """Totals, stages, problems of the corpus, near copies removed and, where it has been measured, the report."""
+    from pipelines import dedup_stage
     from pipelines.index_report import recalls
 
     datastore = Datastore.open(folder)
@@ -258,7 +356,10 @@ def inspect_datastore(folder: Path) -> int:
     rows.append(["finished stages", ", ".join(datastore.manifest["fingerprints"])])
     problems = read_json(present(folder / "corpus" / "problems.json"))["counts"]
     rows.append(["corpus problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
+    if "dedup" in read_manifest(folder / "chunks" / shard_name(0))["recipe"]["inputs"]:
+        rows.append(["dedup", dedup_stage.summary(folder / dedup_stage.FOLDER / "removed")])
     rows.append(["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))])
+    rows.append(["deleted", f"{len(deleted_ranges(folder)):,} documents"])
     if (folder / "report.json").exists():
         measured = read_json(folder / "report.json")
         rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
@@ -292,6 +393,35 @@ def inspect_checkpoint(path: Path) -> int:
 
 
 @dataclass(frozen=True)
+class VerifyOptions:
+    """Check every checksum and cross-reference of a datastore: one line for each thing that is broken, with how to mend it."""
+
+    mend: bool = False
+    """Remove what is broken, so that `retro index CONFIG` makes it again."""
+
+
+def verify(datastore: str, options: VerifyOptions) -> int:
+    """`retro verify DATASTORE`: 0 = all is well, 1 = something is broken."""
+    from indexing.verify import mend, verify_datastore
+    from pipelines.stages import lock
+
+    folder = Path(datastore)
+    with lock(folder) if options.mend and (folder / ".lock").exists() else nullcontext():
+        found = verify_datastore(folder, progress)
+        removed = mend(folder, found) if options.mend else []
+    for problem in found.problems:
+        print(problem)
+    size = f"{found.artefacts:,} artefacts, {found.files:,} files, {human_bytes(found.bytes)}"
+    if not found.problems:
+        print(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
+        return 0
+    print(f"{folder}: {size}: {len(found.problems)} broken")
+    if options.mend:
+        print(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG` makes it again")
+    return 1
+
+
+@dataclass(frozen=True)
 class ExportOptions:
     """Write a checkpoint's weights, settings and fingerprints as one file, which then serves as CHECKPOINT too."""
 
@@ -312,9 +442,7 @@ def export(checkpoint: str, options: ExportOptions) -> int:
 
 def print_rows(rows: list[list[str]]) -> None:
     """Rows of text as aligned columns on standard output."""
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+    print("\n".join(aligned(rows)))
 
 
 def indented(text: str) -> str:

@@ -127,7 +127,7 @@ def publish(run: Path, state: dict[str, Any], tensors: Tensors, *, keep: int) ->
     if state["best"]:
         kept.append(step_folder(run, state["best"]["step"]))
     for folder in (run / "checkpoints").iterdir():
-        if re.fullmatch(r"\d{8,}|\.\d{8,}\.tmp", folder.name) and folder not in kept:
+        if re.fullmatch(r"\d{8,}|\.\d{8,}(\.[0-9a-f]{8})?\.tmp", folder.name) and folder not in kept:
             remove(folder)
 
 

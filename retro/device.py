@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from indexing.device import has_bfloat16, resolve
 from indexing.store.errors import InputError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
@@ -52,12 +53,11 @@ def place(device: str, precision: Precision) -> Placement:
     Raises:
         InputError: a CUDA device is asked for and there is none.
     """
-    cuda = torch.cuda.is_available()
-    chosen = device if device != "auto" else "cuda" if cuda else "cpu"
-    if chosen.startswith("cuda") and not cuda:
+    chosen = resolve(device)
+    if chosen.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device = {device!r}: this machine has no CUDA device; use 'auto' or 'cpu'.")
-    fast = torch.cuda.is_bf16_supported() if chosen.startswith("cuda") else cpu_has_bfloat16()
-    return Placement(torch.device(chosen), precision == "bfloat16" or (precision == "auto" and fast))
+    fast = precision == "auto" and has_bfloat16(chosen)
+    return Placement(torch.device(chosen), precision == "bfloat16" or fast)
 
 
 def keep_freed_memory() -> None:
@@ -70,8 +70,3 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware."""
-    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

@@ -1,6 +1,6 @@
 """Which neighbors the chunks of a sequence are given, of those that are stored for them.
 
-    stored neighbors (or random chunks) → own documents out → near copies out (if asked) → the first k that remain
+    stored neighbors (or random chunks) → deleted ones and own documents out → near copies out (if asked) → the first k that remain
 
 Every step is a function of chunk ids alone: what a chunk is given depends on no other sequence of its batch.
 """
@@ -120,7 +120,7 @@ def choose_neighbors(
         candidates = retrieval.ids_at(drawn)
     else:
         candidates = split.neighbor_ids.gather(queries.ids)
-    candidates = outside(candidates, queries.excluded)
+    candidates = outside(retrieval.without_deleted(candidates), queries.excluded)
     if use.max_overlap < 1:
         read = read or text_reader(split, retrieval, queries, use)
         candidates = without_copies(candidates, read, queries, use.k, use.max_overlap)

@@ -146,6 +146,23 @@ def build_local(config: Config, **options) -> Datastore:
     return build(config, make_executor(config.executor), **options)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a datastore but the reports, which hold times."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith("report.")
+    }
+
+
 @pytest.fixture(autouse=True)
 def _quiet_logger() -> Iterator[None]:
     """Take back what the command line does to the project's logger."""

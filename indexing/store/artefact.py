@@ -6,13 +6,18 @@
     # here every file has been flushed and checksummed, the manifest written, and the folder renamed into place
 
 One rename makes it visible, so a killed stage leaves a temporary folder at most, never half an artefact. A stage asks
-`is_finished(folder, recipe)` first: the same recipe means the work is done; another one is refused by name.
+`is_finished(folder, recipe)` first: the same recipe means the work is done; another one is refused by name; one that is
+damaged is made again.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +27,10 @@ from typing import Any
 from indexing.store import remote
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, checksum, read_json, sync_folder, write_json
+
+log = logging.getLogger("retro")
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def fingerprint(value: Any) -> str:
@@ -58,16 +67,23 @@ class Recipe:
 
 
 def is_finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether `folder` holds the finished artefact of this recipe.
+    """Whether `folder` holds the finished artefact of this recipe. A damaged one does not: a warning says what is wrong.
 
     Raises:
         InputError: it holds the artefact of another recipe; the message names what differs and what rebuilds it.
     """
     if not (folder / MANIFEST).exists():
         return False
-    found = read_manifest(folder)
+    try:
+        found = parse_manifest(folder)
+    except InputError as error:
+        log.warning("%s; %s is made again", error, folder)
+        return False
     if found["fingerprint"] == recipe.fingerprint:
-        return True
+        problem = next(wrong_sizes(folder, found), None)
+        if problem:
+            log.warning("%s; %s is made again", problem, folder)
+        return problem is None
     raise InputError(
         f"{folder} was built by stage '{found['recipe']['stage']}' from something else:\n"
         + "".join(f"  {line}\n" for line in differences(found["recipe"], recipe.as_json()))
@@ -96,26 +112,61 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
     """Make the artefact `folder`: yields a temporary folder to fill and a dictionary of counts for the manifest.
 
     On a normal exit the folder is renamed into place with its manifest; on an error the temporary folder is removed and
-    nothing else changes. A temporary folder left by a killed process is removed first. Where the folder mirrors a URL,
-    everything is uploaded before the rename.
+    nothing else changes. What a killed process left of it, and a damaged artefact in its place, are removed first. Where
+    the folder mirrors a URL, everything is uploaded before the rename.
+
+    Every maker has a temporary folder of its own: one that is thought dead and still writes (its driver was killed, its
+    node cut off) cannot touch the files of the next, which has taken its folder away. Who is first counts.
+
+    Raises:
+        OSError: there is no space left; it names the file.
     """
-    work = folder.with_name(f".{folder.name}.tmp")
-    for leftover in (work, folder):  # `folder` itself only where a kill interrupted its removal
-        if leftover.exists() and not (leftover / MANIFEST).exists():
-            shutil.rmtree(leftover)
-    shutil.rmtree(work, ignore_errors=True)
+    for leftover in _leftovers(folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if folder.exists() and damage(folder):
+        remove(folder)
+    work = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     work.mkdir(parents=True)
     counts: dict[str, Any] = {}
     try:
         yield work, counts
         write_manifest(work, recipe, counts)
         sync_folder(work)
-        remote.publish(work, folder)
-        os.rename(work, folder)
-        sync_folder(folder.parent)
-    except BaseException:
+        _publish(work, folder, recipe)
+    except BaseException as error:
+        full = isinstance(error, OSError) and error.errno in _NO_SPACE
+        newest = _newest_file(work) if full else work
         shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError) and full:
+            advice = (
+                f"{os.strerror(error.errno or 0)}; make room and run the same command again, what is finished is kept"
+            )
+            raise OSError(error.errno, advice, str(folder / newest.relative_to(work))) from error
         raise
+
+
+def _leftovers(folder: Path) -> Iterator[Path]:
+    """The temporary folders of an artefact."""
+    for path in folder.parent.iterdir() if folder.parent.exists() else ():
+        if re.fullmatch(rf"\.{re.escape(folder.name)}(\.[0-9a-f]{{8}})?\.tmp", path.name):
+            yield path
+
+
+def _newest_file(work: Path) -> Path:
+    """The file that was being written last."""
+    files = [path for path in work.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_mtime_ns, default=work)
+
+
+def _publish(work: Path, folder: Path, recipe: Recipe) -> None:
+    remote.publish(work, folder)
+    try:
+        os.rename(work, folder)
+    except OSError:
+        if not is_finished(folder, recipe):
+            raise
+        shutil.rmtree(work)  # another maker was first: equal recipes, equal bytes
+    sync_folder(folder.parent)
 
 
 def write_manifest(folder: Path, recipe: Recipe, counts: Mapping[str, Any]) -> None:
@@ -139,41 +190,67 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: there is none, or a file is missing or has another size than when it was written.
     """
-    path = folder / MANIFEST
-    if not remote.fetch_manifest(folder):
-        raise InputError(f"{folder} is not finished: {path} is missing. Run the stage that makes it again.")
-    manifest = read_json(path)
-    problem = next(_wrong_sizes(folder, manifest), None)
+    problem = damage(folder)
     if problem:
-        raise InputError(f"{problem}. Remove the folder {folder} and run the command that made it again.")
+        raise InputError(f"{problem}. Run the command that makes {folder} again: it makes anew what is damaged.")
+    return parse_manifest(folder)
+
+
+def parse_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of an artefact, whatever its files are like.
+
+    Raises:
+        InputError: there is none, it cannot be read, or it is not as it was written.
+    """
+    path = folder / MANIFEST
+    remote.fetch_manifest(folder)
+    try:
+        manifest = read_json(path)
+        changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not {"counts", "files"} <= set(manifest)
+    except FileNotFoundError:
+        raise InputError(f"{folder} is not finished: {path} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} has changed since it was written ({error})") from error
+    if changed:
+        raise InputError(f"{path} has changed since it was written (fingerprint)")
     return manifest
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with an artefact as far as manifest and sizes tell, or None; `verify` looks at every byte."""
+    remote.fetch_manifest(folder)  # that a URL cannot be asked is no damage
+    try:
+        return next(wrong_sizes(folder, parse_manifest(folder)), None)
+    except InputError as error:
+        return str(error)
 
 
 def verify(folder: Path) -> list[str]:
     """Compare every file of an artefact with its manifest; one line for each that is missing or differs."""
-    if not (folder / MANIFEST).exists():
-        return [f"{folder / MANIFEST} is missing"]
     try:
-        manifest = read_json(folder / MANIFEST)
-        if fingerprint(manifest["recipe"]) != manifest["fingerprint"]:
-            return [f"{folder / MANIFEST} has changed since it was written (fingerprint)"]
-        problems = list(_wrong_sizes(folder, manifest))
-        return problems or [
-            f"{folder / name} has changed since it was written (checksum)"
-            for name, expected in manifest["files"].items()
-            if checksum(folder / name) != expected["checksum"]
-        ]
-    except (ValueError, KeyError) as error:
-        return [f"{folder / MANIFEST} has changed since it was written ({error})"]
+        manifest = parse_manifest(folder)
+    except InputError as error:
+        return [str(error)]
+    return list(wrong_sizes(folder, manifest)) or [
+        problem for name in manifest["files"] if (problem := wrong_checksum(folder, manifest, name))
+    ]
 
 
-def _wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each file of an artefact that is missing or has another size than its manifest says."""
     for name, expected in manifest["files"].items():
         file = folder / name
-        size = file.stat().st_size if file.exists() else None
+        size = file.stat().st_size if file.is_file() else None
         if size != expected["bytes"] and not (size is None and remote.url_of(folder)):
             found = "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
             yield f"{file} {found}"
+
+
+def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None:
+    """What is said of one file of an artefact whose bytes are not those of its manifest, or None."""
+    if checksum(folder / name) == manifest["files"][name]["checksum"]:
+        return None
+    return f"{folder / name} has changed since it was written (checksum)"
 
 
 def remove(folder: Path) -> None:

@@ -9,13 +9,15 @@
       index/trained/  index/00000/  index/tuned/
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
       materialised/00000/{train,valid,test}/  tokens.npy lengths.npy
+      appended/00001/               corpus/ of each generation that was appended
+      deleted.npy                   chunk ids of deleted documents, once there are any
 
 A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. The ids stored as
 neighbors are ids of the `train` split, which is the only one in the index, or of other datastores (`retrieval.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from indexing.store import remote
+from indexing.store.deleted import deleted_ranges, without_deleted
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.reading import RangedArray, Reading, check_rows
@@ -34,6 +37,20 @@ SPLITS = ("train", "valid", "test")
 def shard_name(shard: int) -> str:
     """The folder name of a shard: five digits or more, so that names sort as numbers do."""
     return f"{shard:05d}"
+
+
+def open_array(path: Path) -> np.ndarray:
+    """A memory-mapped `.npy` file; one of a URL is fetched.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
+    path = remote.present(path)
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError) as error:
+        raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
+    return array
 
 
 class ShardedArray:
@@ -63,12 +80,8 @@ class ShardedArray:
         """
         if shard not in self._open:
             rows = int(self.starts[shard + 1] - self.starts[shard])
-            path = remote.present(self.paths[shard])
-            try:
-                array = np.load(path, mmap_mode="r" if rows else None, allow_pickle=False)
-            except (FileNotFoundError, ValueError, EOFError) as error:
-                raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
-            check_rows(path, len(array), rows)
+            array = open_array(self.paths[shard])
+            check_rows(self.paths[shard], len(array), rows)
             self._open[shard] = array
         return self._open[shard]
 
@@ -131,6 +144,10 @@ class Split:
     def num_documents(self) -> int:
         """Documents in all shards."""
         return sum(self.document_rows)
+
+    def first_shards(self, count: int) -> "Split":
+        """The split as it was when it had this many shards."""
+        return replace(self, chunk_rows=self.chunk_rows[:count], document_rows=self.document_rows[:count])
 
     def _array(self, stage: str, name: str) -> ShardedArray:
         paths = [self.folder / stage / shard_name(s) / f"{name}.npy" for s in range(len(self.chunk_rows))]
@@ -229,6 +246,33 @@ class Split:
             lengths[continued] += read_lengths[len(present) :]
         return tokens, lengths
 
+    def without_deleted(self, ids: np.ndarray) -> np.ndarray:
+        """Chunk ids [...] int64 with -1 for those of deleted documents; only documents of `train` are ever found."""
+        return without_deleted(ids, deleted_ranges(self.folder)) if self.name == "train" else ids
+
+    def find_documents(self, ids: Sequence[str]) -> list[int]:
+        """The numbers of the documents with these ids, all of them where several share one.
+
+        Raises:
+            InputError: there is none with an id.
+        """
+        import pyarrow.parquet
+
+        wanted, found, number = set(ids), list[int](), 0
+        missing = set(wanted)
+        for shard, rows in enumerate(self.document_rows):
+            path = remote.present(self.folder / "chunks" / shard_name(shard) / self.name / "documents.parquet")
+            names = pyarrow.parquet.read_table(path, columns=["id"])["id"].to_pylist()
+            found += [number + row for row, name in enumerate(names) if name in wanted]
+            missing.difference_update(names)
+            number += rows
+        if missing:
+            raise InputError(
+                f"{self.folder} has no document {sorted(missing)[0]!r} among its {number:,} of {self.name}"
+                + (f" ({len(missing):,} of the ids are unknown)." if len(missing) > 1 else ".")
+            )
+        return found
+
     def metadata(self, documents: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of `documents.parquet` for these document numbers, as dictionaries."""
         import pyarrow.parquet
@@ -264,7 +308,7 @@ class Datastore:
                 asks for ranges of bytes).
 
         Raises:
-            InputError: there is none, its chunks are not finished, or its format is of another version.
+            InputError: there is none, its chunks are not finished, its manifest is damaged or its format is of another version.
         """
         folder = remote.local_folder(location)
         remote.refresh(folder)
@@ -274,7 +318,12 @@ class Datastore:
             raise InputError(
                 f"{at} is not a datastore ({at}/manifest.json is missing). Build one: `retro index CONFIG`."
             )
-        manifest = read_json(path)
+        try:
+            manifest = read_json(path)
+        except ValueError as error:
+            raise InputError(
+                f"{path} cannot be read: {error}. Run `retro index CONFIG`, which writes it again."
+            ) from error
         if manifest.get("format_version") != FORMAT_VERSION:
             raise InputError(
                 f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
@@ -333,11 +382,13 @@ class Datastore:
 
     @property
     def fingerprint(self) -> str:
-        """One fingerprint over every finished stage but `materialise`, which only repeats what the others hold."""
+        """One fingerprint over every finished stage but `materialise`, which only repeats what the others hold, and what
+        has been deleted."""
         from indexing.store.artefact import fingerprint
 
         stages = {name: value for name, value in self.manifest["fingerprints"].items() if name != "materialise"}
-        return fingerprint(stages)
+        deleted = deleted_ranges(self.folder).tolist()
+        return fingerprint(stages | ({"deleted": deleted} if deleted else {}))
 
 
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ Everything here is a plain file that a stranger can open: `.npy` by `numpy.load(
 """
 
 import hashlib
+import io
 import json
 import os
 from pathlib import Path
@@ -53,10 +54,12 @@ class NpyWriter:
 
     def close(self) -> None:
         """Write the true number of rows into the header and flush to disk."""
-        self._write_header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            self._write_header()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
     def __enter__(self) -> "NpyWriter":
         return self
@@ -74,14 +77,29 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically: a temporary name, flushed, then renamed."""
+    """Write `data` to `path` atomically: a temporary name, flushed, then renamed.
+
+    Raises:
+        OSError: there is no space left, …; it names the file, and nothing of it stays.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     sync_folder(path.parent)
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """`numpy.save`, written as by `write_bytes`: numpy's own says neither file nor reason when the disk is full."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    write_bytes(path, buffer.getvalue())
 
 
 def read_json(path: Path) -> Any:

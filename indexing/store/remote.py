@@ -23,9 +23,12 @@ from typing import Any
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, checksum, read_json, write_bytes
 
-_TOP_FILES = (MANIFEST, "report.json", "report.html")  # of a datastore, in no artefact
+_READ_ON_OPEN = (MANIFEST, "deleted.npy")
+_TOP_FILES = (*_READ_ON_OPEN, "report.json", "report.html")  # of a datastore, in no artefact
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]+:")
 # In these a folder is but a name. Asked for one, s3fs makes a missing bucket, which a wrong letter must not do.
+# Where names may not be listed, S3 says of a missing one that it is forbidden.
+_MISSING = (FileNotFoundError, PermissionError)
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "http", "https"}
 
 
@@ -68,19 +71,30 @@ def is_away(path: Path) -> bool:
 
 
 def refresh(folder: Path) -> None:
-    """Fetch the top manifest of a mirrored datastore. If it has changed, drop the artefacts that are others now."""
+    """Fetch the top manifest of a mirrored datastore, and what has been deleted. If one has changed, drop the artefacts
+    that are others now."""
     if url_of(folder) is None:
         return
-    data, path = _read(f"{url_of(folder)}/{MANIFEST}"), folder / MANIFEST
-    if data is None:
-        path.unlink(missing_ok=True)
-    elif not path.exists() or path.read_bytes() != data:
-        with _locked(folder):
-            for manifest in [*folder.glob(f"*/**/{MANIFEST}")]:  # listed before any is removed
-                is_being_written = manifest.parent.name.startswith(".")
-                if not is_being_written and _read(str(url_of(manifest))) != manifest.read_bytes():
-                    shutil.rmtree(manifest.parent)
-            write_bytes(path, data)
+    for name in _READ_ON_OPEN:
+        missing = (FileNotFoundError,) if name == MANIFEST else _MISSING
+        data, path = _read(f"{url_of(folder)}/{name}", missing), folder / name
+        if data is None:
+            path.unlink(missing_ok=True)
+        elif not path.exists() or path.read_bytes() != data:
+            with _locked(folder):
+                if name == MANIFEST:
+                    for manifest in [*folder.glob(f"*/**/{MANIFEST}")]:  # listed before any is removed
+                        is_being_written = manifest.parent.name.startswith(".")
+                        if not is_being_written:
+                            drop_if_changed(manifest.parent)
+                write_bytes(path, data)
+
+
+def drop_if_changed(folder: Path) -> None:
+    """Remove what is here of a mirrored artefact that is another one at its URL now, or none."""
+    path = folder / MANIFEST
+    if url_of(folder) and path.exists() and _read(f"{url_of(folder)}/{MANIFEST}", _MISSING) != path.read_bytes():
+        shutil.rmtree(folder)
 
 
 def present(path: Path) -> Path:
@@ -110,8 +124,7 @@ def fetch_manifest(folder: Path) -> bool:
     path = folder / MANIFEST
     if path.exists() or url_of(folder) is None:
         return path.exists()
-    # Where names may not be listed, S3 says of a missing one that it is forbidden.
-    data = _read(f"{url_of(folder)}/{MANIFEST}", (FileNotFoundError, PermissionError))
+    data = _read(f"{url_of(folder)}/{MANIFEST}", _MISSING)
     if data is not None:
         with _locked(folder):
             write_bytes(path, data)
@@ -176,9 +189,16 @@ def publish(work: Path, folder: Path) -> None:
     """Upload an artefact that will be `folder` and lies in `work`: its manifest last, so that it is whole once it is seen."""
     if url_of(folder) is None:
         return
-    files = [path for path in sorted(work.rglob("*")) if path.is_file() and path != work / MANIFEST]
-    for file in (*files, work / MANIFEST):
-        _put(file, f"{url_of(folder)}/{file.relative_to(work).as_posix()}")
+    for name in (*read_json(work / MANIFEST)["files"], MANIFEST):
+        _put(work / name, f"{url_of(folder)}/{name}")
+
+
+def move(folder: Path, to: Path) -> None:
+    """Rename a finished artefact; at a URL it is copied, then removed."""
+    present(folder)
+    publish(folder, to)
+    os.rename(folder, to)
+    remove(folder)
 
 
 def publish_file(path: Path) -> None:

@@ -87,6 +87,15 @@ class RetrievalSet:
             tokens[rows], lengths[rows] = split.with_continuation(chunk_ids)
         return tokens, lengths
 
+    def without_deleted(self, ids: np.ndarray) -> np.ndarray:
+        """Ids [...] int64 with -1 for chunks of documents that have been deleted."""
+        out = ids.copy()
+        for number, split in enumerate(self.splits):
+            present = (ids >= 0) & (ids >> CHUNK_ID_BITS == number)
+            kept = split.without_deleted(ids[present] & ((1 << CHUNK_ID_BITS) - 1))
+            out[present] = neighbor_ids(number, kept)
+        return out
+
     def metadata(self, ids: np.ndarray) -> list[dict[str, Any]]:
         """The row of `documents.parquet` of each chunk's document; an id of -1 has none: an empty dictionary."""
         out: list[dict[str, Any]] = [{} for _ in ids]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from indexing.exact import exact_search, order_by_distance, recall, rerank
-from indexing.index import IndexSettings, ShardedIndex, add_shard, choose_key, train, tune
+from indexing.index import IndexSettings, add_shard, choose_key, train, tune
+from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import ShardedArray
 from indexing.store.errors import InputError
 
@@ -32,7 +33,7 @@ def build(folder, vectors: np.ndarray, key: str, num_shards: int = 3) -> tuple[S
         paths.append(work / "vectors.npy")
         rows.append(len(part))
         first += len(part)
-    return ShardedIndex.open(folder, num_shards), ShardedArray(paths, rows)
+    return ShardedIndex.open(folder, range(num_shards)), ShardedArray(paths, rows)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_tuning_takes_the_smallest_nprobe_that_reaches_the_target(tmp_path) -> N
 
 @pytest.mark.parametrize(
     ("chunks", "expected"),
-    [(10, r"Flat"), (19_999, r"Flat"), (60_000, r"IVF\d+,PQ128x4fs"), (10_000_000, r"IVF\d+_HNSW32,PQ128x4fs")],
+    [(10, r"Flat"), (19_999, r"Flat"), (60_000, r"IVF\d+,PQ128x4"), (10_000_000, r"IVF\d+_HNSW32,PQ128x4")],
 )
 def test_key_for_a_size(chunks: int, expected: str) -> None:
     import re

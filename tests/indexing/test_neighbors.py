@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from indexing.exact import exact_search, recall
-from indexing.index import ShardedIndex
 from indexing.neighbors import NeighborSettings, neighbors_of
 from indexing.overlap import overlap
+from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 
@@ -38,7 +38,7 @@ def test_neighbors_are_sorted_distinct_and_the_exact_ones(tiny_datastore: Datast
 def test_starved_queries_are_searched_deeper(tiny_datastore: Datastore) -> None:
     """With six candidates nearly all are of the own document where a document repeats itself; k must be found all the same."""
     train = tiny_datastore.train
-    index = ShardedIndex.open(tiny_datastore.folder / "index", len(train.chunk_rows))
+    index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
     settings = NeighborSettings(k=6, candidates=6)
     longest = max(range(train.num_documents), key=lambda n: train.chunk_range(n)[1] - train.chunk_range(n)[0])
     first, stop = train.chunk_range(longest)
@@ -51,7 +51,7 @@ def test_starved_queries_are_searched_deeper(tiny_datastore: Datastore) -> None:
 
 def test_near_copies_are_left_out_where_asked(tiny_datastore: Datastore) -> None:
     train, valid = tiny_datastore.train, tiny_datastore.valid
-    index = ShardedIndex.open(tiny_datastore.folder / "index", len(train.chunk_rows))
+    index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
     queries = valid.embeddings.read(0, 60).astype(np.float32)
     tokens = (valid.tokens.read(0, 60), valid.lengths.read(0, 60))
 
@@ -68,7 +68,7 @@ def test_near_copies_are_left_out_where_asked(tiny_datastore: Datastore) -> None
 
 def test_without_reranking_the_index_order_stays(tiny_datastore: Datastore) -> None:
     train, valid = tiny_datastore.train, tiny_datastore.valid
-    index = ShardedIndex.open(tiny_datastore.folder / "index", len(train.chunk_rows))
+    index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
     settings = replace(NeighborSettings(k=6, candidates=24), rerank=False)
     queries = valid.embeddings.read(0, 20).astype(np.float32)
     ids, distances, _ = neighbors_of(queries, index, train, settings)

@@ -1,12 +1,13 @@
-"""Progress: quiet where nobody watches, one line at the end, bars that nest."""
+"""Progress: quiet where nobody watches, one line at the end, bars that nest; a view of all stages, and a summary."""
 
 import io
 import logging
+import time
 
 import pytest
 
 from pipelines import progress as module
-from pipelines.progress import human_bytes, human_count, human_seconds, progress
+from pipelines.progress import StagesView, Step, human_bytes, human_count, human_seconds, progress, summary_rows
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
@@ -65,3 +66,107 @@ def test_numbers_as_people_read_them() -> None:
     assert human_count(2.34) == "2.3"
     assert [human_bytes(x) for x in (5, 1500, 2.5e9)] == ["5 B", "1.5 kB", "2.5 GB"]
     assert [human_seconds(x) for x in (3.21, 65, 7500)] == ["3.2 s", "1 min 05 s", "2 h 05 min"]
+
+
+# --- the view of all stages ------------------------------------------------------------------------------------------
+
+
+def build_with(view: StagesView, slow: float = 0.0) -> None:
+    """Three stages: two steps, one step, and nothing left to do."""
+    with view.shown(["chunk", "embed", "add"]):
+        with view.stage("chunk"):
+            with progress("scan", total=1000, unit="bytes") as advance:
+                advance(1000)
+            with progress("chunk", total=2000, unit="bytes") as advance:
+                advance(2000)
+        with view.stage("embed"), progress("embed", total=4, unit="chunks") as advance:
+            advance(1)
+            time.sleep(slow)
+            advance(3)
+        with view.stage("add"):
+            pass
+
+
+def test_without_a_terminal_each_stage_is_a_line_and_a_summary_ends_it(caplog, capsys) -> None:
+    with caplog.at_level(logging.INFO, "retro"):
+        build_with(StagesView())
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "stage 1 of 3, chunk"
+    assert lines[1].startswith("scan: 1.0 kB in")
+    assert "stage 3 of 3, add: finished before" in lines
+    assert [line.split()[0] for line in lines[-6:]] == ["stage", "chunk", "chunk", "embed", "add", "all"]
+    assert lines[-2].split() == ["add", "finished", "before"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_view_records_what_was_done_stage_by_stage() -> None:
+    view = StagesView(quiet=True)
+    build_with(view)
+    made = [(step.stage, step.name, step.units, step.unit) for step in view.steps]
+    assert made == [
+        ("chunk", "scan", 1000, "bytes"),
+        ("chunk", "chunk", 2000, "bytes"),
+        ("embed", "embed", 4, "chunks"),
+        ("add", "add", 0, ""),
+    ]
+
+
+def test_a_quiet_view_says_nothing_but_bars_after_it_do(caplog) -> None:
+    with caplog.at_level(logging.INFO, "retro"):
+        build_with(StagesView(quiet=True))
+        assert caplog.text == ""
+        with progress("train", total=1, unit="tokens") as advance:
+            advance(1)
+    assert "train: 1 tokens" in caplog.text
+
+
+def test_what_takes_long_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(module, "_LINE_SECONDS", 0.02)
+    with caplog.at_level(logging.INFO, "retro"):
+        build_with(StagesView(), slow=0.2)
+    again = [record.getMessage() for record in caplog.records if "embed: 25%, 1 of 4 chunks" in record.getMessage()]
+    assert len(again) >= 2
+    assert again[0].endswith("left")
+
+
+def test_in_a_terminal_every_stage_has_a_row_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch)
+    module.setup_logging()
+    view = StagesView()
+    with view.shown(["chunk", "embed"]):
+        assert module._live
+        module._live[-1].refresh()
+        assert screen.getvalue().endswith("chunk   waiting    \nembed   waiting    ")
+        with view.stage("chunk"), progress("chunk", total=2000, unit="bytes") as advance:
+            advance(1000)
+            module._live[-1].refresh()
+            assert "50%" in screen.getvalue()
+        with view.stage("embed"):
+            pass
+        module._live[-1].refresh()
+        assert "finished before" in screen.getvalue()
+    assert module._live == []
+    assert "chunk  chunk  1.0 kB" in screen.getvalue()
+
+
+def test_an_error_in_a_stage_passes_through_and_closes_the_view(caplog) -> None:
+    def fail() -> None:
+        with view.shown(["chunk"]), view.stage("chunk"), progress("scan", total=1, unit="bytes"):
+            raise RuntimeError("inside")
+
+    view = StagesView()
+    with caplog.at_level(logging.INFO, "retro"), pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert module._views == []
+    assert view.steps == []
+    assert "all" not in caplog.text
+
+
+def test_the_summary_has_a_rate_for_each_step_and_the_time_of_all() -> None:
+    steps = [Step("add", "add", 1000, "chunks", 2.0), Step("add", "tune", 10, "queries", 1.0), Step("neighbors", "n")]
+    assert summary_rows(steps)[1:] == [
+        ["add", "add", "1,000 chunks", "2.0 s", "500/s"],
+        ["", "tune", "10 queries", "1.0 s", "10/s"],
+        ["neighbors", "", "", "finished before", ""],
+        ["all", "", "", "3.0 s", ""],
+    ]

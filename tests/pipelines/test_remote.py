@@ -22,7 +22,7 @@ from pipelines.executors import ExecutorSettings, Task
 from pipelines.settings import load, to_toml
 from pipelines.stages import build
 from retro.batches import DataSettings, TrainingData
-from tests.conftest import build_local, tiny_config
+from tests.conftest import build_local, tiny_config, write_corpus
 from tests.pipelines.test_stages import contents
 
 
@@ -151,6 +151,52 @@ def test_a_stage_rebuilt_elsewhere_replaces_what_lies_at_the_url(
     assert again.fingerprint == local.fingerprint != first.fingerprint
     build_local(changed, rebuild=True)
     assert at(url) == {name: data for name, data in contents(local.folder).items() if name != ".lock"}
+
+
+def test_a_datastore_at_a_url_grows_as_a_local_one_does(
+    bucket, tmp_path, tiny_corpus, another_machine, monkeypatch
+) -> None:
+    """Every task on a machine of its own; the neighbors that were known are merged with the new ones."""
+    config = tiny_config(tmp_path, tiny_corpus)
+    more = write_corpus(tmp_path / "more.jsonl", 30, 7)
+    grown = replace(config, corpus=replace(config.corpus, paths=(*config.corpus.paths, str(more))))
+    build_local(config)
+    local = contents(build_local(grown, append=True).folder)
+    executor, moved, move = ElsewhereExecutor(another_machine, monkeypatch), [], remote.move
+    monkeypatch.setattr(remote, "move", lambda folder, to: (moved.append(to.name), move(folder, to)))
+    build(replace(config, datastore=Path(f"{bucket}/wiki")), executor)
+    build(replace(grown, datastore=Path(f"{bucket}/wiki")), executor, append=True)
+    assert "00000.before" in moved
+    assert at(f"{bucket}/wiki") == {name: data for name, data in local.items() if name != ".lock"}
+
+
+def test_near_copies_are_found_at_a_url(bucket, tmp_path, tiny_corpus, another_machine, monkeypatch) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    write_corpus(tmp_path / "evaluation.jsonl", 10, 7)
+    config = replace(config, dedup=replace(config.dedup, within=True, paths=(str(tmp_path / "evaluation.jsonl"),)))
+    local = contents(build_local(config, only="chunk").folder)
+    executor = ElsewhereExecutor(another_machine, monkeypatch)
+    build(replace(config, datastore=Path(f"{bucket}/wiki")), executor, only="chunk")
+    assert at(f"{bucket}/wiki") == {name: data for name, data in local.items() if name != ".lock"}
+
+
+def test_documents_are_deleted_at_the_url_and_everyone_sees_it(url, another_machine, capsys) -> None:
+    another_machine()
+    whole = Datastore.open(url)
+    victim = Retriever.open(url).search(["search model index"], 1)[0][0].document["id"]
+    here = another_machine()
+    assert main(["delete", url, "--ids", victim]) == 0
+    assert "1 documents deleted" in capsys.readouterr().out
+    assert "deleted.npy" in fetched(here)
+    there = another_machine()
+    assert not {hit.document["id"] for hit in Retriever.open(url).search(["search model index"], 9)[0]} & {victim}
+    assert "deleted.npy" in fetched(there)
+    assert Datastore.open(url).fingerprint != whole.fingerprint
+    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem.rm_file(f"{root}/deleted.npy")  # the URL is the truth
+    assert Datastore.open(url).fingerprint == whole.fingerprint
+    assert main(["verify", url]) == 2
+    assert "copy it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reading", ["mmap", "pread"])

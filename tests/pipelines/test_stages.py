@@ -23,16 +23,7 @@ from indexing.store.files import read_json, write_json
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings
 from pipelines.settings import to_toml
-from tests.conftest import build_local, tiny_config, write_corpus
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a datastore but the reports, which hold times."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith("report.")
-    }
+from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 
 def changed_since(folder: Path, moment: float) -> list[Path]:
@@ -143,17 +134,6 @@ def test_a_touched_but_equal_corpus_is_accepted(tmp_path) -> None:
     build_local(config)
     os.utime(corpus, (1, 1))
     build_local(config)
-
-
-def test_a_truncated_shard_is_named_and_made_anew_after_its_removal(tmp_path, tiny_corpus, tiny_datastore) -> None:
-    config = tiny_config(tmp_path, tiny_corpus)
-    build_local(config)
-    victim = config.datastore / "embeddings" / "00002" / "train.npy"
-    victim.write_bytes(victim.read_bytes()[:-7])
-    with pytest.raises(InputError, match=r"00002/train\.npy has .* bytes"):
-        build_local(config)
-    shutil.rmtree(victim.parent)
-    assert contents(build_local(config).folder) == contents(tiny_datastore.folder)
 
 
 def test_two_builders_of_one_datastore_do_not_meet(tmp_path, tiny_corpus) -> None:
@@ -345,17 +325,3 @@ def test_a_corpus_without_text_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"corpus\.text_key = 'text'"):
         build_local(tiny_config(tmp_path, tmp_path / "x.jsonl"))
     assert not (tmp_path / "datastore").exists()
-
-
-@pytest.mark.cluster
-@pytest.mark.filterwarnings("ignore")  # ray's own
-def test_ray_builds_the_same_bytes(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
-    import ray
-
-    config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(kind="ray", ray_address="local"))
-    try:
-        assert contents(build_local(config).folder) == contents(tiny_datastore.folder)
-        with pytest.raises(InputError, match=r"neighbors\.k"):
-            build_local(replace(config, neighbors=replace(config.neighbors, k=4)))
-    finally:
-        ray.shutdown()

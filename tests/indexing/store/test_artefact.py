@@ -1,5 +1,7 @@
 """Artefacts: whole or absent, and refused by name when they are made of something else."""
 
+import re
+
 import pytest
 
 from indexing.store.artefact import Recipe, create, is_finished, read_manifest, remove, verify
@@ -57,12 +59,56 @@ def test_leftovers_of_a_kill_are_replaced(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("damage", [lambda p: p.write_bytes(b"123"), lambda p: p.unlink()])
-def test_truncated_or_missing_file_is_named(tmp_path, damage) -> None:
-    make(tmp_path / "a", recipe())
-    damage(tmp_path / "a" / "data.bin")
-    with pytest.raises(InputError, match=r"data\.bin"):
-        is_finished(tmp_path / "a", recipe())
+DAMAGE = {
+    "cut short": lambda folder: (folder / "data.bin").write_bytes(b"123"),
+    "missing": lambda folder: (folder / "data.bin").unlink(),
+    "manifest cut short": lambda folder: (folder / "manifest.json").write_text('{"fingerprint": "0'),
+    "manifest edited": lambda folder: (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text().replace("64", "32")
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_artefact_is_refused_by_readers_and_made_again_by_its_maker(tmp_path, caplog, damage) -> None:
+    folder = tmp_path / "a"
+    make(folder, recipe())
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    damage(folder)
+    with pytest.raises(InputError, match=r"(data\.bin|manifest\.json) (is missing|has)"):
+        read_manifest(folder)
+    assert not is_finished(folder, recipe())
+    assert re.search(r"a/(data\.bin|manifest\.json) (is missing|has).* is made again", caplog.text)
+    make(folder, recipe())
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_a_maker_that_was_thought_dead_cannot_touch_the_files_of_the_next(tmp_path) -> None:
+    """A worker whose node was cut off goes on writing while its shard is made elsewhere."""
+    folder = tmp_path / "a"
+
+    def ghost() -> None:
+        with create(folder, recipe()) as (work, _):
+            (work / "data.bin").write_bytes(b"12")
+            make(folder, recipe())  # the next one comes, and finishes
+
+    with pytest.raises(FileNotFoundError):
+        ghost()
+    assert verify(folder) == []
+    assert (folder / "data.bin").read_bytes() == b"12345"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_of_two_makers_the_first_to_finish_counts(tmp_path) -> None:
+    folder = tmp_path / "a"
+    with create(folder, recipe()) as (work, counts):
+        (work / "data.bin").write_bytes(b"12345")
+        counts["rows"] = 5
+        other = tmp_path / "elsewhere"  # as another process would: its folder appears between our check and our rename
+        make(other, recipe())
+        other.rename(folder)
+    assert verify(folder) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_verify_finds_a_changed_byte(tmp_path) -> None:

@@ -1,0 +1,107 @@
+"""What documents are compared by: sets of n-grams, their exact Jaccard similarity, and MinHash bands that find the near ones.
+
+    text ──units──► hashes of words ──gram_set──► sorted set of 64-bit n-grams ──Sketch──► bands of its MinHash
+
+A unit is a word, lower-cased, or one character of a script that is written without spaces (Chinese, Japanese, Thai …).
+So 13 units are a sentence in either kind of script. Punctuation and blanks do not count.
+"""
+
+import re
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Thai and Lao, Burmese, Khmer, radicals to kana and bopomofo, and the blocks of Han characters.
+_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u312f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_UNIT = re.compile(rf"(?=\w)[{_UNSPACED}]|[^\W{_UNSPACED}]+")
+_SEED = 1
+_BLOCK_GRAMS = 4096  # permuted at once, so that memory does not grow with the document
+_MISSED = 0.01  # share of the pairs exactly at the threshold that may never meet in a band
+
+
+def units(text: str) -> np.ndarray:
+    """The words of a text, or its characters where words are not told apart by spaces, in order: [units] uint64 hashes."""
+    words = _UNIT.findall(text.lower())
+    return np.fromiter(map(zlib.crc32, map(str.encode, words)), np.uint64, len(words))
+
+
+def gram_set(text: str, ngram: int) -> np.ndarray:
+    """The distinct runs of `ngram` units in a text: [grams] uint64 hashes, sorted.
+
+    A text of fewer units is one gram, all of it; one without any has none.
+    """
+    return grams_of(units(text), ngram)
+
+
+def grams_of(hashes: np.ndarray, ngram: int) -> np.ndarray:
+    """The distinct runs of `ngram` of these hashes [units] uint64: [grams] uint64, sorted; of fewer units, one run."""
+    if not len(hashes):
+        return hashes
+    length = min(ngram, len(hashes))
+    grams = np.zeros(len(hashes) - length + 1, np.uint64)
+    for place, factor in enumerate(_factors(length)):
+        grams += hashes[place : place + len(grams)] * factor
+    return np.unique(_mixed(grams))
+
+
+def jaccard(first: np.ndarray, second: np.ndarray) -> float:
+    """|A ∩ B| / |A ∪ B| of two sorted sets of grams; 0 if both are empty."""
+    shared = len(np.intersect1d(first, second, assume_unique=True))
+    return shared / max(1, len(first) + len(second) - shared)
+
+
+def banding(threshold: float, permutations: int) -> tuple[int, int] | None:
+    """How a MinHash is cut into bands: (number, rows), or None where there are too few permutations for the threshold.
+
+    Two sets meet in a band with probability J^rows each. Of all shapes by which no more than 1 in 100 of the pairs exactly
+    at the threshold never meet, this has the most rows: the fewest chance meetings of documents that are not near.
+    """
+    for rows in range(permutations, 0, -1):
+        number = permutations // rows
+        if (1 - threshold**rows) ** number <= _MISSED:
+            return number, rows
+    return None
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """MinHash bands of gram sets: near sets have one in common, all but surely.
+
+    Attributes:
+        bands: bands of a set.
+        rows: MinHash values in each.
+    """
+
+    bands: int
+    rows: int
+    _empty: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        from datasketch import MinHash
+
+        # The scheme is named because it decides the bytes. Grams are hashes already, so no other hash is taken of them.
+        empty = MinHash(self.bands * self.rows, seed=_SEED, scheme="affine32", hashfunc=int)
+        object.__setattr__(self, "_empty", empty)
+
+    def __call__(self, grams: np.ndarray) -> np.ndarray:
+        """A set [grams] uint64 → the hash of each of its bands [bands] uint64."""
+        minhash = self._empty.copy()
+        upper = grams >> np.uint64(32)
+        for start in range(0, len(upper), _BLOCK_GRAMS):
+            minhash.update_batch(upper[start : start + _BLOCK_GRAMS].tolist())
+        values = minhash.hashvalues.astype(np.uint64).reshape(self.bands, self.rows)
+        return _mixed((values * _factors(self.rows)).sum(axis=1, dtype=np.uint64))
+
+
+def _factors(number: int) -> np.ndarray:
+    """[number] odd uint64, always the same."""
+    return _mixed(np.arange(1, number + 1, dtype=np.uint64)) | np.uint64(1)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """A bijection of 64 bits (the finalizer of SplitMix64) after which every bit depends on all."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,166 @@
+"""The nearest chunks of very many queries by matrix products: 2·d·N operations a query, at the rate of the hardware.
+
+    columns (chunks), a block at a time → products with some queries → maxima of groups → the best groups → candidates
+
+The top k of a row lie in its top k groups, whatever the grouping. So products are reduced to maxima of 4, these to maxima of
+16, and again, while they are in the cache; only the way back down touches single chunks. Nothing is trained and nothing is
+missed but by rounding: the products are bfloat16's where the hardware has it, and the caller re-ranks the candidates.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from indexing import device as devices
+from indexing.store.datastore import ShardedArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_COLUMNS = 262_144  # chunks held in the precision of the products at a time: 128 MB of bfloat16 where d = 256
+_FANS = (4, 16, 16)  # members of a group on each level
+_WIDTH = 4 * 16 * 16
+# Queries and chunks multiplied at a time. On a CPU half a megabyte of products, which stays in a core's cache until it has
+# been reduced: with four times as much the maxima take twice as long.
+_SHAPES = {"cpu": (256, _WIDTH), "cuda": (8192, 16 * _WIDTH)}
+_MEMBERS = {"cpu": 2**25, "cuda": 2**30}  # elements of single chunks looked at for a block of queries
+
+
+class ProductIndex:
+    """Exhaustive search over stored embeddings of unit length; searched like a `ShardedIndex`, with nothing to tune.
+
+    Args:
+        embeddings: [chunks, d] float16, of unit length: the nearest have the greatest products.
+        device: `auto`, `cpu`, `cuda` …
+        rows: first and stop of the chunks that are searched; all by default.
+    """
+
+    nprobe = max_nprobe = 1
+
+    def __init__(self, embeddings: ShardedArray, device: str = "auto", rows: tuple[int, int] | None = None) -> None:
+        import torch
+
+        self.embeddings = embeddings
+        self.first, self.stop = rows or (0, len(embeddings))
+        self.num_vectors = self.stop - self.first
+        self.device = devices.resolve(device)
+        self.dtype = torch.bfloat16 if devices.has_bfloat16(self.device) else torch.float32
+
+    def set_nprobe(self, nprobe: int) -> None:
+        """Nothing: all chunks are looked at."""
+
+    def search(self, queries: np.ndarray, k: int, excluded: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+        """The k candidates of each query: [n, d] float32 → ids [n, k] int64, -1 where there are fewer.
+
+        Args:
+            queries: of unit length. Many at once: the chunks are read and converted once a call.
+            k: how many.
+            excluded: first and stop [n] of a range of ids that a query must not find.
+        """
+        import torch
+
+        points = torch.from_numpy(np.ascontiguousarray(queries)).to(self.device, self.dtype)
+        ranges = None if excluded is None else torch.from_numpy(np.stack(excluded, axis=1))  # [n, 2]
+        scores = torch.full((len(queries), k), -torch.inf)
+        ids = torch.full((len(queries), k), -1, dtype=torch.int64)
+        kind = self.device.partition(":")[0]
+        rows = max(1, min(_SHAPES[kind][0], _MEMBERS[kind] // (_FANS[0] * k * queries.shape[1])))
+        with _one_thread_each() as run:
+            for start, columns, real in self._blocks():
+
+                def look(first: int, start: int = start, columns: "Tensor" = columns, real: int = real) -> None:
+                    block = slice(first, first + rows)
+                    own = None if ranges is None else ranges[block] - start
+                    found, places = _best_of(points[block], columns, self._tile(real), real, k, own)
+                    joined = torch.cat((scores[block], found), dim=1)
+                    scores[block], order = joined.topk(k, dim=1)
+                    ids[block] = torch.cat((ids[block], places + start), dim=1).gather(1, order)
+
+                run(look, range(0, len(queries), rows))
+        return ids.masked_fill_(scores == -torch.inf, -1).numpy()
+
+    def _blocks(self) -> Iterator[tuple[int, "Tensor", int]]:
+        """First id, chunks [c, d] padded with zeros to whole tiles, and how many are real."""
+        import torch
+
+        for start in range(self.first, self.stop, _COLUMNS):
+            stop = min(start + _COLUMNS, self.stop)
+            real, tile = stop - start, self._tile(stop - start)
+            columns = torch.zeros((-(-real // tile) * tile, self.embeddings.row_shape[0]), dtype=self.dtype)
+            for first in range(start, stop, 65_536):
+                last = min(first + 65_536, stop)
+                columns[first - start : last - start] = torch.from_numpy(self.embeddings.read(first, last).copy())
+            yield start, columns.to(self.device), real
+
+    def _tile(self, columns: int) -> int:
+        return min(_SHAPES[self.device.partition(":")[0]][1], -(-columns // _WIDTH) * _WIDTH)
+
+
+def _best_of(
+    points: "Tensor", columns: "Tensor", tile: int, real: int, k: int, own: "Tensor | None"
+) -> tuple["Tensor", "Tensor"]:
+    """Scores [q, k] float32 and places [q, k] in `columns`, greatest first; -inf where there are fewer."""
+    import torch
+
+    fan = _FANS[0]
+    shared = [] if own is None else _runs(own)
+    levels = [points.new_empty((len(points), len(columns) // fan))]
+    for start in range(0, len(columns), tile):
+        products = points @ columns[start : start + tile].T  # [q, tile]
+        if start + tile > real:
+            products[:, max(0, real - start) :] = -torch.inf
+        for rows, first, stop in shared:
+            if stop > start and first < start + tile:
+                products[rows, max(0, first - start) : stop - start] = -torch.inf
+        # A group holds every (tile / fan)-th of the tile: maxima of whole rows of numbers, not of neighbors, are fast.
+        levels[0][:, start // fan : (start + tile) // fan] = products.unflatten(1, (fan, -1)).amax(1)
+    for wider in _FANS[1:]:
+        levels.append(levels[-1].unflatten(1, (wider, -1)).amax(1))
+    groups = levels[-1].topk(min(k, levels[-1].shape[1]), dim=1).indices
+    for level in reversed(levels[:-1]):
+        stride = level.shape[1] // _FANS[1]
+        members = (groups[:, :, None] + stride * torch.arange(_FANS[1], device=groups.device)).flatten(1)
+        chosen = level.gather(1, members).topk(min(k, members.shape[1]), dim=1).indices
+        groups = members.gather(1, chosen)
+    heads = groups // (tile // fan) * tile + groups % (tile // fan)
+    places = (heads[:, :, None] + tile // fan * torch.arange(fan, device=groups.device)).flatten(1)  # [q, 4 k]
+    scores = torch.bmm(columns[places], points[:, :, None])[:, :, 0].float()
+    scores.masked_fill_(places >= real, -torch.inf)
+    if own is not None:
+        own = own.to(places.device)
+        scores.masked_fill_((places >= own[:, :1]) & (places < own[:, 1:]), -torch.inf)
+    scores, order = scores.topk(min(k, places.shape[1]), dim=1)
+    return scores.cpu(), places.gather(1, order).cpu()
+
+
+def _runs(own: "Tensor") -> list[tuple[slice, int, int]]:
+    """Rows that follow each other with the same [first, stop), as those of a document do."""
+    import torch
+
+    bounds, counts = torch.unique_consecutive(own, dim=0, return_counts=True)
+    ends = counts.cumsum(0).tolist()
+    rows = (slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True))
+    return [(each, *bound) for each, bound in zip(rows, bounds.tolist(), strict=True)]
+
+
+class _one_thread_each:
+    """Runs a function over items on as many threads as torch has, each multiplying with one.
+
+    So the bytes do not depend on their number: kernels round differently when they share a product.
+    """
+
+    def __enter__(self) -> Any:
+        import torch
+
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
+        return lambda function, items: list(self.pool.map(function, items))
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        self.pool.shutdown()
+        torch.set_num_threads(self.threads)

@@ -1,0 +1,53 @@
+"""Deleted documents: their chunks stay where they are, as ids are places, and no result names them any more.
+
+`deleted.npy` in the datastore's folder: [n, 2] int64, first and stop of the chunk ids of each, in the `train` split, in order.
+It is looked at anew whenever it changes, so that a process that has the datastore open follows. Of a
+URL it is fetched whenever the datastore is opened.
+"""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from indexing.store.files import NpyWriter, sync_folder
+from indexing.store.remote import publish_file
+
+FILE = "deleted.npy"
+
+
+def deleted_ranges(folder: Path) -> np.ndarray:
+    """[n, 2] int64, sorted and disjoint; of no rows where nothing has been deleted."""
+    try:
+        changed = (folder / FILE).stat().st_mtime_ns
+    except FileNotFoundError:
+        return np.empty((0, 2), dtype=np.int64)
+    return _read(folder / FILE, changed)
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path, _: int) -> np.ndarray:
+    return np.load(path, allow_pickle=False)
+
+
+def without_deleted(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+    """Chunk ids [...] int64 with -1 for those in one of the ranges."""
+    if not len(ranges):
+        return ids
+    place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
+    inside = (place >= 0) & (ids < ranges[np.maximum(place, 0), 1])
+    return np.where(inside, -1, ids)
+
+
+def delete_ranges(folder: Path, ranges: np.ndarray) -> int:
+    """Add ranges [n, 2] of whole documents to the deleted ones, in one rename; returns how many were not among them."""
+    old = deleted_ranges(folder)
+    merged = np.unique(np.concatenate([old, ranges]), axis=0)
+    work = folder / f".{FILE}.tmp"
+    with NpyWriter(work, np.int64, (2,)) as file:
+        file.append(merged)
+    os.replace(work, folder / FILE)
+    sync_folder(folder)
+    publish_file(folder / FILE)
+    return len(merged) - len(old)

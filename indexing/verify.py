@@ -1,0 +1,387 @@
+"""Is everything in a datastore as it was written, and does it fit together?
+
+    manifests ─► sizes and checksums of every file ─► recipes name the artefacts that are there
+              ─► the datastore's manifest says what the shards say ─► arrays hold what the counts promise
+
+What is broken is named with the file and with how to mend it. Only what is whole is asked further, so that one cause is
+one line. Memory stays flat: arrays are read in blocks, indexes shard by shard.
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from indexing.store.artefact import MANIFEST, fingerprint, parse_manifest, remove, wrong_checksum, wrong_sizes
+from indexing.store.datastore import Datastore, shard_name
+from indexing.store.errors import InputError
+from indexing.store.files import read_json
+from indexing.store.remote import url_of
+from indexing.store.retrieval import RetrievalSet
+from indexing.verify_contents import Check, check_chunks, check_of
+
+# Artefacts in the order in which they are made, each from some of those before it.
+_ORDER = ("corpus", "appended", "tokenizer", "dedup", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised")  # fmt: skip
+_OF_STAGE = {
+    "chunk": ("corpus", "tokenizer", "chunks/*"),
+    "embed": ("embedder", "embeddings/*"),
+    "train-index": ("index/trained",),
+    "add": ("index/*", "index/tuned"),
+    "neighbors": ("neighbors/*",),
+    "materialise": ("materialised/*",),
+}
+
+Manifests = Mapping[str, dict[str, Any]]
+Progress = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is broken.
+
+    Attributes:
+        artefact: what must be made again (`embeddings/00003`); `manifest.json` is the datastore's own; empty: nothing
+            in this datastore.
+        found: the file, and what was found.
+        file: the file whose bytes are wrong, where it is that.
+        gone: whether there is nothing left to remove.
+    """
+
+    artefact: str
+    found: str
+    file: Path | None = None
+    gone: bool = False
+
+    def __str__(self) -> str:
+        if self.artefact == MANIFEST:
+            return f"{self.found}: `retro index CONFIG` writes it again."
+        if self.gone:
+            return f"{self.found}: `retro index CONFIG` makes it again."
+        if self.artefact:
+            return f"{self.found}: remove {self.artefact} (--mend does), and `retro index CONFIG` makes it again."
+        return self.found
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was looked at, and what was found.
+
+    Attributes:
+        artefacts: how many.
+        files: in them.
+        bytes: of these files.
+        stages: those that are finished.
+        problems: everything that is broken, in the order in which it is made.
+    """
+
+    artefacts: int
+    files: int
+    bytes: int
+    stages: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def verify_datastore(folder: Path, progress: Progress) -> Verified:
+    """Look at every byte of a datastore; nothing is changed.
+
+    Args:
+        folder: the datastore's.
+        progress: `progress(name, total=…, unit=…)`: a context manager with a function that is told of progress.
+
+    Raises:
+        InputError: there is no datastore, its format is of another version, or it lies at a URL.
+    """
+    if url := url_of(folder):
+        raise InputError(
+            f"{url}: `retro verify` looks at every byte of a datastore in a folder of this machine: copy it, and verify the "
+            "copy. What is fetched from a URL is compared with its checksum whenever it is."
+        )
+    problems: list[Problem] = []
+    top = _read_top(folder, problems)
+    manifests = _read_manifests(folder, top, problems)
+    sizes = {name: sum(file["bytes"] for file in manifest["files"].values()) for name, manifest in manifests.items()}
+    with progress("checksums", total=sum(sizes.values()), unit="bytes") as advance:
+        problems += _check_files(folder, manifests, advance)
+    strangers = list(_check_recipes(folder, manifests, _broken(problems)))
+    problems += strangers
+    known = {name: manifest for name, manifest in manifests.items() if name not in _broken(strangers)}
+    problems += _check_top(folder, top, known, _broken(problems))
+    if top and MANIFEST not in _broken(problems):
+        datastore = Datastore.open(folder)
+        checks = list(_contents(datastore, manifests, problems))
+        with progress("contents", total=sum(sizes[name] for name, _ in checks), unit="bytes") as advance:
+            problems += _check_contents(datastore, checks, sizes, advance)
+    problems += _made_from_broken(folder, manifests, problems)
+    return Verified(
+        artefacts=len(manifests),
+        files=sum(len(manifest["files"]) for manifest in manifests.values()),
+        bytes=sum(sizes.values()),
+        stages=tuple(stage for stage in _OF_STAGE if stage in (top or {}).get("fingerprints", ())),
+        problems=tuple(sorted(problems, key=lambda problem: (_rank(problem.artefact), problem.artefact))),
+    )
+
+
+def mend(folder: Path, verified: Verified) -> list[str]:
+    """Remove every artefact that is broken, so that `retro index CONFIG` makes it again; returns their names."""
+    names = sorted(_broken(verified.problems) - {MANIFEST, ""}, key=lambda name: (_rank(name), name))
+    for name in reversed(names):
+        remove(folder / name)
+    return names
+
+
+def _broken(problems: Sequence[Problem]) -> set[str]:
+    return {problem.artefact for problem in problems}
+
+
+def _rank(name: str) -> int:
+    """The place of an artefact in the order in which they are made; what is none comes last."""
+    kind = "index/*" if _shard_of(name, "index") is not None else name.partition("/")[0]
+    return next((place for place, one in enumerate(_ORDER) if one in (name, kind)), len(_ORDER))
+
+
+def _shard_of(name: str, stage: str) -> int | None:
+    """The number of an artefact among the shards of this stage, or None where it is none of them."""
+    folder, _, shard = name.partition("/")
+    return int(shard) if folder == stage and shard.isdigit() else None
+
+
+# --- manifests and files ---------------------------------------------------------------------------------------------
+
+
+def _read_top(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    """The datastore's own manifest, or None where it is broken."""
+    path = folder / MANIFEST
+    if not path.exists() and (folder / "corpus" / MANIFEST).exists():
+        problems.append(Problem(MANIFEST, f"{path} is missing"))
+        return None
+    if path.exists():
+        try:
+            read_json(path)
+        except ValueError as error:
+            problems.append(Problem(MANIFEST, f"{path} cannot be read ({error})"))
+            return None
+    return Datastore.open(folder).manifest
+
+
+def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[Problem]) -> Manifests:
+    """The manifest of every artefact by name, in order; one that a finished stage lacks, or that is broken, is a problem."""
+    there = [path.parent.relative_to(folder) for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}")]
+    names = {path.as_posix() for path in there if not path.name.startswith(".")}
+    if top:
+        shards = [shard_name(shard) for shard in range(len(top["splits"]["train"]["chunks"]))]
+        patterns = [pattern for stage in top["fingerprints"] for pattern in _OF_STAGE.get(stage, ())]
+        names |= {pattern.replace("*", shard) for pattern in patterns for shard in shards}
+    manifests = {}
+    for name in sorted(names, key=lambda name: (_rank(name), name)):
+        try:
+            manifests[name] = parse_manifest(folder / name)
+        except InputError as error:
+            problems.append(Problem(name, str(error), gone=not (folder / name).exists()))
+    return manifests
+
+
+def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], None]) -> Iterator[Problem]:
+    """Sizes, then checksums of every file, on all cores."""
+
+    def check(name: str, file: str) -> str | None:
+        try:
+            return wrong_checksum(folder / name, manifests[name], file)
+        except OSError as error:
+            return f"{folder / name / file} cannot be read ({error.strerror})"
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        answers = []
+        for name, manifest in manifests.items():
+            wrong = list(wrong_sizes(folder / name, manifest))
+            yield from (Problem(name, found) for found in wrong)  # nothing can have read a file of another size
+            answers += [
+                (name, file, expected["bytes"], None if wrong else threads.submit(check, name, file))
+                for file, expected in manifest["files"].items()
+            ]
+        for name, file, size, answer in answers:
+            if answer and (found := answer.result()):
+                yield Problem(name, found, folder / name / file)
+            advance(size)
+
+
+def _made_from_broken(folder: Path, manifests: Manifests, problems: Sequence[Problem]) -> Iterator[Problem]:
+    """What a later stage has made after a file was changed: it was made from the wrong bytes, however whole it looks.
+
+    A manifest is written last, so a file that is younger than its own was changed where it lies.
+    """
+
+    def finished(name: str) -> int:
+        return (folder / name / MANIFEST).stat().st_mtime_ns
+
+    changed = [(_rank(each.artefact), each.file, each.file.stat().st_mtime_ns, each) for each in problems if each.file]
+    changed = [entry for entry in changed if entry[2] > finished(entry[3].artefact)]
+    for name in manifests.keys() - _broken(problems):
+        source = next((file for rank, file, at, _ in changed if rank < _rank(name) and at < finished(name)), None)
+        if source:
+            yield Problem(name, f"{folder / name} was made after {source} had changed")
+
+
+# --- what names what -------------------------------------------------------------------------------------------------
+
+
+def _generations(manifests: Manifests) -> list[range]:
+    """The shard numbers of the corpus and of what was appended; none where the corpus is not known."""
+    names = ["corpus", *sorted(name for name in manifests if name.startswith("appended/"))]
+    starts = [0]
+    for name in names if "corpus" in manifests else ():
+        starts.append(starts[-1] + manifests[name]["counts"]["shards"])
+    return [range(first, stop) for first, stop in itertools.pairwise(starts)]
+
+
+def _num_shards(manifests: Manifests) -> int:
+    return sum(map(len, _generations(manifests)))
+
+
+def _joint(manifests: Manifests, stage: str, generation: range | None = None) -> str | None:
+    """The fingerprint of the shards of a stage, all or those of a generation; None where one is not there."""
+    numbers = range(_num_shards(manifests)) if generation is None else generation
+    shards = [f"{stage}/{shard_name(shard)}" for shard in numbers]
+    if not shards or any(shard not in manifests for shard in shards):
+        return None
+    return fingerprint([manifests[shard]["fingerprint"] for shard in shards])
+
+
+def _searched(manifests: Manifests, number: int) -> str | None:
+    """What neighbors that were found in a generation depend on."""
+    generation = _generations(manifests)[number]
+    prints = {stage: _joint(manifests, stage, generation) for stage in ("chunks", "embeddings", "index")}
+    if number == 0:
+        prints["index"] = manifests["index/tuned"]["fingerprint"] if "index/tuned" in manifests else None
+    return None if None in prints.values() else fingerprint(prints)
+
+
+def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
+    """What the recipe of an artefact must say of others in the same datastore; None where that is not known."""
+
+    def print_of(other: str) -> str | None:
+        return manifests[other]["fingerprint"] if other in manifests else None
+
+    stage, _, shard = name.partition("/")
+    generations = _generations(manifests)
+    first = generations[0] if generations else range(0)
+    if name == "index/trained":
+        return {"embeddings": _joint(manifests, "embeddings", first)}
+    if name == "index/tuned":
+        return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in first}
+    if stage == "neighbors":
+        return {f"generation {number}": _searched(manifests, number) for number in range(len(generations))}
+    if stage == "chunks":
+        home = next((number for number, each in enumerate(generations) if shard.isdigit() and int(shard) in each), 0)
+        corpus = f"appended/{shard_name(home)}" if home else "corpus"
+        dedup = {"dedup": print_of("dedup/removed")} if "dedup/removed" in manifests else {}
+        return {"corpus": print_of(corpus), "tokenizer": print_of("tokenizer"), **dedup}
+    return {
+        "tokenizer": {"corpus": print_of("corpus")},
+        "embedder": {"chunks": _joint(manifests, "chunks", first)},
+        "embeddings": {"chunks": print_of(f"chunks/{shard}"), "embedder": print_of("embedder")},
+        "materialised": {"neighbors": print_of(f"neighbors/{shard}")},
+        "index": {"trained": print_of("index/trained"), "embeddings": print_of(f"embeddings/{shard}")},
+    }.get(stage, {})
+
+
+def _check_recipes(folder: Path, manifests: Manifests, broken: set[str]) -> Iterator[Problem]:
+    """Every artefact that was not made from those that are there; one that was made from such a stranger is none itself."""
+    known = dict(manifests)
+    for name in [name for name in manifests if name not in broken]:
+        found = [f"{folder / name} {what}" for what in _strange(folder, name, known)]
+        yield from (Problem(name, what) for what in found)
+        if found:
+            del known[name]
+
+
+def _strange(folder: Path, name: str, known: Manifests) -> Iterator[str]:
+    inputs, settings = (known[name]["recipe"][key] for key in ("inputs", "settings"))
+    for key, expected in _expected_inputs(name, known).items():
+        outside = key not in inputs and name in ("tokenizer", "embedder")  # `tokenizer.path`, `embedder.path`
+        if not outside and expected is not None and inputs.get(key) != expected:
+            yield f"was made from another '{key}' than the one that is there"
+    shard = name.partition("/")[2]
+    if shard.isdigit() and settings.get("shard", int(shard)) != int(shard):
+        yield f"holds shard {settings['shard']}"
+    in_stage = name.partition("/")[0] in ("chunks", "embeddings", "index", "neighbors", "materialised")
+    if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= _num_shards(known):
+        yield "is no shard of this corpus"
+    if name == "corpus" or name.startswith("appended/"):
+        listed = [[file["name"], file["checksum"]] for file in read_json(folder / name / "files.json")]
+        if inputs != (dict(listed) if len(listed) <= 1000 else {"files": fingerprint(listed)}):
+            yield "lists other files than its recipe"
+
+
+def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, broken: set[str]) -> Iterator[Problem]:
+    """The datastore's manifest against the shards. What a broken artefact should say is not asked."""
+    if top is None:
+        return
+    path = folder / MANIFEST
+    generations = _generations(manifests)
+    single = {"train-index": "index/trained", "add": "index/tuned"}
+    joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialise": "materialised"}
+    for stage, found in top["fingerprints"].items():
+        name = single.get(stage, "")
+        expected = manifests[name]["fingerprint"] if name in manifests else _joint(manifests, joint.get(stage, ""))
+        appended = range(len(generations[0]), _num_shards(manifests)) if generations else range(0)
+        if stage == "add" and expected and appended:
+            shards = [f"index/{shard_name(shard)}" for shard in appended]
+            known = all(shard in manifests for shard in shards)
+            expected = fingerprint([expected, *(manifests[s]["fingerprint"] for s in shards)]) if known else None
+        if expected is not None and found != expected:
+            yield Problem(MANIFEST, f"{path} gives stage '{stage}' the fingerprint {found}, its artefacts {expected}")
+    chunks = [manifest for name, manifest in manifests.items() if _shard_of(name, "chunks") is not None]
+    if not generations or len(chunks) != _num_shards(manifests):
+        return
+    for split, columns in top["splits"].items():
+        for key, rows in columns.items():
+            expected = [manifest["counts"].get(split, {}).get(key) for manifest in chunks]
+            if rows != expected:
+                yield Problem(MANIFEST, f"{path} says its shards have {rows} {key} of {split}, they have {expected}")
+    if "tokenizer" not in broken:
+        meta = read_json(folder / "tokenizer" / "meta.json")
+        facts = {key: meta[key] for key in ("pad_id", "vocab_size")}
+        facts["chunk_length"] = chunks[0]["recipe"]["settings"]["chunks.chunk_length"]
+        for key, value in facts.items():
+            if top[key] != value:
+                yield Problem(MANIFEST, f"{path} says {key} is {top[key]}, it is {value}")
+
+
+# --- what the arrays hold --------------------------------------------------------------------------------------------
+
+
+def _contents(datastore: Datastore, manifests: Manifests, problems: list[Problem]) -> Iterator[tuple[str, Check]]:
+    """The artefacts whose arrays can be looked at, in order."""
+    readable = True
+    if datastore.has("neighbors"):
+        try:
+            RetrievalSet.of(datastore)
+        except InputError as error:
+            problems.append(Problem("", str(error)))
+            readable = False
+    for name in manifests:
+        check = None if name in _broken(problems) else check_of(name)
+        if check and (readable or _shard_of(name, "neighbors") is None):
+            yield name, check
+
+
+def _check_contents(
+    datastore: Datastore, checks: Sequence[tuple[str, Check]], sizes: Mapping[str, int], advance: Callable[[int], None]
+) -> Iterator[Problem]:
+    whole = all(
+        (f"chunks/{shard_name(shard)}", check_chunks) in checks for shard in range(len(datastore.train.chunk_rows))
+    )
+    for name, check in checks:
+        shard, found = name.partition("/")[2], []
+        try:
+            if whole or _shard_of(name, "neighbors") is None:  # else nobody knows the documents of neighbors
+                found = list(check(datastore, int(shard) if shard.isdigit() else 0))
+        except (InputError, ValueError, OSError) as error:
+            found = [f"{datastore.folder / name} cannot be read ({error})"]
+        yield from (Problem(name, each) for each in found)
+        whole = whole and not (found and check is check_chunks)
+        advance(sizes[name])

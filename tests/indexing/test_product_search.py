@@ -1,0 +1,66 @@
+"""Search by products finds what exhaustive search finds, keeps out what is excluded, and does not depend on threads."""
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.exact import exact_search, recall, rerank
+from indexing.product_search import ProductIndex
+from indexing.store.datastore import ShardedArray
+
+D = 32
+
+
+@pytest.fixture
+def embeddings(tmp_path, request) -> ShardedArray:
+    """Unit vectors in three files, as many as the test asks for."""
+    total = getattr(request, "param", 5000)
+    vectors = np.random.default_rng(0).standard_normal((total, D)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    parts = np.array_split(vectors.astype(np.float16), 3)
+    paths = [tmp_path / f"{number}.npy" for number in range(3)]
+    for path, part in zip(paths, parts, strict=True):
+        np.save(path, part)
+    return ShardedArray(paths, [len(part) for part in parts])
+
+
+@pytest.mark.parametrize("embeddings", [7, 1023, 1024, 5000], indirect=True)
+def test_reranked_products_are_the_exact_neighbors_outside_the_own_document(embeddings: ShardedArray) -> None:
+    rows = np.arange(0, len(embeddings), max(1, len(embeddings) // 300))
+    queries = embeddings.gather(rows).astype(np.float32)
+    excluded = (rows // 5 * 5, np.minimum(rows // 5 * 5 + 5, len(embeddings)))
+    ids = ProductIndex(embeddings, "cpu").search(queries, 16, excluded)
+    assert not ((ids >= excluded[0][:, None]) & (ids < excluded[1][:, None])).any()
+    expected = min(16, len(embeddings) - 5)
+    assert ((ids >= 0).sum(1) >= expected).all()
+    assert all(len(set(row[row >= 0])) == (row >= 0).sum() for row in ids)
+    exact, _ = exact_search(queries, embeddings, 8, excluded)
+    assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact) > 0.99
+
+
+def test_blocks_of_columns_are_merged(embeddings: ShardedArray, monkeypatch) -> None:
+    queries = embeddings.read(0, 300).astype(np.float32)
+    whole = ProductIndex(embeddings, "cpu").search(queries, 16)
+    monkeypatch.setattr("indexing.product_search._COLUMNS", 2048)
+    parts = ProductIndex(embeddings, "cpu").search(queries, 16)
+    same = [len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]
+    assert np.mean(same) > 15.5  # but for ties in bfloat16
+
+
+def test_the_number_of_threads_changes_nothing(embeddings: ShardedArray) -> None:
+    queries = embeddings.read(0, 600).astype(np.float32)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(ProductIndex(embeddings, "cpu").search(queries, 16))
+        assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+    assert np.array_equal(*found)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same(embeddings: ShardedArray) -> None:
+    queries = embeddings.read(0, 600).astype(np.float32)
+    exact, _ = exact_search(queries, embeddings, 8)
+    ids = ProductIndex(embeddings, "cuda").search(queries, 16)
+    assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact) > 0.99

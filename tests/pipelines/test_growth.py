@@ -1,0 +1,186 @@
+"""Growing equals building at once with the same trained index; what is deleted is named by no result."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.retriever import Retriever
+from indexing.store.artefact import read_manifest
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.retrieval import RetrievalSet
+from indexing.tokenizer import TokenizerSettings
+from pipelines.cli import main
+from pipelines.config import Config
+from retro.batches import read_sequences
+from retro.neighbors import NeighborUse
+from tests.conftest import build_local, contents, tiny_config, write_corpus
+
+INDEXES = {"exact": "Flat", "index": "IVF8,PQ8x4"}
+
+
+def corpora(folder: Path) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"{name}.jsonl" for name in ("a", "b", "c")]
+    return [file if file.exists() else write_corpus(file, 60, seed) for seed, file in enumerate(files)]
+
+
+def config_of(folder: Path, files: list[Path], method: str = "exact") -> Config:
+    config = tiny_config(folder, files[0])
+    return replace(
+        config,
+        corpus=replace(config.corpus, paths=tuple(map(str, files))),
+        index=replace(config.index, factory=INDEXES[method], recall_target=0.5),
+        neighbors=replace(config.neighbors, search=method),
+    )
+
+
+def grown(folder: Path, method: str) -> tuple[Config, Datastore]:
+    """Built from one file, then two more added one by one."""
+    files = corpora(folder)
+    build_local(config_of(folder, files[:1], method))
+    build_local(config_of(folder, files[:2], method), append=True)
+    return config_of(folder, files, method), build_local(config_of(folder, files, method), append=True)
+
+
+@pytest.mark.parametrize("method", INDEXES)
+def test_what_has_grown_equals_a_rebuild_with_the_same_trained_index(tmp_path, method: str) -> None:
+    config, datastore = grown(tmp_path, method)
+    before = contents(datastore.folder)
+    assert datastore.train.num_documents > 150
+    assert main(["verify", str(datastore.folder)]) == 0
+    assert read_manifest(datastore.folder / "neighbors" / "00000")["counts"]["search"] == method
+    build_local(config, only="add", rebuild=True)
+    build_local(config)
+    assert contents(datastore.folder) == before
+
+
+def test_searched_exactly_it_equals_building_everything_at_once(tmp_path) -> None:
+    """The same documents in the same order, tokenizer and weights of the first part: the same neighbors."""
+    _, datastore = grown(tmp_path / "grown", "exact")
+    fresh = config_of(tmp_path / "grown", corpora(tmp_path / "grown"))
+    fresh = replace(
+        fresh,
+        datastore=tmp_path / "fresh",
+        tokenizer=TokenizerSettings(
+            kind="sentencepiece", path=str(datastore.folder / "tokenizer" / "sentencepiece.model")
+        ),
+        embedder=replace(fresh.embedder, path=str(datastore.folder)),
+    )
+    whole = build_local(fresh)
+    for name in ("train", "valid"):
+        ours, theirs = datastore.split(name), whole.split(name)
+        assert ours.num_chunks == theirs.num_chunks
+        assert np.array_equal(ours.tokens.read(0, ours.num_chunks), theirs.tokens.read(0, theirs.num_chunks))
+        found = [split.neighbor_distances.read(0, split.num_chunks) for split in (ours, theirs)]
+        assert np.isclose(*found, atol=1e-5).mean() > 0.999  # candidates are chosen in bfloat16
+
+
+def test_what_was_there_is_not_made_again(tmp_path) -> None:
+    files = corpora(tmp_path)
+    first = build_local(config_of(tmp_path, files[:1]))
+    before = contents(first.folder)
+    after = contents(build_local(config_of(tmp_path, files[:2]), append=True).folder)
+    kept = ("corpus", "tokenizer", "embedder", "chunks", "embeddings", "index")
+    assert all(after[name] == data for name, data in before.items() if name.startswith(kept))
+    assert not any("before" in name for name in after)
+
+
+def test_materialised_neighbors_follow_what_is_appended(tmp_path) -> None:
+    files = corpora(tmp_path)
+    configs = [config_of(tmp_path, files[:count]) for count in (1, 2)]
+    configs = [replace(each, neighbors=replace(each.neighbors, materialised=2)) for each in configs]
+    build_local(configs[0])
+    grown = build_local(configs[1], append=True)
+    before = contents(grown.folder)
+    assert grown.has("materialise")
+    build_local(configs[1], only="neighbors", rebuild=True)
+    build_local(configs[1])
+    assert contents(grown.folder) == before
+
+
+def test_a_kill_while_growing_changes_nothing(tmp_path) -> None:
+    config, datastore = grown(tmp_path / "whole", "exact")
+    expected = contents(datastore.folder)
+    files = corpora(tmp_path / "whole")
+    cut = config_of(tmp_path / "cut", files[:2])
+    build_local(replace(cut, corpus=replace(cut.corpus, paths=cut.corpus.paths[:1])))
+    build_local(cut, append=True)
+    cut = replace(cut, corpus=config.corpus)
+    build_local(cut, only="chunk", append=True)
+    for stage in ("embed", "train-index", "add"):
+        build_local(cut, only=stage)
+    neighbors = cut.datastore / "neighbors"  # as if killed between setting aside and making anew, and while making
+    for number, name in enumerate(("00000", "00001")):
+        (neighbors / name).rename(neighbors / f"{name}.before")
+        if number:
+            shutil.copytree(neighbors / f"{name}.before", neighbors / f".{name}.tmp")
+    assert contents(build_local(cut).folder) == expected
+
+
+def test_new_files_are_not_taken_in_unasked_and_appending_needs_something(tmp_path, caplog) -> None:
+    files = corpora(tmp_path)
+    with pytest.raises(InputError, match="nothing to append to"):
+        build_local(config_of(tmp_path, files[:1]), append=True)
+    build_local(config_of(tmp_path, files[:1]))
+    with pytest.raises(InputError, match=r"without 1 files .*b\.jsonl.*--append"):
+        build_local(config_of(tmp_path, files[:2]))
+    build_local(config_of(tmp_path, files[:1]), append=True)
+    assert "names no file" in caplog.text
+
+
+# --- deleting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def searched(tmp_path, tiny_datastore: Datastore) -> tuple[Datastore, Retriever]:
+    """A copy of the datastore, opened for search before anything is deleted."""
+    folder = shutil.copytree(tiny_datastore.folder, tmp_path / "copy")
+    return Datastore.open(folder), Retriever.open(folder)
+
+
+def test_deleted_documents_appear_in_no_result_at_once(searched, capsys) -> None:
+    datastore, retriever = searched
+    text = retriever.tokenizer.decode(datastore.train.tokens.gather(np.array([40]))[0])
+    hits = retriever.search([text], 5)[0]
+    victims = sorted({hit.document["id"] for hit in hits})
+    print_before = datastore.fingerprint
+    assert main(["delete", str(datastore.folder), "--ids", *victims]) == 0
+    assert f"{len(victims)} documents deleted" in capsys.readouterr().out
+    after = retriever.search([text], 5)[0]  # the one opened before
+    assert len(after) == 5
+    assert not {hit.document["id"] for hit in after} & set(victims)
+    assert datastore.fingerprint != print_before
+
+    split = datastore.train
+    gone = {chunk for number in split.find_documents(victims) for chunk in range(*split.chunk_range(number))}
+    assert set(split.neighbor_ids.read(0, split.num_chunks).ravel().tolist()) & gone
+    batch = read_sequences(split, RetrievalSet.of(datastore), [(0, split.num_chunks)], split.num_chunks, NeighborUse(2))
+    assert batch.neighbors is not None
+    texts = {tuple(row) for row in split.with_continuation(np.array(sorted(gone)))[0].tolist()}
+    others = np.array([chunk for chunk in range(split.num_chunks) if chunk not in gone])
+    texts -= {tuple(row) for row in split.with_continuation(others)[0].tolist()}  # what stands elsewhere too
+    read = {tuple(row) for row in batch.neighbors.reshape(-1, 2 * split.chunk_length).tolist()}
+    assert texts
+    assert not texts & read
+
+
+def test_deleting_nearly_everything_leaves_the_rest_to_be_found(searched) -> None:
+    datastore, retriever = searched
+    ids = [row["id"] for row in datastore.train.metadata(range(datastore.train.num_documents))]
+    assert main(["delete", str(datastore.folder), "--ids", *ids[1:]]) == 0
+    hits = retriever.search(["alpha beta"], 3)[0]
+    assert {hit.document["id"] for hit in hits} == {ids[0]}
+
+
+def test_an_unknown_id_is_refused_and_nothing_is_deleted(searched, capsys, tmp_path) -> None:
+    datastore, _ = searched
+    listed = tmp_path / "ids.txt"
+    known = datastore.train.metadata([0])[0]["id"]
+    listed.write_text(f"{known}\nno-such-id\n")
+    assert main(["delete", str(datastore.folder), "--ids-from", str(listed)]) == 2
+    assert "no document 'no-such-id'" in capsys.readouterr().err
+    assert not (datastore.folder / "deleted.npy").exists()
