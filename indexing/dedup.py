@@ -28,6 +28,7 @@ from indexing.readers import CorpusSettings, Document
 from indexing.store.datastore import SPLITS, ShardedArray
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
+from indexing.store.remote import present
 from indexing.tokenizer import Tokenizer
 
 Advance = Callable[[int], None]
@@ -178,10 +179,11 @@ class Signatures:
     @classmethod
     def open(cls, folders: Sequence[Path]) -> "Signatures":
         """Read them; their bands stay on disk. Holds 9 bytes a document."""
+        folders = [present(folder) for folder in folders]
         sizes = [np.load(folder / "sizes.npy") for folder in folders]
         splits = [np.load(folder / "splits.npy") for folder in folders]
         starts = np.concatenate([[0], np.cumsum([len(each) for each in sizes], dtype=np.int64)])
-        return cls(list(folders), np.concatenate(sizes), np.concatenate(splits), starts)
+        return cls(folders, np.concatenate(sizes), np.concatenate(splits), starts)
 
     def band(self, number: int) -> np.ndarray:
         """[documents] uint64, the hashes of one band."""
@@ -254,7 +256,7 @@ class GramSets:
     def _read_names(self, shard: int) -> Any:
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(self.folders[shard] / "documents.parquet")
+        return pyarrow.parquet.read_table(present(self.folders[shard] / "documents.parquet"))
 
 
 def decide(

@@ -18,6 +18,7 @@ import numpy as np
 from indexing.device import has_bfloat16, resolve
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, checksum, read_json, save_array, write_json
+from indexing.store.remote import present
 
 _BLOCK_ROWS = 8192
 _BIGRAM_WEIGHT = 0.5
@@ -299,6 +300,7 @@ def open_embedder(
     folder: Path, decode: Callable[[np.ndarray], str], settings: EmbedderSettings | None = None
 ) -> Embedder:
     """The embedder of a datastore's `embedder/` folder; `settings` may choose another device or batch size."""
+    folder = present(folder)
     stored = EmbedderSettings(**read_json(folder / "embedder.json"))
     if stored.kind == "lexical":
         return LexicalEmbedder(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
+from indexing.store.remote import present
 
 
 def write_index(path: Path, index: Any) -> None:
@@ -15,13 +16,14 @@ def write_index(path: Path, index: Any) -> None:
 
 
 def read_index(path: Path) -> Any:
-    """`faiss.read_index`.
+    """`faiss.read_index`; of a URL, the file is fetched.
 
     Raises:
         InputError: the file is missing or damaged.
     """
     import faiss
 
+    path = present(path)
     try:
         return faiss.read_index(str(path))
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from indexing.exact import order_by_distance, rerank
 from indexing.overlap import overlap
 from indexing.product_search import ProductIndex
 from indexing.sharded_index import ShardedIndex
-from indexing.store.datastore import Split
+from indexing.store.datastore import Split, open_array
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval import neighbor_ids
@@ -46,8 +46,15 @@ class NeighborSettings:
     """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
     also: tuple[Path, ...] = ()
     """More datastores to retrieve from: their training chunks may be neighbors too. Same tokenizer, chunk length, embedder."""
+    materialised: int = 0
+    """Neighbors of each chunk whose tokens are written beside it (stage `materialise`), for data.materialised; a few more
+    than data.k, for those that a sequence skips. 0 = none."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.materialised <= self.k:
+            raise InputError(
+                f"neighbors.materialised = {self.materialised}: must be between 0 (none) and neighbors.k = {self.k}."
+            )
         if self.k < 1:
             raise InputError(f"neighbors.k = {self.k}: must be at least 1.")
         if self.candidates < self.k:
@@ -205,7 +212,7 @@ def neighbor_shard(
     """
     work.mkdir(parents=True, exist_ok=True)
     counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
-    known = [np.load(before / f"{name}.npy", mmap_mode="r") for name in ("ids", "distances")] if before else None
+    known = [open_array(before / f"{name}.npy") for name in ("ids", "distances")] if before else None
     with (
         NpyWriter(work / "ids.npy", np.int64, (settings.k,)) as id_file,
         NpyWriter(work / "distances.npy", np.float32, (settings.k,)) as distance_file,

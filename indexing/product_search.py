@@ -88,7 +88,7 @@ class ProductIndex:
         for start in range(self.first, self.stop, _COLUMNS):
             stop = min(start + _COLUMNS, self.stop)
             real, tile = stop - start, self._tile(stop - start)
-            columns = torch.zeros((-(-real // tile) * tile, self.embeddings.shard(0).shape[1]), dtype=self.dtype)
+            columns = torch.zeros((-(-real // tile) * tile, self.embeddings.row_shape[0]), dtype=self.dtype)
             for first in range(start, stop, 65_536):
                 last = min(first + 65_536, stop)
                 columns[first - start : last - start] = torch.from_numpy(self.embeddings.read(first, last).copy())

@@ -10,6 +10,7 @@ from typing import Literal
 from indexing.faiss_files import ivf_of, read_index
 from indexing.store.datastore import Split
 from indexing.store.files import read_json
+from indexing.store.remote import present
 
 Method = Literal["index", "big-batch", "exact"]
 Hardware = Literal["bfloat16", "float32", "cuda"]
@@ -52,11 +53,11 @@ def describe(train: Split, candidates: int) -> Searched:
     folder = train.folder / "index"
     index = read_index(folder / "trained" / "trained.faiss")
     ivf = ivf_of(index)
-    dimension = train.embeddings.shard(0).shape[1]
+    dimension = train.embeddings.row_shape[0]
     if ivf is None:
         return Searched(train.num_chunks, dimension, 1, 1, 4 * dimension, False, candidates)
     fast_scan = (isinstance(ivf, faiss.IndexIVFPQ) and ivf.pq.nbits == 4) or isinstance(ivf, faiss.IndexIVFFastScan)
-    nprobe = read_json(folder / "tuned" / "tuned.json")["nprobe"]
+    nprobe = read_json(present(folder / "tuned" / "tuned.json"))["nprobe"]
     return Searched(train.num_chunks, dimension, ivf.nlist, nprobe, ivf.code_size, fast_scan, candidates)
 
 

@@ -16,6 +16,7 @@ from indexing.faiss_gpu import on_gpus
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
+from indexing.store.remote import fetch_manifest, is_away, present
 
 MEMORY = 4_000_000_000
 
@@ -58,14 +59,15 @@ class ShardedIndex:
             InputError: `big_batch` of an index that it cannot search.
         """
 
-        files = [folder / shard_name(shard) / "vectors.faiss" for shard in shards]
+        files = [present(folder / shard_name(shard) / "vectors.faiss") for shard in shards]
         groups: list[list[Path]] = []
         for file in files:
             if not groups or sum(each.stat().st_size for each in (*groups[-1], file)) > memory:
                 groups.append([])
             groups[-1].append(file)
         tuned = folder / "tuned" / "tuned.json"
-        nprobe = read_json(tuned)["nprobe"] if tuned.exists() else None
+        is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
+        nprobe = read_json(present(tuned))["nprobe"] if tuned.exists() or is_tuned_away else None
         if big_batch:
             first = read_index(files[0])
             if ivf_of(first) is None or not _can_merge(first):

@@ -22,6 +22,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, save_array, write_bytes, write_json
+from indexing.store.remote import present
 
 MODEL = "sentencepiece.model"
 HUGGINGFACE_MODEL = "tokenizer.json"
@@ -120,7 +121,7 @@ def read_meta(folder: Path) -> TokenizerMeta:
     Raises:
         InputError: there is none.
     """
-    path = folder / META
+    path = present(folder / META)
     if not path.exists():
         raise InputError(f"{path} is missing: {folder} holds no finished tokenizer. Run `retro index` to make it.")
     return TokenizerMeta(**read_json(path))
@@ -128,7 +129,7 @@ def read_meta(folder: Path) -> TokenizerMeta:
 
 def read_token_bytes(folder: Path) -> np.ndarray:
     """[vocab_size] uint16: UTF-8 bytes that each token adds to the text, 0 for special tokens."""
-    return np.load(folder / TOKEN_BYTES, allow_pickle=False)
+    return np.load(present(folder / TOKEN_BYTES), allow_pickle=False)
 
 
 def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folder: Path) -> None:
@@ -339,7 +340,8 @@ class Tokenizer:
         """
         meta = read_meta(folder)
         is_huggingface = meta.kind == "huggingface"
-        model = _HuggingFace(folder / HUGGINGFACE_MODEL) if is_huggingface else _SentencePiece(folder / MODEL)
+        path = present(folder / (HUGGINGFACE_MODEL if is_huggingface else MODEL))
+        model = _HuggingFace(path) if is_huggingface else _SentencePiece(path)
         return cls(meta, read_token_bytes(folder), model, num_threads)
 
     def encode(self, text: str) -> np.ndarray:

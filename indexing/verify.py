@@ -20,17 +20,19 @@ from indexing.store.artefact import MANIFEST, fingerprint, parse_manifest, remov
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
+from indexing.store.remote import url_of
 from indexing.store.retrieval import RetrievalSet
 from indexing.verify_contents import Check, check_chunks, check_of
 
 # Artefacts in the order in which they are made, each from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors")  # fmt: skip
+_ORDER = ("corpus", "appended", "tokenizer", "dedup", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised")  # fmt: skip
 _OF_STAGE = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
     "train-index": ("index/trained",),
     "add": ("index/*", "index/tuned"),
     "neighbors": ("neighbors/*",),
+    "materialise": ("materialised/*",),
 }
 
 Manifests = Mapping[str, dict[str, Any]]
@@ -91,8 +93,13 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
         progress: `progress(name, total=…, unit=…)`: a context manager with a function that is told of progress.
 
     Raises:
-        InputError: there is no datastore, or its format is of another version.
+        InputError: there is no datastore, its format is of another version, or it lies at a URL.
     """
+    if url := url_of(folder):
+        raise InputError(
+            f"{url}: `retro verify` looks at every byte of a datastore in a folder of this machine: copy it, and verify the "
+            "copy. What is fetched from a URL is compared with its checksum whenever it is."
+        )
     problems: list[Problem] = []
     top = _read_top(folder, problems)
     manifests = _read_manifests(folder, top, problems)
@@ -276,6 +283,7 @@ def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
         "tokenizer": {"corpus": print_of("corpus")},
         "embedder": {"chunks": _joint(manifests, "chunks", first)},
         "embeddings": {"chunks": print_of(f"chunks/{shard}"), "embedder": print_of("embedder")},
+        "materialised": {"neighbors": print_of(f"neighbors/{shard}")},
         "index": {"trained": print_of("index/trained"), "embeddings": print_of(f"embeddings/{shard}")},
     }.get(stage, {})
 
@@ -299,7 +307,7 @@ def _strange(folder: Path, name: str, known: Manifests) -> Iterator[str]:
     shard = name.partition("/")[2]
     if shard.isdigit() and settings.get("shard", int(shard)) != int(shard):
         yield f"holds shard {settings['shard']}"
-    in_stage = name.partition("/")[0] in ("chunks", "embeddings", "index", "neighbors")
+    in_stage = name.partition("/")[0] in ("chunks", "embeddings", "index", "neighbors", "materialised")
     if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= _num_shards(known):
         yield "is no shard of this corpus"
     if name == "corpus" or name.startswith("appended/"):
@@ -315,7 +323,7 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
     path = folder / MANIFEST
     generations = _generations(manifests)
     single = {"train-index": "index/trained", "add": "index/tuned"}
-    joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors"}
+    joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialise": "materialised"}
     for stage, found in top["fingerprints"].items():
         name = single.get(stage, "")
         expected = manifests[name]["fingerprint"] if name in manifests else _joint(manifests, joint.get(stage, ""))

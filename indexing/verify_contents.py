@@ -31,6 +31,7 @@ def check_of(name: str) -> Check | None:
         "embeddings": check_embeddings,
         "index": check_index,
         "neighbors": check_neighbors,
+        "materialised": check_materialised,
     }
     return checks.get(stage) if shard.isdigit() else None
 
@@ -141,6 +142,36 @@ def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:
                 row, what = found
                 yield f"{folder / split.name / 'ids.npy'} row {block.start + row}: {what}"
                 break
+
+
+def check_materialised(datastore: Datastore, shard: int) -> Iterator[str]:
+    """Shapes, tokens of the vocabulary, as many real ones as two chunks hold, and the promised number of neighbors."""
+    folder = datastore.folder / "materialised" / shard_name(shard)
+    manifest = parse_manifest(folder)
+    wanted = manifest["recipe"]["settings"]["neighbors.materialised"]
+    for split in map(datastore.split, datastore.split_names):
+        rows, width = split.chunk_rows[shard], 2 * split.chunk_length
+        paths = [folder / split.name / f"{name}.npy" for name in ("tokens", "lengths")]
+        tokens, lengths = map(open_array, paths)
+        wrong = [
+            *_wrong_form(paths[0], tokens, (rows, wanted, width), np.uint16, np.uint32),
+            *_wrong_form(paths[1], lengths, (rows, wanted), np.uint32),
+        ]
+        yield from wrong
+        if wrong:
+            continue
+        found = 0
+        for block in _blocks(rows):
+            if tokens[block].max() >= datastore.manifest["vocab_size"]:
+                yield f"{paths[0]} holds token {tokens[block].max()}, which is not in the vocabulary"
+                break
+            if lengths[block].max() > width:
+                yield f"{paths[1]} holds length {lengths[block].max()}, more than {width}"
+                break
+            found += int((lengths[block] > 0).sum())
+        else:
+            if found != manifest["counts"][split.name]["neighbors"]:
+                yield f"{paths[1]} names {found} neighbors instead of {manifest['counts'][split.name]['neighbors']}"
 
 
 def wrong_neighbors(

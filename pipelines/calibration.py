@@ -233,7 +233,7 @@ class _Bench:
                 datastore = build(config, LocalExecutor(config.executor), only=stage, view=view)
             drivers.append([1.0, float(view.steps[-1].units)])
             seconds.append(view.steps[-1].seconds)
-            self.embedder = replace(self.embedder, dimension=datastore.train.embeddings.shard(0).shape[1])
+            self.embedder = replace(self.embedder, dimension=datastore.train.embeddings.row_shape[0])
         return coefficients(np.array(drivers), np.array(seconds))
 
     def _config(self, text_bytes: int, shards: int, valid: Sequence[Document]) -> Config:
@@ -254,7 +254,7 @@ class _Bench:
             shard_bytes=2 * size if shards == 1 else size // shards,
             split=self.config.corpus.split,
         )
-        neighbors = replace(self.config.neighbors, also=())
+        neighbors = replace(self.config.neighbors, also=(), materialised=0)
         return replace(self.config, datastore=folder / "datastore", corpus=corpus, neighbors=neighbors)
 
 

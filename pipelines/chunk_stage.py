@@ -8,6 +8,7 @@ import numpy as np
 from indexing import chunks
 from indexing.store.artefact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import shard_name
+from indexing.store.remote import present
 from pipelines import corpus_stage, dedup_stage
 from pipelines.config import Config
 from pipelines.executors import Advance, Executor
@@ -56,7 +57,7 @@ def chunk_task(
     advance: Advance,
 ) -> None:
     """Make one shard of chunks, without the documents that `removed` lists. Problems were listed when the corpus was scanned."""
-    left_out = np.load(removed) if removed else None
+    left_out = np.load(present(removed)) if removed else None
     with create(out, recipe) as (work, counts):
         counts |= chunks.chunk_shard(
             work, pieces, corpus, settings, tokenizer, on_problem=lambda _: None, advance=advance, removed=left_out

@@ -9,6 +9,8 @@ from indexing.embedders import EmbedderSettings
 from indexing.index import IndexSettings
 from indexing.neighbors import NeighborSettings
 from indexing.readers import CorpusSettings
+from indexing.store.errors import InputError
+from indexing.store.remote import url_of
 from indexing.tokenizer import TokenizerSettings
 from pipelines.executors import ExecutorSettings
 from retro.batches import DataSettings
@@ -22,7 +24,7 @@ class Config:
     """Everything that a datastore and a training run are made of; one TOML file serves every verb."""
 
     datastore: Path = Path("datastore")
-    """The folder that holds chunks, embeddings, index and neighbors."""
+    """The folder that holds chunks, embeddings, index and neighbors, or any fsspec URL (`s3://bucket/name`)."""
     run: Path = Path("run")
     """The folder of a training run: resolved settings, metrics, checkpoints."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
@@ -37,3 +39,7 @@ class Config:
     model: ModelSettings = field(default_factory=ModelSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+    def __post_init__(self) -> None:
+        if url := url_of(self.run):
+            raise InputError(f"run = {url!r}: must be a folder of this machine; only datastores may lie at a URL.")

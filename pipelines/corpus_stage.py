@@ -32,6 +32,7 @@ from indexing.store.artefact import Recipe, create, damage, fingerprint, is_fini
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, write_json
+from indexing.store.remote import present
 from indexing.tokenizer import install_tokenizer, train_sentencepiece
 from pipelines.config import Config
 from pipelines.executors import Advance, Executor, Task
@@ -95,7 +96,7 @@ def _by_generation(
     for folder in corpus_folders(datastore):
         if damage(folder):
             continue
-        names = {file["name"] for file in read_json(folder / "files.json")}
+        names = {file["name"] for file in read_json(present(folder / "files.json"))}
         groups.append((folder, [file for file in new if file.name in names]))
         new = [file for file in new if file.name not in names]
     return groups, new
@@ -145,7 +146,7 @@ def plan_of(folder: Path) -> list[list[Piece]]:
     read_manifest(folder)
     return [
         [Piece(**{**piece, "file": CorpusFile(**piece["file"])}) for piece in shard]
-        for shard in read_json(folder / "plan.json")
+        for shard in read_json(present(folder / "plan.json"))
     ]
 
 
@@ -153,7 +154,7 @@ def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
     """The checksums of an earlier scan, where names, sizes and times of all files are still the same."""
     if damage(folder):
         return None
-    stored = read_json(folder / "files.json")
+    stored = read_json(present(folder / "files.json"))
     now = [asdict(file) for file in files]
     if [{key: value for key, value in file.items() if key != "checksum"} for file in stored] != now:
         return None
@@ -210,7 +211,7 @@ def _problem_counts(scans: list[FileScan]) -> Counter[str]:
 
 def _report_problems(folder: Path) -> None:
     """Say what was found wrong in the files, the first of each kind by file and line."""
-    found: dict[str, Any] = read_json(folder / "problems.json")
+    found: dict[str, Any] = read_json(present(folder / "problems.json"))
     for kind, count in sorted(found["counts"].items()):
         first = next((problem for problem in found["examples"] if problem["kind"] == kind), None)
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""

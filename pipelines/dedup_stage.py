@@ -20,6 +20,7 @@ from indexing.corpus import Piece, list_files
 from indexing.store.artefact import Recipe, create, is_finished, read_manifest, remove
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
+from indexing.store.remote import present
 from pipelines import corpus_stage
 from pipelines.config import Config
 from pipelines.executors import Advance, Executor
@@ -176,7 +177,7 @@ def gram_task(
     """Read the candidates of one shard again."""
     with create(out, recipe) as (work, counts):
         counts["grams"] = dedup.collect_grams(
-            work, pieces, np.load(places), corpus, settings, tokenizer, advance=advance
+            work, pieces, np.load(present(places)), corpus, settings, tokenizer, advance=advance
         )
 
 
@@ -196,7 +197,7 @@ def remove_task(
     """Decide which documents go, and list them."""
     with create(out, recipe) as (work, counts):
         signatures = dedup.Signatures.open(folders)
-        meetings = np.load(candidates / "meetings.npy", mmap_mode="r")
+        meetings = np.load(present(candidates / "meetings.npy"), mmap_mode="r")
         sets = dedup.GramSets(grams, np.unique(meetings[:, 0]), signatures)
         removals = dedup.decide(meetings, signatures, sets, settings, advance=advance)
         names = [folder.name for folder in folders if not folder.name.startswith("evaluation-")]

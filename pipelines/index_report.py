@@ -15,9 +15,10 @@ from indexing.exact import exact_search, recall
 from indexing.faiss_files import ivf_of
 from indexing.overlap import overlap
 from indexing.retriever import Retriever
-from indexing.store.artefact import read_manifest
+from indexing.store.artefact import MANIFEST, read_manifest
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.files import read_json, write_json
+from indexing.store.remote import present, publish_file
 from indexing.store.retrieval import RetrievalSet
 from pipelines import report
 from pipelines.index_stage import sample_queries
@@ -48,6 +49,8 @@ def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict
     measured = measure(retriever) | {"build": [asdict(step) for step in steps]}
     write_html(retriever, measured)
     write_json(path, measured)
+    for file in (path.with_suffix(".html"), path):
+        publish_file(file)
     return measured
 
 
@@ -61,10 +64,10 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     exact = _exact_distances(queries, retriever.retrieval, stored.shape[1], excluded)
     near = split.neighbor_ids.gather(ids)[:, 0]
     counts = [read_manifest(folder / "neighbors" / shard_name(s))["counts"] for s in range(len(split.chunk_rows))]
-    index = read_json(folder / "index" / "trained" / "index.json")
+    index = read_json(present(folder / "index" / "trained" / "index.json"))
     return {
         "fingerprint": datastore.fingerprint,
-        "index": index | read_json(folder / "index" / "tuned" / "tuned.json"),
+        "index": index | read_json(present(folder / "index" / "tuned" / "tuned.json")),
         "splits": {name: _totals(datastore, name) for name in datastore.split_names},
         "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "neighbors")},
         "recall": {
@@ -90,7 +93,8 @@ def _totals(datastore: Datastore, name: str) -> dict[str, int]:
 
 
 def _bytes(retriever: Retriever, stage: str) -> int:
-    return sum(path.stat().st_size for path in (retriever.datastore.folder / stage).rglob("*") if path.is_file())
+    folders = [path.parent for path in (retriever.datastore.folder / stage).glob(f"*/{MANIFEST}")]
+    return sum(file["bytes"] for folder in folders for file in read_manifest(folder)["files"].values())
 
 
 def _neighbor_counts(counts: list[dict[str, Any]], name: str, k: int) -> dict[str, float]:

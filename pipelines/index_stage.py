@@ -27,7 +27,7 @@ def run_train_index(config: Config, executor: Executor) -> str:
     )
     out = folder / "index" / "trained"
     if not is_finished(out, recipe):
-        key = index.choose_key(train.num_chunks, train.embeddings.shard(0).shape[1], settings)
+        key = index.choose_key(train.num_chunks, train.embeddings.row_shape[0], settings)
         size = index.sample_size(train.num_chunks, key, settings)
         task = shard_task(out, recipe, train, key, settings, size=size)
         run_tasks("train_index", "vectors", train_task, [task], executor, name=f"train-index {key}")

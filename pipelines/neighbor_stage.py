@@ -1,6 +1,5 @@
 """The `neighbors` stage: embeddings and indexes → the neighbors of every chunk of all splits."""
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from indexing.device import has_bfloat16, resolve
 from indexing.product_search import ProductIndex
 from indexing.search_cost import Hardware, Method, cheaper, describe
 from indexing.sharded_index import ShardedIndex
+from indexing.store import remote
 from indexing.store.artefact import (
     MANIFEST,
     Recipe,
@@ -96,7 +96,7 @@ def _recipe(config: Config, shard: int, own: list[Part], others: list[Part]) -> 
     return Recipe(
         stage="neighbors",
         version=2,
-        settings=prefixed("neighbors", config.neighbors, without=("also",)) | {"shard": shard},
+        settings=prefixed("neighbors", config.neighbors, without=("also", "materialised")) | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
         # not the folder: a datastore that was moved is the same
         | {f"neighbors.also[{number}]": part.fingerprint for number, part in enumerate(others)},
@@ -113,7 +113,8 @@ def _set_aside(out: Path, recipes: list[Recipe]) -> int:
     made = [recipe.fingerprint for recipe in recipes[:-1]]
     if not damage(out) and parse_manifest(out)["fingerprint"] in made:
         remove(_before(out))
-        os.rename(out, _before(out))
+        remove(out.parent.with_name("materialised") / out.name)  # written out of these, and made anew of the next
+        remote.move(out, _before(out))
     if damage(_before(out)):
         return 0
     found = parse_manifest(_before(out))["fingerprint"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from indexing.store.errors import InputError
+from indexing.store.remote import url_of
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ def as_plain(settings: Any) -> dict[str, Any]:
             return as_plain(value)
         if isinstance(value, tuple):
             return [plain(item) for item in value]
-        return str(value) if isinstance(value, Path) else value
+        return url_of(value) or str(value) if isinstance(value, Path) else value
 
     return {field.name: plain(getattr(settings, field.name)) for field in dataclasses.fields(settings) if field.init}
 

@@ -10,6 +10,7 @@ from typing import Any
 from indexing.store.artefact import Recipe, damage, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
+from indexing.store.remote import drop_if_changed, url_of
 from pipelines.corpus_stage import generations
 from pipelines.executors import Advance, Executor, StageName, Task
 from pipelines.progress import progress
@@ -48,6 +49,7 @@ def shard_task(out: Path, recipe: Recipe, *arguments: Any, size: int) -> Task:
 
 def make_once(function: Callable[..., Any], out: Path, recipe: Recipe, *arguments: Any, advance: Advance) -> None:
     """Run a shard's task unless it is finished: a worker may have died after the last rename and before it said so."""
+    drop_if_changed(out)
     if damage(out) or not is_finished(out, recipe):
         function(out, recipe, *arguments, advance=advance)
 
@@ -67,6 +69,8 @@ def run_tasks(
 
 def _require_seen(out: Path) -> None:
     """Listing the folder makes a network file system look again where it remembers that there was nothing."""
+    if url_of(out):
+        return
     if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
         raise InputError(
             f"{out} was made, but cannot be seen from here: workers on other machines have written to disks of their own. "

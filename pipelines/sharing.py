@@ -7,6 +7,7 @@ from pathlib import Path
 from indexing.embedders import EmbedderSettings
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.remote import present
 from indexing.store.retrieval import check_searchable, check_tokenizer, embedder_identity
 from pipelines.config import Config
 
@@ -19,9 +20,9 @@ def retrieved_from(config: Config) -> list[Datastore]:
     """
     own, found = Datastore.open(config.datastore), list[Datastore]()
     for folder in config.neighbors.also:
-        if folder.resolve() in [own.folder.resolve(), *(other.folder.resolve() for other in found)]:
-            raise InputError(f"neighbors.also names {folder} twice, or the datastore itself: name each other one once.")
         other = Datastore.open(folder)
+        if other.folder.resolve() in [known.folder.resolve() for known in (own, *found)]:
+            raise InputError(f"neighbors.also names {folder} twice, or the datastore itself: name each other one once.")
         other.require("add")
         check_searchable(own, other)
         found.append(other)
@@ -57,4 +58,4 @@ def embedder_files(datastore: Datastore, settings: EmbedderSettings) -> dict[str
 def copy_embedder(datastore: Datastore, settings: EmbedderSettings, work: Path) -> None:
     """Copy that embedder to the folder `work`."""
     for name in embedder_files(datastore, settings):
-        shutil.copyfile(Path(settings.path) / "embedder" / name, work / name)
+        shutil.copyfile(present(Path(settings.path) / "embedder" / name), work / name)

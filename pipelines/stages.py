@@ -1,6 +1,6 @@
 """The stage table: what is made from what, and which of it is still to do.
 
-    chunk → embed → train-index → add → neighbors
+    chunk → embed → train-index → add → neighbors (→ materialise)
 
 Each stage looks at the manifests before it, writes a recipe for every artefact of its own, skips those that are finished
 and maps a plain function of `indexing/` over the rest. Nothing here knows where the tasks run.
@@ -11,10 +11,11 @@ import fcntl
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from indexing.store import remote
 from indexing.store.artefact import remove
 from indexing.store.datastore import SPLITS, Datastore, write_datastore_manifest
 from indexing.store.errors import InputError
@@ -26,6 +27,7 @@ from pipelines.config import Config
 from pipelines.embed_stage import run_embed
 from pipelines.executors import Executor
 from pipelines.index_stage import run_add, run_train_index
+from pipelines.materialise_stage import run_materialise
 from pipelines.neighbor_stage import run_neighbors
 from pipelines.progress import StagesView
 from pipelines.shards import shard_counts
@@ -40,10 +42,12 @@ class Stage:
     Attributes:
         run: makes every unfinished artefact of the stage and returns the stage's fingerprint.
         outputs: globs of the artefacts, relative to the datastore: what `--rebuild` removes.
+        wanted: whether it is one of `all` under these settings.
     """
 
     run: Callable[[Config, Executor], str]
     outputs: tuple[str, ...]
+    wanted: Callable[[Config], bool] = lambda config: True
 
 
 def build(
@@ -55,7 +59,7 @@ def build(
     append: bool = False,
     view: StagesView | None = None,
 ) -> Datastore:
-    """Bring a datastore up to date with its settings.
+    """Bring a datastore up to date with its settings. One at a URL is made in its local mirror, and uploaded.
 
     Args:
         config: the settings.
@@ -69,11 +73,13 @@ def build(
         InputError: a finished artefact was made with other settings, an earlier stage is missing, the input is bad, or
             another process is building the same datastore.
     """
-    folder = config.datastore
+    folder = remote.local_folder(config.datastore)
+    config = replace(config, datastore=folder)
     folder.mkdir(parents=True, exist_ok=True)
-    names = list(STAGES) if only == "all" else [only]
+    names = [name for name, stage in STAGES.items() if stage.wanted(config)] if only == "all" else [only]
     view = view or StagesView()
     with lock(folder), view.shown(names):
+        remote.pull(folder)
         if rebuild:
             _remove_from(folder, names[0])
         if append:
@@ -116,9 +122,17 @@ def _remove_from(folder: Path, first: str) -> None:
     for name in reversed(later):
         for pattern in STAGES[name].outputs:
             for output in folder.glob(pattern):
-                remove(output) if output.is_dir() else output.unlink()
+                if output.is_dir():
+                    remove(output)
+                else:
+                    _unlink(output)
     if first == names[0]:
-        (folder / "manifest.json").unlink(missing_ok=True)
+        _unlink(folder / "manifest.json")
+
+
+def _unlink(path: Path) -> None:
+    remote.remove(path)
+    path.unlink(missing_ok=True)
 
 
 def _require_earlier(folder: Path, name: str) -> None:
@@ -176,4 +190,5 @@ STAGES: dict[str, Stage] = {
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html")),
+    "materialise": Stage(run_materialise, ("materialised/*",), lambda config: config.neighbors.materialised > 0),
 }

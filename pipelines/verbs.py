@@ -14,6 +14,7 @@ from indexing.store.datastore import Datastore, shard_name
 from indexing.store.deleted import deleted_ranges
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
+from indexing.store.remote import present
 from indexing.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.progress import StagesView, aligned, human_bytes, progress
@@ -28,8 +29,8 @@ log = logging.getLogger("retro")
 class IndexOptions(Config):
     """Build a datastore, or bring it up to date. What is finished is kept, so a stopped run goes on where it was."""
 
-    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors"] = "all"
-    """One stage only; `all` runs them in order."""
+    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialise"] = "all"
+    """One stage only; `all` runs them in order (`materialise` where neighbors.materialised asks for it)."""
     rebuild: bool = False
     """First remove what this stage and the ones after it have made."""
     append: bool = False
@@ -341,6 +342,7 @@ def inspect_datastore(folder: Path) -> int:
     from pipelines.index_report import recalls
 
     datastore = Datastore.open(folder)
+    folder = datastore.folder
     meta = read_meta(folder / "tokenizer")
     rows = [
         ["fingerprint", datastore.fingerprint],
@@ -352,7 +354,7 @@ def inspect_datastore(folder: Path) -> int:
         parts = (f"{sum(totals[key]):,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))
         rows.append([name, ", ".join(parts) + f", in {len(totals['chunks'])} shards"])
     rows.append(["finished stages", ", ".join(datastore.manifest["fingerprints"])])
-    problems = read_json(folder / "corpus" / "problems.json")["counts"]
+    problems = read_json(present(folder / "corpus" / "problems.json"))["counts"]
     rows.append(["corpus problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
     if "dedup" in read_manifest(folder / "chunks" / shard_name(0))["recipe"]["inputs"]:
         rows.append(["dedup", dedup_stage.summary(folder / dedup_stage.FOLDER / "removed")])

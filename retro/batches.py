@@ -15,6 +15,7 @@ import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
+from indexing.store.reading import Reading
 from indexing.store.retrieval import RetrievalSet, check_tokenizer
 from retro.mixture import Share, announce, check_budgets, mixture_weights, shares
 from retro.neighbors import NeighborUse, Queries, Source, read_neighbors
@@ -49,6 +50,11 @@ class DataSettings:
     length; the next ones stored take their place. 1 skips none."""
     seed: int = 0
     """Of the order of the sequences, of random neighbors and of the draws from data.k_choices."""
+    reading: Reading = "mmap"
+    """How files are read, the batches are the same: `mmap` maps them into memory (of a URL: fetches them to the local cache
+    first); `pread` reads only the ranges of bytes asked for, for network file systems (of a URL: by range requests)."""
+    materialised: bool = False
+    """Read neighbors from where the stage `materialise` has written them beside each chunk, as far as they stand there."""
 
     def __post_init__(self) -> None:
         for key in ("weights", "token_budgets"):
@@ -77,7 +83,7 @@ class DataSettings:
 
     def neighbor_use(self, k: int) -> NeighborUse:
         """How k neighbors of each chunk are chosen under these settings."""
-        return NeighborUse(k, self.neighbors, self.max_overlap, self.seed)
+        return NeighborUse(k, self.neighbors, self.max_overlap, self.seed, self.materialised)
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,7 @@ class TrainingData:
 
     def __init__(self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool) -> None:
         self._arguments = (tuple(folders), settings, retrieval)
-        self.datastores = [Datastore.open(folder) for folder in folders]
+        self.datastores = [Datastore.open(folder, settings.reading) for folder in folders]
         self.uses = [settings.neighbor_use(k) for k in settings.k_choices or (settings.k,)]
         if not retrieval:
             self.uses = [NeighborUse(0)]
@@ -290,9 +296,14 @@ def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) 
 def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, asked: str) -> None:
     stored = use.k and use.source == "nearest"
     datastore.require("neighbors" if stored else "chunk")
+    if use.k and use.materialised and not datastore.has("materialise"):
+        raise InputError(
+            f"data.materialised: {datastore.folder} has no materialised neighbors. Make them: set neighbors.materialised "
+            "and run `retro index CONFIG --stage materialise`."
+        )
     if datastore.train.num_chunks == 0:
         raise InputError(f"{datastore.folder} holds no training chunks.")
-    if stored and (found := datastore.train.neighbor_ids.shard(0).shape[1]) < use.k:
+    if stored and (found := datastore.train.neighbor_ids.row_shape[0]) < use.k:
         raise InputError(f"{asked}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.k).")
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:

@@ -18,6 +18,8 @@ import numpy as np
 
 from indexing.store.datastore import SPLITS, Datastore, Split
 from indexing.store.errors import InputError
+from indexing.store.reading import Reading
+from indexing.store.remote import url_of
 from indexing.store.retrieval import check_tokenizer
 from indexing.tokenizer import read_token_bytes
 from retro.model import ModelSettings
@@ -77,7 +79,7 @@ class EvaluationSet:
             )
         if k:
             self.datastore.require("neighbors")
-            stored = self.split.neighbor_ids.shard(0).shape[1]
+            stored = self.split.neighbor_ids.row_shape[0]
             if k > stored:
                 raise InputError(
                     f"evaluation.k = {k} (while training: data.k): {where} stores {stored} neighbors (neighbors.k)."
@@ -111,7 +113,9 @@ def check_entries(entries: Sequence[str]) -> None:
         )
 
 
-def open_sets(entries: Sequence[str], folders: Sequence[Path], model: ModelSettings, k: int) -> list[EvaluationSet]:
+def open_sets(
+    entries: Sequence[str], folders: Sequence[Path], model: ModelSettings, k: int, reading: Reading = "mmap"
+) -> list[EvaluationSet]:
     """The sets that `evaluation.sets` names, or `valid` of every training datastore that holds something out.
 
     Args:
@@ -119,17 +123,18 @@ def open_sets(entries: Sequence[str], folders: Sequence[Path], model: ModelSetti
         folders: the datastores trained on.
         model: must fit the sets.
         k: the largest number of neighbors that will be read for a chunk; 0 = none.
+        reading: how the datastores are read.
 
     Raises:
         InputError: a datastore is missing, has no such documents, or does not fit the model; the message names the set.
     """
     if entries:
-        return [_open_entry(entry, folders[0], model, k) for entry in entries]
+        return [_open_entry(entry, folders[0], model, k, reading) for entry in entries]
     unique = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
     names = [re.sub(r"[^\w.-]", "_", name) for name in short_names(unique)] if len(unique) > 1 else ["valid"]
     sets = []
     for name, folder in zip(names, unique, strict=True):
-        opened = EvaluationSet(name, Datastore.open(folder))
+        opened = EvaluationSet(name, Datastore.open(folder, reading))
         if opened.split.num_documents:
             opened.check(model, k)
             sets.append(opened)
@@ -138,10 +143,10 @@ def open_sets(entries: Sequence[str], folders: Sequence[Path], model: ModelSetti
     return sets
 
 
-def _open_entry(entry: str, first: Path, model: ModelSettings, k: int) -> EvaluationSet:
+def _open_entry(entry: str, first: Path, model: ModelSettings, k: int, reading: Reading) -> EvaluationSet:
     name, folder, split = parse_set(entry)
     try:
-        datastore = Datastore.open(folder or first)
+        datastore = Datastore.open(folder or first, reading)
     except InputError as error:
         raise InputError(f"evaluation.sets has {entry!r}: {error}") from error
     if split not in datastore.manifest["splits"]:
@@ -152,7 +157,7 @@ def _open_entry(entry: str, first: Path, model: ModelSettings, k: int) -> Evalua
     opened = EvaluationSet(name, datastore, split)
     opened.check(model, k)
     # Equal sizes are no equal tokenizers. A checkpoint may have outlived what it was trained on: then sizes are all there is.
-    if (first / "tokenizer").exists():
+    if url_of(first) or (first / "tokenizer").exists():
         check_tokenizer(Datastore.open(first), datastore, f"evaluation.sets has {entry!r}")
     return opened
 

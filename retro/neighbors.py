@@ -5,6 +5,7 @@
 Every step is a function of chunk ids alone: what a chunk is given depends on no other sequence of its batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,12 +29,14 @@ class NeighborUse:
         max_overlap: neighbors are skipped that share a longer run of tokens with the chunk, or with the one after it,
             than this share of its length; 1 skips none.
         seed: of the random draws.
+        materialised: whether their text is read from beside the chunk, where it stands there.
     """
 
     k: int
     source: Source = "nearest"
     max_overlap: float = 1.0
     seed: int = 0
+    materialised: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,44 @@ def read_neighbors(
     split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [C, K, R] and lengths [C, K] int64 of the neighbors of some chunks; see `choose_neighbors`."""
-    tokens, lengths = retrieval.with_continuation(choose_neighbors(split, retrieval, queries, use).ravel())
-    return tokens.reshape(len(queries.ids), use.k, -1), lengths.reshape(len(queries.ids), use.k)
+    read = text_reader(split, retrieval, queries, use)
+    chosen = choose_neighbors(split, retrieval, queries, use, read)
+    tokens, lengths = read(np.repeat(np.arange(len(chosen)), use.k), chosen.ravel())
+    return tokens.reshape(*chosen.shape, -1), lengths.reshape(chosen.shape)
 
 
-def choose_neighbors(split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse) -> np.ndarray:
+ReadText = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Rows [n] of the queries, and for each the id [n] of a neighbor → its tokens [n, R] and length [n], int64."""
+
+
+def text_reader(split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse) -> ReadText:
+    """What reads the text of neighbors: from where they lie, or from beside the chunk that they are neighbors of.
+
+    Both give the same. Beside a chunk stand the first of its stored neighbors; others are read from where they lie.
+    """
+    if not use.materialised:
+        return lambda rows, ids: retrieval.with_continuation(ids)
+    held = split.materialised_lengths.row_shape[0]
+    stored = split.neighbor_ids.gather(queries.ids)[:, :held]
+
+    def read(rows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        same = (stored[rows] == ids[:, None]) & (ids[:, None] >= 0)  # [n, held]
+        beside = same.any(axis=1)
+        tokens = np.empty((len(ids), 2 * split.chunk_length), dtype=np.int64)
+        lengths = np.empty(len(ids), dtype=np.int64)
+        asking, of_asking = np.unique(rows[beside], return_inverse=True)
+        places = (of_asking.ravel(), same[beside].argmax(axis=1))
+        tokens[beside] = split.materialised_tokens.gather(queries.ids[asking])[places]
+        lengths[beside] = split.materialised_lengths.gather(queries.ids[asking])[places]
+        tokens[~beside], lengths[~beside] = retrieval.with_continuation(ids[~beside])
+        return tokens, lengths
+
+    return read
+
+
+def choose_neighbors(
+    split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse, read: ReadText | None = None
+) -> np.ndarray:
     """The neighbors of some chunks.
 
     Args:
@@ -72,6 +108,7 @@ def choose_neighbors(split: Split, retrieval: RetrievalSet, queries: Queries, us
         retrieval: where their neighbors lie.
         queries: the chunks.
         use: how many, and which.
+        read: what reads their text, if not `text_reader`.
 
     Returns:
         [C, k] int64 ids in the retrieval set, -1 where too few remain.
@@ -85,7 +122,8 @@ def choose_neighbors(split: Split, retrieval: RetrievalSet, queries: Queries, us
         candidates = split.neighbor_ids.gather(queries.ids)
     candidates = outside(retrieval.without_deleted(candidates), queries.excluded)
     if use.max_overlap < 1:
-        candidates = without_copies(candidates, retrieval, queries, use.k, use.max_overlap)
+        read = read or text_reader(split, retrieval, queries, use)
+        candidates = without_copies(candidates, read, queries, use.k, use.max_overlap)
     return first_present(candidates, use.k)
 
 
@@ -101,9 +139,7 @@ def outside(candidates: np.ndarray, excluded: np.ndarray) -> np.ndarray:
     return np.where((candidates >= excluded[:, :1]) & (candidates < excluded[:, 1:]), -1, candidates)
 
 
-def without_copies(
-    candidates: np.ndarray, retrieval: RetrievalSet, queries: Queries, k: int, max_overlap: float
-) -> np.ndarray:
+def without_copies(candidates: np.ndarray, read: ReadText, queries: Queries, k: int, max_overlap: float) -> np.ndarray:
     """Candidates [C, s] with -1 for near copies among those that would be used; no others are read.
 
     The paper measures leakage between a chunk and its own neighbors (section 2.7). But a chunk's neighbors are read while
@@ -120,7 +156,7 @@ def without_copies(
         if not len(rows):
             return candidates
         tested[rows, columns] = True
-        text = retrieval.with_continuation(candidates[rows, columns])
+        text = read(rows, candidates[rows, columns])
         shared = np.maximum(
             overlap(queries.tokens[rows], queries.lengths[rows], *text),
             overlap(queries.tokens[following[rows]], following_lengths[rows], *text),

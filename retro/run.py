@@ -39,7 +39,7 @@ _FREE = {
         "log_every",
         "log_to",
     ],
-    "data": ["datastores"],
+    "data": ["datastores", "reading", "materialised"],
 }
 
 

@@ -21,6 +21,7 @@ import torch
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
+from indexing.store.remote import absolute
 from retro import checkpoint as checkpoints
 from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, Tensors, keep_freed_memory, place
@@ -92,7 +93,7 @@ def train(
     data.plan(settings.steps * settings.accumulation * settings.batch_size)
     model_settings = _fit_to(model_settings, data.datastores[0])
     use = NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbors, seed=data_settings.seed)
-    sets = open_sets(evaluation.sets, datastores, model_settings, use.k)
+    sets = open_sets(evaluation.sets, datastores, model_settings, use.k, data_settings.reading)
     resolved = _resolved(model_settings, data_settings, settings, datastores)
     last = last_checkpoint(run, resolved, data.fingerprints)
     start = checkpoints.open_checkpoint(Path(settings.start_from)) if settings.start_from and last is None else None
@@ -244,7 +245,7 @@ def _resolved(
 ) -> dict[str, dict[str, Any]]:
     """Everything that the run was told, as JSON holds it."""
     resolved = {"model": asdict(model), "data": asdict(data), "train": asdict(settings)}
-    resolved["data"]["datastores"] = [str(folder.resolve()) for folder in datastores]
+    resolved["data"]["datastores"] = [absolute(folder) for folder in datastores]
     return json.loads(json.dumps(resolved, default=str))
 
 

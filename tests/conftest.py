@@ -2,7 +2,11 @@
 
 import json
 import logging
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,3 +190,51 @@ def tiny_model(tiny_datastore: Datastore) -> Retro:
     torch.manual_seed(0)
     settings = tiny_config(Path("unused"), Path("unused")).model
     return Retro(replace(settings, vocab_size=int(tiny_datastore.manifest["vocab_size"])))
+
+
+_S3_SERVER = """
+import threading
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The endpoint of an S3 server in a process of its own."""
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", _S3_SERVER], text=True, **pipes) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        process.kill()
+
+
+@pytest.fixture
+def another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Called, it is as if one went to another machine: the cache of what lies at URLs is a new, empty folder."""
+
+    def go() -> Path:
+        monkeypatch.setenv("RETRO_CACHE", str(tmp_path / f"cache-{uuid.uuid4().hex[:8]}"))
+        return Path(os.environ["RETRO_CACHE"])
+
+    go()
+    return go
+
+
+@pytest.fixture
+def bucket(s3_server: str, another_machine: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a new, empty S3 bucket."""
+    import fsspec
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    name = f"bucket-{uuid.uuid4().hex}"
+    fsspec.filesystem("s3").mkdir(name)
+    return f"s3://{name}"

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from indexing.store import remote
 from indexing.store.errors import InputError
-from indexing.store.files import checksum, read_json, sync_folder, write_json
+from indexing.store.files import MANIFEST, checksum, read_json, sync_folder, write_json
 
 log = logging.getLogger("retro")
 
-MANIFEST = "manifest.json"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -112,7 +112,8 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
     """Make the artefact `folder`: yields a temporary folder to fill and a dictionary of counts for the manifest.
 
     On a normal exit the folder is renamed into place with its manifest; on an error the temporary folder is removed and
-    nothing else changes. What a killed process left of it, and a damaged artefact in its place, are removed first.
+    nothing else changes. What a killed process left of it, and a damaged artefact in its place, are removed first. Where
+    the folder mirrors a URL, everything is uploaded before the rename.
 
     Every maker has a temporary folder of its own: one that is thought dead and still writes (its driver was killed, its
     node cut off) cannot touch the files of the next, which has taken its folder away. Who is first counts.
@@ -158,6 +159,7 @@ def _newest_file(work: Path) -> Path:
 
 
 def _publish(work: Path, folder: Path, recipe: Recipe) -> None:
+    remote.publish(work, folder)
     try:
         os.rename(work, folder)
     except OSError:
@@ -183,6 +185,8 @@ def write_manifest(folder: Path, recipe: Recipe, counts: Mapping[str, Any]) -> N
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a finished artefact, after a look at the size of each of its files.
 
+    Of one that mirrors a URL the manifest is fetched, and the files need not be here.
+
     Raises:
         InputError: there is none, or a file is missing or has another size than when it was written.
     """
@@ -199,6 +203,7 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
         InputError: there is none, it cannot be read, or it is not as it was written.
     """
     path = folder / MANIFEST
+    remote.fetch_manifest(folder)
     try:
         manifest = read_json(path)
         changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not {"counts", "files"} <= set(manifest)
@@ -213,6 +218,7 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
 
 def damage(folder: Path) -> str | None:
     """What is wrong with an artefact as far as manifest and sizes tell, or None; `verify` looks at every byte."""
+    remote.fetch_manifest(folder)  # that a URL cannot be asked is no damage
     try:
         return next(wrong_sizes(folder, parse_manifest(folder)), None)
     except InputError as error:
@@ -235,7 +241,7 @@ def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     for name, expected in manifest["files"].items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
-        if size != expected["bytes"]:
+        if size != expected["bytes"] and not (size is None and remote.url_of(folder)):
             found = "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
             yield f"{file} {found}"
 
@@ -249,6 +255,7 @@ def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str 
 
 def remove(folder: Path) -> None:
     """Delete an artefact: first its manifest, so that a kill halfway leaves something unfinished, not something false."""
+    remote.remove(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)

@@ -8,6 +8,7 @@
       embeddings/00000/             train.npy valid.npy test.npy
       index/trained/  index/00000/  index/tuned/
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
+      materialised/00000/{train,valid,test}/  tokens.npy lengths.npy
       appended/00001/               corpus/ of each generation that was appended
       deleted.npy                   chunk ids of deleted documents, once there are any
 
@@ -23,9 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from indexing.store import remote
 from indexing.store.deleted import deleted_ranges, without_deleted
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
+from indexing.store.reading import RangedArray, Reading, check_rows
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
@@ -37,11 +40,12 @@ def shard_name(shard: int) -> str:
 
 
 def open_array(path: Path) -> np.ndarray:
-    """A memory-mapped `.npy` file.
+    """A memory-mapped `.npy` file; one of a URL is fetched.
 
     Raises:
         InputError: it is missing or damaged.
     """
+    path = remote.present(path)
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (FileNotFoundError, ValueError, EOFError) as error:
@@ -50,23 +54,26 @@ def open_array(path: Path) -> np.ndarray:
 
 
 class ShardedArray:
-    """Rows of several `.npy` files read as one array, memory-mapped file by file on first use.
+    """Rows of several `.npy` files read as one array, file by file on first use.
 
     Args:
         paths: the files, in order.
         rows: rows in each file.
+        reading: how rows are read: out of memory maps, or by ranges of bytes.
     """
 
-    def __init__(self, paths: Sequence[Path], rows: Sequence[int]) -> None:
+    def __init__(self, paths: Sequence[Path], rows: Sequence[int], reading: Reading = "mmap") -> None:
         self.paths = list(paths)
         self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
         self._open: dict[int, np.ndarray] = {}
+        self.reading = reading
+        self._ranged = RangedArray(self.paths, self.starts)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def shard(self, shard: int) -> np.ndarray:
-        """The memory-mapped array of one shard.
+        """The memory-mapped array of one shard, however rows are read; of a URL, the whole file is fetched.
 
         Raises:
             InputError: the file is missing or does not have the rows that the manifest says.
@@ -74,13 +81,19 @@ class ShardedArray:
         if shard not in self._open:
             rows = int(self.starts[shard + 1] - self.starts[shard])
             array = open_array(self.paths[shard])
-            if len(array) < rows:
-                raise InputError(f"{self.paths[shard]} has {len(array)} rows, the datastore's manifest says {rows}.")
+            check_rows(self.paths[shard], len(array), rows)
             self._open[shard] = array
         return self._open[shard]
 
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row, from the header of the first file; of a URL, no more than that is read."""
+        return self._ranged.headers([0])[0].row_shape
+
     def gather(self, ids: np.ndarray) -> np.ndarray:
         """Rows by id, in the order asked for: ids [n] int64 → [n, …]."""
+        if self.reading == "pread":
+            return self._ranged.gather(ids)
         shards = np.searchsorted(self.starts, ids, side="right") - 1
         present = np.unique(shards)
         if len(present) == 1:
@@ -93,9 +106,9 @@ class ShardedArray:
         return out
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop): a view where they lie in one shard, else a copy."""
+        """Rows [start, stop): a view where they lie in one memory-mapped shard, else a copy."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
-        if shard < len(self.paths) and stop <= self.starts[shard + 1]:
+        if self.reading == "mmap" and shard < len(self.paths) and stop <= self.starts[shard + 1]:
             return self.shard(shard)[start - self.starts[shard] : stop - self.starts[shard]]
         return self.gather(np.arange(start, stop, dtype=np.int64))
 
@@ -111,6 +124,7 @@ class Split:
         document_rows: documents in each shard.
         chunk_length: m, tokens in a chunk.
         pad_id: the token that fills the last chunk of a document.
+        reading: how its arrays are read; see `indexing/store/reading.py`.
     """
 
     folder: Path
@@ -119,6 +133,7 @@ class Split:
     document_rows: tuple[int, ...]
     chunk_length: int
     pad_id: int
+    reading: Reading = "mmap"
 
     @property
     def num_chunks(self) -> int:
@@ -134,9 +149,9 @@ class Split:
         """The split as it was when it had this many shards."""
         return replace(self, chunk_rows=self.chunk_rows[:count], document_rows=self.document_rows[:count])
 
-    def _array(self, stage: str, name: str, rows: Sequence[int] | None = None) -> ShardedArray:
+    def _array(self, stage: str, name: str) -> ShardedArray:
         paths = [self.folder / stage / shard_name(s) / f"{name}.npy" for s in range(len(self.chunk_rows))]
-        return ShardedArray(paths, self.chunk_rows if rows is None else rows)
+        return ShardedArray(paths, self.chunk_rows, self.reading)
 
     @cached_property
     def tokens(self) -> ShardedArray:
@@ -164,8 +179,22 @@ class Split:
         return self._array("neighbors", f"{self.name}/distances")
 
     @cached_property
+    def materialised_tokens(self) -> ShardedArray:
+        """[chunks, s, 2m] uint16 or uint32: the first s stored neighbors with their continuations."""
+        return self._array("materialised", f"{self.name}/tokens")
+
+    @cached_property
+    def materialised_lengths(self) -> ShardedArray:
+        """[chunks, s] uint16 or uint32, real tokens of each."""
+        return self._array("materialised", f"{self.name}/lengths")
+
+    @cached_property
     def _offsets(self) -> ShardedArray:
-        return self._array("chunks", f"{self.name}/documents", [rows + 1 for rows in self.document_rows])
+        # Small, and searched: memory-mapped however the rest is read.
+        paths = [
+            self.folder / "chunks" / shard_name(s) / self.name / "documents.npy" for s in range(len(self.chunk_rows))
+        ]
+        return ShardedArray(paths, [rows + 1 for rows in self.document_rows])
 
     def documents_of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The document of each chunk: ids [n] → (document number, its first chunk, its last chunk + 1), each [n] int64."""
@@ -207,14 +236,14 @@ class Split:
         lengths = np.zeros(len(ids), dtype=np.int64)
         present = np.flatnonzero(ids >= 0)
         if len(present):
-            found = ids[present]
-            tokens[present, :m] = self.tokens.gather(found)
-            lengths[present] = self.lengths.gather(found)
-            _, _, stop = self.documents_of(found)
-            continued = present[found + 1 < stop]
-            if len(continued):
-                tokens[continued, m:] = self.tokens.gather(ids[continued] + 1)
-                lengths[continued] += self.lengths.gather(ids[continued] + 1)
+            _, _, stop = self.documents_of(ids[present])
+            continued = present[ids[present] + 1 < stop]
+            # Both at once: a chunk and its continuation lie side by side, and are one read.
+            both = np.concatenate([ids[present], ids[continued] + 1])
+            read_tokens, read_lengths = self.tokens.gather(both), self.lengths.gather(both)
+            tokens[present, :m], tokens[continued, m:] = np.split(read_tokens, [len(present)])
+            lengths[present] = read_lengths[: len(present)]
+            lengths[continued] += read_lengths[len(present) :]
         return tokens, lengths
 
     def without_deleted(self, ids: np.ndarray) -> np.ndarray:
@@ -232,7 +261,7 @@ class Split:
         wanted, found, number = set(ids), list[int](), 0
         missing = set(wanted)
         for shard, rows in enumerate(self.document_rows):
-            path = self.folder / "chunks" / shard_name(shard) / self.name / "documents.parquet"
+            path = remote.present(self.folder / "chunks" / shard_name(shard) / self.name / "documents.parquet")
             names = pyarrow.parquet.read_table(path, columns=["id"])["id"].to_pylist()
             found += [number + row for row, name in enumerate(names) if name in wanted]
             missing.difference_update(names)
@@ -252,7 +281,7 @@ class Split:
         shards = np.searchsorted(first_documents, documents, side="right") - 1
         out: list[dict[str, Any]] = [{} for _ in documents]
         for shard in np.unique(shards):
-            path = self.folder / "chunks" / shard_name(int(shard)) / self.name / "documents.parquet"
+            path = remote.present(self.folder / "chunks" / shard_name(int(shard)) / self.name / "documents.parquet")
             table = pyarrow.parquet.read_table(path)
             rows = np.flatnonzero(shards == shard)
             picked = table.take([documents[row] - int(first_documents[shard]) for row in rows]).to_pylist()
@@ -267,18 +296,28 @@ class Datastore:
 
     folder: Path
     manifest: dict[str, Any]
+    reading: Reading = "mmap"
 
     @classmethod
-    def open(cls, folder: Path | str) -> "Datastore":
-        """Open the datastore at `folder`.
+    def open(cls, location: Path | str, reading: Reading = "mmap") -> "Datastore":
+        """Open the datastore in a folder or at a URL; of a URL, `folder` is the local mirror (`remote.py`).
+
+        Args:
+            location: the folder, or any fsspec URL.
+            reading: how arrays are read: `mmap`, or `pread` (of a URL: `mmap` fetches whole files on first use, `pread`
+                asks for ranges of bytes).
 
         Raises:
             InputError: there is none, its chunks are not finished, its manifest is damaged or its format is of another version.
         """
-        folder = Path(folder)
+        folder = remote.local_folder(location)
+        remote.refresh(folder)
         path = folder / "manifest.json"
         if not path.exists():
-            raise InputError(f"{folder} is not a datastore ({path} is missing). Build one: `retro index CONFIG`.")
+            at = remote.url_of(folder) or folder
+            raise InputError(
+                f"{at} is not a datastore ({at}/manifest.json is missing). Build one: `retro index CONFIG`."
+            )
         try:
             manifest = read_json(path)
         except ValueError as error:
@@ -290,7 +329,7 @@ class Datastore:
                 f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
                 "Build the datastore again with `retro index CONFIG --rebuild`."
             )
-        return cls(folder, manifest)
+        return cls(folder, manifest, reading)
 
     @property
     def chunk_length(self) -> int:
@@ -312,6 +351,7 @@ class Datastore:
             document_rows=tuple(rows["documents"]),
             chunk_length=self.chunk_length,
             pad_id=int(self.manifest["pad_id"]),
+            reading=self.reading,
         )
 
     @cached_property
@@ -342,13 +382,16 @@ class Datastore:
 
     @property
     def fingerprint(self) -> str:
-        """One fingerprint over every finished stage, and what has been deleted."""
+        """One fingerprint over every finished stage but `materialise`, which only repeats what the others hold, and what
+        has been deleted."""
         from indexing.store.artefact import fingerprint
 
+        stages = {name: value for name, value in self.manifest["fingerprints"].items() if name != "materialise"}
         deleted = deleted_ranges(self.folder).tolist()
-        return fingerprint(self.manifest["fingerprints"] | ({"deleted": deleted} if deleted else {}))
+        return fingerprint(stages | ({"deleted": deleted} if deleted else {}))
 
 
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the top manifest atomically; it is the only thing in a datastore that is ever replaced."""
     write_json(folder / "manifest.json", {"format_version": FORMAT_VERSION, **manifest})
+    remote.publish_file(folder / "manifest.json")

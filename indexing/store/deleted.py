@@ -1,7 +1,8 @@
 """Deleted documents: their chunks stay where they are, as ids are places, and no result names them any more.
 
 `deleted.npy` in the datastore's folder: [n, 2] int64, first and stop of the chunk ids of each, in the `train` split, in order.
-It is looked at anew whenever it changes, so that a process that has the datastore open follows.
+It is looked at anew whenever it changes, so that a process that has the datastore open follows. Of a
+URL it is fetched whenever the datastore is opened.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from indexing.store.files import NpyWriter, sync_folder
+from indexing.store.remote import publish_file
 
 FILE = "deleted.npy"
 
@@ -47,4 +49,5 @@ def delete_ranges(folder: Path, ranges: np.ndarray) -> int:
         file.append(merged)
     os.replace(work, folder / FILE)
     sync_folder(folder)
+    publish_file(folder / FILE)
     return len(merged) - len(old)

@@ -12,9 +12,13 @@ from typing import Any
 
 import numpy as np
 
+MANIFEST = "manifest.json"
+
 # A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. Fixed at this size
 # it can be written first, with a wrong number of rows, and written again in place once the rows have been counted.
 _NPY_HEADER_BYTES = 128
+# Rows come document by document, a few hundred bytes each; network file systems want large writes, one after the other.
+_WRITE_BYTES = 1 << 20
 
 
 class NpyWriter:
@@ -30,7 +34,7 @@ class NpyWriter:
         self.dtype = np.dtype(dtype)
         self.row_shape = row_shape
         self.rows = 0
-        self._file = open(path, "wb")  # noqa: SIM115  (closed by close())
+        self._file = open(path, "wb", buffering=_WRITE_BYTES)  # noqa: SIM115  (closed by close())
         self._write_header()
 
     def _write_header(self) -> None:

@@ -17,6 +17,7 @@ from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
+from indexing.store.remote import present
 
 CHUNK_ID_BITS = 40
 
@@ -48,7 +49,7 @@ class RetrievalSet:
             folder = (datastore.folder.resolve() / entry["folder"]).resolve()
             again = "or search again: `retro index CONFIG --stage neighbors --rebuild`"
             try:
-                other = Datastore.open(folder)
+                other = Datastore.open(folder, datastore.reading)
             except InputError as error:
                 raise InputError(
                     f"{datastore.folder} has neighbors in {folder} (neighbors.also), which cannot be opened: {error} "
@@ -144,7 +145,7 @@ def check_tokenizer(datastore: Datastore, other: Datastore, key: str) -> None:
 def tokenizer_identity(datastore: Datastore) -> dict[str, Any]:
     """Equal for two datastores whose tokens mean the same, wherever their tokenizers come from."""
     folder = datastore.folder / "tokenizer"
-    facts = {key: value for key, value in read_json(folder / "meta.json").items() if key != "kind"}
+    facts = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key != "kind"}
     return {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"} | facts
 
 

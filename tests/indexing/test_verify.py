@@ -71,6 +71,43 @@ def test_a_whole_datastore_has_no_problem_and_is_not_touched(folder) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+def test_materialised_neighbors_are_verified_like_the_rest(tmp_path, folder, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    config = replace(config, datastore=folder, neighbors=replace(config.neighbors, materialised=3))
+    build_local(config)
+    assert verify(folder).problems == ()
+    assert verify(folder).stages[-1] == "materialise"
+    for change, file, words in (
+        (lambda a: a[:, :2], "lengths.npy", "instead of"),
+        (lambda a: np.put(a, 4, 33), "lengths.npy", "holds length 33, more than 32"),
+        (lambda a: np.put(a, 0, 0), "lengths.npy", "neighbors instead of"),
+        (lambda a: np.put(a, 0, 60_000), "tokens.npy", "holds token 60000"),
+    ):
+        before = contents(folder)
+        rewrite(folder, "materialised/00001", f"train/{file}", change)
+        found = lines(folder)
+        assert len(found) == 1, found
+        assert found[0].startswith(f"materialised/00001/train/{file}")
+        assert words in found[0]
+        for name, data in before.items():
+            (folder / name).write_bytes(data)
+    edit(folder / "materialised" / "00001" / "manifest.json", other_neighbors)
+    assert "materialised/00001 was made from another 'neighbors'" in lines(folder)[0]
+    assert mend(folder, verify(folder)) == ["materialised/00001"]
+    build_local(config)
+    assert {name: data for name, data in contents(folder).items() if name in before} == before
+
+
+def other_neighbors(manifest: dict) -> None:
+    manifest["recipe"]["inputs"]["neighbors"] = "0" * 16
+    manifest["fingerprint"] = fingerprint(manifest["recipe"])
+
+
+def test_a_url_is_refused() -> None:
+    with pytest.raises(InputError, match=r"s3://bucket/wiki: .*copy it"):
+        verify(Path("s3://bucket/wiki"))
+
+
 def test_one_byte_anywhere_is_found_in_its_file_alone(folder, tiny_datastore) -> None:
     files = sorted(path for path in folder.glob("*/**/*") if path.is_file() and path.name != "manifest.json")
     files = [path for path in files if path.stat().st_size and not re.search("0000[2-9]", str(path))]

@@ -89,6 +89,19 @@ def test_what_was_there_is_not_made_again(tmp_path) -> None:
     assert not any("before" in name for name in after)
 
 
+def test_materialised_neighbors_follow_what_is_appended(tmp_path) -> None:
+    files = corpora(tmp_path)
+    configs = [config_of(tmp_path, files[:count]) for count in (1, 2)]
+    configs = [replace(each, neighbors=replace(each.neighbors, materialised=2)) for each in configs]
+    build_local(configs[0])
+    grown = build_local(configs[1], append=True)
+    before = contents(grown.folder)
+    assert grown.has("materialise")
+    build_local(configs[1], only="neighbors", rebuild=True)
+    build_local(configs[1])
+    assert contents(grown.folder) == before
+
+
 def test_a_kill_while_growing_changes_nothing(tmp_path) -> None:
     config, datastore = grown(tmp_path / "whole", "exact")
     expected = contents(datastore.folder)

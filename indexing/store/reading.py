@@ -1,0 +1,168 @@
+"""Rows of `.npy` files by ranges of bytes: for network file systems and object storage, where memory-mapping is slow.
+
+    ids → sorted, each once → runs with small gaps between them → one read for each run → rows in the order asked for
+
+The ranges are read with `os.pread` from local files and asked for by range from those behind a URL (`remote.py`).
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from indexing.store import remote
+from indexing.store.errors import InputError
+
+Reading = Literal["mmap", "pread"]
+"""`mmap`: files are memory-mapped; `pread`: only the byte ranges that are asked for are read."""
+
+GAP_BYTES = 64 << 10
+"""Rows are read together where fewer bytes than this lie between them: another request costs more than these."""
+
+_HEADER_BYTES = 1024  # of a .npy file: 128 in practice
+_MOST_OPEN = 64  # descriptors kept for an array; a process may commonly open 1,024 files
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a `.npy` file says of itself: rows, shape and dtype of each, and where the first one begins."""
+
+    rows: int
+    row_shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Header":
+        """The header that a file begins with; raises ValueError where there is none."""
+        stream = io.BytesIO(data)
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran_order, dtype = read(stream)
+        if fortran_order or not shape or dtype.hasobject:
+            raise ValueError("not an array of rows")
+        return cls(shape[0], shape[1:], dtype, stream.tell())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.dtype.itemsize * int(np.prod(self.row_shape))
+
+
+class RangedArray:
+    """Rows of several `.npy` files by ranges of bytes; nothing is mapped.
+
+    Args:
+        paths: the files, in order.
+        starts: [files + 1] int64, the id of each file's first row, and the number of all rows.
+        gap_bytes: see `GAP_BYTES`.
+    """
+
+    def __init__(self, paths: Sequence[Path], starts: np.ndarray, gap_bytes: int = GAP_BYTES) -> None:
+        self.paths, self.starts, self.gap_bytes = list(paths), starts, gap_bytes
+        self._headers: dict[int, Header] = {}
+        self._files = _Files()
+
+    def headers(self, shards: Sequence[int]) -> list[Header]:
+        """The headers of some files, each read once.
+
+        Raises:
+            InputError: a file is missing, is no `.npy` file, or has fewer rows than the datastore's manifest says.
+        """
+        unknown = [shard for shard in shards if shard not in self._headers]
+        found = self._files.read([(self.paths[shard], 0, _HEADER_BYTES) for shard in unknown])
+        for shard, data in zip(unknown, found, strict=True):
+            try:
+                header = Header.parse(data)
+            except ValueError as error:
+                raise InputError(f"{self.paths[shard]} cannot be read: {error}. Run `retro index` again.") from error
+            check_rows(self.paths[shard], header.rows, int(self.starts[shard + 1] - self.starts[shard]))
+            self._headers[shard] = header
+        return [self._headers[shard] for shard in shards]
+
+    def gather(self, ids: np.ndarray) -> np.ndarray:
+        """Rows by id, in the order asked for: ids [n] int64 → [n, …].
+
+        Raises:
+            InputError: a file is missing or ends before a row that it should hold.
+        """
+        wanted: np.ndarray = np.unique(ids)
+        if not len(wanted):
+            header = self.headers([0])[0]
+            return np.empty((0, *header.row_shape), header.dtype)
+        shard_of = np.searchsorted(self.starts, wanted, side="right") - 1
+        self.headers(np.unique(shard_of).tolist())  # those still unknown, asked for together
+        row_bytes = self._headers[int(shard_of[0])].row_bytes
+        far = (np.diff(wanted) - 1) * row_bytes > self.gap_bytes
+        breaks = np.flatnonzero(far | (np.diff(shard_of) > 0)) + 1
+        runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(wanted, breaks)]
+        block = self._read(runs, shard_of[np.r_[0, breaks]].tolist())
+        read = np.concatenate([np.arange(*run) for run in runs])  # the id of each row of the block
+        return block[np.searchsorted(read, ids)]
+
+    def _read(self, runs: Sequence[tuple[int, int]], shards: Sequence[int]) -> np.ndarray:
+        """The rows of runs of ids [first, stop), each in one shard: [rows, …]."""
+        ranges = []
+        for run, shard in zip(runs, shards, strict=True):
+            header, first = self._headers[shard], int(self.starts[shard])
+            start, stop = (header.offset + (row - first) * header.row_bytes for row in run)
+            ranges.append((self.paths[shard], start, stop))
+        blocks = self._files.read(ranges)
+        for (path, start, stop), block in zip(ranges, blocks, strict=True):
+            if len(block) != stop - start:
+                raise InputError(
+                    f"{path} ends at byte {start + len(block):,}, before one of its rows. Remove its folder and run "
+                    "`retro index` again."
+                )
+        header = self._headers[shards[0]]
+        return np.frombuffer(b"".join(blocks), header.dtype).reshape(-1, *header.row_shape)
+
+
+def check_rows(path: Path, rows: int, expected: int) -> None:
+    """Raise InputError if an array has fewer rows than expected."""
+    if rows < expected:
+        raise InputError(f"{path} has {rows} rows, the datastore's manifest says {expected}.")
+
+
+class _Files:
+    """Bytes of files by range. Descriptors of the last ones read are kept."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def read(self, ranges: Sequence[tuple[Path, int, int]]) -> list[bytes]:
+        """The bytes [start, stop) of each file named; fewer where the file ends before.
+
+        Raises:
+            InputError: a file is missing, or cannot be asked for.
+        """
+        away = {path for path in {path for path, _, _ in ranges} if remote.is_away(path)}
+        asked = iter(remote.read_ranges([each for each in ranges if each[0] in away]) if away else ())
+        return [next(asked) if path in away else self._pread(path, start, stop) for path, start, stop in ranges]
+
+    def _pread(self, path: Path, start: int, stop: int) -> bytes:
+        descriptor = self._descriptor(path)
+        parts = [os.pread(descriptor, stop - start, start)]
+        while parts[-1] and (got := sum(map(len, parts))) < stop - start:  # one call reads 2 GB at most
+            parts.append(os.pread(descriptor, stop - start - got, start + got))
+        return b"".join(parts) if parts[1:] else parts[0]
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._open:
+            while len(self._open) >= _MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            try:
+                self._open[path] = os.open(path, os.O_RDONLY)
+            except FileNotFoundError as error:
+                raise InputError(f"{path} is missing. Run `retro index` again.") from error
+            # The runs are what is wanted: more read ahead by the kernel would be thrown away.
+            os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_RANDOM)
+        return self._open[path]
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)

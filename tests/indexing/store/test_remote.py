@@ -1,0 +1,221 @@
+"""Artefacts at URLs: whole or absent on both sides, fetched once, checked, and dropped when they are others now."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from indexing.store import remote
+from indexing.store.artefact import MANIFEST, Recipe, create, is_finished, read_manifest, remove
+from indexing.store.datastore import Datastore, ShardedArray, write_datastore_manifest
+from indexing.store.errors import InputError
+
+ROWS = np.arange(4000, dtype=np.uint16).reshape(1000, 4)
+
+
+@pytest.fixture(params=["s3", "file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, another_machine) -> str:
+    """Where a datastore may lie: on a server, in a folder, or in what is left of this process's memory."""
+    if request.param == "s3":
+        return request.getfixturevalue("bucket") + "/some/wiki"
+    return f"memory://{tmp_path.name}/wiki" if request.param == "memory" else f"file://{tmp_path}/away/wiki"
+
+
+def recipe(**settings) -> Recipe:
+    return Recipe("chunk", 1, {"shard": 0, **settings}, {})
+
+
+def make(url: str, made_of: Recipe | None = None, rows: np.ndarray = ROWS) -> Path:
+    """An artefact with two files and the top manifest of its datastore; returns the artefact's local folder."""
+    folder = remote.local_folder(url)
+    with create(folder / "chunks" / "00000", made_of or recipe()) as (work, counts):
+        (work / "train").mkdir()
+        np.save(work / "train" / "tokens.npy", rows)
+        (work / "documents.txt").write_text("one")
+        counts["chunks"] = len(rows)
+    write_datastore_manifest(folder, {"rows": len(rows), "sum": int(rows.sum())})
+    return folder / "chunks" / "00000"
+
+
+def files_at(url: str) -> dict[str, bytes]:
+    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem.invalidate_cache()
+    return {path[len(root) + 1 :]: filesystem.cat_file(path) for path in filesystem.find(root)}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != ".fetch.lock")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize(
+    ("location", "url"),
+    [
+        ("s3://bucket/a/wiki", "s3://bucket/a/wiki"),
+        ("/some/cache/s3:/bucket/a/wiki/chunks", "s3://bucket/a/wiki/chunks"),
+        ("file:///data/wiki", "file:///data/wiki"),
+        ("https://host:8000/wiki", "https://host:8000/wiki"),
+        ("data/wiki", None),
+        ("/data/12:30/wiki", None),
+        ("C:/data", None),
+    ],
+)
+def test_a_path_carries_its_url_wherever_it_lies(monkeypatch, location: str, url: str | None) -> None:
+    monkeypatch.setenv("RETRO_CACHE", "/mnt/cache")
+    assert remote.url_of(location) == remote.url_of(Path(location)) == url
+    assert remote.absolute(Path(location)) == (url or str(Path(location).resolve()))
+    folder = remote.local_folder(location)
+    assert folder == (Path("/mnt/cache") / Path(url) if url else Path(location))
+    assert remote.url_of(folder) == url
+    assert remote.local_folder(folder) == folder
+
+
+def test_what_is_made_lies_at_the_url_and_another_machine_sees_that_it_is_finished(url, another_machine) -> None:
+    made = make(url)
+    here = files_in(remote.local_folder(url))
+    assert files_at(url) == here
+    assert len(here) == 4
+    another_machine()
+    folder = remote.local_folder(url) / "chunks" / "00000"
+    assert folder != made
+    assert not is_finished(folder, recipe())
+    remote.pull(remote.local_folder(url))
+    assert is_finished(folder, recipe())
+    assert list(files_in(folder)) == [MANIFEST]  # nothing else was fetched
+    with pytest.raises(InputError, match="epochs was 'not set', now 2"):
+        is_finished(folder, recipe(epochs=2))
+
+
+def test_files_are_fetched_one_by_one_and_once(url, another_machine, monkeypatch) -> None:
+    make(url)
+    another_machine()
+    folder = remote.local_folder(url) / "chunks" / "00000"
+    assert read_manifest(folder)["counts"] == {"chunks": 1000}
+    tokens = remote.present(folder / "train" / "tokens.npy")
+    assert np.array_equal(np.load(tokens), ROWS)
+    assert set(files_in(folder)) == {MANIFEST, "train/tokens.npy"}
+    assert remote.present(folder) == folder
+    assert set(files_in(folder)) == {MANIFEST, "train/tokens.npy", "documents.txt"}
+    monkeypatch.setattr(remote, "_asking", None)  # whoever asks again fails
+    assert remote.present(folder / "train" / "tokens.npy") == tokens
+    assert remote.present(folder) == folder
+
+
+def test_many_at_once_fetch_a_file_that_is_whole(url, another_machine) -> None:
+    make(url)
+    another_machine()
+    path = remote.local_folder(url) / "chunks" / "00000" / "train" / "tokens.npy"
+    with ThreadPoolExecutor(8) as pool:
+        assert all(np.array_equal(rows, ROWS) for rows in pool.map(lambda _: np.load(remote.present(path)), range(8)))
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"\x77"])
+def test_a_damaged_file_is_named_and_not_kept(url, another_machine, damage: Callable[[bytes], bytes]) -> None:
+    make(url)
+    there = f"{url}/chunks/00000/train/tokens.npy"
+    whole = files_at(url)["chunks/00000/train/tokens.npy"]
+    filesystem, root = fsspec.core.url_to_fs(there)
+    filesystem.pipe_file(root, damage(whole))
+    another_machine()
+    folder = remote.local_folder(url) / "chunks" / "00000"
+    with pytest.raises(InputError, match=r"tokens\.npy is not what its manifest says"):
+        remote.present(folder / "train" / "tokens.npy")
+    assert list(files_in(folder)) == [MANIFEST]
+    filesystem.pipe_file(root, whole)
+    assert np.array_equal(np.load(remote.present(folder / "train" / "tokens.npy")), ROWS)
+
+
+def test_ranges_are_read_without_fetching_the_file(url, another_machine) -> None:
+    make(url)
+    another_machine()
+    paths = [remote.local_folder(url) / "chunks" / "00000" / "train" / "tokens.npy"]
+    array = ShardedArray(paths, [1000], "pread")
+    ids = np.array([999, 3, 4, 500, 3])
+    assert np.array_equal(array.gather(ids), ROWS[ids])
+    assert array.row_shape == (4,)
+    assert not paths[0].exists()
+    remote.present(paths[0])
+    fsspec.core.url_to_fs(url)[0].rm(fsspec.core.url_to_fs(url)[1], recursive=True)
+    assert np.array_equal(array.gather(ids), ROWS[ids])  # from here, since it is here now
+
+
+def test_an_upload_that_fails_leaves_nothing_that_counts(url, another_machine, monkeypatch) -> None:
+    put = remote._put
+
+    def failing(file: Path, to: str) -> None:
+        if file.name == MANIFEST:
+            raise InputError("the network is gone")
+        put(file, to)
+
+    monkeypatch.setattr(remote, "_put", failing)
+    with pytest.raises(InputError, match="the network is gone"):
+        make(url)
+    assert files_in(remote.local_folder(url)) == {}
+    assert MANIFEST not in "".join(files_at(url))
+    monkeypatch.setattr(remote, "_put", put)
+    make(url)
+    assert files_at(url) == files_in(remote.local_folder(url))
+
+
+def test_what_was_removed_or_made_anew_elsewhere_is_dropped_here(url, another_machine, monkeypatch) -> None:
+    make(url)
+    first = remote.local_folder(url)
+    another_machine()
+    remote.pull(remote.local_folder(url))
+    remove(remote.local_folder(url) / "chunks" / "00000")
+    assert list(files_at(url)) == [MANIFEST]
+    remote.pull(first)
+    assert list(files_in(first)) == [MANIFEST]
+    make(url, recipe(epochs=2), ROWS[::-1])
+    other = remote.local_folder(url)
+    monkeypatch.setenv("RETRO_CACHE", str(next(path for path in first.parents if path.name.startswith("cache-"))))
+    remote.pull(first)
+    assert is_finished(first / "chunks" / "00000", recipe(epochs=2))
+    assert np.array_equal(np.load(remote.present(first / "chunks" / "00000" / "train" / "tokens.npy")), ROWS[::-1])
+    assert files_in(first).items() <= files_in(other).items()
+
+
+def test_a_reader_drops_what_has_changed_and_keeps_the_rest(url, another_machine) -> None:
+    folder = remote.local_folder(url)
+    for name in ("kept", "changed"):
+        with create(folder / name, recipe(name=name)) as (work, _):
+            (work / "x").write_text(name)
+    write_datastore_manifest(folder, {"number": 1})
+    another_machine()
+    reader = remote.local_folder(url)
+    remote.refresh(reader)
+    for name in ("kept", "changed"):
+        remote.present(reader / name)
+    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem.pipe_file(f"{root}/changed/{MANIFEST}", b'{"files": {}}')
+    remote.refresh(reader)
+    assert (reader / "changed" / "x").exists()  # the datastore's own manifest says that nothing is new
+    filesystem.pipe_file(f"{root}/{MANIFEST}", b'{"number": 2}')
+    remote.refresh(reader)
+    assert (reader / "kept" / "x").exists()
+    assert not (reader / "changed").exists()
+
+
+def test_what_is_not_there_is_told_with_the_url(url) -> None:
+    with pytest.raises(InputError, match=r"wiki is not a datastore .*wiki/manifest\.json is missing"):
+        Datastore.open(url)
+    assert not remote.local_folder(url).exists()
+    make(url)
+    with pytest.raises(InputError, match=r"wiki/embedder is not part of anything finished"):
+        remote.present(remote.local_folder(url) / "embedder")
+
+
+def test_what_cannot_be_opened_is_told_with_the_url(another_machine, monkeypatch) -> None:
+    with pytest.raises(InputError, match=r"nonsense://a/b/manifest\.json: ValueError: Protocol not known.*pip install"):
+        Datastore.open("nonsense://a/b")
+    with pytest.raises(InputError, match=r"http://127\.0\.0\.1:9/wiki/manifest\.json: Client"):
+        Datastore.open("http://127.0.0.1:9/wiki")
+
+
+def test_a_missing_bucket_is_not_made(bucket) -> None:
+    with pytest.raises(InputError, match="no-such-bucket"):
+        make("s3://no-such-bucket/wiki")
+    assert not fsspec.filesystem("s3").exists("no-such-bucket")
