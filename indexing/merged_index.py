@@ -33,7 +33,7 @@ def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: 
 
     index = read_index(trained / "trained.faiss")
     ivf = ivf_of(index)
-    if ivf is None or isinstance(ivf, faiss.IndexIVFFastScan):
+    if ivf is None or not isinstance(ivf, (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)):
         raise InputError(
             f"{trained}: only inverted lists of plain codes can be merged on disk; search the shards as they are."
         )

@@ -13,9 +13,10 @@ import numpy as np
 
 from indexing.faiss_files import ivf_of, read_index
 from indexing.faiss_gpu import on_gpus
+from indexing.merged_index import open_merged
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
-from indexing.store.files import read_json
+from indexing.store.files import MANIFEST, read_json
 from indexing.store.remote import fetch_manifest, is_away, present
 
 MEMORY = 4_000_000_000
@@ -51,8 +52,9 @@ class ShardedIndex:
         Args:
             folder: the datastore's `index`.
             shards: their numbers.
-            memory: bytes. Shards that are larger together are searched group by group, each read anew for every search,
-                which costs little where many queries are searched at once.
+            memory: bytes. Where the shards are larger together, the index that `--stage merge` has left on disk is searched,
+                or else the shards group by group, each read anew for every search, which costs little where many
+                queries are searched at once.
             big_batch: as above; needs an IVF index of plain codes.
 
         Raises:
@@ -75,6 +77,8 @@ class ShardedIndex:
                     f"neighbors.search = 'big-batch' needs an IVF index of plain codes (Flat, PQ, SQ); {folder} holds "
                     "another kind. Use 'index', 'exact' or 'auto'."
                 )
+        if len(groups) > 1 and not big_batch and (folder / "merged" / MANIFEST).exists():
+            return cls([open_merged(folder / "merged")], nprobe)
         opened = _opened(groups[0], pack=not big_batch) if len(groups) == 1 else groups
         return cls(opened, nprobe, big_batch=big_batch)
 

@@ -25,7 +25,7 @@ from indexing.store.retrieval import RetrievalSet
 from indexing.verify_contents import Check, check_chunks, check_of
 
 # Artefacts in the order in which they are made, each from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised")  # fmt: skip
+_ORDER = ("corpus", "appended", "tokenizer", "dedup", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised", "index/merged")  # fmt: skip
 _OF_STAGE = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
@@ -33,6 +33,7 @@ _OF_STAGE = {
     "add": ("index/*", "index/tuned"),
     "neighbors": ("neighbors/*",),
     "materialise": ("materialised/*",),
+    "merge": ("index/merged",),
 }
 
 Manifests = Mapping[str, dict[str, Any]]
@@ -270,6 +271,8 @@ def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
     first = generations[0] if generations else range(0)
     if name == "index/trained":
         return {"embeddings": _joint(manifests, "embeddings", first)}
+    if name == "index/merged":
+        return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in range(_num_shards(manifests))}
     if name == "index/tuned":
         return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in first}
     if stage == "neighbors":
@@ -322,7 +325,7 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
         return
     path = folder / MANIFEST
     generations = _generations(manifests)
-    single = {"train-index": "index/trained", "add": "index/tuned"}
+    single = {"train-index": "index/trained", "add": "index/tuned", "merge": "index/merged"}
     joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialise": "materialised"}
     for stage, found in top["fingerprints"].items():
         name = single.get(stage, "")

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from indexing import index
+from indexing.merged_index import merge_shards
 from indexing.sharded_index import ShardedIndex
 from indexing.store.artefact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import Datastore, Split, open_array, shard_name
+from indexing.store.remote import present
 from pipelines.config import Config
 from pipelines.corpus_stage import generations
 from pipelines.executors import Advance, Executor
@@ -113,6 +115,26 @@ def tune_task(
         tuned = index.tune(work, opened, queries, embeddings, candidates, settings)
         counts |= {"nprobe": tuned["nprobe"], "recall_at_10": tuned["recall_at_10"]}
         advance(len(queries))
+
+
+def run_merge(config: Config, executor: Executor) -> str:
+    """The shards of the index → one index with its lists on disk, for serving."""
+    folder = config.datastore
+    made = shards(folder, "index")
+    recipe = Recipe("merge", 1, {}, {path.name: fingerprint_of(path) for path in made})
+    out = folder / "index" / "merged"
+    if not is_finished(out, recipe):
+        size = Datastore.open(folder).train.num_chunks
+        run_tasks("add", "chunks", merge_task, [shard_task(out, recipe, made, size=size)], executor, name="merge")
+    return fingerprint_of(out)
+
+
+def merge_task(out: Path, recipe: Recipe, made: list[Path], *, advance: Advance) -> None:
+    """Merge all shards on disk."""
+    with create(out, recipe) as (work, counts):
+        for path in made:
+            present(path / "vectors.faiss")
+        counts["vectors"] = merge_shards(work, out.parent / "trained", made, advance=advance)
 
 
 def sample_queries(

@@ -1,6 +1,6 @@
 """The stage table: what is made from what, and which of it is still to do.
 
-    chunk → embed → train-index → add → neighbors (→ materialise)
+    chunk → embed → train-index → add → neighbors (→ materialise, merge)
 
 Each stage looks at the manifests before it, writes a recipe for every artefact of its own, skips those that are finished
 and maps a plain function of `indexing/` over the rest. Nothing here knows where the tasks run.
@@ -26,7 +26,7 @@ from pipelines.chunk_stage import run_chunk
 from pipelines.config import Config
 from pipelines.embed_stage import run_embed
 from pipelines.executors import Executor
-from pipelines.index_stage import run_add, run_train_index
+from pipelines.index_stage import run_add, run_merge, run_train_index
 from pipelines.materialise_stage import run_materialise
 from pipelines.neighbor_stage import run_neighbors
 from pipelines.progress import StagesView
@@ -43,11 +43,13 @@ class Stage:
         run: makes every unfinished artefact of the stage and returns the stage's fingerprint.
         outputs: globs of the artefacts, relative to the datastore: what `--rebuild` removes.
         wanted: whether it is one of `all` under these settings.
+        needs: the stage that must be finished; empty: the one before in the table.
     """
 
     run: Callable[[Config, Executor], str]
     outputs: tuple[str, ...]
     wanted: Callable[[Config], bool] = lambda config: True
+    needs: str = ""
 
 
 def build(
@@ -138,7 +140,7 @@ def _unlink(path: Path) -> None:
 def _require_earlier(folder: Path, name: str) -> None:
     position = list(STAGES).index(name)
     if position:
-        Datastore.open(folder).require(list(STAGES)[position - 1])
+        Datastore.open(folder).require(STAGES[name].needs or list(STAGES)[position - 1])
 
 
 def _manifest_so_far(folder: Path) -> dict[str, Any]:
@@ -185,10 +187,11 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
 
 
 STAGES: dict[str, Stage] = {
-    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "dedup", "chunks/*")),
+    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "dedup", "chunks/*", "deleted.npy")),
     "embed": Stage(run_embed, ("embedder", "embeddings/*")),
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html")),
     "materialise": Stage(run_materialise, ("materialised/*",), lambda config: config.neighbors.materialised > 0),
+    "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
 }

@@ -29,7 +29,7 @@ log = logging.getLogger("retro")
 class IndexOptions(Config):
     """Build a datastore, or bring it up to date. What is finished is kept, so a stopped run goes on where it was."""
 
-    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialise"] = "all"
+    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialise", "merge"] = "all"
     """One stage only; `all` runs them in order (`materialise` where neighbors.materialised asks for it)."""
     rebuild: bool = False
     """First remove what this stage and the ones after it have made."""

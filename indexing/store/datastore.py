@@ -386,7 +386,9 @@ class Datastore:
         has been deleted."""
         from indexing.store.artefact import fingerprint
 
-        stages = {name: value for name, value in self.manifest["fingerprints"].items() if name != "materialise"}
+        stages = {
+            name: value for name, value in self.manifest["fingerprints"].items() if name not in ("materialise", "merge")
+        }
         deleted = deleted_ranges(self.folder).tolist()
         return fingerprint(stages | ({"deleted": deleted} if deleted else {}))
 

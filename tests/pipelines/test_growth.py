@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from indexing.retriever import Retriever
+from indexing.sharded_index import ShardedIndex
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -56,6 +57,19 @@ def test_what_has_grown_equals_a_rebuild_with_the_same_trained_index(tmp_path, m
     build_local(config, only="add", rebuild=True)
     build_local(config)
     assert contents(datastore.folder) == before
+    if method == "index":
+        merge_and_search(config, datastore)
+
+
+def merge_and_search(config: Config, datastore: Datastore) -> None:
+    """Merged on disk, and served from less memory than the shards have bytes."""
+    build_local(config, only="merge")
+    assert main(["verify", str(datastore.folder)]) == 0
+    queries = datastore.train.embeddings.read(0, 50).astype(np.float32)
+    folder, numbers = datastore.folder / "index", range(len(datastore.train.chunk_rows))
+    found = [ShardedIndex.open(folder, numbers, memory).search(queries, 12) for memory in (4_000_000_000, 1)]
+    assert np.mean([len(set(a) & set(b)) / 12 for a, b in zip(*found, strict=True)]) > 0.9
+    assert Datastore.open(datastore.folder).fingerprint == datastore.fingerprint
 
 
 def test_searched_exactly_it_equals_building_everything_at_once(tmp_path) -> None:
