@@ -27,7 +27,13 @@ PAPER_CHUNKS = 28e9  # section 2.3: 28 billion keys, 64 tokens each, of the 1.75
 _SPLITS = 3
 _NPY_HEADER = 128
 _INDEX_HEADER = 200  # of a `.faiss` file, about
-_MANIFEST_BYTES = {"chunks": 1800, "embeddings": 570, "index": 370, "neighbors": 1300}  # of a shard's artefact, about
+_MANIFEST_BYTES = {
+    "chunks": 1800,
+    "embeddings": 570,
+    "index": 370,
+    "neighbors": 1300,
+    "materialised": 1300,
+}  # of a shard's artefact, about
 _BLOCK = 32  # vectors of a fast-scan list are stored in blocks
 
 
@@ -132,6 +138,7 @@ class Layout:
         token_bytes: 2 or 4.
         dimension: d of the embeddings.
         k: neighbors stored.
+        materialised: of them, with their tokens.
         document_bytes: of a document's row in `documents.parquet`.
         parquet_bytes: of such a file without rows.
     """
@@ -140,6 +147,7 @@ class Layout:
     token_bytes: int
     dimension: int
     k: int
+    materialised: int
     document_bytes: float
     parquet_bytes: float
 
@@ -243,6 +251,9 @@ def artefact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
         "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
         "neighbors": (8.0 + 4.0) * layout.k * size.chunks + 2 * files * _NPY_HEADER,
     }
+    if layout.materialised:
+        neighbor = 2 * layout.chunk_length * layout.token_bytes + 4  # with its continuation, and its length
+        arrays["materialised"] = layout.materialised * neighbor * size.chunks + 2 * files * _NPY_HEADER
     return {name: value + size.shards * _MANIFEST_BYTES[name] for name, value in arrays.items()}
 
 
@@ -480,6 +491,7 @@ def plan_for(
         token_bytes=4 if paper else calibration.token_bytes,
         dimension=calibration.dimension,
         k=config.neighbors.k,
+        materialised=config.neighbors.materialised,
         document_bytes=document_bytes,
         parquet_bytes=parquet_bytes,
     )

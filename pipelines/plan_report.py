@@ -56,6 +56,8 @@ def _needs(plan: Plan, calibration: Calibration, days: float) -> list[list[str]]
     slowest = max(alone, key=lambda step: step.seconds, default=None)
     if wanted is not None:
         in_time = f"{wanted:,} like this one"
+        if wanted > plan.size.shards:
+            in_time += f", in as many shards: there are {plan.size.shards:,}, so lower corpus.shard_bytes"
     else:
         assert slowest is not None
         in_time = f"no number of them suffices: {slowest.name} runs on one, for {long_time(slowest.seconds)}"

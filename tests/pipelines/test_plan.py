@@ -54,7 +54,9 @@ SIZE = Workload(
     trained_on=15_000,
     tune_queries=500,
 )
-LAYOUT = Layout(chunk_length=64, token_bytes=2, dimension=32, k=16, document_bytes=100.0, parquet_bytes=3000.0)
+LAYOUT = Layout(
+    chunk_length=64, token_bytes=2, dimension=32, k=16, materialised=0, document_bytes=100.0, parquet_bytes=3000.0
+)
 
 
 def larger(factor: int, **changes) -> Workload:
@@ -70,7 +72,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def planned_bytes(datastore: Datastore, k: int) -> dict[str, float]:
+def planned_bytes(datastore: Datastore, k: int, materialised: int = 0) -> dict[str, float]:
     """What the formulas say of a finished datastore; of it only counts are known to them, and the sizes of its Parquet files."""
     rows = [
         (sum(totals["chunks"]), sum(totals["documents"]), sum(totals["tokens"]), sum(totals["bytes"]))
@@ -84,7 +86,9 @@ def planned_bytes(datastore: Datastore, k: int) -> dict[str, float]:
     )  # fmt: skip
     parquet = sum(path.stat().st_size for path in datastore.folder.glob("chunks/*/*/*.parquet"))
     dtype = datastore.train.tokens.shard(0).dtype
-    layout = Layout(datastore.chunk_length, dtype.itemsize, index["dimension"], k, parquet / documents, 0.0)
+    layout = Layout(
+        datastore.chunk_length, dtype.itemsize, index["dimension"], k, materialised, parquet / documents, 0.0
+    )
     return artefact_bytes(size, layout)
 
 
@@ -113,6 +117,14 @@ def test_bytes_of_a_datastore_with_inverted_lists_are_met(tmp_path, tiny_corpus,
     config = tiny_config(tmp_path, tiny_corpus, index=IndexSettings(factory=key, tune_queries=50))
     datastore = build_local(config)
     assert_bytes_meet(datastore, planned_bytes(datastore, k=6))
+
+
+def test_bytes_of_materialised_neighbors_are_met(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    datastore = build_local(replace(config, neighbors=replace(config.neighbors, materialised=2)))
+    planned = planned_bytes(datastore, k=6, materialised=2)
+    assert "materialised" in planned
+    assert_bytes_meet(datastore, planned)
 
 
 def test_bytes_of_a_chunk_are_those_of_the_format() -> None:
