@@ -27,6 +27,9 @@ from retro.batches import DataSettings
 from retro.model import ModelSettings, Retro
 from retro.train_settings import TrainSettings
 
+# Ray reads its token once in a process: all tests that start a cluster share one.
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid.uuid4().hex)
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 _WORDS = [

@@ -33,20 +33,18 @@ PATIENCE = 240  # seconds for anything
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Head without CPUs, with a job server; two nodes of one CPU. Token authentication is on, as in Ray from 2.61."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
-        from ray.cluster_utils import Cluster
+    from ray.cluster_utils import Cluster
 
-        noticed_soon = {"health_check_period_ms": 500, "health_check_failure_threshold": 6}
-        head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0, "_system_config": noticed_soon}
-        started = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            for _ in range(2):
-                started.add_node(num_cpus=1)
-            yield started
-        finally:
-            started.shutdown()
+    noticed_soon = {"health_check_period_ms": 500, "health_check_failure_threshold": 6}
+    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0, "_system_config": noticed_soon}
+    started = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(2):
+            started.add_node(wait=False, num_cpus=1)
+        started.wait_for_nodes(PATIENCE)
+        yield started
+    finally:
+        started.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +125,12 @@ def test_ray_job_submit_builds_the_bytes_of_one_process(cluster, tmp_path, tiny_
     file.write_text(to_toml(replace(config, datastore=relative)))
     submit = [Path(sysconfig.get_path("scripts")) / "ray", "job", "submit", "--address", f"http://{cluster.webui_url}"]
     command = [*submit, "--", sys.executable, "-m", "pipelines.index", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while True:  # the head's agent comes up after its nodes
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        if "try again later" not in done.stderr or time.monotonic() > deadline:
+            break
+        time.sleep(1)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "neighbors: " in done.stdout
     assert contents(config.datastore) == contents(tiny_datastore.folder)

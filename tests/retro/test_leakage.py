@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexing.store.artefact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_json
 from retro.device import place
 from retro.evaluation import EvaluationSettings, Result, evaluate
 from retro.evaluation_sets import EvaluationSet
@@ -150,6 +152,8 @@ def test_another_datastore_of_the_same_chunks_may_say_what_leaks_and_one_of_othe
 def test_a_datastore_that_hides_its_leaks_says_so(held_out: EvaluationSet, tmp_path: Path, caplog) -> None:
     other = Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "other"))
     path = other.folder / "neighbors" / "00000" / "manifest.json"
-    path.write_text(path.read_text().replace('"neighbors.max_overlap": 1.0', '"neighbors.max_overlap": 0.5'))
+    manifest = read_json(path)
+    manifest["recipe"]["settings"]["neighbors.max_overlap"] = 0.5
+    write_json(path, manifest | {"fingerprint": fingerprint(manifest["recipe"])})
     leakage_of(held_out, np.arange(2), 4, source=other)
     assert "neighbors.max_overlap = 0.5" in caplog.text

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,14 @@ from tests.conftest import tiny_config
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
     return replace(config, model=replace(config.model, dropout=0.1), train=replace(config.train, log_every=2))
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A process that a shell has started in the background ignores SIGINT from the beginning."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def run(config: Config, **options) -> Outcome:
