@@ -198,7 +198,8 @@ def bare_indexes(train: Split, asked: tuple[np.ndarray, Any], exact: np.ndarray)
     flat = faiss.IndexFlatL2(vectors.shape[1])
     flat.add(vectors)
     found = {"IndexFlatL2": flat}
-    trained = ivf_of(read_index(train.folder / "index" / "trained" / "trained.faiss"))
+    whole = read_index(train.folder / "index" / "trained" / "trained.faiss")
+    trained = ivf_of(whole)
     if trained is None:
         return found
     inverted = faiss.IndexIVFScalarQuantizer(
@@ -206,7 +207,7 @@ def bare_indexes(train: Split, asked: tuple[np.ndarray, Any], exact: np.ndarray)
     )
     inverted.train(vectors[:1000])
     inverted.add(vectors)
-    inverted.referenced_objects = [trained]
+    inverted.referenced_objects = [whole]
     inverted.nprobe = 16
     while inverted.nprobe < trained.nlist:
         distances, ids = inverted.search(asked[0], 512)
