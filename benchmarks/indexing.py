@@ -28,8 +28,6 @@ import numpy as np
 import torch
 from measure import seconds, write
 
-sys.path.pop(0)  # this folder, where this file has the name of a package
-
 from indexing import index as building
 from indexing.chunks import chunk_shard
 from indexing.corpus import read_piece

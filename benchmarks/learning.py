@@ -17,6 +17,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import measure  # noqa: F401  (with it `indexing` is the package, not the file beside this one)
+
 from indexing.embedders import EmbedderSettings
 from indexing.readers import CorpusSettings
 from indexing.tokenizer import TokenizerSettings

@@ -3,12 +3,17 @@
 import json
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+# `indexing.py` beside this file has the name of a package. Every benchmark imports this module before any of the project's,
+# and from here on the package is meant.
+sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]
 
 
 def seconds(work: Callable[[], object]) -> float:
