@@ -36,3 +36,30 @@ def ivf_of(index: Any) -> Any | None:
 
     found = faiss.try_extract_index_ivf(index)
     return None if found is None else faiss.downcast_index(found)
+
+
+def num_lists(index: Any) -> int:
+    """Inverted lists of an index, wherever it lies: on the CPU, on a GPU or divided among several; 1 of one without."""
+    import faiss
+
+    ivf = ivf_of(index)
+    if ivf is not None:
+        return int(ivf.nlist)
+    real: Any = faiss.downcast_index(index)
+    if isinstance(real, (faiss.IndexShards, faiss.IndexReplicas)):  # as one is divided among GPUs
+        return num_lists(real.at(0))  # type: ignore[union-attr]
+    if isinstance(real, (faiss.IndexPreTransform, faiss.IndexIDMap)):
+        return num_lists(real.index)
+    return int(getattr(real, "nlist", 1))
+
+
+def set_nprobe(index: Any, nprobe: int) -> None:
+    """Let a search visit this many inverted lists (no effect on an index without)."""
+    import faiss
+
+    ivf = ivf_of(index)
+    if ivf is not None:
+        ivf.nprobe = nprobe
+    elif num_lists(index) > 1:
+        space = faiss.GpuParameterSpace if hasattr(faiss, "GpuParameterSpace") else faiss.ParameterSpace
+        space().set_index_parameter(index, "nprobe", nprobe)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from indexing.faiss_files import ivf_of, read_index, write_index
+from indexing.store.artefact import parse_manifest
 from indexing.store.errors import InputError
+from indexing.store.remote import fetch_manifest, present
 
 
 def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: Callable[[int], None]) -> int:
@@ -43,8 +45,18 @@ def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: 
     return int(index.ntotal)
 
 
+def is_merged(folder: Path, shards: Sequence[Path]) -> bool:
+    """Whether the artefact `folder` was merged from just these shards, as they are now: no fewer, and none since changed."""
+    if not fetch_manifest(folder):
+        return False
+    return parse_manifest(folder)["recipe"]["inputs"] == {
+        shard.name: parse_manifest(shard)["fingerprint"] for shard in shards
+    }
+
+
 def open_merged(folder: Path) -> Any:
     """The merged index of the artefact `folder`, whose lists stay on disk."""
     import faiss
 
+    present(folder)
     return faiss.read_index(str(folder / "merged.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)

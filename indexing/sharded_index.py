@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from indexing.faiss_files import ivf_of, read_index
+from indexing.faiss_files import ivf_of, num_lists, read_index, set_nprobe
 from indexing.faiss_gpu import on_gpus
-from indexing.merged_index import open_merged
+from indexing.merged_index import is_merged, open_merged
+from indexing.store.artefact import parse_manifest
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
-from indexing.store.files import MANIFEST, read_json
+from indexing.store.files import read_json
 from indexing.store.remote import fetch_manifest, is_away, present
 
 MEMORY = 4_000_000_000
@@ -36,9 +37,9 @@ class ShardedIndex:
         self.big_batch = big_batch
         self.num_vectors = self.max_nprobe = 0
         for shard in self.each():
-            ivf = ivf_of(shard)
             self.num_vectors += int(shard.ntotal)
-            self.max_nprobe = max(self.max_nprobe, int(ivf.nlist) if ivf is not None else 1)
+            self.max_nprobe = max(self.max_nprobe, num_lists(shard))
+            del shard  # a group is let go before the next is read
         self.nprobe = 1
         if nprobe is not None:
             self.set_nprobe(nprobe)
@@ -61,15 +62,18 @@ class ShardedIndex:
             InputError: `big_batch` of an index that it cannot search.
         """
 
-        files = [present(folder / shard_name(shard) / "vectors.faiss") for shard in shards]
+        wanted = [folder / shard_name(shard) for shard in shards]
+        tuned = folder / "tuned" / "tuned.json"
+        is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
+        nprobe = read_json(present(tuned))["nprobe"] if tuned.exists() or is_tuned_away else None
+        if not big_batch and is_merged(folder / "merged", wanted) and _bytes_of(wanted) > memory:
+            return cls([open_merged(folder / "merged")], nprobe)
+        files = [present(each / "vectors.faiss") for each in wanted]
         groups: list[list[Path]] = []
         for file in files:
             if not groups or sum(each.stat().st_size for each in (*groups[-1], file)) > memory:
                 groups.append([])
             groups[-1].append(file)
-        tuned = folder / "tuned" / "tuned.json"
-        is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
-        nprobe = read_json(present(tuned))["nprobe"] if tuned.exists() or is_tuned_away else None
         if big_batch:
             first = read_index(files[0])
             if ivf_of(first) is None or not _can_merge(first):
@@ -77,8 +81,6 @@ class ShardedIndex:
                     f"neighbors.search = 'big-batch' needs an IVF index of plain codes (Flat, PQ, SQ); {folder} holds "
                     "another kind. Use 'index', 'exact' or 'auto'."
                 )
-        if len(groups) > 1 and not big_batch and (folder / "merged" / MANIFEST).exists():
-            return cls([open_merged(folder / "merged")], nprobe)
         opened = _opened(groups[0], pack=not big_batch) if len(groups) == 1 else groups
         return cls(opened, nprobe, big_batch=big_batch)
 
@@ -101,15 +103,18 @@ class ShardedIndex:
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for shard in self.each():
-            ivf = ivf_of(shard)
-            if ivf is not None:
-                ivf.nprobe = self.nprobe
+            set_nprobe(shard, self.nprobe)
             found.append(_big_batch(shard, queries, k) if self.big_batch else shard.search(queries, k))
             if len(found) == 2:
                 distances, ids = (np.stack(pair) for pair in zip(*found, strict=True))
                 found = [faiss.merge_knn_results(distances, ids)]
+            del shard
         nearest = found[0][1]
         return nearest if excluded is None else _without(nearest, excluded)
+
+
+def _bytes_of(shards: Sequence[Path]) -> int:
+    return sum(parse_manifest(shard)["files"]["vectors.faiss"]["bytes"] for shard in shards)
 
 
 def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

@@ -6,7 +6,7 @@ import faiss
 import numpy as np
 import pytest
 
-from indexing.faiss_files import ivf_of, write_index
+from indexing.faiss_files import ivf_of, num_lists, set_nprobe, write_index
 from indexing.sharded_index import ShardedIndex
 
 _DIMENSION = 32
@@ -33,6 +33,21 @@ def test_the_inverted_lists_of_an_index_are_told_by_their_own_type(key: str) -> 
     wanted = {"PQ16x4": faiss.IndexIVFPQ, "SQ8": faiss.IndexIVFScalarQuantizer, "PQ16x4fs": faiss.IndexIVFPQFastScan}
     assert type(ivf_of(index)) is wanted[key.rpartition(",")[2]]
     assert ivf_of(faiss.IndexFlatL2(4)) is None
+
+
+def test_nprobe_is_set_wherever_the_lists_lie() -> None:
+    vectors = np.random.default_rng(0).standard_normal((1200, _DIMENSION), dtype=np.float32)
+    divided = faiss.IndexShards(_DIMENSION)  # as an index is among GPUs
+    parts = [faiss.index_factory(_DIMENSION, "IVF8,Flat") for _ in range(2)]
+    for part in parts:
+        part.train(vectors)
+        divided.add_shard(part)
+    assert num_lists(divided) == 8
+    set_nprobe(divided, 5)
+    assert [part.nprobe for part in parts] == [5, 5]
+    flat = faiss.IndexIDMap2(faiss.IndexFlatL2(_DIMENSION))
+    assert num_lists(flat) == 1
+    set_nprobe(flat, 5)  # nothing to set
 
 
 def test_shards_of_plain_four_bit_codes_are_merged_and_packed(tmp_path) -> None:
