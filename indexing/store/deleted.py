@@ -5,6 +5,7 @@ It is looked at anew whenever it changes, so that a process that has the datasto
 URL it is fetched whenever the datastore is opened.
 """
 
+import fcntl
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -20,14 +21,14 @@ FILE = "deleted.npy"
 def deleted_ranges(folder: Path) -> np.ndarray:
     """[n, 2] int64, sorted and disjoint; of no rows where nothing has been deleted."""
     try:
-        changed = (folder / FILE).stat().st_mtime_ns
+        found = (folder / FILE).stat()
     except FileNotFoundError:
         return np.empty((0, 2), dtype=np.int64)
-    return _read(folder / FILE, changed)
+    return _read(folder / FILE, (found.st_mtime_ns, found.st_size, found.st_ino))
 
 
 @lru_cache(maxsize=16)
-def _read(path: Path, _: int) -> np.ndarray:
+def _read(path: Path, _: tuple[int, ...]) -> np.ndarray:
     return np.load(path, allow_pickle=False)
 
 
@@ -41,13 +42,18 @@ def without_deleted(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
 
 
 def delete_ranges(folder: Path, ranges: np.ndarray) -> int:
-    """Add ranges [n, 2] of whole documents to the deleted ones, in one rename; returns how many were not among them."""
-    old = deleted_ranges(folder)
-    merged = np.unique(np.concatenate([old, ranges]), axis=0)
+    """Add ranges [n, 2] of whole documents to the deleted ones, in one rename; returns how many were not among them.
+
+    Two processes that delete at a time wait for each other.
+    """
     work = folder / f".{FILE}.tmp"
-    with NpyWriter(work, np.int64, (2,)) as file:
-        file.append(merged)
-    os.replace(work, folder / FILE)
-    sync_folder(folder)
-    publish_file(folder / FILE)
+    with open(folder / f".{FILE}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        old = deleted_ranges(folder)
+        merged = np.unique(np.concatenate([old, ranges]), axis=0)
+        with NpyWriter(work, np.int64, (2,)) as file:
+            file.append(merged)
+        os.replace(work, folder / FILE)
+        sync_folder(folder)
+        publish_file(folder / FILE)
     return len(merged) - len(old)

@@ -160,7 +160,8 @@ class _Files:
             except FileNotFoundError as error:
                 raise InputError(f"{path} is missing. Run `retro index` again.") from error
             # The runs are what is wanted: more read ahead by the kernel would be thrown away.
-            os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_RANDOM)
+            if hasattr(os, "posix_fadvise"):  # macOS has none
+                os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_RANDOM)
         return self._open[path]
 
     def __del__(self) -> None:
