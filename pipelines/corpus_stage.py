@@ -91,15 +91,24 @@ def corpus_folders(datastore: Path) -> list[Path]:
 def _by_generation(
     datastore: Path, files: list[CorpusFile]
 ) -> tuple[list[tuple[Path, list[CorpusFile]]], list[CorpusFile]]:
-    """Each finished generation with those of the files that are its own by name, and the files that are in none."""
-    groups, new = [], files
-    for folder in corpus_folders(datastore):
-        if damage(folder):
-            continue
-        names = {file["name"] for file in read_json(present(folder / "files.json"))}
-        groups.append((folder, [file for file in new if file.name in names]))
-        new = [file for file in new if file.name not in names]
-    return groups, new
+    """Each finished generation with those of the files that are its own, and the files that are in none.
+
+    A file is known by its path. A corpus may lie elsewhere today, so one whose path is new stands for one of its name whose
+    path is not given any more.
+    """
+    folders = [folder for folder in corpus_folders(datastore) if not damage(folder)]
+    stored = [(folder, file) for folder in folders for file in read_json(present(folder / "files.json"))]
+    folder_of = {file["path"]: folder for folder, file in stored}
+    given = {file.path for file in files}
+    gone: dict[str, list[Path]] = {}
+    for folder, file in reversed(stored):
+        if file["path"] not in given:
+            gone.setdefault(file["name"], []).append(folder)
+    for corpus_file in files:
+        if corpus_file.path not in folder_of and gone.get(corpus_file.name):
+            folder_of[corpus_file.path] = gone[corpus_file.name].pop()
+    groups = [(folder, [file for file in files if folder_of.get(file.path) == folder]) for folder in folders]
+    return groups, [file for file in files if file.path not in folder_of]
 
 
 def look_through(
@@ -120,7 +129,7 @@ def look_through(
         version=1,
         settings={f"corpus.{name}": getattr(settings, name) for name in names},
         inputs={file.name: value for file, value in zip(files, checksums, strict=True)}
-        if len(files) <= 1000
+        if len({file.name for file in files}) == len(files) <= 1000
         else {"files": fingerprint([[file.name, value] for file, value in zip(files, checksums, strict=True)])},
     )
     if not is_finished(folder, recipe):

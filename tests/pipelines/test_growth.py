@@ -1,5 +1,6 @@
 """Growing equals building at once with the same trained index; what is deleted is named by no result."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from indexing.retriever import Retriever
 from indexing.sharded_index import ShardedIndex
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore
+from indexing.store.deleted import delete_ranges, deleted_ranges
 from indexing.store.errors import InputError
 from indexing.store.retrieval import RetrievalSet
 from indexing.tokenizer import TokenizerSettings
@@ -70,6 +72,15 @@ def merge_and_search(config: Config, datastore: Datastore) -> None:
     found = [ShardedIndex.open(folder, numbers, memory).search(queries, 12) for memory in (4_000_000_000, 1)]
     assert np.mean([len(set(a) & set(b)) / 12 for a, b in zip(*found, strict=True)]) > 0.9
     assert Datastore.open(datastore.folder).fingerprint == datastore.fingerprint
+    # A part of the shards is not what was merged.
+    part, stop = numbers[: len(numbers) // 2], int(datastore.train.tokens.starts[len(numbers) // 2])
+    assert ShardedIndex.open(folder, part, 1).search(queries, 12).max() < stop
+    more = write_corpus(datastore.folder.with_name("d.jsonl"), 60, 3)
+    larger = replace(config, corpus=replace(config.corpus, paths=(*config.corpus.paths, str(more))))
+    new = build_local(larger, append=True).train
+    last = new.embeddings.read(new.num_chunks - 5, new.num_chunks).astype(np.float32)
+    found = ShardedIndex.open(folder, range(len(new.chunk_rows)), 1).search(last, 12)
+    assert (found >= datastore.train.num_chunks).any()  # what was merged before is not all there is now
 
 
 def test_searched_exactly_it_equals_building_everything_at_once(tmp_path) -> None:
@@ -146,6 +157,21 @@ def test_new_files_are_not_taken_in_unasked_and_appending_needs_something(tmp_pa
     assert "names no file" in caplog.text
 
 
+def test_files_of_one_name_are_told_apart_by_where_they_lie(tmp_path) -> None:
+    for number, name in enumerate(("2024", "2025")):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name / "docs.jsonl", 60, number)
+    files = [tmp_path / name / "docs.jsonl" for name in ("2024", "2025")]
+    first = build_local(config_of(tmp_path, files[:1]))
+    grown = build_local(config_of(tmp_path, files), append=True)
+    assert grown.train.num_documents > 1.5 * first.train.num_documents
+    build_local(config_of(tmp_path, files))
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    files[1] = files[1].rename(moved / "docs.jsonl")  # a corpus may lie elsewhere today
+    assert build_local(config_of(tmp_path, files)).fingerprint == grown.fingerprint
+
+
 # --- deleting --------------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +214,13 @@ def test_deleting_nearly_everything_leaves_the_rest_to_be_found(searched) -> Non
     assert main(["delete", str(datastore.folder), "--ids", *ids[1:]]) == 0
     hits = retriever.search(["alpha beta"], 3)[0]
     assert {hit.document["id"] for hit in hits} == {ids[0]}
+
+
+def test_two_changes_within_one_tick_of_the_clock_are_both_seen(tmp_path) -> None:
+    for number in range(3):
+        delete_ranges(tmp_path, np.array([[10 * number, 10 * number + 5]]))
+        os.utime(tmp_path / "deleted.npy", (1, 1))
+        assert len(deleted_ranges(tmp_path)) == number + 1
 
 
 def test_an_unknown_id_is_refused_and_nothing_is_deleted(searched, capsys, tmp_path) -> None:
