@@ -67,7 +67,7 @@ class ProductIndex:
         ids = torch.full((len(queries), k), -1, dtype=torch.int64)
         kind = self.device.partition(":")[0]
         rows = max(1, min(_SHAPES[kind][0], _MEMBERS[kind] // (_FANS[0] * k * queries.shape[1])))
-        with _one_thread_each() as run:
+        with _one_thread_each(kind) as run:
             for start, columns, real in self._blocks():
 
                 def look(first: int, start: int = start, columns: "Tensor" = columns, real: int = real) -> None:
@@ -146,17 +146,21 @@ def _runs(own: "Tensor") -> list[tuple[slice, int, int]]:
 
 
 class _one_thread_each:
-    """Runs a function over items on as many threads as torch has, each multiplying with one.
+    """Runs a function over items on as many threads as torch has, each multiplying with one; for a GPU on one thread.
 
     So the bytes do not depend on their number: kernels round differently when they share a product.
     """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def __enter__(self) -> Any:
         import torch
 
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        self.pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
+        workers = self.threads if self.kind == "cpu" else 1
+        self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
         return lambda function, items: list(self.pool.map(function, items))
 
     def __exit__(self, *_: object) -> None:
