@@ -24,8 +24,9 @@ import torch
 from data_path import BATCH, BATCHES, LENGTH, batches
 from measure import seconds, write
 
+from indexing.device import keep_freed_memory
 from retro.batches import DataSettings, TrainingData
-from retro.device import Placement, keep_freed_memory
+from retro.device import Placement
 from retro.flops import forward_flops, peak_flops
 from retro.model import ModelSettings, Retro
 from retro.optimizer import make_optimizer

@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 
 from indexing.corpus import Piece, read_piece, split_of
-from indexing.readers import CorpusSettings, Document, Problem
+from indexing.readers import CorpusFile, CorpusSettings, Document, Problem
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
+from indexing.threads import one_ahead
 from indexing.tokenizer import Tokenizer
 
 # Text tokenised at once: enough to keep SentencePiece's threads busy, little enough to stay out of sight in memory.
-_BATCH_BYTES = 4 * 2**20
+_BATCH_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,33 @@ def with_text(batch: list[Document], path: str, tokenizer: Tokenizer) -> list[Do
     return [replace(document, text=text) for document, text in zip(batch, texts, strict=True)]
 
 
-def _tokenized(batch: list[Document], path: str, tokenizer: Tokenizer) -> Iterable[tuple[Document, np.ndarray]]:
-    """Documents of one file with text, and their tokens: of text these are encoded, of tokens the text is decoded."""
-    documents = with_text(batch, path, tokenizer)
-    stored = [document.tokens for document in documents if document.tokens is not None]
-    if not stored:
-        return zip(documents, tokenizer.encode_batch([document.text for document in documents]), strict=True)
-    return zip(documents, [tokens.astype(tokenizer.dtype) for tokens in stored], strict=True)
+@dataclass(frozen=True)
+class _Batch:
+    """Some documents of one file, and how many bytes of text they were before some were left out."""
+
+    file: CorpusFile
+    documents: list[Document]
+    size: int
+
+
+def _read(
+    pieces: list[Piece], corpus: CorpusSettings, left_out: set[int], on_problem: Callable[[Problem], None]
+) -> Iterator[_Batch]:
+    """The documents of a shard without those left out, which are counted from 0."""
+    place = itertools.count()
+    for piece in pieces:
+        for batch in batches(read_piece(piece, corpus, on_problem=on_problem)):
+            kept = [document for document in batch if next(place) not in left_out]
+            yield _Batch(piece.file, kept, sum(document.size for document in batch))
+
+
+def _tokenized(read: Iterable[_Batch], tokenizer: Tokenizer) -> Iterator[tuple[_Batch, list[np.ndarray]]]:
+    """Batches with text, and the tokens of their documents: of text these are encoded, of tokens the text is decoded."""
+    for batch in read:
+        documents = with_text(batch.documents, batch.file.path, tokenizer)
+        tokens = [document.tokens.astype(tokenizer.dtype) for document in documents if document.tokens is not None]
+        tokens = tokens or tokenizer.encode_batch([document.text for document in documents])
+        yield replace(batch, documents=documents), tokens
 
 
 def chunk_shard(
@@ -183,16 +204,15 @@ def chunk_shard(
     before = np.array([tokenizer.bos_id], dtype=tokenizer.dtype)
     after = np.array([tokenizer.eos_id], dtype=tokenizer.dtype)
     left_out = set() if removed is None else set(removed.tolist())
-    place = itertools.count()
+    # Reading, tokenising and writing go on at a time, so that SentencePiece's threads seldom wait for the other two.
+    read = one_ahead(_read(pieces, corpus, left_out, on_problem))
     with contextlib.ExitStack() as files:
         writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys, files) for name in SPLITS}
-        for piece in pieces:
-            for batch in batches(read_piece(piece, corpus, on_problem=on_problem)):
-                kept = [document for document in batch if next(place) not in left_out]
-                for document, tokens in _tokenized(kept, piece.file.path, tokenizer):
-                    writer = writers[split_of(document.text, corpus.split)]
-                    writer.append(document, piece.file.name, np.concatenate([before, tokens, after]))
-                advance(sum(document.size for document in batch))
+        for batch, encoded in one_ahead(_tokenized(read, tokenizer)):
+            for document, tokens in zip(batch.documents, encoded, strict=True):
+                writer = writers[split_of(document.text, corpus.split)]
+                writer.append(document, batch.file.name, np.concatenate([before, tokens, after]))
+            advance(batch.size)
         for writer in writers.values():
             writer.flush()
     return {name: writer.counts for name, writer in writers.items()}

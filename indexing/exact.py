@@ -4,7 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from indexing.floats import to_float32
 from indexing.store.datastore import ShardedArray
+from indexing.threads import one_thread_each
+
+_BLOCK = 2**20  # numbers of candidates that a thread looks at in one go: 4 MB in float32
 
 
 def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -18,18 +22,22 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
     Returns:
         distances [n, c] float32 ascending, +inf for none, and ids [n, c].
     """
-    distances = np.empty(ids.shape, dtype=np.float32)
+    distances, ordered = np.empty(ids.shape, dtype=np.float32), np.empty_like(ids)
     norms = np.einsum("nd,nd->n", queries, queries)
-    step = max(1, 2**23 // max(1, ids.shape[1] * queries.shape[1]))  # 32 MB of float32 candidates: they stay in cache
-    for start in range(0, len(queries), step):
+    step = max(1, _BLOCK // max(1, ids.shape[1] * queries.shape[1]))
+
+    def fill(start: int) -> None:
         block = slice(start, start + step)
         found = embeddings.gather(np.maximum(ids[block], 0).ravel())
-        vectors = found.astype(np.float32).reshape(*ids[block].shape, -1)  # [n, c, d]
+        vectors = to_float32(found).reshape(*ids[block].shape, -1)  # [n, c, d]
         # einsum and not matmul: BLAS rounds differently with other numbers of threads, and bytes must not depend on them.
         products = np.einsum("ncd,nd->nc", vectors, queries[block])
-        distances[block] = norms[block, None] - 2 * products + np.einsum("ncd,ncd->nc", vectors, vectors)
-    distances = np.where(ids < 0, np.float32(np.inf), np.maximum(distances, 0))
-    return order_by_distance(distances, ids)
+        squared = norms[block, None] - 2 * products + np.einsum("ncd,ncd->nc", vectors, vectors)
+        distances[block], ordered[block] = order_by_distance(np.maximum(squared, 0), ids[block])
+
+    with one_thread_each() as run:
+        run(fill, range(0, len(queries), step))
+    return distances, ordered
 
 
 def order_by_distance(distances: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -74,7 +82,7 @@ def exact_search(
 
 def _blocks(embeddings: ShardedArray) -> Iterator[tuple[int, np.ndarray]]:
     for start in range(0, len(embeddings), 16_384):
-        yield start, embeddings.read(start, min(start + 16_384, len(embeddings))).astype(np.float32)
+        yield start, to_float32(embeddings.read(start, min(start + 16_384, len(embeddings))))
 
 
 def recall(found: np.ndarray, exact: np.ndarray) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 from indexing.exact import exact_search, recall, rerank
 from indexing.faiss_files import ivf_of, read_index, write_index
 from indexing.faiss_gpu import on_cpu, on_gpus
+from indexing.floats import to_float32
 from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import ShardedArray, Split
 from indexing.store.errors import InputError
@@ -119,7 +120,7 @@ def training_sample(split: Split, key: str, settings: IndexSettings) -> np.ndarr
         ids = np.arange(total, dtype=np.int64)
     else:
         ids = np.sort(np.random.default_rng(settings.seed).choice(total, wanted, replace=False)).astype(np.int64)
-    return split.embeddings.gather(ids).astype(np.float32)
+    return to_float32(split.embeddings.gather(ids))
 
 
 def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> None:
@@ -179,7 +180,7 @@ def add_shard(
 
     index = on_gpus(read_index(trained / "trained.faiss"), "adding")
     for start in range(0, len(embeddings), _BLOCK_ROWS):
-        rows = np.asarray(embeddings[start : start + _BLOCK_ROWS], dtype=np.float32)
+        rows = to_float32(embeddings[start : start + _BLOCK_ROWS])
         index.add_with_ids(rows, np.arange(first_id + start, first_id + start + len(rows), dtype=np.int64))
         advance(len(rows))
     write_index(work / "vectors.faiss", on_cpu(index))

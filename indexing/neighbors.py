@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from indexing.exact import order_by_distance, rerank
+from indexing.floats import to_float32
 from indexing.overlap import overlap
 from indexing.product_search import ProductIndex
 from indexing.sharded_index import ShardedIndex
@@ -241,7 +242,7 @@ def _search_block(
     """What each index has for the chunks [first, stop) of a split: ids and distances [n, k]; and deeper searches."""
     own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == "train" else None
     tokens = (split.tokens.read(*block), split.lengths.read(*block)) if settings.max_overlap < 1 else None
-    queries = split.embeddings.read(*block).astype(np.float32)
+    queries = to_float32(split.embeddings.read(*block))
     found, deeper = [], 0
     for each in searched:
         excluded = own if each.number == 0 else None

@@ -8,13 +8,13 @@ missed but by rounding: the products are bfloat16's where the hardware has it, a
 """
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from indexing import device as devices
 from indexing.store.datastore import ShardedArray
+from indexing.threads import one_thread_each
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +67,7 @@ class ProductIndex:
         ids = torch.full((len(queries), k), -1, dtype=torch.int64)
         kind = self.device.partition(":")[0]
         rows = max(1, min(_SHAPES[kind][0], _MEMBERS[kind] // (_FANS[0] * k * queries.shape[1])))
-        with _one_thread_each(kind) as run:
+        with one_thread_each(None if kind == "cpu" else 1) as run:
             for start, columns, real in self._blocks():
 
                 def look(first: int, start: int = start, columns: "Tensor" = columns, real: int = real) -> None:
@@ -143,28 +143,3 @@ def _runs(own: "Tensor") -> list[tuple[slice, int, int]]:
     ends = counts.cumsum(0).tolist()
     rows = (slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True))
     return [(each, *bound) for each, bound in zip(rows, bounds.tolist(), strict=True)]
-
-
-class _one_thread_each:
-    """Runs a function over items on as many threads as torch has, each multiplying with one; for a GPU on one thread.
-
-    So the bytes do not depend on their number: kernels round differently when they share a product.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __enter__(self) -> Any:
-        import torch
-
-        self.threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        workers = self.threads if self.kind == "cpu" else 1
-        self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-        return lambda function, items: list(self.pool.map(function, items))
-
-    def __exit__(self, *_: object) -> None:
-        import torch
-
-        self.pool.shutdown()
-        torch.set_num_threads(self.threads)

@@ -21,7 +21,7 @@ _PRODUCTS = {"bfloat16": 2.4e11, "float32": 5e10, "cuda": 1.5e14}
 _COARSE = 7e10  # operations a second when a query is compared with all centroids
 _SCAN = {"fast-scan": 1.1e-10, "codes": 1.2e-9}  # seconds for a byte of a scanned list
 _QUERY = 3e-5  # seconds for the tables of a query
-_RERANK = 2.6e-9  # seconds for a number of a re-ranked candidate
+_RERANK = 1.4e-9  # seconds for a number of a re-ranked candidate
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from indexing import index
+from indexing.floats import to_float32
 from indexing.merged_index import merge_shards
 from indexing.sharded_index import ShardedIndex
 from indexing.store.artefact import Recipe, create, fingerprint, is_finished
@@ -157,4 +158,4 @@ def sample_queries(
     split = valid if valid.num_chunks >= min(100, wanted) else train
     size = min(wanted, split.num_chunks)
     ids = np.sort(np.random.default_rng(seed).choice(split.num_chunks, size, replace=False)).astype(np.int64)
-    return ids, split.embeddings.gather(ids).astype(np.float32), split.name
+    return ids, to_float32(split.embeddings.gather(ids)), split.name

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing import neighbors
-from indexing.device import has_bfloat16, resolve
+from indexing.device import has_bfloat16, keep_freed_memory, resolve
 from indexing.product_search import ProductIndex
 from indexing.search_cost import Hardware, Method, cheaper, describe
 from indexing.sharded_index import ShardedIndex
@@ -166,6 +166,7 @@ def neighbor_task(
     advance: Advance,
 ) -> None:
     """Search the neighbors of one shard's chunks, all splits, and merge them with those that were found before."""
+    keep_freed_memory()
     folder, opened = out.parent.parent, _open_searched(searched, method)
     datastore = Datastore.open(folder)
     with create(out, recipe) as (work, counts):

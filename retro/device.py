@@ -1,7 +1,6 @@
 """Where tensors live and in what precision they are multiplied."""
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +10,6 @@ import torch
 from indexing.device import has_bfloat16, resolve
 from indexing.store.errors import InputError
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 Precision = Literal["auto", "float32", "bfloat16"]
 Tensors = dict[str, Any]
 """A batch: the model's arguments by name, and `labels`; tensors, or None for what it lacks."""
@@ -58,15 +56,3 @@ def place(device: str, precision: Precision) -> Placement:
         raise InputError(f"device = {device!r}: this machine has no CUDA device; use 'auto' or 'cpu'.")
     fast = precision == "auto" and has_bfloat16(chosen)
     return Placement(torch.device(chosen), precision == "bfloat16" or fast)
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep the memory that tensors on a CPU leave behind, and use it again.
-
-    glibc gives every large block back to the kernel at once, and takes a new one, page fault by page fault, for the next
-    tensor: a fifth of a training step (docs/training.md). Where the C library is another one nothing is changed.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from indexing.device import keep_freed_memory
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from indexing.store.remote import absolute
 from retro import checkpoint as checkpoints
 from retro.batches import DataSettings, TrainingData
-from retro.device import Placement, Tensors, keep_freed_memory, place
+from retro.device import Placement, Tensors, place
 from retro.evaluation import EvaluationSettings, measure_sets
 from retro.evaluation_sets import open_sets
 from retro.flops import forward_flops, peak_flops
