@@ -8,7 +8,7 @@ are stored as tokens keep them; they are decoded for that hash and to count byte
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,24 +39,26 @@ class ChunkSettings:
             raise InputError(f"chunks.chunk_length = {self.chunk_length}: must be between 2 and 65535 (paper: 64).")
 
 
-def to_chunks(tokens: np.ndarray, chunk_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut one document's tokens [t] into chunks [ceil(t/m), m], the last padded, and their lengths [ceil(t/m)] uint16."""
-    num_chunks = -(-len(tokens) // chunk_length)
-    chunks = np.full(num_chunks * chunk_length, pad_id, dtype=tokens.dtype)
-    chunks[: len(tokens)] = tokens
-    lengths = np.full(num_chunks, chunk_length, dtype=np.uint16)
-    if num_chunks:
-        lengths[-1] = len(tokens) - (num_chunks - 1) * chunk_length
-    return chunks.reshape(num_chunks, chunk_length), lengths
+def to_chunks(documents: Sequence[np.ndarray], chunk_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut documents of tokens [t], none empty, into chunks [n, m], the last one of each padded, and their lengths [n] uint16."""
+    tokens = np.array([len(document) for document in documents])
+    counts = -(-tokens // chunk_length)
+    stops = counts.cumsum()
+    chunks = np.full(stops[-1] * chunk_length, pad_id, dtype=documents[0].dtype)
+    for document, start in zip(documents, ((stops - counts) * chunk_length).tolist(), strict=True):
+        chunks[start : start + len(document)] = document
+    lengths = np.full(stops[-1], chunk_length, dtype=np.uint16)
+    lengths[stops - 1] = tokens - (counts - 1) * chunk_length
+    return chunks.reshape(-1, chunk_length), lengths
 
 
 def to_tokens(chunks: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The inverse of `to_chunks`: chunks [n, m] and lengths [n] → tokens [t]."""
+    """The tokens of a document from its chunks: chunks [n, m] and lengths [n] → tokens [t]."""
     return np.asarray(chunks)[np.arange(chunks.shape[1]) < np.asarray(lengths)[:, None]]
 
 
 class _SplitWriter:
-    """The four files of one split of one shard, grown document by document; `files` closes them."""
+    """The four files of one split of one shard, grown batch by batch; `files` closes them."""
 
     def __init__(
         self,
@@ -83,22 +85,24 @@ class _SplitWriter:
         self.rows: list[dict[str, Any]] = []
         self.counts = {"documents": 0, "chunks": 0, "tokens": 0, "bytes": 0}
 
-    def append(self, document: Document, file: str, tokens: np.ndarray) -> None:
-        chunks, lengths = to_chunks(tokens, self.chunk_length, self.pad_id)
+    def append(self, documents: Sequence[tuple[Document, np.ndarray]], file: str) -> None:
+        """Write documents of one file and their tokens, begin and end included."""
+        if not documents:
+            return
+        chunks, lengths = to_chunks([tokens for _, tokens in documents], self.chunk_length, self.pad_id)
         self.tokens.append(chunks)
         self.lengths.append(lengths)
-        row: dict[str, Any] = {
-            "id": document.id,
-            "file": file,
-            "bytes": len(document.text.encode()),
-            "tokens": len(tokens),
-        }
-        row |= {"chunks": len(chunks)} | {key: document.metadata.get(key) for key in self.metadata_keys}
-        self.counts["documents"] += 1
+        first = len(self.rows)
+        for document, tokens in documents:
+            sizes = {"bytes": len(document.text.encode()), "tokens": len(tokens)}
+            sizes["chunks"] = -(-len(tokens) // self.chunk_length)
+            metadata = {key: document.metadata.get(key) for key in self.metadata_keys}
+            self.rows.append({"id": document.id, "file": file} | sizes | metadata)
+        added = self.rows[first:]
+        self.offsets.append(self.counts["chunks"] + np.cumsum([row["chunks"] for row in added], dtype=np.int64))
+        self.counts["documents"] += len(added)
         for key in ("chunks", "tokens", "bytes"):
-            self.counts[key] += row[key]
-        self.offsets.append(np.array([self.counts["chunks"]], np.int64))
-        self.rows.append(row)
+            self.counts[key] += sum(row[key] for row in added)
         if len(self.rows) >= 10_000:
             self.flush()
 
@@ -209,9 +213,12 @@ def chunk_shard(
     with contextlib.ExitStack() as files:
         writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys, files) for name in SPLITS}
         for batch, encoded in one_ahead(_tokenized(read, tokenizer)):
+            members: dict[str, list[tuple[Document, np.ndarray]]] = {name: [] for name in writers}
             for document, tokens in zip(batch.documents, encoded, strict=True):
-                writer = writers[split_of(document.text, corpus.split)]
-                writer.append(document, batch.file.name, np.concatenate([before, tokens, after]))
+                whole = np.concatenate([before, tokens, after])
+                members[split_of(document.text, corpus.split)].append((document, whole))
+            for name, documents in members.items():
+                writers[name].append(documents, batch.file.name)
             advance(batch.size)
         for writer in writers.values():
             writer.flush()

@@ -13,12 +13,18 @@ from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
 
 
-@given(tokens=st.lists(st.integers(0, 65535), max_size=200), m=st.integers(2, 70))
-def test_tokens_survive_chunking(tokens: list[int], m: int) -> None:
-    chunks, lengths = to_chunks(np.array(tokens, dtype=np.uint16), m, pad_id=0)
-    assert chunks.shape == (-(-len(tokens) // m), m)
-    assert to_tokens(chunks, lengths).tolist() == tokens
-    assert (lengths[:-1] == m).all()
+@given(
+    documents=st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=200), min_size=1, max_size=5),
+    m=st.integers(2, 70),
+)
+def test_tokens_survive_chunking(documents: list[list[int]], m: int) -> None:
+    chunks, lengths = to_chunks([np.array(tokens, dtype=np.uint16) for tokens in documents], m, pad_id=0)
+    counts = [-(-len(tokens) // m) for tokens in documents]
+    assert chunks.shape == (sum(counts), m)
+    stops = np.cumsum(counts)
+    for tokens, first, stop in zip(documents, stops - counts, stops, strict=True):
+        assert to_tokens(chunks[first:stop], lengths[first:stop]).tolist() == tokens
+        assert (lengths[first : stop - 1] == m).all()
 
 
 def test_documents_come_back_from_the_datastore_as_they_were(tiny_datastore: Datastore, tiny_corpus) -> None:
