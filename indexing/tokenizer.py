@@ -10,19 +10,19 @@ from a finished datastore knows the vocabulary without the library that made it.
 
 import dataclasses
 import io
-import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, save_array, write_bytes, write_json
 from indexing.store.remote import present
+from indexing.tokenizer_models import META_SYMBOL, HuggingFace, Model, SentencePiece, read_object
 
 MODEL = "sentencepiece.model"
 HUGGINGFACE_MODEL = "tokenizer.json"
@@ -38,7 +38,6 @@ _TRAINING_PIECE = 1024  # characters: about 4 KB in UTF-8 at most
 # The sums of the unigram trainer depend on the number of threads in their last bits, so it is not the machine's.
 _TRAINING_THREADS = 4
 
-_META_SYMBOL = "\u2581"  # ▁, which SentencePiece writes for a blank, and so cannot tell from one
 _RESERVED = "\u2585"  # ▅: the trainer drops every text that holds it
 
 # What install_tokenizer tries to find out whether a tokenizer gives back every text.
@@ -178,7 +177,7 @@ def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folde
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_bytes(folder / MODEL, model.getvalue())
-    trained = _SentencePiece(folder / MODEL)
+    trained = SentencePiece(folder / MODEL)
     _write_facts(folder, settings.kind, trained, trained.special_ids())
 
 
@@ -215,10 +214,10 @@ def _rare_characters(pieces: list[str], limit: int) -> dict[int, str]:
     counts: Counter[str] = Counter()
     for piece in pieces:
         counts.update(piece)
-    for character in (_META_SYMBOL, _RESERVED, " "):
+    for character in (META_SYMBOL, _RESERVED, " "):
         counts.pop(character, None)
     wanted = _CHARACTER_COVERAGE * counts.total()
-    rare = {ord(_META_SYMBOL): "\n", ord(_RESERVED): "\n", **dict.fromkeys(range(0xD800, 0xE000), "\n")}
+    rare = {ord(META_SYMBOL): "\n", ord(_RESERVED): "\n", **dict.fromkeys(range(0xD800, 0xE000), "\n")}
     covered = 0
     for rank, (character, count) in enumerate(sorted(counts.items(), key=lambda item: (-item[1], item[0]))):
         if covered >= wanted or rank >= limit:
@@ -243,7 +242,7 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
         if not source.is_file():
             raise InputError(f"tokenizer.path: {source} is not a file. Name a SentencePiece model (.model).")
         write_bytes(folder / MODEL, source.read_bytes())
-        model = _SentencePiece(folder / MODEL)
+        model = SentencePiece(folder / MODEL)
         _write_facts(folder, settings.kind, model, model.special_ids())
         return
     source = source / HUGGINGFACE_MODEL if source.is_dir() else source
@@ -253,7 +252,7 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
             "older ones are converted by transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)."
         )
     write_bytes(folder / HUGGINGFACE_MODEL, source.read_bytes())
-    fast = _HuggingFace(folder / HUGGINGFACE_MODEL)
+    fast = HuggingFace(folder / HUGGINGFACE_MODEL)
     names = _special_names(source.parent)
     _write_facts(folder, settings.kind, fast, {role: fast.tokenizer.token_to_id(name) for role, name in names.items()})
 
@@ -263,7 +262,7 @@ def _special_names(folder: Path) -> dict[str, str]:
     found: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
         if (folder / name).is_file():
-            found.update({key: value for key, value in _read_object(folder / name).items() if value})
+            found.update({key: value for key, value in read_object(folder / name).items() if value})
     # BERT's tokenizers have no begin and end of a text, but tokens that stand at the same places.
     names = {"pad": ("pad_token",), "bos": ("bos_token", "cls_token"), "eos": ("eos_token", "sep_token")}
     special = {}
@@ -275,17 +274,7 @@ def _special_names(folder: Path) -> dict[str, str]:
     return special
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds {type(value).__name__}, it must be a JSON object.")
-    return value
-
-
-def _write_facts(folder: Path, kind: str, model: "_Model", special: Mapping[str, int | None]) -> None:
+def _write_facts(folder: Path, kind: str, model: Model, special: Mapping[str, int | None]) -> None:
     """Write meta.json and token_bytes.npy; `special` gives the model's ids for `pad`, `bos` and `eos`."""
     sizes = model.token_bytes()
     vocab_size = len(sizes)
@@ -319,7 +308,7 @@ class Tokenizer:
             lossless tokenizer `token_bytes[encode(text)].sum()` is the size of the text; for others it is near.
     """
 
-    def __init__(self, meta: TokenizerMeta, token_bytes: np.ndarray, model: "_Model", num_threads: int) -> None:
+    def __init__(self, meta: TokenizerMeta, token_bytes: np.ndarray, model: Model, num_threads: int) -> None:
         self.meta = meta
         self.token_bytes = token_bytes
         self.vocab_size, self.dtype = meta.vocab_size, meta.dtype
@@ -341,7 +330,7 @@ class Tokenizer:
         meta = read_meta(folder)
         is_huggingface = meta.kind == "huggingface"
         path = present(folder / (HUGGINGFACE_MODEL if is_huggingface else MODEL))
-        model = _HuggingFace(path) if is_huggingface else _SentencePiece(path)
+        model = HuggingFace(path) if is_huggingface else SentencePiece(path)
         return cls(meta, read_token_bytes(folder), model, num_threads)
 
     def encode(self, text: str) -> np.ndarray:
@@ -370,125 +359,3 @@ def _without_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return re.sub("[\ud800-\udfff]", "\ufffd", text)
     return text
-
-
-class _Model(Protocol):
-    """What the two libraries are used for."""
-
-    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]: ...
-    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]: ...
-    def num_tokens(self) -> int: ...
-    def token_bytes(self) -> list[int]: ...
-
-
-class _SentencePiece:
-    """A SentencePiece model.
-
-    It writes ▁ for a blank, so that a ▁ in the text comes back as a blank. Where the model has a token for each byte
-    and adds no blank before a text, ▁ is encoded by its three bytes instead, and comes back as it was.
-    """
-
-    def __init__(self, path: Path) -> None:
-        import sentencepiece
-
-        self.processor = sentencepiece.SentencePieceProcessor()
-        try:
-            self.processor.load(str(path))
-        except (RuntimeError, OSError) as error:
-            raise InputError(f"{path} is not a SentencePiece model: {error}") from error
-        self.symbol_ids: list[int] = []
-        byte_ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SYMBOL.encode()]
-        adds_blank = self.processor.id_to_piece(self.processor.encode("a")[0]).startswith(_META_SYMBOL)
-        if not adds_blank and all(map(self.processor.is_byte, byte_ids)):
-            self.symbol_ids = byte_ids
-
-    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
-        encoded = self.processor.encode(texts, num_threads=num_threads)
-        for number, text in enumerate(texts):
-            if self.symbol_ids and _META_SYMBOL in text:
-                encoded[number] = list(self._around_symbols(text))
-        return encoded
-
-    def _around_symbols(self, text: str) -> Iterator[int]:
-        for number, part in enumerate(text.split(_META_SYMBOL)):
-            yield from self.symbol_ids if number else ()
-            yield from self.processor.encode(part)
-
-    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
-        size = self.num_tokens()
-        known = [row if max(row, default=0) < size else [token for token in row if token < size] for row in ids]
-        return self.processor.decode(known, num_threads=num_threads) if known else []
-
-    def num_tokens(self) -> int:
-        return self.processor.get_piece_size()
-
-    def token_bytes(self) -> list[int]:
-        processor = self.processor
-        sizes = []
-        for token in range(self.num_tokens()):
-            if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
-                sizes.append(0)  # an unknown token stands for any number of bytes: 0 is a lower bound
-            elif processor.is_byte(token):
-                sizes.append(1)
-            else:
-                sizes.append(len(processor.id_to_piece(token).replace(_META_SYMBOL, " ").encode()))
-        return sizes
-
-    def special_ids(self) -> dict[str, int | None]:
-        ids = {"pad": self.processor.pad_id(), "bos": self.processor.bos_id(), "eos": self.processor.eos_id()}
-        return {role: token if token >= 0 else None for role, token in ids.items()}
-
-
-# The characters by which GPT-2's byte-level vocabularies write the 256 bytes: printable Latin-1 stands for itself.
-_BYTE_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)]))
-
-
-class _HuggingFace:
-    """A tokenizer.json, read by the `tokenizers` package. Special tokens in a text are read as the text they are."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise InputError(
-                f"{path} needs the package tokenizers, which is not installed: pip install 'retro[transformer]'"
-            ) from error
-        self.content = _read_object(path)
-        if "model" not in self.content:
-            raise InputError(
-                f"{path} is not a Hugging Face tokenizer: it has no 'model'. Found: {', '.join(self.content)}"
-            )
-        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-
-    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
-        return self.tokenizer.decode_batch(ids, skip_special_tokens=True)
-
-    def num_tokens(self) -> int:
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    def token_bytes(self) -> list[int]:
-        """Exact for byte-level BPE and for ▁ with byte tokens; else the size of what the token alone decodes to."""
-        decoder = self.content.get("decoder") or {}
-        types = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
-        added = {token["id"]: token for token in self.content.get("added_tokens", ())}
-        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
-        sizes = [0] * self.num_tokens()
-        for token, token_id in vocabulary.items():
-            if token_id in added:
-                size = 0 if added[token_id]["special"] else len(token.encode())
-            elif "ByteLevel" in types and _BYTE_ALPHABET.issuperset(token):
-                size = len(token)
-            elif "ByteFallback" in types and re.fullmatch("<0x[0-9A-F]{2}>", token):
-                size = 1
-            elif types & {"ByteFallback", "Metaspace"}:
-                size = len(token.replace(_META_SYMBOL, " ").encode())
-            else:
-                size = len(self.tokenizer.decode([token_id], skip_special_tokens=False).encode())
-            sizes[token_id] = size
-        return sizes

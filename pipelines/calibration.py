@@ -32,16 +32,9 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from pipelines.config import Config
 from pipelines.executors import Advance, LocalExecutor
-from pipelines.plan import (
-    Calibration,
-    Observation,
-    StepModel,
-    Workload,
-    coefficients,
-    key_for,
-    models_of,
-    with_lists_for,
-)
+from pipelines.plan import Calibration, models_of
+from pipelines.plan_bytes import Workload, key_for, with_lists_for
+from pipelines.plan_seconds import Observation, StepModel, coefficients
 from pipelines.progress import StagesView, Step, progress
 from pipelines.python_corpus import write_python_corpus
 from pipelines.stages import build

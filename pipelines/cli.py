@@ -54,23 +54,23 @@ DOCTOR = Verb(doctor, DoctorOptions)
 
 def table() -> dict[str, Verb]:
     """Every verb. What they import is imported here: `retro doctor` must run where torch or numpy does not."""
-    from pipelines import verbs
+    from pipelines import datastore_verbs, model_verbs
     from pipelines.config import Config
     from pipelines.demo import DemoOptions, demo
 
     return {
         "demo": Verb(demo, DemoOptions),
-        "plan": Verb(verbs.plan, verbs.PlanOptions, ("[CONFIG]",)),
-        "index": Verb(verbs.index, verbs.IndexOptions, ("CONFIG",)),
-        "train": Verb(verbs.train, Config, ("CONFIG",)),
-        "eval": Verb(verbs.evaluate, verbs.EvalOptions, ("CHECKPOINT",)),
-        "report": Verb(verbs.report, verbs.ReportOptions, ("RUN…",)),
-        "generate": Verb(verbs.generate, verbs.GenerateOptions, ("CHECKPOINT",)),
-        "search": Verb(verbs.search, verbs.SearchOptions, ("DATASTORE", "TEXT")),
-        "delete": Verb(verbs.delete, verbs.DeleteOptions, ("DATASTORE",)),
-        "inspect": Verb(verbs.inspect, verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
-        "verify": Verb(verbs.verify, verbs.VerifyOptions, ("DATASTORE",)),
-        "export": Verb(verbs.export, verbs.ExportOptions, ("CHECKPOINT",)),
+        "plan": Verb(datastore_verbs.plan, datastore_verbs.PlanOptions, ("[CONFIG]",)),
+        "index": Verb(datastore_verbs.index, datastore_verbs.IndexOptions, ("CONFIG",)),
+        "train": Verb(model_verbs.train, Config, ("CONFIG",)),
+        "eval": Verb(model_verbs.evaluate, model_verbs.EvalOptions, ("CHECKPOINT",)),
+        "report": Verb(model_verbs.report, model_verbs.ReportOptions, ("RUN…",)),
+        "generate": Verb(model_verbs.generate, model_verbs.GenerateOptions, ("CHECKPOINT",)),
+        "search": Verb(datastore_verbs.search, datastore_verbs.SearchOptions, ("DATASTORE", "TEXT")),
+        "delete": Verb(datastore_verbs.delete, datastore_verbs.DeleteOptions, ("DATASTORE",)),
+        "inspect": Verb(model_verbs.inspect, model_verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
+        "verify": Verb(datastore_verbs.verify, datastore_verbs.VerifyOptions, ("DATASTORE",)),
+        "export": Verb(model_verbs.export, model_verbs.ExportOptions, ("CHECKPOINT",)),
         "doctor": DOCTOR,
     }
 

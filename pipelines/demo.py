@@ -17,16 +17,12 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from pipelines import report
 from pipelines.config import Config
+from pipelines.datastore_verbs import indented
 from pipelines.eval_report import in_words, measure_all
+from pipelines.model_verbs import GenerateOptions, generate_text, run_training
+from pipelines.progress import print_rows
 from pipelines.python_corpus import write_python_corpus
 from pipelines.settings import load, to_toml
-from pipelines.verbs import (
-    GenerateOptions,
-    generate_text,
-    indented,
-    print_rows,
-    run_training,
-)
 from retro.evaluation import EvaluationSettings, Result, compare
 from retro.evaluation_sets import EvaluationSet
 from retro.generation import GenerationSettings

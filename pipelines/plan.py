@@ -3,103 +3,33 @@
     Observation (what this machine did, at two sizes or more) ─┐
     Workload (the datastore that is planned) ──────────────────┴─► artefact_bytes, step_seconds, memory ──► Plan
 
-Bytes follow from the format (docs/format.md). The seconds of a step are a sum of what drives it (`STEPS`), each times a coefficient
-that fits what was observed. docs/plan.md explains both. Nothing here measures anything.
+docs/plan.md explains how. Nothing here measures anything.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from indexing.index import IndexSettings, choose_key, sample_size
+from indexing.index import sample_size
 from indexing.search_cost import Method, Searched, cheaper
-from indexing.sharded_index import MEMORY
-from indexing.store.errors import InputError
 from indexing.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.neighbor_stage import hardware_of
+from pipelines.plan_bytes import SPLITS, Layout, Workload, artefact_bytes, index_bytes, key_for, memory_bytes
+from pipelines.plan_seconds import (
+    UNKNOWN,
+    Observation,
+    StepModel,
+    coefficients,
+    reading_seconds,
+    step_models,
+    step_seconds,
+)
 
 PAPER_CHUNKS = 28e9  # section 2.3: 28 billion keys, 64 tokens each, of the 1.75 trillion tokens that the paper calls 2
-_SPLITS = 3
-_NPY_HEADER = 128
-_INDEX_HEADER = 200  # of a `.faiss` file, about
-_MANIFEST_BYTES = {
-    "chunks": 1800,
-    "embeddings": 570,
-    "index": 370,
-    "neighbors": 1300,
-    "materialised": 1300,
-}  # of a shard's artefact, about
-_BLOCK = 32  # vectors of a fast-scan list are stored in blocks
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A datastore's size, and that of its index.
-
-    Attributes:
-        text_bytes: UTF-8 bytes of all documents.
-        documents: in all splits.
-        tokens: in all splits, with the beginning and end of each document.
-        chunks: in all splits: these are embedded and get neighbors.
-        train_chunks: those in the index.
-        shards: of every stage.
-        key: Faiss factory string of the index.
-        nprobe: lists visited for a query.
-        trained_on: vectors that the index is trained on.
-        tune_queries: for which `nprobe` is tuned.
-        search: how the neighbors of all chunks are found.
-    """
-
-    text_bytes: float
-    documents: float
-    tokens: float
-    chunks: float
-    train_chunks: float
-    shards: int
-    key: str
-    nprobe: float
-    trained_on: int
-    tune_queries: int
-    search: Method = "index"
-
-    @property
-    def lists(self) -> int:
-        """Inverted lists; 1 for an index without."""
-        return lists_of(self.key)
-
-    @property
-    def coarse(self) -> float:
-        """Work of finding a vector's list: all centroids, or the steps down a graph."""
-        return math.log2(self.lists) if "HNSW" in self.key else self.lists
-
-    @property
-    def compared(self) -> float:
-        """Codes, or vectors, that a query is compared with."""
-        if self.search == "exact":
-            return self.train_chunks
-        return self.train_chunks * min(1.0, self.nprobe / self.lists)
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What a build took.
-
-    Attributes:
-        workload: what was built.
-        seconds: of each step, by its name in `step_models`; of `neighbors` alone where only the search was another one.
-        crossing: the nprobe, between powers of two, at which the recall target was reached.
-        parquet_bytes: of `documents.parquet` in all shards and splits.
-    """
-
-    workload: Workload
-    seconds: Mapping[str, float]
-    crossing: float
-    parquet_bytes: int
 
 
 @dataclass(frozen=True)
@@ -129,84 +59,6 @@ class Calibration:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What the bytes of a chunk depend on.
-
-    Attributes:
-        chunk_length: m.
-        token_bytes: 2 or 4.
-        dimension: d of the embeddings.
-        k: neighbors stored.
-        materialised: of them, with their tokens.
-        document_bytes: of a document's row in `documents.parquet`.
-        parquet_bytes: of such a file without rows.
-    """
-
-    chunk_length: int
-    token_bytes: int
-    dimension: int
-    k: int
-    materialised: int
-    document_bytes: float
-    parquet_bytes: float
-
-
-# --- index -----------------------------------------------------------------------------------------------------------
-
-
-def lists_of(key: str) -> int:
-    """Inverted lists of a Faiss factory string; 1 for an index without."""
-    found = re.search(r"IVF(\d+)", key)
-    return int(found[1]) if found else 1
-
-
-def with_lists_for(key: str, chunks: float) -> str:
-    """The same kind of index for fewer chunks: 4·√chunks lists, as a power of two, and not more than it has."""
-    wanted = 2 ** math.floor(math.log2(4 * math.sqrt(max(1.0, chunks))))
-    return re.sub(r"IVF\d+", f"IVF{min(wanted, lists_of(key))}", key)
-
-
-def key_for(chunks: float, dimension: int, settings: IndexSettings) -> tuple[str, IndexSettings]:
-    """The index that `retro index` would choose, and the settings with `index.memory` raised until one fits."""
-    for power in range(60):
-        try:
-            return choose_key(int(chunks), dimension, settings), settings
-        except InputError:
-            settings = replace(settings, memory=f"{2**power}GB")
-    raise InputError(f"index: no index of {chunks:,.0f} × {dimension} is proposed at any index.memory.")
-
-
-def index_bytes(key: str, dimension: int) -> tuple[int, int]:
-    """Bytes of a stored vector without its id, and of the trained index, which every shard holds a copy of.
-
-    Raises:
-        InputError: Faiss does not understand the key.
-    """
-    import faiss
-
-    index: Any
-    try:
-        index = faiss.index_factory(dimension, key, faiss.METRIC_L2)
-    except RuntimeError as error:
-        raise InputError(f"index.factory = {key!r} with dimension {dimension}: {error}") from error
-    trained, inner = _INDEX_HEADER, index  # `index` owns what the others are parts of
-    if isinstance(index, faiss.IndexPreTransform):
-        chain: Any = index.chain
-        transforms = [faiss.downcast_VectorTransform(chain.at(number)) for number in range(chain.size())]
-        trained += sum(4 * each.d_in * each.d_out for each in transforms)
-        inner = faiss.downcast_index(index.index)
-    if lists_of(key) > 1:
-        trained += 4 * inner.d * inner.nlist + (16 if "fs" in key else 8) * inner.nlist
-        if graph := re.search(
-            r"HNSW(\d+)", key
-        ):  # 2 M neighbors at the bottom, M in each level above, of 1/M of the nodes
-            trained += inner.nlist * (4 * 2 * int(graph[1]) + 16)
-    if hasattr(inner, "pq"):
-        trained += 4 * inner.pq.d * inner.pq.ksub
-    return int(getattr(inner, "code_size", 0) or inner.sa_code_size()), trained
-
-
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
@@ -233,130 +85,6 @@ def text_of(tokens: float, observations: Sequence[Observation], tokenizer: Token
     for _ in range(20):  # a fixed point, and the density hardly changes
         text_bytes = tokens / per_byte("tokens", text_bytes, observations, tokenizer)
     return text_bytes
-
-
-# --- bytes -----------------------------------------------------------------------------------------------------------
-
-
-def artefact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
-    """Bytes of the folders of a datastore that grow with it."""
-    code, trained = index_bytes(size.key, layout.dimension)
-    files = size.shards * _SPLITS
-    documents = (8 + layout.document_bytes) * size.documents + (8 + layout.parquet_bytes) * files
-    # A list's last block of fast-scan codes is half empty on average.
-    padding = size.shards * size.lists * (_BLOCK - 1) / 2 * code if "fs" in size.key else 0.0
-    arrays = {
-        "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
-        "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
-        "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
-        "neighbors": (8.0 + 4.0) * layout.k * size.chunks + 2 * files * _NPY_HEADER,
-    }
-    if layout.materialised:
-        neighbor = 2 * layout.chunk_length * layout.token_bytes + 4  # with its continuation, and its length
-        arrays["materialised"] = layout.materialised * neighbor * size.chunks + 2 * files * _NPY_HEADER
-    return {name: value + size.shards * _MANIFEST_BYTES[name] for name, value in arrays.items()}
-
-
-def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float]:
-    """Resident memory of one worker in each step: the process with all libraries, plus what grows with the datastore.
-
-    Memory-mapped embeddings are not counted; re-ranking reads them at random, so they should fit into the page cache. An index that is
-    larger than `sharded_index.MEMORY` is searched in groups of shards, each group as it is stored and as it searches fastest.
-    """
-    code, trained = index_bytes(size.key, layout.dimension)
-    whole = (code + 8) * size.train_chunks + size.shards * trained
-    shard = whole / size.shards
-    group = max(shard, min(whole, MEMORY))
-    sample = size.trained_on * layout.dimension
-    return {
-        "scan": base + 16 * size.documents,  # hashes and lines of ids, in the process that starts the build
-        "train-index": base + (2 + 4 + 4) * sample + trained,
-        "add": base + shard + trained,
-        "tune nprobe": base + 2 * group,
-        "neighbors": base + (2 * group if size.search != "exact" else 0.0),
-    }
-
-
-# --- seconds ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StepModel:
-    """How the seconds of a step grow.
-
-    Attributes:
-        drivers: of a workload: amounts whose weighted sum the seconds are, first the one that they grow with.
-        shared: whether all machines work on it; otherwise one does.
-    """
-
-    drivers: Callable[[Workload], tuple[float, ...]]
-    shared: bool = True
-
-
-def step_models(sample_bytes: int, fit_chunks: int) -> dict[str, StepModel]:
-    """The model of every step, by its name; `tokenizer.sample_bytes` and `embedder.fit_chunks` bound two of them."""
-
-    def of_queries(size: Workload) -> tuple[float, ...]:
-        return size.tune_queries * size.train_chunks, size.tune_queries
-
-    def of_neighbors(size: Workload) -> tuple[float, ...]:
-        return size.chunks * size.compared, size.chunks, size.chunks * (size.shards - 1)
-
-    return {
-        "scan": StepModel(lambda size: (size.text_bytes,)),
-        "tokenizer": StepModel(lambda size: (min(size.text_bytes, sample_bytes), 1.0), shared=False),
-        "chunk": StepModel(lambda size: (size.text_bytes,)),
-        "embed: count n-grams": StepModel(lambda size: (min(size.train_chunks, fit_chunks),), shared=False),
-        "embed": StepModel(lambda size: (size.chunks, 1.0)),
-        "train-index": StepModel(lambda size: (float(size.trained_on) * size.lists, 1.0), shared=False),
-        "add": StepModel(lambda size: (size.train_chunks, size.train_chunks * size.coarse)),
-        "tune nprobe": StepModel(of_queries, shared=False),
-        "neighbors": StepModel(of_neighbors),
-    }
-
-
-_UNKNOWN = StepModel(lambda size: (size.chunks,))
-
-
-def coefficients(drivers: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Coefficients [d], none negative, of drivers [n, d] that fit the seconds [n] with the least relative error.
-
-    Measurements are noisy, and differences between them noisier: a driver whose coefficient would be negative is left out. The first
-    one never is: it is what the step is known to grow with, and a plan errs on the side of more.
-    """
-    kept = [column for column in range(drivers.shape[1]) if drivers[:, column].any()]
-    found = np.zeros(drivers.shape[1])
-    scale = np.maximum(seconds, 1e-9)[:, None]
-    while kept:
-        columns = drivers[:, kept]
-        units = columns.max(axis=0)  # drivers differ by many orders of magnitude
-        solved = np.linalg.lstsq(columns / units / scale, seconds / scale[:, 0], rcond=None)[0]
-        if solved.min() >= 0:
-            found[kept] = solved / units
-            break
-        kept.pop(1 + int(np.argmin(solved[1:])))  # the only coefficient of one driver is never negative
-    return found
-
-
-def step_seconds(
-    size: Workload, observations: Sequence[Observation], models: Mapping[str, StepModel]
-) -> dict[str, float]:
-    """Seconds that one machine like the calibrated one would work on each step."""
-    out = {}
-    for name in observations[-1].seconds:
-        model = models.get(name, _UNKNOWN)
-        seen = [each for each in observations if name in each.seconds]
-        if name == "neighbors":
-            seen = [each for each in seen if each.workload.search == size.search]
-        drivers = np.array([model.drivers(each.workload) for each in seen], dtype=np.float64)
-        fitted = coefficients(drivers, np.array([each.seconds[name] for each in seen]))
-        out[name] = float(fitted @ np.array(model.drivers(size)))
-    return out
-
-
-def reading_seconds(size: Workload, scan_seconds: float, sample_bytes: int) -> float:
-    """What drawing the tokenizer's sample takes beyond training on it: every text is read, as in the scan."""
-    return scan_seconds * max(0.0, 1 - sample_bytes / size.text_bytes)
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -526,7 +254,7 @@ def _search(config: Config, size: Workload, dimension: int) -> Method:
 
 def _parquet(observations: Sequence[Observation]) -> tuple[float, float]:
     """Bytes of a document's row in `documents.parquet`, and of a file without rows."""
-    drivers = [[each.workload.documents, each.workload.shards * _SPLITS] for each in observations]
+    drivers = [[each.workload.documents, each.workload.shards * SPLITS] for each in observations]
     found = coefficients(np.array(drivers), np.array([float(each.parquet_bytes) for each in observations]))
     return float(found[0]), float(found[1])
 
@@ -541,7 +269,7 @@ def _steps(
     memory = memory_bytes(size, layout, calibration.peak_bytes)
     out = []
     for name, value in seconds.items():
-        shared = models.get(name, _UNKNOWN).shared
+        shared = models.get(name, UNKNOWN).shared
         working = min(machines, size.shards) if shared else 1
         needed = memory.get(name, float(calibration.peak_bytes))
         out.append(StepPlan(name, value, shared, working, value / working, needed, price * value / 3600))

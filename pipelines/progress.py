@@ -245,6 +245,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
+def print_rows(rows: list[list[str]]) -> None:
+    """Rows of text as aligned columns on standard output."""
+    print("\n".join(aligned(rows)))
+
+
 @contextlib.contextmanager
 def _display() -> Iterator[Progress | None]:
     """The live display: a new one, the one already on screen, or None where nobody watches."""

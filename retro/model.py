@@ -1,4 +1,4 @@
-"""RETRO in one file, in the order of section 2 of Borgeaud et al. (2022), arXiv 2112.04426.
+"""RETRO, in the order of section 2 of Borgeaud et al. (2022), arXiv 2112.04426.
 
     tokens ─ embed ─ [ self-attention ─ (chunked cross-attention at layers P) ─ feed-forward ] × L ─ norm ─ logits
                              │ min(P): activations of chunk u          ▲
@@ -6,9 +6,9 @@
     neighbors of chunk u ─ bidirectional encoder ──────────────────────┘ encoded once
 
 Notable: retrieval OFF is the same weights with `neighbors=None`; RMSNorm before each block; no biases; rotary positions
-(ours) or Transformer-XL's (the paper's); one class is every attention; no loop over chunks; no buffers, so a model made
-on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and freezes the
-rest. The model knows nothing of meshes, shards or optimizers.
+(ours) or Transformer-XL's (the paper's); one class is every attention (`attention.py`); no loop over chunks; no buffers,
+so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
+freezes the rest. The model knows nothing of meshes, shards or optimizers.
 
 Letters of the shape comments:
     B batch    T tokens       D decoder width    V vocabulary    U complete chunks (T // m)    M = m, tokens of a chunk
@@ -16,9 +16,8 @@ Letters of the shape comments:
     N attentions side by side    Q queries    S keys    H heads    C features of a head    X distances
 """
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from indexing.store.errors import InputError
+from retro.attention import Attention, Places, place
 
 # ---------------------------------------------------------------------------------------------------------- settings
 
@@ -114,184 +114,7 @@ class ModelSettings:
         raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")
 
 
-# ------------------------------------------------------------------------------------------- positions (section 2.4)
-
-
-class Rotary(NamedTuple):
-    """RoPE: the rotations of every query and key. A score then depends on the difference of the two angles alone."""
-
-    query: Tensor  # [2, Q, 1, C/2], cosines and sines
-    key: Tensor  # [2, S, 1, C/2]
-
-
-class Relative(NamedTuple):
-    """Transformer-XL: sinusoids of every distance that occurs, and which of them lies between query and key."""
-
-    waves: Tensor  # [X, width of the queries]
-    lookup: Tensor  # [Q, S]
-
-
-def waves(positions: Tensor, num_frequencies: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions [S] at geometrically falling frequencies, both [S, num_frequencies] float32."""
-    steps = torch.arange(num_frequencies, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None] * 10_000 ** (-steps / num_frequencies)
-    return angles.cos(), angles.sin()
-
-
-Places = Rotary | Relative
-
-
-def place(
-    scheme: str,
-    width: int,
-    head_dim: int,
-    query: range,
-    key: range,
-    device: torch.device,
-    copies: tuple[int, int] = (1, 1),
-) -> Places:
-    """What the attentions of a stack have to know of positions, where a query at i and a key at j are i - j apart.
-
-    `scheme` is `ModelSettings.positions`, `width` that of what asks. The copies are the K neighbors side by side, which
-    stand at the same r positions.
-    """
-    query_at = torch.arange(query.start, query.stop, device=device).repeat(copies[0])  # [Q]
-    key_at = torch.arange(key.start, key.stop, device=device).repeat(copies[1])  # [S]
-    if scheme == "rope":
-        return Rotary(*(torch.stack(waves(at, head_dim // 2))[:, :, None] for at in (query_at, key_at)))
-    lowest = query.start - key.stop + 1
-    distances = torch.arange(lowest, query.stop - key.start, device=device)  # [X]
-    return Relative(torch.cat(waves(distances, width // 2), dim=-1), query_at[:, None] - key_at - lowest)
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the feature pairs (c, c + C/2) of x [N, S, H, C] by the rotation [2, S, 1, C/2] of each position."""
-    cos, sin = rotation.to(x.dtype)
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
 # ------------------------------------------------------------------------------------------------------------ blocks
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """softmax(q·k / sqrt(C) + bias) v of [N, H, Q, C] and twice [N, H, S, C]; a bool bias is True where q may look.
-
-    If it is causal (Q = S), a bias must say so too; without one the triangle is added.
-    """
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or not q.requires_grad:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal and bias is None)
-    # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long as this.
-    if not causal:
-        return _attend_plainly(q, k, v, bias)
-    num_tokens = q.shape[2]
-    if bias is None:
-        bias = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q.device).tril()
-    out, block = [], -(-num_tokens // 4)  # quarters of the queries: three eighths of the scores are never made
-    for start in range(0, num_tokens, block):
-        stop = min(start + block, num_tokens)
-        visible = bias[..., start:stop, :stop]
-        out.append(_attend_plainly(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], visible))
-    return torch.cat(out, dim=2)
-
-
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)  # [N, H, Q, S]
-    if bias is not None:
-        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-    return scores.softmax(-1) @ v
-
-
-class Attention(nn.Module):
-    """Multi-head attention with relative positions (section 2.4): self- and cross-, in decoder and encoder.
-
-    With Transformer-XL positions the score of query i and key j is (q_i + u)·k_j + (q_i + v)·W_kR R_{i-j}.
-    """
-
-    def __init__(
-        self, query_width: int, key_width: int, num_heads: int, head_dim: int, scheme: str, smeared: bool = False
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = num_heads, head_dim
-        width = num_heads * head_dim
-        self.query = nn.Linear(query_width, width, bias=False)
-        self.key_value = nn.Linear(key_width, 2 * width, bias=False)
-        self.out = nn.Linear(width, query_width, bias=False)
-        if smeared:
-            self.smear = nn.Parameter(torch.zeros(num_heads, 1))
-        if scheme == "transformer-xl":
-            self.distance = nn.Linear(query_width, width, bias=False)  # W_kR
-            self.content_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))  # u
-            self.distance_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))  # v
-
-    def forward(
-        self,
-        x: Tensor,
-        places: Places,
-        source: Tensor | None = None,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        starts: Tensor | None = None,
-    ) -> Tensor:
-        """Attend from x [N, Q, D] to source [N, S, E], and return [N, Q, D].
-
-        Args:
-            x: what asks.
-            places: from `place`, for Q and S.
-            source: what is read; x itself by default.
-            mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. It must leave every query one
-                key at least: a softmax over nothing is NaN.
-            causal: look at nothing later, which a mask must say too: without one the kernels have a short cut.
-            starts: bool [1 or N, S], True where smeared keys must not reach back; by default the first alone.
-        """
-        q = rearrange(self.query(x), "n q (h c) -> n q h c", h=self.num_heads)
-        key_value = self.key_value(x if source is None else source)
-        k, v = rearrange(key_value, "n s (two h c) -> two n s h c", two=2, h=self.num_heads)
-        if hasattr(self, "smear"):
-            k = smear(k, self.smear.sigmoid().to(k.dtype), starts)
-        if isinstance(places, Rotary):
-            q, k, bias = rotate(q, places.query), rotate(k, places.key), mask
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, H, S, C] twice
-        if isinstance(places, Relative):
-            q, bias = q + self.content_bias.to(q.dtype), self.distance_scores(q, places)
-            if causal and mask is None:
-                mask = torch.ones_like(places.lookup, dtype=torch.bool).tril()
-            if mask is not None:
-                bias = bias.masked_fill(~mask, -math.inf)
-        out = attend(q, k, v, bias, causal)
-        return self.out(rearrange(out, "n h q c -> n q (h c)"))
-
-    @torch.no_grad()
-    def begin_copying(self, projection: Tensor | None = None) -> None:
-        """Let queries find keys of the same content, and the output say what was read: weights tied at the start only.
-
-        Trockman & Kolter (2023) found this structure in trained attentions. Sizes stay as they were drawn.
-
-        Args:
-            projection: [E, D], how the source's stream was made of the asking one's; None where they are one.
-        """
-        key, value = self.key_value.weight.chunk(2)  # [H·C, E] twice
-        if projection is not None:
-            key, value = key @ projection, value @ projection
-        for weight, tied in ((self.query.weight, key), (self.out.weight, value.T)):
-            weight.copy_(tied * (weight.std() / tied.std()))
-
-    def distance_scores(self, q: Tensor, places: Relative) -> Tensor:
-        """The part (q_i + v)·W_kR R_{i-j} of the scores of q [N, H, Q, C], scaled: [N, H, Q, S]."""
-        keys = rearrange(self.distance(places.waves.to(q.dtype)), "x (h c) -> h c x", h=self.num_heads)
-        scores = (q + self.distance_bias.to(q.dtype)) @ keys * self.head_dim**-0.5  # [N, H, Q, X]
-        return scores.gather(-1, places.lookup.expand(*scores.shape[:2], -1, -1))
-
-
-def smear(k: Tensor, share: Tensor, starts: Tensor | None) -> Tensor:
-    """Each key of k [N, S, H, C] moved by a share [H, 1] towards the one before it, unless it starts something new.
-
-    Smeared keys are of Olsson et al. (2022), who found that with them one layer forms induction heads.
-    """
-    before = torch.cat((k[:, :1], k[:, :-1]), dim=1)
-    if starts is not None:
-        share = share.masked_fill(starts[:, :, None, None], 0)  # [1 or N, S, H, 1]
-    return torch.lerp(k, before, share)
 
 
 class FeedForward(nn.Module):

@@ -19,7 +19,7 @@ from indexing.tokenizer import Tokenizer, TokenizerSettings
 from pipelines import dedup_stage
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings
-from pipelines.verbs import InspectOptions, inspect
+from pipelines.model_verbs import InspectOptions, inspect
 from tests.conftest import build_local, tiny_config
 from tests.indexing.test_megatron import write_megatron
 from tests.pipelines.test_stages import changed_since, contents

@@ -18,28 +18,19 @@ from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.plan import (
     Calibration,
-    Layout,
-    Observation,
     StepPlan,
-    Workload,
-    artefact_bytes,
-    coefficients,
     corpus_tokens,
     extrapolated_nprobe,
-    index_bytes,
-    key_for,
     machines_within,
-    memory_bytes,
     models_of,
     paper_config,
     per_byte,
     plan_for,
-    reading_seconds,
-    step_seconds,
     text_of,
-    with_lists_for,
 )
+from pipelines.plan_bytes import Layout, Workload, artefact_bytes, index_bytes, key_for, memory_bytes, with_lists_for
 from pipelines.plan_report import as_json, long_time, plan_tables
+from pipelines.plan_seconds import Observation, coefficients, reading_seconds, step_seconds
 from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
 
 SIZE = Workload(

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from indexing.store.errors import InputError
+from retro.attention import Attention, place, smear
 from retro.batches import IGNORED_LABEL
 from retro.loss import loss
-from retro.model import Attention, ModelSettings, Retro, place, smear
+from retro.model import ModelSettings, Retro
 from retro.presets import PRESETS, baseline_of, count_parameters, resolve
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m

@@ -1,0 +1,144 @@
+"""The two libraries that tokenise, behind one face: SentencePiece models and Hugging Face's `tokenizer.json`."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from indexing.store.errors import InputError
+from indexing.store.files import read_json
+
+META_SYMBOL = "\u2581"  # ▁, which SentencePiece writes for a blank, and so cannot tell from one
+
+# The characters by which GPT-2's byte-level vocabularies write the 256 bytes: printable Latin-1 stands for itself.
+_BYTE_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)]))
+
+
+class Model(Protocol):
+    """What the two libraries are used for."""
+
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]: ...
+    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]: ...
+    def num_tokens(self) -> int: ...
+    def token_bytes(self) -> list[int]: ...
+
+
+class SentencePiece:
+    """A SentencePiece model.
+
+    It writes ▁ for a blank, so that a ▁ in the text comes back as a blank. Where the model has a token for each byte
+    and adds no blank before a text, ▁ is encoded by its three bytes instead, and comes back as it was.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        self.processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self.processor.load(str(path))
+        except (RuntimeError, OSError) as error:
+            raise InputError(f"{path} is not a SentencePiece model: {error}") from error
+        self.symbol_ids: list[int] = []
+        byte_ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in META_SYMBOL.encode()]
+        adds_blank = self.processor.id_to_piece(self.processor.encode("a")[0]).startswith(META_SYMBOL)
+        if not adds_blank and all(map(self.processor.is_byte, byte_ids)):
+            self.symbol_ids = byte_ids
+
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
+        encoded = self.processor.encode(texts, num_threads=num_threads)
+        for number, text in enumerate(texts):
+            if self.symbol_ids and META_SYMBOL in text:
+                encoded[number] = list(self._around_symbols(text))
+        return encoded
+
+    def _around_symbols(self, text: str) -> Iterator[int]:
+        for number, part in enumerate(text.split(META_SYMBOL)):
+            yield from self.symbol_ids if number else ()
+            yield from self.processor.encode(part)
+
+    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
+        size = self.num_tokens()
+        known = [row if max(row, default=0) < size else [token for token in row if token < size] for row in ids]
+        return self.processor.decode(known, num_threads=num_threads) if known else []
+
+    def num_tokens(self) -> int:
+        return self.processor.get_piece_size()
+
+    def token_bytes(self) -> list[int]:
+        processor = self.processor
+        sizes = []
+        for token in range(self.num_tokens()):
+            if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
+                sizes.append(0)  # an unknown token stands for any number of bytes: 0 is a lower bound
+            elif processor.is_byte(token):
+                sizes.append(1)
+            else:
+                sizes.append(len(processor.id_to_piece(token).replace(META_SYMBOL, " ").encode()))
+        return sizes
+
+    def special_ids(self) -> dict[str, int | None]:
+        ids = {"pad": self.processor.pad_id(), "bos": self.processor.bos_id(), "eos": self.processor.eos_id()}
+        return {role: token if token >= 0 else None for role, token in ids.items()}
+
+
+class HuggingFace:
+    """A tokenizer.json, read by the `tokenizers` package. Special tokens in a text are read as the text they are."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise InputError(
+                f"{path} needs the package tokenizers, which is not installed: pip install 'retro[transformer]'"
+            ) from error
+        self.content = read_object(path)
+        if "model" not in self.content:
+            raise InputError(
+                f"{path} is not a Hugging Face tokenizer: it has no 'model'. Found: {', '.join(self.content)}"
+            )
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
+        return self.tokenizer.decode_batch(ids, skip_special_tokens=True)
+
+    def num_tokens(self) -> int:
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def token_bytes(self) -> list[int]:
+        """Exact for byte-level BPE and for ▁ with byte tokens; else the size of what the token alone decodes to."""
+        decoder = self.content.get("decoder") or {}
+        types = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
+        added = {token["id"]: token for token in self.content.get("added_tokens", ())}
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        sizes = [0] * self.num_tokens()
+        for token, token_id in vocabulary.items():
+            if token_id in added:
+                size = 0 if added[token_id]["special"] else len(token.encode())
+            elif "ByteLevel" in types and _BYTE_ALPHABET.issuperset(token):
+                size = len(token)
+            elif "ByteFallback" in types and re.fullmatch("<0x[0-9A-F]{2}>", token):
+                size = 1
+            elif types & {"ByteFallback", "Metaspace"}:
+                size = len(token.replace(META_SYMBOL, " ").encode())
+            else:
+                size = len(self.tokenizer.decode([token_id], skip_special_tokens=False).encode())
+            sizes[token_id] = size
+        return sizes
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; raises InputError where it holds something else."""
+    try:
+        value = read_json(path)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}, it must be a JSON object.")
+    return value
