@@ -140,12 +140,12 @@ def _opened(files: list[Path], *, pack: bool = True) -> list[Any]:
     can, and are packed for fast scanning here. An index whose key asks for fast-scan lists stays in its shards.
     """
 
-    indexes = [read_index(file) for file in files]
-    if not _can_merge(indexes[0]):
-        return indexes
-    for other in indexes[1:]:
-        indexes[0].merge_from(other, 0)
-    return [on_gpus(_fast(indexes[0]), "searching") if pack else indexes[0]]
+    whole = read_index(files[0])
+    if not _can_merge(whole):
+        return [whole, *map(read_index, files[1:])]
+    for file in files[1:]:
+        whole.merge_from(read_index(file), 0)  # one at a time: each has a copy of the quantizer
+    return [on_gpus(_fast(whole), "searching") if pack else whole]
 
 
 def _can_merge(index: Any) -> bool:

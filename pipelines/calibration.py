@@ -247,7 +247,7 @@ class _Bench:
             shard_bytes=2 * size if shards == 1 else size // shards,
             split=self.config.corpus.split,
         )
-        neighbors = replace(self.config.neighbors, also=(), materialised=0)
+        neighbors = replace(self.config.neighbors, also=())
         return replace(self.config, datastore=folder / "datastore", corpus=corpus, neighbors=neighbors)
 
 

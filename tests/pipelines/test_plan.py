@@ -383,6 +383,8 @@ def test_a_calibrated_plan_meets_the_bytes_of_the_real_datastore(tmp_path, tiny_
     assert names[0] == "scan"
     assert {"tokenizer", "chunk", "embed", "train-index", "add", "tune nprobe", "neighbors"} < set(names)
     assert min(step.seconds for step in plan.steps) > 0
+    more = replace(config, neighbors=replace(config.neighbors, materialised=2))
+    assert "materialise" in calibrate(more, sample_bytes=60_000).observations[-1].seconds
 
 
 @pytest.mark.slow
