@@ -20,11 +20,13 @@ from indexing.readers import CorpusFile, CorpusSettings, Document, Problem
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
-from indexing.threads import one_ahead
+from indexing.threads import map_ahead
 from indexing.tokenizer import Tokenizer
 
-# Text tokenised at once: enough to keep SentencePiece's threads busy, little enough to stay out of sight in memory.
-_BATCH_BYTES = 2 * 2**20
+# Two batches are tokenised at a time: while Python takes over the ids of one, which no other Python can do beside it,
+# SentencePiece works on the other. Text of a batch for each thread: little enough that the last ones are soon done.
+_AT_A_TIME = 2
+_BATCH_BYTES = 2**19
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,14 @@ class _SplitWriter:
         self.rows.clear()
 
 
-def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def batches(documents: Iterable[Document], batch_bytes: int = 4 * 2**20) -> Iterator[list[Document]]:
     """The documents in lists of a few megabytes of text."""
     batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
         size += document.size
-        if size >= _BATCH_BYTES:
+        if size >= batch_bytes:
             yield batch
             batch, size = [], 0
     if batch:
@@ -159,23 +161,26 @@ class _Batch:
 
 
 def _read(
-    pieces: list[Piece], corpus: CorpusSettings, left_out: set[int], on_problem: Callable[[Problem], None]
+    pieces: list[Piece],
+    corpus: CorpusSettings,
+    left_out: set[int],
+    on_problem: Callable[[Problem], None],
+    batch_bytes: int,
 ) -> Iterator[_Batch]:
     """The documents of a shard without those left out, which are counted from 0."""
     place = itertools.count()
     for piece in pieces:
-        for batch in batches(read_piece(piece, corpus, on_problem=on_problem)):
+        for batch in batches(read_piece(piece, corpus, on_problem=on_problem), batch_bytes):
             kept = [document for document in batch if next(place) not in left_out]
             yield _Batch(piece.file, kept, sum(document.size for document in batch))
 
 
-def _tokenized(read: Iterable[_Batch], tokenizer: Tokenizer) -> Iterator[tuple[_Batch, list[np.ndarray]]]:
-    """Batches with text, and the tokens of their documents: of text these are encoded, of tokens the text is decoded."""
-    for batch in read:
-        documents = with_text(batch.documents, batch.file.path, tokenizer)
-        tokens = [document.tokens.astype(tokenizer.dtype) for document in documents if document.tokens is not None]
-        tokens = tokens or tokenizer.encode_batch([document.text for document in documents])
-        yield replace(batch, documents=documents), tokens
+def _tokenized(batch: _Batch, tokenizer: Tokenizer) -> tuple[_Batch, list[np.ndarray]]:
+    """A batch with text, and the tokens of its documents: of text these are encoded, of tokens the text is decoded."""
+    documents = with_text(batch.documents, batch.file.path, tokenizer)
+    tokens = [document.tokens.astype(tokenizer.dtype) for document in documents if document.tokens is not None]
+    tokens = tokens or tokenizer.encode_batch([document.text for document in documents])
+    return replace(batch, documents=documents), tokens
 
 
 def chunk_shard(
@@ -204,15 +209,17 @@ def chunk_shard(
     Returns:
         for each split, how many documents, chunks, tokens (with bos and eos) and bytes of text.
     """
-    tokenizer = Tokenizer.open(tokenizer_folder)
+    import torch
+
+    threads = max(1, torch.get_num_threads() // _AT_A_TIME)
+    tokenizer = Tokenizer.open(tokenizer_folder, threads)
     before = np.array([tokenizer.bos_id], dtype=tokenizer.dtype)
     after = np.array([tokenizer.eos_id], dtype=tokenizer.dtype)
     left_out = set() if removed is None else set(removed.tolist())
-    # Reading, tokenising and writing go on at a time, so that SentencePiece's threads seldom wait for the other two.
-    read = one_ahead(_read(pieces, corpus, left_out, on_problem))
+    read = _read(pieces, corpus, left_out, on_problem, threads * _BATCH_BYTES)
     with contextlib.ExitStack() as files:
         writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys, files) for name in SPLITS}
-        for batch, encoded in one_ahead(_tokenized(read, tokenizer)):
+        for batch, encoded in map_ahead(lambda batch: _tokenized(batch, tokenizer), read, _AT_A_TIME):
             members: dict[str, list[tuple[Document, np.ndarray]]] = {name: [] for name in writers}
             for document, tokens in zip(batch.documents, encoded, strict=True):
                 whole = np.concatenate([before, tokens, after])

@@ -1,11 +1,13 @@
 """Work on several threads."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @contextlib.contextmanager
@@ -30,11 +32,13 @@ def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[
         torch.set_num_threads(threads)
 
 
-def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """The items in their order; while one is used, the next is being made on another thread."""
-    source, end = iter(items), object()
-    with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(next, source, end)
-        while (item := coming.result()) is not end:
-            coming = pool.submit(next, source, end)
-            yield item  # type: ignore[misc]  # it is not `end`
+def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
+    """The results in the order of the items, some of them being made on other threads while one is used."""
+    with ThreadPoolExecutor(workers) as pool:
+        coming: deque[Future[R]] = deque()
+        for item in items:
+            coming.append(pool.submit(function, item))
+            if len(coming) > workers:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()

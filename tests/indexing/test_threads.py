@@ -1,12 +1,11 @@
 """Threads that help each other, and what they leave as it was."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from indexing.threads import one_ahead, one_thread_each
+from indexing.threads import map_ahead, one_thread_each
 
 
 def test_each_item_is_worked_on_with_one_thread_and_torch_gets_its_own_back() -> None:
@@ -24,26 +23,23 @@ def test_an_error_in_a_thread_arrives() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_the_next_item_is_made_while_one_is_used() -> None:
-    made = threading.Event()
+def test_results_come_in_order_and_the_next_ones_are_made_while_one_is_used() -> None:
+    made = [threading.Event() for _ in range(5)]
 
-    def items() -> Iterator[int]:
-        yield 0
-        made.set()
-        yield 1
+    def make(number: int) -> int:
+        made[number].set()
+        return number
 
-    ahead = one_ahead(items())
-    assert next(ahead) == 0
-    assert made.wait(timeout=10)
-    assert list(ahead) == [1]
+    results = map_ahead(make, range(5), 2)
+    assert next(results) == 0
+    assert made[1].wait(timeout=10)
+    assert made[2].wait(timeout=10)
+    assert not made[4].is_set()  # nor is everything made at once
+    assert list(results) == [1, 2, 3, 4]
 
 
-def test_an_error_of_the_source_comes_in_its_place() -> None:
-    def items() -> Iterator[int]:
-        yield 0
-        raise ValueError("the second")
-
-    ahead = one_ahead(items())
-    assert next(ahead) == 0
-    with pytest.raises(ValueError, match="the second"):
-        next(ahead)
+def test_an_error_comes_in_its_place() -> None:
+    results = map_ahead(lambda item: 1 // item, [1, 0, 1], 2)
+    assert next(results) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(results)
