@@ -140,8 +140,11 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
             ivf.cp.seed = settings.seed
             ivf.cp.max_points_per_centroid = settings.points_per_list
             ivf.cp.min_points_per_centroid = 1  # few points are our choice for a small corpus: no warning
-            if isinstance(ivf, faiss.IndexIVFPQ) and ivf.pq.nbits == 4:
-                ivf.by_residual = False  # as fast-scan wants them: one table of distances serves all lists
+            if isinstance(ivf, faiss.IndexIVFPQ):
+                # Faiss's keys order the codes for a comparison by Hamming distance, which nobody makes: most of the time.
+                ivf.do_polysemous_training = False
+                if ivf.pq.nbits == 4:
+                    ivf.by_residual = False  # as fast-scan wants them: one table of distances serves all lists
             ivf.clustering_index = clustering = on_gpus(faiss.IndexFlatL2(ivf.d), "k-means")
             if isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW):
                 _train_graph_quantizer(index, ivf, clustering, sample)

@@ -24,7 +24,7 @@ def run_train_index(config: Config, executor: Executor) -> str:
     train = Datastore.open(folder).train.first_shards(len(first))
     recipe = Recipe(
         stage="train-index",
-        version=2,
+        version=3,
         settings=prefixed("index", settings, without=("recall_target", "tune_queries")),
         inputs={"embeddings": generation_fingerprint(folder, "embeddings", first)},
     )
