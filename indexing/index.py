@@ -142,7 +142,7 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
             ivf.cp.min_points_per_centroid = 1  # few points are our choice for a small corpus: no warning
             if isinstance(ivf, faiss.IndexIVFPQ):
                 # Faiss's keys order the codes for a comparison by Hamming distance, which nobody makes: most of the time.
-                ivf.do_polysemous_training = False
+                ivf.do_polysemous_training = False  # type: ignore[attr-defined]
                 if ivf.pq.nbits == 4:
                     ivf.by_residual = False  # as fast-scan wants them: one table of distances serves all lists
             ivf.clustering_index = clustering = on_gpus(faiss.IndexFlatL2(ivf.d), "k-means")
