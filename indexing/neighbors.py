@@ -9,7 +9,7 @@ Everything is excluded by id, never by its place in a result: column 0 of a sear
 filtering leaves too few of is searched again deeper; what is still missing is -1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -125,24 +125,42 @@ def neighbors_of(
     starved = np.flatnonzero(ids[:, -1] < 0)
     if first >= index.num_vectors and index.nprobe >= index.max_nprobe:
         return ids, distances, 0  # everything has been seen already
-    usual, deeper = index.nprobe, len(starved)
-    own_size = excluded[1] - excluded[0] if excluded is not None else np.zeros(len(queries), dtype=np.int64)
-    for factor in (8, 64, index.max_nprobe):
+    for rows, depth in _deeper(starved, ids, index, settings, excluded):
+        own = (excluded[0][rows], excluded[1][rows]) if excluded is not None else None
+        text = (tokens[0][rows], tokens[1][rows]) if tokens is not None else None
+        ids[rows], distances[rows] = _search_once(queries[rows], index, train, settings, depth, own, text)
+    return ids, distances, len(starved)
+
+
+def _deeper(
+    starved: np.ndarray,
+    ids: np.ndarray,
+    index: ShardedIndex | ProductIndex,
+    settings: NeighborSettings,
+    excluded: tuple[np.ndarray, np.ndarray] | None,
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Queries to search again and how many candidates they need, until none of `starved` lacks a neighbor in `ids`.
+
+    Mostly it is the own document that has filled the candidates: first as many more as it has chunks, in the same lists. Only
+    the last round goes past the whole of a long one. `index.nprobe` is set for each round, and set back.
+    """
+    usual, wide = index.nprobe, settings.candidates
+    rounds: list[tuple[int, int, Callable[[int], int]]] = [  # nprobe, queries at a time, candidates by size of document
+        (usual, 1024, lambda longest: min(longest + 2 * wide, 8 * wide)),
+        (8 * usual, 1024, lambda longest: 8 * wide),
+        (64 * usual, 1024, lambda longest: 64 * wide),
+        (index.max_nprobe, 16, lambda longest: longest + 4 * wide),
+    ]
+    own_size = excluded[1] - excluded[0] if excluded is not None else np.zeros(len(ids), dtype=np.int64)
+    for nprobe, at_a_time, candidates in rounds:
         if not len(starved):
             break
-        index.set_nprobe(usual * factor)
+        index.set_nprobe(nprobe)
         starved = starved[np.argsort(own_size[starved], kind="stable")]
-        last = factor == index.max_nprobe
-        for rows in np.array_split(starved, -(-len(starved) // (16 if last else 1024))):
-            # Only the last round goes past a whole document: a long one fills any smaller number of candidates.
-            depth = settings.candidates * factor if not last else int(own_size[rows].max()) + settings.candidates * 4
-            depth = min(index.num_vectors, depth)
-            own = (excluded[0][rows], excluded[1][rows]) if excluded is not None else None
-            text = (tokens[0][rows], tokens[1][rows]) if tokens is not None else None
-            ids[rows], distances[rows] = _search_once(queries[rows], index, train, settings, depth, own, text)
+        for rows in np.array_split(starved, -(-len(starved) // at_a_time)):
+            yield rows, min(index.num_vectors, candidates(int(own_size[rows].max())))
         starved = starved[ids[starved, -1] < 0]
     index.set_nprobe(usual)
-    return ids, distances, deeper
 
 
 def _search_once(
