@@ -35,8 +35,12 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
         squared = norms[block, None] - 2 * products + np.einsum("ncd,ncd->nc", vectors, vectors)
         distances[block], ordered[block] = order_by_distance(np.maximum(squared, 0), ids[block])
 
+    blocks = range(0, len(queries), step)
+    if len(blocks) == 1:  # what a server asks: threads would cost more than they bring
+        fill(0)
+        return distances, ordered
     with one_thread_each() as run:
-        run(fill, range(0, len(queries), step))
+        run(fill, blocks)
     return distances, ordered
 
 

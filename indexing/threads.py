@@ -1,6 +1,7 @@
 """Work on several threads."""
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,6 +9,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_TORCH_THREADS = threading.RLock()  # their number belongs to the process: whoever changes it gives back what there was
 
 
 @contextlib.contextmanager
@@ -22,14 +25,15 @@ def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[
     """
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(workers or threads, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield lambda function, items: list(pool.map(function, items))
-    finally:
-        pool.shutdown()
-        torch.set_num_threads(threads)
+    with _TORCH_THREADS:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        pool = ThreadPoolExecutor(workers or threads, initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            yield lambda function, items: list(pool.map(function, items))
+        finally:
+            pool.shutdown()
+            torch.set_num_threads(threads)
 
 
 def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:

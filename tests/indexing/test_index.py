@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from indexing.exact import exact_search, order_by_distance, recall, rerank
 from indexing.index import IndexSettings, add_shard, choose_key, train, tune
@@ -76,6 +77,20 @@ def test_equal_distances_are_ordered_by_id() -> None:
     distances, ids = order_by_distance(np.array([[1.0, 0.5, 1.0, 0.5]], np.float32), np.array([[7, 9, 3, -1]]))
     assert ids.tolist() == [[9, 3, 7, -1]]
     assert distances.tolist() == [[0.5, 1.0, 1.0, np.inf]]
+
+
+def test_what_is_asked_by_a_few_queries_leaves_the_threads_of_the_process_alone() -> None:
+    """A server asks from several threads at a time, and torch's number of threads belongs to all of them."""
+    before, seen = torch.get_num_threads(), []
+    vectors = clustered(40)
+
+    class Watched:
+        def gather(self, ids: np.ndarray) -> np.ndarray:
+            seen.append(torch.get_num_threads())
+            return vectors[ids]
+
+    rerank(vectors[:3].astype(np.float32), np.arange(30).reshape(3, 10), Watched())  # type: ignore[arg-type]
+    assert seen == [before]
 
 
 def test_recall_counts_ties_as_found() -> None:

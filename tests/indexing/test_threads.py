@@ -16,6 +16,32 @@ def test_each_item_is_worked_on_with_one_thread_and_torch_gets_its_own_back() ->
     assert torch.get_num_threads() == before
 
 
+def test_two_that_overlap_give_back_what_there_was() -> None:
+    before, entered, inside = torch.get_num_threads(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with one_thread_each(1):
+            entered.set()
+            inside.wait(timeout=0.3)  # the second comes in here, if it is let
+
+    def second() -> None:
+        assert entered.wait(timeout=10)
+        with one_thread_each(1):
+            inside.set()
+            threads[0].join()
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    found: list[int] = []
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert found == [before]
+
+
 def test_an_error_in_a_thread_arrives() -> None:
     before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError), one_thread_each(2) as run:
