@@ -1,81 +1,37 @@
-"""What the model may depend on, shown by changing inputs and by gradients; its formulas, in slow loops; its sizes."""
+"""What the model may depend on, shown by changing inputs and by gradients; its sizes."""
 
 import math
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.attention import Attention, place, smear
 from retro.batches import IGNORED_LABEL
 from retro.loss import loss
 from retro.model import ModelSettings, Retro
 from retro.presets import PRESETS, baseline_of, count_parameters, resolve
-
-B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
-T = U * M
-SETTINGS = ModelSettings(
-    vocab_size=V,
-    d_model=32,
-    d_ffw=64,
-    num_heads=2,
-    head_dim=16,
-    num_layers=4,
-    cca_layers=(2, 4),
-    encoder_d_model=24,
-    encoder_d_ffw=48,
-    encoder_num_heads=2,
-    encoder_head_dim=8,
-    chunk_length=M,
+from tests.retro.small_model import (
+    SETTINGS,
+    B,
+    K,
+    M,
+    R,
+    T,
+    U,
+    V,
+    batch,
+    build,
+    every_scheme,
+    few,
+    logits,
+    model_of,
 )
-SCHEMES = {"rope": {}, "transformer-xl": {"positions": "transformer-xl"}, "smeared": {"smeared_keys": True}}
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
-few = settings(max_examples=8, deadline=None, derandomize=True)
-MODELS: dict[str, Retro] = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and wait for it when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def build(scheme: str = "rope", **changes: Any) -> Retro:
-    """A small model whose every part matters: the biases u and v start at zero, so they are moved off it."""
-    torch.manual_seed(0)
-    model = Retro(replace(SETTINGS, **SCHEMES[scheme], **changes)).eval()  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
-def model_of(scheme: str) -> Retro:
-    """The same, made once: no test changes its weights."""
-    return MODELS.setdefault(scheme, build(scheme))
-
-
-def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens [B, T], neighbors [B, U, K, R] and their lengths [B, U, K]."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(V, (B, T), generator=generator)
-    neighbors = torch.randint(V, (B, U, K, R), generator=generator)
-    return tokens, neighbors, torch.randint(1, R + 1, (B, U, K), generator=generator)
-
-
-@torch.no_grad()
-def logits(model: Retro, *inputs: Tensor | None) -> Tensor:
-    return model(*inputs)
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
 
 def first_difference(a: Tensor, b: Tensor) -> int:
@@ -297,142 +253,7 @@ def test_a_single_document_may_be_named_or_not(scheme):
     torch.testing.assert_close(named, logits(model_of(scheme), tokens, None, neighbors, lengths), rtol=1e-4, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------- formulas, against slow loops
-
-
-def turn(x: Tensor, position: int) -> Tensor:
-    """RoPE of one vector: as the complex numbers x_c + i x_{c + C/2}, turned by position * 10000^(-2c/C)."""
-    half = len(x) // 2
-    turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half), position * FREQUENCIES[half])
-    return torch.cat((turned.real, turned.imag))
-
-
-def sinusoid(distance: int, width: int) -> Tensor:
-    """R of one distance: cosines, then sines."""
-    angles = distance * FREQUENCIES[width // 2]
-    return torch.cat((angles.cos(), angles.sin()))
-
-
-FREQUENCIES = {n: torch.tensor([10_000 ** (-c / n) for c in range(n)]) for n in (4, 8, 12, 16)}
-
-
-def slow_score(attention: Attention, q: Tensor, k: Tensor, distance: int) -> Tensor:
-    """The score of one query and one key of a single-headed attention, from their distance alone."""
-    if not hasattr(attention, "distance"):
-        return turn(q, distance) @ k / math.sqrt(len(q))
-    u, v = attention.content_bias[0, 0], attention.distance_bias[0, 0]
-    r = attention.distance.weight @ sinusoid(distance, attention.query.in_features)
-    return ((q + u) @ k + (q + v) @ r) / math.sqrt(len(q))
-
-
-def slow_attention(
-    attention: Attention, x: Tensor, source: Tensor, distance: Callable[[int, int], int | None]
-) -> Tensor:
-    """Query by query and key by key: x [Q, D] reads source [S, E]; the distance is None where it may not look."""
-    out = torch.zeros_like(x)
-    for i in range(len(x)):
-        scores, values = [], []
-        for j in range(len(source)):
-            if (apart := distance(i, j)) is not None:
-                key, value = (attention.key_value.weight @ source[j]).chunk(2)
-                scores.append(slow_score(attention, attention.query.weight @ x[i], key, apart))
-                values.append(value)
-        if scores:
-            out[i] = attention.out.weight @ (torch.stack(scores).softmax(0)[:, None] * torch.stack(values)).sum(0)
-    return out
-
-
-@pytest.fixture(params=["rope", "transformer-xl"])
-def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What went into and came out of every block of a single-headed model, for a sequence that ends within a chunk.
-
-    The first of three chunks has one whole neighbor and one cut short, the second none at all.
-    """
-    model = build(request.param, num_heads=1, encoder_num_heads=1)
-    record: dict[str, Any] = {"lengths": torch.tensor([[R, 3], [0, 0], [0, 5]])}
-
-    def keep(name: str) -> Any:
-        def hook(block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
-            record[name] = (block, inputs, named, output)
-
-        return hook
-
-    for name, block in model.named_modules():
-        if name.endswith(".block"):
-            block.register_forward_hook(keep(name.removesuffix(".block")), with_kwargs=True)
-    tokens, neighbors, _ = batch()
-    logits(model, tokens[:1, : 3 * M + 2], None, neighbors[:1, :3], record["lengths"][None])
-    return record
-
-
-@torch.no_grad()
-def test_self_attention_is_the_papers_formula(seen):
-    attention, (x, _), _, output = seen["attention.1"]
-    slow = slow_attention(attention, x[0], x[0], lambda i, j: i - j if j <= i else None)
-    torch.testing.assert_close(output[0], slow, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_chunked_cross_attention_is_the_papers_formula(seen):
-    """Section 2.4: token i of the window of chunk u is i - i' + m - 1 from token i' of the neighbors of chunk u."""
-    cross, (x, _, encoded, _), _, output = seen["cross.4"]
-    assert (output[0, : M - 1] == 0).all()
-    for chunk in range(3):
-        window = slice((chunk + 1) * M - 1, (chunk + 2) * M - 1)
-
-        def distance(i: int, j: int, lengths: Tensor = seen["lengths"][chunk]) -> int | None:
-            neighbor, token = divmod(j, R)
-            return i - token + M - 1 if token < lengths[neighbor] else None
-
-        slow = slow_attention(cross.attention, x[0, window], encoded[0, chunk].flatten(0, 1), distance)
-        torch.testing.assert_close(output[0, window], slow, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_the_encoder_is_bidirectional_over_the_real_tokens_of_each_neighbor(seen):
-    attention, (x, _), _, output = seen["encoder.attention.1"]
-    for row, length in enumerate(seen["lengths"].flatten().tolist()):
-        if length:
-
-            def distance(i: int, j: int, length: int = length) -> int | None:
-                return i - j if j < length else None
-
-            slow = slow_attention(attention, x[row], x[row], distance)
-            torch.testing.assert_close(output[row], slow, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_encoded_neighbors_read_the_chunk_that_asked(seen):
-    """Token i' of a neighbor and token j of the chunk are i' - j apart, in each of the K neighbors."""
-    attention, (x, _), named, output = seen["encoder.cross.1"]
-    for chunk in range(3):
-        slow = slow_attention(attention, x[chunk], named["source"][chunk], lambda i, j: i % R - j)
-        torch.testing.assert_close(output[chunk], slow, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
-def test_heads_work_by_themselves(scheme):
-    torch.manual_seed(2)
-    both = Attention(query_width=12, key_width=10, num_heads=2, head_dim=8, scheme=scheme)
-    if scheme == "transformer-xl":
-        torch.nn.init.normal_(both.content_bias)
-        torch.nn.init.normal_(both.distance_bias)
-    x, source = torch.randn(1, 5, 12), torch.randn(1, 6, 10)
-    places = place(scheme, 12, 8, range(5), range(6), x.device)
-    expected = torch.zeros(1, 5, 12)
-    with torch.no_grad():
-        for head in range(2):
-            one = Attention(12, 10, 1, 8, scheme)
-            rows = slice(head * 8, head * 8 + 8)
-            one.query.weight.copy_(both.query.weight[rows])
-            one.key_value.weight.copy_(torch.cat([half[rows] for half in both.key_value.weight.chunk(2)]))
-            one.out.weight.copy_(both.out.weight[:, rows])
-            if scheme == "transformer-xl":
-                one.distance.weight.copy_(both.distance.weight[rows])
-                one.content_bias.copy_(both.content_bias[head : head + 1])
-                one.distance_bias.copy_(both.distance_bias[head : head + 1])
-            expected += one(x, places, source)
-        torch.testing.assert_close(both(x, places, source), expected, rtol=1e-4, atol=1e-5)
+# -------------------------------------------------------------------------------------------- encoder and precision
 
 
 @every_scheme
@@ -563,13 +384,6 @@ def test_the_baseline_has_no_encoder_and_ignores_neighbors():
     tokens, neighbors, lengths = batch()
     assert not any(name.startswith(("encoder.", "cross.")) for name, _ in model.named_parameters())
     assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens))
-
-
-def test_smeared_keys_mix_in_the_one_before_and_stop_where_something_new_starts():
-    k, share = torch.arange(6.0).view(1, 6, 1, 1), torch.tensor([[0.25]])
-    assert smear(k, share, None).flatten().tolist() == [0, 0.75, 1.75, 2.75, 3.75, 4.75]
-    starts = torch.tensor([[True, False, False, True, False, False]])
-    assert smear(k, share, starts).flatten().tolist() == [0, 0.75, 1.75, 3, 3.75, 4.75]
 
 
 def test_copying_init_says_what_followed_in_a_neighbor_before_anything_is_learned():

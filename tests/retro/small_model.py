@@ -1,0 +1,70 @@
+"""A model small enough for loops and gradients, and a batch for it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from retro.model import ModelSettings, Retro
+
+B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
+T = U * M
+SETTINGS = ModelSettings(
+    vocab_size=V,
+    d_model=32,
+    d_ffw=64,
+    num_heads=2,
+    head_dim=16,
+    num_layers=4,
+    cca_layers=(2, 4),
+    encoder_d_model=24,
+    encoder_d_ffw=48,
+    encoder_num_heads=2,
+    encoder_head_dim=8,
+    chunk_length=M,
+)
+SCHEMES = {"rope": {}, "transformer-xl": {"positions": "transformer-xl"}, "smeared": {"smeared_keys": True}}
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+few = settings(max_examples=8, deadline=None, derandomize=True)
+MODELS: dict[str, Retro] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from a second thread, and wait for it when the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(scheme: str = "rope", **changes: Any) -> Retro:
+    """A small model whose every part matters: the biases u and v start at zero, so they are moved off it."""
+    torch.manual_seed(0)
+    model = Retro(replace(SETTINGS, **SCHEMES[scheme], **changes)).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def model_of(scheme: str) -> Retro:
+    """The same, made once: no test changes its weights."""
+    return MODELS.setdefault(scheme, build(scheme))
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens [B, T], neighbors [B, U, K, R] and their lengths [B, U, K]."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(V, (B, T), generator=generator)
+    neighbors = torch.randint(V, (B, U, K, R), generator=generator)
+    return tokens, neighbors, torch.randint(1, R + 1, (B, U, K), generator=generator)
+
+
+@torch.no_grad()
+def logits(model: Retro, *inputs: Tensor | None) -> Tensor:
+    return model(*inputs)
