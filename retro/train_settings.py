@@ -89,7 +89,10 @@ class TrainSettings:
         if not 0 < self.decay_share <= 1:
             raise InputError(f"train.decay_share = {self.decay_share}: must be above 0 and at most 1.")
         if self.warmup_steps > self.steps:
-            raise InputError(f"train.warmup_steps = {self.warmup_steps}: must not exceed train.steps = {self.steps}.")
+            raise InputError(
+                f"train.warmup_steps = {self.warmup_steps}: must not exceed train.steps = {self.steps}. A short run needs both: "
+                f"--train.warmup_steps {self.steps // 10}, for example."
+            )
         unknown = set(self.log_to) - {"tensorboard", "wandb"}
         if unknown:
             raise InputError(f"train.log_to has {sorted(unknown)}: accepted are 'tensorboard' and 'wandb'.")
