@@ -1,7 +1,10 @@
 """Faiss indexes on disk, and what is inside them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.remote import present
@@ -51,6 +54,29 @@ def num_lists(index: Any) -> int:
     if isinstance(real, (faiss.IndexPreTransform, faiss.IndexIDMap)):
         return num_lists(real.index)
     return int(getattr(real, "nlist", 1))
+
+
+def transformed(index: Any, vectors: np.ndarray) -> np.ndarray:
+    """Vectors [n, d] float32 as the IVF part of an index sees them: turned by what comes before it, or the same."""
+    import faiss
+
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexPreTransform):
+        chain: Any = index.chain
+        for number in range(chain.size()):
+            vectors = faiss.downcast_VectorTransform(chain.at(number)).apply(vectors)
+    return vectors
+
+
+def lists_of(index: Any) -> Iterator[tuple[int, np.ndarray]]:
+    """Number and ids [n] int64 of every inverted list that is not empty, in an IVF index on the CPU; copy the ids to keep them."""
+    import faiss
+
+    lists = ivf_of(index).invlists  # type: ignore[union-attr]
+    for number in range(lists.nlist):
+        size = lists.list_size(number)
+        if size:
+            yield number, faiss.rev_swig_ptr(lists.get_ids(number), size)
 
 
 def set_nprobe(index: Any, nprobe: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from indexing.exact import exact_search, recall, rerank
-from indexing.faiss_files import ivf_of, read_index, write_index
+from indexing.faiss_files import ivf_of, read_index, transformed, write_index
 from indexing.faiss_gpu import on_cpu, on_gpus
 from indexing.floats import to_float32
 from indexing.sharded_index import ShardedIndex
@@ -28,6 +28,7 @@ from indexing.store.files import write_json
 _BLOCK_ROWS = 65_536
 # Below this many lists a flat coarse quantizer is faster to build than a graph, exact, and as fast to search.
 _HNSW_LISTS = 16_384
+_MOST_PROBES = 1024  # beyond these all lists are visited
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class IndexSettings:
     points_per_list: int = 64
     """Training vectors per inverted list, sampled over all shards."""
     recall_target: float = 0.8
-    """`nprobe` is the smallest power of two whose recall@10 after re-ranking reaches this on held-out queries."""
+    """`nprobe` is the smallest power of two whose recall@10 after re-ranking reaches this on held-out queries; that of
+    `neighbors.search = "lists"` the smallest number."""
     tune_queries: int = 1000
     """Held-out chunks used as queries for tuning."""
     seed: int = 0
@@ -192,6 +194,7 @@ def add_shard(
 def tune(
     work: Path,
     index: ShardedIndex,
+    trained: Path,
     queries: np.ndarray,
     embeddings: ShardedArray,
     candidates: int,
@@ -199,19 +202,22 @@ def tune(
 ) -> dict[str, Any]:
     """Choose `nprobe` for the recall target on held-out queries and write `work/tuned.json`.
 
+    A search of the lists by the embeddings themselves (`list_search.py`) needs fewer of them than one by codes: it has its own.
+
     Args:
         work: folder to write into.
         index: the filled index.
+        trained: the folder of the trained one.
         queries: [n, d] float32.
         embeddings: of the chunks in the index.
         candidates: how many are re-ranked for each query.
         settings: the recall target.
 
     Returns:
-        {nprobe, recall_at_10, queries, curve: [[nprobe, recall_at_10], …]}.
+        {nprobe, recall_at_10, queries, curve: [[nprobe, recall_at_10], …], lists: {nprobe, recall_at_10} of an IVF}.
     """
     k = min(10, max(1, index.num_vectors))
-    exact, _ = exact_search(queries, embeddings, k)
+    exact, ids = exact_search(queries, embeddings, k)
     curve: list[tuple[int, float]] = []
     nprobe = 1
     while True:
@@ -226,5 +232,36 @@ def tune(
     chosen = next(probe for probe, recall in curve if recall >= min(settings.recall_target, reached - 0.002))
     index.set_nprobe(chosen)
     tuned = {"nprobe": chosen, "recall_at_10": dict(curve)[chosen], "queries": len(queries), "curve": curve}
+    empty = read_index(trained / "trained.faiss")
+    if ivf_of(empty) is not None:
+        tuned["lists"] = tune_lists(empty, queries, ids, embeddings, settings.recall_target)
     write_json(work / "tuned.json", tuned)
     return tuned
+
+
+def tune_lists(
+    trained: Any, queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray, target: float
+) -> dict[str, Any]:
+    """How many lists hold so large a share of the true neighbors that the recall target is reached.
+
+    Args:
+        trained: the trained index, an IVF.
+        queries: [n, d] float32.
+        ids: [n, k] int64, their true neighbors, -1 = none.
+        embeddings: of the chunks in the index.
+        target: of the recall.
+
+    Returns:
+        {nprobe, recall_at_10}; all lists where the nearest 1,024 do not do.
+    """
+    ivf: Any = ivf_of(trained)
+    real = ids >= 0
+    home = ivf.quantizer.search(transformed(trained, to_float32(embeddings.gather(ids[real]))), 1)[1]  # [neighbors, 1]
+    probes = ivf.quantizer.search(transformed(trained, queries), min(_MOST_PROBES, ivf.nlist))[1]
+    hits = probes[np.nonzero(real)[0]] == home  # [neighbors, probes]
+    found = hits.any(1)
+    recalls = np.cumsum(np.bincount(hits.argmax(1)[found], minlength=probes.shape[1])) / max(1, len(home))
+    nprobe = int(np.searchsorted(recalls, target)) + 1
+    if nprobe > len(recalls):
+        return {"nprobe": int(ivf.nlist), "recall_at_10": 1.0}
+    return {"nprobe": nprobe, "recall_at_10": float(recalls[nprobe - 1])}

@@ -18,6 +18,7 @@ import numpy as np
 
 from indexing.exact import order_by_distance, rerank
 from indexing.floats import to_float32
+from indexing.list_search import ListIndex
 from indexing.overlap import overlap
 from indexing.product_search import ProductIndex
 from indexing.sharded_index import ShardedIndex
@@ -25,6 +26,8 @@ from indexing.store.datastore import Split, open_array
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval import neighbor_ids
+
+Index = ShardedIndex | ProductIndex | ListIndex
 
 _BLOCK_ROWS = 65_536  # what is read once a block, index or chunks, then costs little beside the search
 _OVERLAP_ROWS = 4096
@@ -40,9 +43,10 @@ class NeighborSettings:
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
     rerank: bool = True
     """Order candidates by the stored embeddings instead of the index's codes."""
-    search: Literal["auto", "index", "big-batch", "exact"] = "auto"
-    """How candidates are found: through the `index`; list by list for many queries at once (`big-batch`, for plain IVF
-    codes); against all chunks by matrix products (`exact`); `auto`: whichever of `index` and `exact` a cost model prefers."""
+    search: Literal["auto", "index", "big-batch", "exact", "lists"] = "auto"
+    """How candidates are found: by the codes of the `index`, query by query, or for many queries at once with Faiss's
+    `big-batch` search; or by the embeddings in matrix products, with all chunks (`exact`) or those of the nearest `lists`;
+    `auto`: what a cost model prefers of `index`, `exact` and `lists`."""
     max_overlap: float = 1.0
     """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
     also: tuple[Path, ...] = ()
@@ -50,6 +54,11 @@ class NeighborSettings:
     materialised: int = 0
     """Neighbors of each chunk whose tokens are written beside it (stage `materialise`), for data.materialised; a few more
     than data.k, for those that a sequence skips. 0 = none."""
+
+    @property
+    def precise_candidates(self) -> int:
+        """Candidates of a search by products of the embeddings: half as many again as are stored, for what bfloat16 misplaces."""
+        return min(self.candidates, self.k + max(8, self.k // 2))
 
     def __post_init__(self) -> None:
         if not 0 <= self.materialised <= self.k:
@@ -76,7 +85,7 @@ class Searchable:
         number: of the datastore in the retrieval set; 0 is the one whose chunks ask.
     """
 
-    index: ShardedIndex | ProductIndex
+    index: Index
     train: Split
     number: int = 0
 
@@ -100,7 +109,7 @@ def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tup
 
 def neighbors_of(
     queries: np.ndarray,
-    index: ShardedIndex | ProductIndex,
+    index: Index,
     train: Split,
     settings: NeighborSettings,
     *,
@@ -120,7 +129,7 @@ def neighbors_of(
     Returns:
         ids [n, k] int64 (-1 = none), distances [n, k] float32 (+inf), and how many queries were searched deeper.
     """
-    first = settings.candidates if isinstance(index, ShardedIndex) else min(settings.candidates, 2 * settings.k)
+    first = settings.candidates if isinstance(index, ShardedIndex) else settings.precise_candidates
     ids, distances = _search_once(queries, index, train, settings, first, excluded, tokens)
     starved = np.flatnonzero(ids[:, -1] < 0)
     if first >= index.num_vectors and index.nprobe >= index.max_nprobe:
@@ -135,7 +144,7 @@ def neighbors_of(
 def _deeper(
     starved: np.ndarray,
     ids: np.ndarray,
-    index: ShardedIndex | ProductIndex,
+    index: Index,
     settings: NeighborSettings,
     excluded: tuple[np.ndarray, np.ndarray] | None,
 ) -> Iterator[tuple[np.ndarray, int]]:
@@ -165,7 +174,7 @@ def _deeper(
 
 def _search_once(
     queries: np.ndarray,
-    index: ShardedIndex | ProductIndex,
+    index: Index,
     train: Split,
     settings: NeighborSettings,
     depth: int,
@@ -236,8 +245,9 @@ def neighbor_shard(
         NpyWriter(work / "ids.npy", np.int64, (settings.k,)) as id_file,
         NpyWriter(work / "distances.npy", np.float32, (settings.k,)) as distance_file,
     ):
-        for start in range(*rows, _BLOCK_ROWS):
-            stop = min(start + _BLOCK_ROWS, rows[1])
+        step = _block_rows(searched)
+        for start in range(*rows, step):
+            stop = min(start + step, rows[1])
             found, deeper = _search_block(split, (start, stop), searched, settings)
             if known:
                 found.append((known[0][start - rows[0] : stop - rows[0]], known[1][start - rows[0] : stop - rows[0]]))
@@ -252,6 +262,14 @@ def neighbor_shard(
             counts["deeper"] += deeper
             advance(len(ids))
     return counts
+
+
+def _block_rows(searched: Sequence[Searchable]) -> int:
+    """Chunks searched at a time: by lists the more the better, within 256 MB of float32."""
+    dimensions = [each.index.embeddings.row_shape[0] for each in searched if isinstance(each.index, ListIndex)]
+    return (
+        max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, *(2**26 // each for each in dimensions))) if dimensions else _BLOCK_ROWS
+    )
 
 
 def _search_block(

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from indexing.faiss_files import ivf_of, read_index
+from indexing.neighbors import NeighborSettings
+from indexing.sharded_index import MEMORY
 from indexing.store.datastore import Split
 from indexing.store.files import read_json
 from indexing.store.remote import present
 
-Method = Literal["index", "big-batch", "exact"]
+Method = Literal["index", "big-batch", "exact", "lists"]
 Hardware = Literal["bfloat16", "float32", "cuda"]
 """What multiplies: a CPU in the faster of the two, or a GPU."""
 
@@ -21,7 +23,13 @@ _PRODUCTS = {"bfloat16": 2.4e11, "float32": 5e10, "cuda": 1.5e14}
 _COARSE = 7e10  # operations a second when a query is compared with all centroids
 _SCAN = {"fast-scan": 1.1e-10, "codes": 1.2e-9}  # seconds for a byte of a scanned list
 _QUERY = 3e-5  # seconds for the tables of a query
-_RERANK = 1.4e-9  # seconds for a number of a re-ranked candidate
+_RERANK = 1.2e-9  # seconds for a number of a re-ranked candidate
+_LISTED = {"bfloat16": 1.5e11, "float32": 4e10, "cuda": 3e13}  # of products with lists, by their choosing and moving
+_VISIT = {"bfloat16": 5e-7, "float32": 5e-7, "cuda": 2e-8}  # seconds of a query for a list that it visits
+_CHOICE = {"bfloat16": 1.2e-5, "float32": 1.2e-5, "cuda": 1e-6}  # seconds of a query for choosing lists and candidates
+_READ = 5e8  # bytes a second of one core when more than memory holds is read again for each block of queries
+_BLOCK = 65_536  # of queries
+_GRAPH = 2048  # centroids that a query is compared with on its way down a graph of them
 
 
 @dataclass(frozen=True)
@@ -32,21 +40,27 @@ class Searched:
         num_vectors: chunks in the index.
         dimension: d.
         nlist, nprobe: inverted lists, and how many of them are visited; both 1 for an index without.
+        centroids: compared with a query to find the lists, when they are searched by codes: all, or those on the way down a graph.
         code_bytes: of a chunk in the index.
         fast_scan: whether lists are scanned with tables in registers.
-        candidates: re-ranked for each query.
+        list_nprobe: lists visited when they are searched by the embeddings.
+        candidates: of the index, re-ranked for each query.
+        precise_candidates: those of a search by the embeddings themselves.
     """
 
     num_vectors: int
     dimension: int
     nlist: int
     nprobe: int
+    centroids: int
     code_bytes: float
     fast_scan: bool
+    list_nprobe: int
     candidates: int
+    precise_candidates: int
 
 
-def describe(train: Split, candidates: int) -> Searched:
+def describe(train: Split, settings: NeighborSettings) -> Searched:
     """What searching the index over the chunks of `train` depends on; read from its trained form, which is empty."""
     import faiss
 
@@ -54,27 +68,65 @@ def describe(train: Split, candidates: int) -> Searched:
     index = read_index(folder / "trained" / "trained.faiss")
     ivf = ivf_of(index)
     dimension = train.embeddings.row_shape[0]
+    candidates = (settings.candidates, settings.precise_candidates)
     if ivf is None:
-        return Searched(train.num_chunks, dimension, 1, 1, 4 * dimension, False, candidates)
+        return Searched(train.num_chunks, dimension, 1, 1, 1, 4 * dimension, False, 1, *candidates)
     fast_scan = (isinstance(ivf, faiss.IndexIVFPQ) and ivf.pq.nbits == 4) or isinstance(ivf, faiss.IndexIVFFastScan)
-    nprobe = read_json(present(folder / "tuned" / "tuned.json"))["nprobe"]
-    return Searched(train.num_chunks, dimension, ivf.nlist, nprobe, ivf.code_size, fast_scan, candidates)
+    tuned = read_json(present(folder / "tuned" / "tuned.json"))
+    return Searched(
+        num_vectors=train.num_chunks,
+        dimension=dimension,
+        nlist=ivf.nlist,
+        nprobe=tuned["nprobe"],
+        centroids=compared_centroids(ivf.nlist, isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW)),
+        code_bytes=ivf.code_size,
+        fast_scan=fast_scan,
+        list_nprobe=tuned["lists"]["nprobe"],
+        candidates=settings.candidates,
+        precise_candidates=settings.precise_candidates,
+    )
+
+
+def compared_centroids(nlist: int, graph: bool) -> int:
+    """Of an index with so many lists, whose centroids form a graph or not."""
+    return min(nlist, _GRAPH) if graph else nlist
 
 
 def seconds_with_index(searched: Searched) -> float:
     """Of one query through the index, re-ranking included."""
-    coarse = 2 * searched.nlist * searched.dimension / _COARSE
+    coarse = 2 * searched.centroids * searched.dimension / _COARSE
     scanned = searched.nprobe / searched.nlist * searched.num_vectors * searched.code_bytes
     scan = scanned * _SCAN["fast-scan" if searched.fast_scan else "codes"]
-    return _QUERY + coarse + scan + searched.candidates * searched.dimension * _RERANK
+    reading = _reading(searched.num_vectors * searched.code_bytes)
+    return _QUERY + coarse + scan + reading + searched.candidates * searched.dimension * _RERANK
 
 
 def seconds_exact(searched: Searched, hardware: Hardware) -> float:
     """Of one query against all chunks."""
     products = 2 * searched.num_vectors * searched.dimension / _PRODUCTS[hardware]
-    return products + searched.candidates * searched.dimension * _RERANK
+    reading = _reading(2 * searched.num_vectors * searched.dimension)
+    return products + reading + searched.precise_candidates * searched.dimension * _RERANK
 
 
-def cheaper(searched: Searched, hardware: Hardware) -> Method:
-    """`exact` where it costs no more than the index does, else `index`."""
-    return "exact" if seconds_exact(searched, hardware) <= seconds_with_index(searched) else "index"
+def seconds_by_lists(searched: Searched, hardware: Hardware) -> float:
+    """Of one query against the chunks of the lists that it visits."""
+    centroids = 2 * searched.nlist * searched.dimension / _PRODUCTS[hardware]
+    compared = searched.list_nprobe / searched.nlist * searched.num_vectors
+    products = 2 * compared * searched.dimension / _LISTED[hardware]
+    visits = searched.list_nprobe * _VISIT[hardware] + _CHOICE[hardware]
+    reading = _reading(2 * searched.num_vectors * searched.dimension)
+    return centroids + products + visits + reading + searched.precise_candidates * searched.dimension * _RERANK
+
+
+def _reading(size: float) -> float:
+    """Of a query, for its share in reading so many bytes again and again."""
+    return size / _READ / _BLOCK if size > MEMORY else 0.0
+
+
+def cheapest(searched: Searched, hardware: Hardware) -> Method:
+    """`exact`, `lists` or `index`, in this order where they cost the same."""
+    seconds: dict[Method, float] = {"exact": seconds_exact(searched, hardware)}
+    if searched.nlist > 1:
+        seconds["lists"] = seconds_by_lists(searched, hardware)
+    seconds["index"] = seconds_with_index(searched)
+    return min(seconds, key=lambda method: seconds[method])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.faiss_files import ivf_of, num_lists, read_index, set_nprobe
+from indexing.faiss_files import ivf_of, num_lists, read_index, set_nprobe, transformed
 from indexing.faiss_gpu import on_gpus
 from indexing.merged_index import is_merged, open_merged
 from indexing.store.artefact import parse_manifest
@@ -122,14 +122,11 @@ def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.nda
 
 
 def _big_batch(index: Any, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    import faiss
     from faiss.contrib.big_batch_search import big_batch_search
 
-    ivf = ivf_of(index)
-    if isinstance(index, faiss.IndexPreTransform):  # it looks past a transform
-        chain: Any = index.chain
-        queries = faiss.downcast_VectorTransform(chain.at(0)).apply(queries)
-    distances, ids = big_batch_search(ivf, queries, k, method="knn_function", verbose=1)
+    distances, ids = big_batch_search(
+        ivf_of(index), transformed(index, queries), k, method="knn_function", verbose=1
+    )  # it looks past a transform
     return distances, ids
 
 

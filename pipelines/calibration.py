@@ -202,15 +202,16 @@ class _Bench:
         key = with_lists_for(self.kind, text_bytes / self.chunk_bytes)
         config = replace(config, embedder=self.embedder, index=replace(config.index, factory=key))
         wanted = self.config.neighbors.search
-        view, again = StagesView(quiet=True), StagesView(quiet=True)
-        config = _searched_by("index" if wanted == "auto" else wanted, config)
+        ways: list[Method] = ["index", "exact", "lists"] if wanted == "auto" else [wanted]
+        config = _searched_by(ways[0], config)
+        view = StagesView(quiet=True)
         datastore = build(config, LocalExecutor(config.executor), view=view)
         observed = _observed(config, datastore, view.steps)
         others = []
-        if wanted == "auto":
-            exact = _searched_by("exact", config)
-            build(exact, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=again)
-            others.append(_observed(exact, datastore, again.steps))
+        for way in ways[1:]:
+            config, view = _searched_by(way, config), StagesView(quiet=True)
+            build(config, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=view)
+            others.append(_observed(config, datastore, view.steps))
         self.advance(text_bytes)
         self.chunk_bytes = observed.workload.text_bytes / observed.workload.chunks
         wide = self.config.tokenizer.is_trained and self.config.tokenizer.vocab_size > 2**16
@@ -290,6 +291,7 @@ def _observed(config: Config, datastore: Datastore, steps: list[Step]) -> Observ
             shards=len(datastore.train.chunk_rows),
             key=trained["key"],
             nprobe=tuned["nprobe"],
+            list_nprobe=tuned.get("lists", tuned)["nprobe"],
             trained_on=trained["trained_on"],
             tune_queries=tuned["queries"],
             search=config.neighbors.search,  # type: ignore[arg-type]  # settled by `_searched_by`

@@ -82,7 +82,7 @@ def _tune(config: Config, executor: Executor, first: range) -> str:
     out = folder / "index" / "tuned"
     recipe = Recipe(
         stage="add",
-        version=1,
+        version=2,
         settings={
             "index.recall_target": settings.recall_target,
             "index.tune_queries": settings.tune_queries,
@@ -113,7 +113,8 @@ def tune_task(
         queries = sample_queries(datastore, settings.tune_queries, settings.seed, num_shards)[1]
         opened = ShardedIndex.open(folder / "index", range(num_shards))
         embeddings = datastore.train.first_shards(num_shards).embeddings
-        tuned = index.tune(work, opened, queries, embeddings, candidates, settings)
+        trained = folder / "index" / "trained"
+        tuned = index.tune(work, opened, trained, queries, embeddings, candidates, settings)
         counts |= {"nprobe": tuned["nprobe"], "recall_at_10": tuned["recall_at_10"]}
         advance(len(queries))
 

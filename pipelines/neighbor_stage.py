@@ -7,8 +7,9 @@ from typing import Any
 
 from indexing import neighbors
 from indexing.device import has_bfloat16, keep_freed_memory, resolve
+from indexing.list_search import ListIndex
 from indexing.product_search import ProductIndex
-from indexing.search_cost import Hardware, Method, cheaper, describe
+from indexing.search_cost import Hardware, Method, cheapest, describe
 from indexing.sharded_index import ShardedIndex
 from indexing.store import remote
 from indexing.store.artefact import (
@@ -127,12 +128,14 @@ def _open_searched(searched: tuple[Part, ...], method: Method) -> list[neighbors
     opened = []
     for part in searched:
         train = Datastore.open(part.folder).train
-        index: ShardedIndex | ProductIndex
-        if method == "exact":
+        index: neighbors.Index | None = None
+        if method in ("index", "big-batch"):
+            index = ShardedIndex.open(part.folder / "index", part.shards, big_batch=method == "big-batch")
+        elif method == "lists":
+            index = ListIndex.open(part.folder / "index", train.embeddings, part.shards)
+        if index is None:  # exhaustively, as what has no lists is small
             rows = (int(train.tokens.starts[part.shards.start]), int(train.tokens.starts[part.shards.stop]))
             index = ProductIndex(train.embeddings, rows=rows)
-        else:
-            index = ShardedIndex.open(part.folder / "index", part.shards, big_batch=method == "big-batch")
         opened.append(neighbors.Searchable(index, train, part.number))
     return opened
 
@@ -145,7 +148,7 @@ def _method(config: Config, train: Split) -> Method:
         for made in (shard, _before(shard)):
             if (made / MANIFEST).exists():
                 return parse_manifest(made)["counts"]["search"]
-    return cheaper(describe(train, config.neighbors.candidates), hardware_of(config.executor))
+    return cheapest(describe(train, config.neighbors), hardware_of(config.executor))
 
 
 def hardware_of(settings: ExecutorSettings) -> Hardware:

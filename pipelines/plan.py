@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from indexing.index import sample_size
-from indexing.search_cost import Method, Searched, cheaper
+from indexing.search_cost import Method, Searched, cheapest, compared_centroids
 from indexing.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.neighbor_stage import hardware_of
@@ -146,18 +146,26 @@ def machines_within(steps: Sequence[StepPlan], seconds: float) -> int | None:
     return max(1, math.ceil(shared / (seconds - alone))) if seconds > alone else None
 
 
-def extrapolated_nprobe(chunks: float, lists: int, observations: Sequence[Observation]) -> int:
-    """The power of two at which the recall target will be reached among this many chunks in so many lists.
+def extrapolated(chunks: float, lists: int, needed: Sequence[tuple[float, float]]) -> float:
+    """The nprobe at which the recall target will be reached among this many chunks in so many lists.
 
     From one size to the other the logarithm of what was needed has grown by a share of that of the number of chunks; it goes on
     like that. The share is held between 0 and a half: with 4·√N lists, a half is a constant share of all lists.
+
+    Args:
+        chunks: in the index.
+        lists: of it.
+        needed: (chunks, nprobe) of several sizes, the largest last.
     """
-    first, last = observations[0], observations[-1]
-    ratio = math.log2(last.workload.train_chunks / first.workload.train_chunks)
-    slope = math.log2(last.crossing / first.crossing) / ratio if ratio else 0.0
-    growth = min(0.5, max(0.0, slope)) * math.log2(chunks / last.workload.train_chunks)
-    wanted = 2 ** math.ceil(round(math.log2(last.crossing) + growth, 6))
-    return int(min(lists, max(1, wanted)))
+    (few, low), (many, high) = needed[0], needed[-1]
+    ratio = math.log2(many / few)
+    slope = math.log2(high / low) / ratio if ratio else 0.0
+    return float(min(lists, max(1.0, high * (chunks / many) ** min(0.5, max(0.0, slope)))))
+
+
+def power_of_two(nprobe: float) -> int:
+    """The next one, as `nprobe` is tuned."""
+    return int(2 ** math.ceil(round(math.log2(nprobe), 6)))
 
 
 def corpus_tokens(config: Config, calibration: Calibration) -> float:
@@ -211,7 +219,13 @@ def plan_for(
         tune_queries=min(index.tune_queries, int(train_chunks)),
     )
     lists = size.lists
-    size = replace(size, nprobe=min(nprobe, lists) or extrapolated_nprobe(train_chunks, lists, seen))
+    by_codes = [(each.workload.train_chunks, each.crossing) for each in seen]
+    by_lists = [(each.workload.train_chunks, each.workload.list_nprobe) for each in seen]
+    size = replace(
+        size,
+        nprobe=min(lists, nprobe or power_of_two(extrapolated(train_chunks, lists, by_codes))),
+        list_nprobe=min(lists, nprobe or extrapolated(train_chunks, lists, by_lists)),
+    )
     size = replace(size, search=_search(config, size, calibration.dimension))
     document_bytes, parquet_bytes = _parquet(seen)
     layout = Layout(
@@ -223,15 +237,16 @@ def plan_for(
         document_bytes=document_bytes,
         parquet_bytes=parquet_bytes,
     )
-    calibrated_nprobe = min(seen[-1].workload.nprobe, lists)
-    alike = step_seconds(replace(size, nprobe=calibrated_nprobe), seen, models_of(config))
+    last = seen[-1].workload
+    less = replace(size, nprobe=min(last.nprobe, lists), list_nprobe=min(last.list_nprobe, lists))
+    alike = step_seconds(less, seen, models_of(config))
     changed = {"index.memory": index.memory} if index.memory != config.index.memory else {}
     return Plan(
         size=size,
         bytes=artefact_bytes(size, layout),
         steps=_steps(config, calibration, size, layout, machines, price),
         settings=changed | ({"corpus.shard_bytes": str(config.corpus.shard_bytes)} if paper else {}),
-        calibrated_nprobe=calibrated_nprobe,
+        calibrated_nprobe=less.visited,
         calibrated_seconds=alike.get("neighbors", 0.0),
     )
 
@@ -245,11 +260,14 @@ def _search(config: Config, size: Workload, dimension: int) -> Method:
         dimension=dimension,
         nlist=size.lists,
         nprobe=int(size.nprobe),
+        centroids=compared_centroids(size.lists, "HNSW" in size.key),
         code_bytes=index_bytes(size.key, dimension)[0],
         fast_scan=bool(re.search(r"PQ\d+x4", size.key)),
+        list_nprobe=math.ceil(size.list_nprobe),
         candidates=config.neighbors.candidates,
+        precise_candidates=config.neighbors.precise_candidates,
     )
-    return cheaper(searched, hardware_of(config.executor))
+    return cheapest(searched, hardware_of(config.executor))
 
 
 def _parquet(observations: Sequence[Observation]) -> tuple[float, float]:

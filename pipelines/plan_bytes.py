@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from indexing import list_search
 from indexing.index import IndexSettings, choose_key
 from indexing.search_cost import Method
 from indexing.sharded_index import MEMORY
@@ -35,7 +36,8 @@ class Workload:
         train_chunks: those in the index.
         shards: of every stage.
         key: Faiss factory string of the index.
-        nprobe: lists visited for a query.
+        nprobe: lists visited for a query, by codes.
+        list_nprobe: lists visited for a query, by embeddings.
         trained_on: vectors that the index is trained on.
         tune_queries: for which `nprobe` is tuned.
         search: how the neighbors of all chunks are found.
@@ -52,6 +54,7 @@ class Workload:
     trained_on: int
     tune_queries: int
     search: Method = "index"
+    list_nprobe: float = 1
 
     @property
     def lists(self) -> int:
@@ -68,7 +71,12 @@ class Workload:
         """Codes, or vectors, that a query is compared with."""
         if self.search == "exact":
             return self.train_chunks
-        return self.train_chunks * min(1.0, self.nprobe / self.lists)
+        return self.train_chunks * min(1.0, self.visited / self.lists)
+
+    @property
+    def visited(self) -> float:
+        """Lists visited in the search that is taken."""
+        return self.list_nprobe if self.search == "lists" else self.nprobe
 
 
 @dataclass(frozen=True)
@@ -187,5 +195,13 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
         "train-index": base + (2 + 4 + 4) * sample + trained,
         "add": base + shard + trained,
         "tune nprobe": base + 2 * group,
-        "neighbors": base + (2 * group if size.search != "exact" else 0.0),
+        "neighbors": base + _searched_bytes(size, layout, group),
     }
+
+
+def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
+    if size.search == "exact":
+        return 0.0
+    if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
+        return min(2.0 * layout.dimension * size.train_chunks, list_search.MEMORY) + 24 * size.train_chunks
+    return 2 * group

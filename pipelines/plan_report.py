@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipelines.plan import Calibration, Plan, machines_within
+from pipelines.plan_bytes import Workload
 from pipelines.progress import human_bytes, human_count, human_seconds
 
 
@@ -29,7 +30,7 @@ def plan_tables(
         ["tokens", f"{human_count(round(size.tokens))}, {human_bytes(size.text_bytes)} of text"],
         ["chunks", f"{size.chunks:,.0f}, of which {size.train_chunks:,.0f} in the index; shards: {size.shards:,}"],
         ["index", f"{size.key}, nprobe {size.nprobe:,.0f}, trained on {size.trained_on:,} vectors"],
-        ["neighbors", "exact search" if size.search == "exact" else f"search: {size.search}"],
+        ["neighbors", _search(size)],
         *([["needs", ", ".join(f"{key} = {value}" for key, value in plan.settings.items())]] if plan.settings else []),
     ]
     artefacts = [
@@ -49,6 +50,12 @@ def plan_tables(
     return [what, artefacts, steps, _needs(plan, calibration, days)]
 
 
+def _search(size: Workload) -> str:
+    if size.search == "exact":
+        return "exact search"
+    return f"search: {size.search}" + (f", nprobe {size.list_nprobe:,.0f}" if size.search == "lists" else "")
+
+
 def _needs(plan: Plan, calibration: Calibration, days: float) -> list[list[str]]:
     """What machines it would take: how many for the time, how large for the memory."""
     alone = [step for step in plan.steps if not step.shared]
@@ -66,7 +73,7 @@ def _needs(plan: Plan, calibration: Calibration, days: float) -> list[list[str]]
         f"{human_bytes(largest.memory_bytes)} ({largest.name}); this one has {human_bytes(calibration.memory_bytes)}"
     )
     rows = [[f"machines for {days:g} days", in_time], ["memory of the largest worker", memory]]
-    if plan.size.search != "exact" and plan.calibrated_nprobe < plan.size.nprobe:
+    if plan.size.search != "exact" and plan.calibrated_nprobe < plan.size.visited:
         rows.append(
             [
                 f"neighbors at nprobe {plan.calibrated_nprobe:,.0f}",

@@ -22,7 +22,7 @@ from retro.batches import read_sequences
 from retro.neighbors import NeighborUse
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
-INDEXES = {"exact": "Flat", "index": "IVF8,PQ8x4"}
+INDEXES = {"exact": "Flat", "index": "IVF8,PQ8x4", "lists": "IVF8,PQ8x4"}
 
 
 def corpora(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import pytest
 
 from indexing.corpus import split_of
 from indexing.index import IndexSettings
+from indexing.neighbors import NeighborSettings
 from indexing.readers import CorpusSettings
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -20,12 +21,13 @@ from pipelines.plan import (
     Calibration,
     StepPlan,
     corpus_tokens,
-    extrapolated_nprobe,
+    extrapolated,
     machines_within,
     models_of,
     paper_config,
     per_byte,
     plan_for,
+    power_of_two,
     text_of,
 )
 from pipelines.plan_bytes import Layout, Workload, artefact_bytes, index_bytes, key_for, memory_bytes, with_lists_for
@@ -169,19 +171,17 @@ def test_a_smaller_index_of_the_same_kind_has_four_times_the_root_of_its_chunks_
     assert with_lists_for("Flat", 1000) == "Flat"
 
 
-def observation(chunks: int, crossing: float) -> Observation:
-    return Observation(replace(SIZE, train_chunks=chunks), {"scan": 1.0}, crossing, 0)
-
-
 def test_nprobe_goes_on_growing_as_it_did_between_two_sizes() -> None:
-    seen = [observation(10_000, 30.0), observation(40_000, 60.0)]  # twice for four times: the root
-    assert extrapolated_nprobe(160_000, 1024, seen) == 128  # 120, and powers of two are tried
-    assert extrapolated_nprobe(40_000, 1024, seen) == 64
-    assert extrapolated_nprobe(160_000, 64, seen) == 64
-    falling = [observation(10_000, 64.0), observation(40_000, 32.0)]
-    assert extrapolated_nprobe(10**9, 1 << 17, falling) == 32
-    wild = [observation(10_000, 1.0), observation(40_000, 64.0)]
-    assert extrapolated_nprobe(160_000, 1 << 17, wild) == 128
+    seen = [(10_000, 30.0), (40_000, 60.0)]  # twice for four times: the root
+    assert extrapolated(160_000, 1024, seen) == pytest.approx(120)
+    assert extrapolated(40_000, 1024, seen) == pytest.approx(60)
+    assert extrapolated(160_000, 64, seen) == 64
+    assert extrapolated(10**9, 1 << 17, [(10_000, 64.0), (40_000, 32.0)]) == pytest.approx(32)  # never less
+    assert extrapolated(160_000, 1 << 17, [(10_000, 1.0), (40_000, 64.0)]) == pytest.approx(128)
+
+
+def test_nprobe_of_the_index_is_a_power_of_two() -> None:
+    assert [power_of_two(nprobe) for nprobe in (1, 2, 2.1, 120, 128)] == [1, 2, 4, 128, 128]
 
 
 def test_the_crossing_of_a_curve_lies_between_two_powers_of_two() -> None:
@@ -285,7 +285,10 @@ def test_a_tokenizer_fits_a_small_sample_better_and_the_rest_is_reckoned_with() 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
 
-CONFIG = Config(corpus=CorpusSettings(paths=("x",), split=(3, 1, 0), shard_bytes=10**8))
+CONFIG = Config(
+    corpus=CorpusSettings(paths=("x",), split=(3, 1, 0), shard_bytes=10**8),
+    neighbors=NeighborSettings(search="index"),  # which is what was seen
+)
 
 
 def test_the_plan_of_a_corpus_scales_what_was_seen() -> None:

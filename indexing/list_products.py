@@ -1,0 +1,246 @@
+"""Products of many queries with the chunks of the lists that they visit, and the best of them.
+
+    (query, list) pairs, sorted by list → a list's chunks × its queries → maxima of groups, by query again → the best groups → candidates
+
+All in torch, on the device of the part, and on one thread: the caller gives every thread queries of its own.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENTRY = 8  # groups that are looked through at a time: lists are long or short, their entries are many or few
+FAN = 8  # products in a group, at most: the greatest decides whether they are looked at
+TABLE = 2**24  # queries times lists that are looked at at a time
+CHOSEN = 1024  # queries for which candidates are chosen at a time
+_EXCLUDED = 2**20  # chunks that are left out at a time, but for those of one long document
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the lists in the precision of the products, on the device; a list of others is empty.
+
+    Attributes:
+        columns: [c, d], list by list, each padded with zeros to whole groups.
+        ids: [c] int32, rising within each list, from the first chunk that is searched on; -1 = padding.
+        starts: [lists + 1] int64 into both.
+        sizes: [lists] int64, chunks without padding.
+        entries: [lists] int64, of `ENTRY` groups each. Group g of a list has the members g, g + groups, g + 2 groups …
+        lists: [n] int64, of every chunk that is searched, whether it is in this part or not.
+        ranks: [n] int64, how many chunks of its list come before it.
+    """
+
+    columns: "Tensor"
+    ids: "Tensor"
+    starts: "Tensor"
+    sizes: "Tensor"
+    entries: "Tensor"
+    lists: "Tensor"
+    ranks: "Tensor"
+
+
+def rounded(counts: "Tensor") -> "Tensor":
+    """Up to few different numbers, four in each doubling: on a CPU products are compiled for every new shape, in 0.4 ms."""
+    import torch
+
+    steps = 2 ** ((counts - 1).clamp(min=1).double().log2().floor() - 2).clamp(min=0).to(torch.int64)
+    return -(-counts // steps) * steps
+
+
+def greatest(values: "Tensor", k: int) -> "Tensor":
+    """Places of the k greatest in each row: [n, k], in no order."""
+    import torch
+
+    width = values.shape[1]
+    if width % FAN or width < 2 * FAN * k:
+        return values.topk(k, dim=1, sorted=False).indices
+    heads = values.unflatten(1, (FAN, -1)).amax(1).topk(k, dim=1, sorted=False).indices
+    members = (heads[:, :, None] + width // FAN * torch.arange(FAN, device=values.device)).flatten(1)
+    return members.gather(1, values.gather(1, members).topk(k, dim=1, sorted=False).indices)
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """Products of a part's lists with the queries that visit them.
+
+    Attributes:
+        columns: [visits], which of the queries that visit the list it is.
+        wide: [lists], how many those are, or a few more.
+        products: [.] of each list [its columns, wide], one after the other, and -inf at the end.
+        maxima: [., `ENTRY`] of each list's groups [wide · entries], likewise.
+        at, tops: [lists + 1], where each list begins in these.
+    """
+
+    columns: "Tensor"
+    wide: "Tensor"
+    products: "Tensor"
+    maxima: "Tensor"
+    at: "Tensor"
+    tops: "Tensor"
+
+
+def _multiply(points: "Tensor", lists: "Tensor", part: Part, own: "Tensor | None") -> _Visits:
+    """All products of queries [q, d] with the lists that they visit [q · p]; -inf for chunks in a query's own range [2, q]."""
+    import torch
+
+    order = lists.argsort(stable=True)
+    asked = torch.bincount(lists, minlength=len(part.sizes))
+    columns = torch.empty_like(order).scatter_(0, order, _ranks(asked))
+    wide = torch.where(part.sizes > 0, rounded(-(-asked // 8)) * 8, 0)
+    heights = part.starts.diff()
+    at, tops, first = _starts(heights * wide), _starts(part.entries * wide), _starts(wide)
+    # What rounding adds asks what the first query asks, and nobody looks at it.
+    asking = order.new_zeros(int(first[-1]) + 1)
+    slots = torch.where(part.sizes.take(lists) > 0, first.take(lists) + columns, first[-1])
+    asking[slots] = torch.arange(len(lists), device=lists.device) // (len(lists) // len(points))
+    products, maxima = points.new_empty(int(at[-1]) + 1), points.new_empty((int(tops[-1]) + 1, ENTRY))
+    products[-1] = maxima[-1] = -torch.inf
+    visited = wide.nonzero()[:, 0]
+    numbers = torch.stack(
+        [each.take(visited) for each in (part.starts, heights, part.sizes, part.entries, wide, first, at, tops)]
+    )
+    bounds = numbers.T.tolist()
+    for start, height, size, _, width, row, product, _ in bounds:
+        some = asking[row : row + width]
+        found = products[product : product + height * width].view(height, width)
+        torch.mm(part.columns[start : start + height], points.index_select(0, some).T, out=found)
+        if size < height:
+            found[size:] = -torch.inf
+    made = _Visits(columns, wide, products, maxima, at, tops)
+    if own is not None:
+        _exclude(own, lists.view(len(points), -1), part, made)
+    for _, height, _, entries, width, _, product, top in bounds:
+        found = products[product : product + height * width]
+        # Turned, so that what a query reads of a list lies together.
+        maxima[top : top + entries * width].view(width, -1).copy_(found.view(-1, entries * ENTRY, width).amax(0).T)
+    return made
+
+
+def _exclude(own: "Tensor", probes: "Tensor", part: Part, made: _Visits) -> None:
+    """Set the products of queries, which probe [q, p], with the chunks in their own ranges [2, q] to -inf."""
+    import torch
+
+    lengths = own[1] - own[0]
+    ends, num_lists = lengths.cumsum(0), len(part.sizes)
+    first = 0
+    while first < len(lengths):
+        before = int(ends[first - 1]) if first else 0
+        last = int(torch.searchsorted(ends, before + _EXCLUDED, right=True))
+        some = slice(first, max(first + 1, min(last, first + max(16, TABLE // num_lists), len(lengths))))
+        queries = torch.arange(len(lengths[some]), device=own.device).repeat_interleave(lengths[some])
+        chunks = _ranks(lengths[some]) + own[0, some].take(queries)
+        visits = probes.new_full((len(lengths[some]), num_lists), -1, dtype=torch.int32)
+        numbers = torch.arange(
+            first * probes.shape[1], some.stop * probes.shape[1], dtype=torch.int32, device=own.device
+        )
+        visits.scatter_(1, probes[some], numbers.view(-1, probes.shape[1]))
+        lists = part.lists.take(chunks)
+        visit = visits.take(queries * num_lists + lists)
+        hit = ((visit >= 0) & (part.sizes.take(lists) > 0)).nonzero()[:, 0]
+        lists, column = lists.take(hit), made.columns.take(visit.take(hit).long())
+        rank = part.ranks.take(chunks.take(hit))
+        made.products.index_fill_(0, made.at.take(lists) + rank * made.wide.take(lists) + column, -torch.inf)
+        first = some.stop
+
+
+def _starts(counts: "Tensor") -> "Tensor":
+    """Where each begins when they follow each other, and where the last one ends: [n + 1]."""
+    import torch
+
+    return torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+
+
+def _ranks(counts: "Tensor") -> "Tensor":
+    """0, 1 … of each, one after the other: [sum of the counts]."""
+    import torch
+
+    total = torch.arange(int(counts.sum()), device=counts.device)
+    return total - _starts(counts)[:-1].repeat_interleave(counts)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """`ENTRY` groups of a list, as one query sees them; the last is none.
+
+    Attributes:
+        by_query: [q, most], those of each query; of those that it lacks, the last.
+        tops: [entries + 1], the row of their maxima.
+        at: where the product with the first member of their first group is.
+        strides: from one group's product to the next.
+        groups: of the list, which is how far apart the members of a group are.
+        members: of a group.
+        starts: the column of the first member of their first group.
+    """
+
+    by_query: "Tensor"
+    tops: "Tensor"
+    at: "Tensor"
+    strides: "Tensor"
+    groups: "Tensor"
+    members: "Tensor"
+    starts: "Tensor"
+
+
+def _entries(probes: "Tensor", part: Part, made: _Visits) -> _Entries:
+    import torch
+
+    visited = probes.flatten()
+    entries = part.entries.take(visited)  # of each visit
+    visit = torch.arange(len(visited), device=probes.device).repeat_interleave(entries)
+    lists, columns, rank = visited.take(visit), made.columns.take(visit), _ranks(entries)
+    wide, of_list = made.wide.take(lists), part.entries.take(lists)
+    held = entries.view(probes.shape).sum(1)  # entries of each query
+    most = max(1, int(held.max()))
+    by_query = held.new_full((len(probes) * most,), len(visit))
+    query = torch.arange(len(probes), device=probes.device).repeat_interleave(held)
+    by_query[query * most + _ranks(held)] = torch.arange(len(visit), device=probes.device)
+
+    def with_none(values: "Tensor", none: int) -> "Tensor":
+        return torch.cat((values, values.new_full((1,), none)))
+
+    return _Entries(
+        by_query=by_query.view(len(probes), most),
+        tops=with_none(made.tops.take(lists) + columns * of_list + rank, len(made.maxima) - 1),
+        at=with_none(made.at.take(lists) + rank * ENTRY * wide + columns, len(made.products) - 1),
+        strides=with_none(wide, 0),
+        groups=with_none(of_list * ENTRY, 0),
+        members=with_none(part.starts.diff().take(lists) // (of_list * ENTRY), 0),
+        starts=with_none(part.starts.take(lists) + rank * ENTRY, 0),
+    )
+
+
+def best_of(points: "Tensor", probes: "Tensor", part: Part, k: int, own: "Tensor | None") -> tuple["Tensor", "Tensor"]:
+    """The best chunks in the lists of a part that queries visit.
+
+    The best k of a query lie in the k groups with the greatest members, so only those are looked into.
+
+    Args:
+        points: [q, d] in the precision of the part.
+        probes: [q, p], the lists that they visit.
+        part: the chunks.
+        k: how many.
+        own: first and stop [2, q] of a range of ids that a query must not find.
+
+    Returns:
+        scores [q, c] float32 and ids [q, c] int64 from the first chunk that is searched on, c <= k; -inf where there are fewer.
+    """
+    import torch
+
+    made = _multiply(points, probes.flatten(), part, own)
+    entries = _entries(probes, part, made)
+    member = torch.arange(FAN, device=points.device)
+    scores, known = [], []
+    for some in entries.by_query.split(CHOSEN):
+        maxima = made.maxima.index_select(0, entries.tops.take(some).flatten()).view(len(some), -1)
+        best = greatest(maxima, min(k, maxima.shape[1]))  # groups: [q, k]
+        chosen, group = some.gather(1, best // ENTRY), best % ENTRY
+        apart, stride = entries.groups.take(chosen)[:, :, None] * member, entries.strides.take(chosen)
+        places = (entries.at.take(chosen) + group * stride)[:, :, None] + apart * stride[:, :, None]  # [q, k, members]
+        places.masked_fill_(member >= entries.members.take(chosen)[:, :, None], len(made.products) - 1)
+        values, order = made.products.take(places.flatten(1)).topk(min(k, places[0].numel()), dim=1)
+        columns = ((entries.starts.take(chosen) + group)[:, :, None] + apart).flatten(1).gather(1, order)
+        scores.append(values.float().cpu())
+        known.append(part.ids.take(columns.clamp_(max=len(part.ids) - 1)).cpu())
+    return torch.cat(scores), torch.cat(known).long()
