@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from indexing.exact import exact_search, recall, rerank
+from indexing.exact import recall, rerank
 from indexing.faiss_files import ivf_of, read_index, transformed, write_index
 from indexing.faiss_gpu import on_cpu, on_gpus
 from indexing.floats import to_float32
+from indexing.product_search import ProductIndex
 from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import ShardedArray, Split
 from indexing.store.errors import InputError
@@ -217,7 +218,8 @@ def tune(
         {nprobe, recall_at_10, queries, curve: [[nprobe, recall_at_10], …], lists: {nprobe, recall_at_10} of an IVF}.
     """
     k = min(10, max(1, index.num_vectors))
-    exact, ids = exact_search(queries, embeddings, k)
+    exact, ids = rerank(queries, ProductIndex(embeddings).search(queries, max(candidates, k)), embeddings)
+    exact, ids = exact[:, :k], ids[:, :k]
     curve: list[tuple[int, float]] = []
     nprobe = 1
     while True:

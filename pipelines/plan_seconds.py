@@ -42,16 +42,17 @@ def step_models(sample_bytes: int, fit_chunks: int) -> dict[str, StepModel]:
     """The model of every step, by its name; `tokenizer.sample_bytes` and `embedder.fit_chunks` bound two of them."""
 
     def of_queries(size: Workload) -> tuple[float, ...]:
-        return size.tune_queries * size.train_chunks, size.tune_queries
+        codes = size.train_chunks * min(1.0, size.nprobe / size.lists)  # with the last nprobe that is tried, half of all
+        return size.tune_queries * codes, size.tune_queries
 
     def of_neighbors(size: Workload) -> tuple[float, ...]:
         return size.chunks * size.compared, size.chunks, size.chunks * (size.shards - 1)
 
     return {
-        "scan": StepModel(lambda size: (size.text_bytes,)),
+        "scan": StepModel(lambda size: (size.text_bytes, 1.0)),
         "tokenizer": StepModel(lambda size: (min(size.text_bytes, sample_bytes), 1.0), shared=False),
-        "chunk": StepModel(lambda size: (size.text_bytes,)),
-        "embed: count n-grams": StepModel(lambda size: (min(size.train_chunks, fit_chunks),), shared=False),
+        "chunk": StepModel(lambda size: (size.text_bytes, 1.0)),
+        "embed: count n-grams": StepModel(lambda size: (min(size.train_chunks, fit_chunks), 1.0), shared=False),
         "embed": StepModel(lambda size: (size.chunks, 1.0)),
         "train-index": StepModel(lambda size: (float(size.trained_on) * size.lists, 1.0), shared=False),
         "add": StepModel(lambda size: (size.train_chunks, size.train_chunks * size.coarse)),
@@ -67,9 +68,10 @@ def coefficients(drivers: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Coefficients [d], none negative, of drivers [n, d] that fit the seconds [n] with the least relative error.
 
     Measurements are noisy, and differences between them noisier: a driver whose coefficient would be negative is left out. The first
-    one never is: it is what the step is known to grow with, and a plan errs on the side of more.
+    one never is: it is what the step is known to grow with, and a plan errs on the side of more. There are no more coefficients
+    than different sizes.
     """
-    kept = [column for column in range(drivers.shape[1]) if drivers[:, column].any()]
+    kept = [column for column in range(drivers.shape[1]) if drivers[:, column].any()][: len(np.unique(drivers, axis=0))]
     found = np.zeros(drivers.shape[1])
     scale = np.maximum(seconds, 1e-9)[:, None]
     while kept:

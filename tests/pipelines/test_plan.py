@@ -202,7 +202,7 @@ def seconds_of(size: Workload) -> dict[str, float]:
         "embed": 1.5 + 1e-5 * size.chunks,
         "train-index": 7 + 1e-8 * size.trained_on * size.lists,
         "add": (1e-5 + 1e-8 * size.lists) * size.train_chunks,
-        "tune nprobe": (1e-3 + 1e-7 * size.train_chunks) * size.tune_queries,
+        "tune nprobe": (1e-3 + 1e-7 * size.train_chunks * size.nprobe / size.lists) * size.tune_queries,
         "neighbors": (1e-4 + 1e-8 * size.compared + 2e-5 * (size.shards - 1)) * size.chunks,
     }
 
@@ -257,6 +257,13 @@ def test_noise_never_makes_a_coefficient_negative_nor_drops_what_a_step_grows_wi
     steep = coefficients(drivers, np.array([1.0, 9.0]))
     assert steep[0] > 0
     assert steep[1] == 0
+
+
+def test_there_are_no_more_coefficients_than_sizes_and_repetition_evens_out_noise() -> None:
+    once = coefficients(np.array([[2e6, 3.0, 7.0]]), np.array([4.0]))
+    assert once == pytest.approx([2e-6, 0, 0])
+    again = coefficients(np.array([[1e6, 1.0, 5.0], [4e6, 1.0, 5.0]] * 2), np.array([2.9, 8.8, 3.1, 9.2]))
+    assert again == pytest.approx([2e-6, 1.0, 0], rel=0.02)
 
 
 def test_steps_of_a_build_find_their_models() -> None:
