@@ -40,7 +40,7 @@ from pipelines.python_corpus import write_python_corpus
 from pipelines.stages import build
 
 _WARM_UP_BYTES = 250_000
-_AGAIN_SECONDS = 30
+_AGAIN_SECONDS = 30  # what took less than this is done once more: noise evens out
 _SCANNED_BYTES = 256 * 2**20  # of text looked through for the sample
 
 
@@ -149,7 +149,7 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
         several = chunks / first.chunks * first.text_bytes > 1.5 * config.corpus.shard_bytes
         sizes = [(whole // 4, 1), *([(whole // 4, 4)] if several else []), (whole, 1)]
         observations: list[Observation] = []
-        while time.perf_counter() - started < _AGAIN_SECONDS:  # once, and again where the machine is fast: noise evens out
+        while time.perf_counter() - started < _AGAIN_SECONDS:
             observations += [each for size, shards in sizes for each in bench.build(size, shards)]
         if transformer is not None:
             observations = [_embedded_with(transformer, each) for each in observations]

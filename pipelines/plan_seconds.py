@@ -42,7 +42,7 @@ def step_models(sample_bytes: int, fit_chunks: int) -> dict[str, StepModel]:
     """The model of every step, by its name; `tokenizer.sample_bytes` and `embedder.fit_chunks` bound two of them."""
 
     def of_queries(size: Workload) -> tuple[float, ...]:
-        codes = size.train_chunks * min(1.0, size.nprobe / size.lists)  # with the last nprobe that is tried, half of all
+        codes = size.train_chunks * min(1.0, size.nprobe / size.lists)  # with the last nprobe: half of what all look at
         return size.tune_queries * codes, size.tune_queries
 
     def of_neighbors(size: Workload) -> tuple[float, ...]:
