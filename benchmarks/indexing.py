@@ -48,6 +48,11 @@ from pipelines.settings import load
 
 _RECALL = 0.95
 _CHECKED = 1000  # queries whose recall is measured
+_ASKED = {
+    "index": 4096,
+    "lists": 65_536,
+    "exact": 4096,
+}  # queries when growth is measured: lists are searched for many at once
 _NPROBES = sorted({1} | {each * 2**power for power in range(16) for each in (2, 3)})
 
 
@@ -265,7 +270,7 @@ def growth(sizes: list[int], dimension: int, shards: list[int]) -> dict[str, Any
     return {"rows": rows, "exponents": fitted}
 
 
-def one(size: int, dimension: int, num_shards: int, num_queries: int = 4096) -> dict[str, Any]:
+def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
     """Seconds for a chunk in each part, at one size."""
     with tempfile.TemporaryDirectory() as folder:
         embeddings = draw(Path(folder), size, dimension, num_shards)
@@ -286,8 +291,7 @@ def one(size: int, dimension: int, num_shards: int, num_queries: int = 4096) -> 
                 )
 
         took = {"add": seconds(add) / size}
-        ids = np.sort(np.random.default_rng(1).choice(size, num_queries, replace=False))
-        queries, own = embeddings.gather(ids).astype(np.float32), (ids, ids + 1)
+        asked = np.sort(np.random.default_rng(1).choice(size, min(size, _ASKED["lists"]), replace=False))
         searched: dict[str, Any] = {"index": ShardedIndex.open(Path(folder) / "index", range(num_shards))}
         searched["lists"] = list_index(Path(folder) / "index", train)
         # Drawn vectors have no clusters, so nprobe is set, not tuned: what grows is asked, not how good it is.
@@ -295,8 +299,11 @@ def one(size: int, dimension: int, num_shards: int, num_queries: int = 4096) -> 
             each.set_nprobe(64)
         searched["exact"] = ProductIndex(embeddings)
         for name, index in searched.items():
-            call = lambda index=index: neighbors_of(queries, index, train, NeighborSettings(), excluded=own)  # noqa: E731
-            took[name] = statistics.median([seconds(call) for _ in range(2)]) / num_queries
+            ids = asked[:: max(1, len(asked) // _ASKED[name])]
+            queries, own = embeddings.gather(ids).astype(np.float32), (ids, ids + 1)
+            call = lambda i=index, q=queries, o=own: neighbors_of(q, i, train, NeighborSettings(), excluded=o)  # noqa: E731
+            call()
+            took[name] = seconds(call) / len(ids)
         status = Path("/proc/self/status").read_text()
         anonymous = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

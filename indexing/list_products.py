@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ENTRY = 8  # groups that are looked through at a time: lists are long or short, their entries are many or few
 FAN = 8  # products in a group, at most: the greatest decides whether they are looked at
-TABLE = 2**24  # queries times lists that are looked at at a time
+TABLE = 2**22  # queries times lists that are looked at at a time
 CHOSEN = 1024  # queries for which candidates are chosen at a time
 _EXCLUDED = 2**20  # chunks that are left out at a time, but for those of one long document
 

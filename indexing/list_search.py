@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MEMORY = 4_000_000_000  # bytes of chunks that are held at a time
 _PRODUCTS = {"cpu": 2**26, "cuda": 2**30}  # held at a time by a thread
 _ROWS = 16_384  # queries at a time, at most
-_SHORT = 32  # chunks that a list counts for at least when queries are divided: its bookkeeping takes memory too
+_ENTRIES = 2**20  # held at a time by a thread: about 100 bytes each
 
 
 class ListIndex:
@@ -126,8 +126,11 @@ class ListIndex:
 
     def _rows(self, part: Part, queries: int) -> int:
         """Queries whose products are held at a time: of an even number of blocks, whatever the number of threads."""
-        visited = self.nprobe * max(_SHORT, len(part.ids) / self.max_nprobe)
-        most = min(_ROWS, max(16.0, _PRODUCTS[self.device.partition(":")[0]] / visited))
+        products, entries = (
+            self.nprobe * total / self.max_nprobe for total in (len(part.ids), int(part.entries.sum()))
+        )
+        most = min(_ROWS, _PRODUCTS[self.device.partition(":")[0]] / products, _ENTRIES / max(entries, self.nprobe))
+        most = max(16.0, most)
         return max(1, math.ceil(queries / (2 * math.ceil(queries / most / 2))))
 
     def _probe(self, points: "Tensor") -> "Tensor":
