@@ -266,10 +266,9 @@ def neighbor_shard(
 
 def _block_rows(searched: Sequence[Searchable]) -> int:
     """Chunks searched at a time: by lists the more the better, within 256 MB of float32."""
-    dimensions = [each.index.embeddings.row_shape[0] for each in searched if isinstance(each.index, ListIndex)]
-    return (
-        max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, *(2**26 // each for each in dimensions))) if dimensions else _BLOCK_ROWS
-    )
+    by_lists = [each.index for each in searched if isinstance(each.index, ListIndex)]
+    fitting = min((2**26 // index.embeddings.row_shape[0] for index in by_lists), default=0)
+    return max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, fitting))
 
 
 def _search_block(

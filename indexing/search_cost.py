@@ -81,7 +81,7 @@ def describe(train: Split, settings: NeighborSettings) -> Searched:
         centroids=compared_centroids(ivf.nlist, isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW)),
         code_bytes=ivf.code_size,
         fast_scan=fast_scan,
-        list_nprobe=tuned["lists"]["nprobe"],
+        list_nprobe=tuned.get("lists", {"nprobe": ivf.nlist})["nprobe"],  # of before there was such a search: all
         candidates=settings.candidates,
         precise_candidates=settings.precise_candidates,
     )

@@ -124,9 +124,8 @@ def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.nda
 def _big_batch(index: Any, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     from faiss.contrib.big_batch_search import big_batch_search
 
-    distances, ids = big_batch_search(
-        ivf_of(index), transformed(index, queries), k, method="knn_function", verbose=1
-    )  # it looks past a transform
+    queries = transformed(index, queries)  # which it would not do
+    distances, ids = big_batch_search(ivf_of(index), queries, k, method="knn_function", verbose=1)
     return distances, ids
 
 

@@ -149,7 +149,7 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
         several = chunks / first.chunks * first.text_bytes > 1.5 * config.corpus.shard_bytes
         sizes = [(whole // 4, 1), *([(whole // 4, 4)] if several else []), (whole, 1)]
         observations: list[Observation] = []
-        while time.perf_counter() - started < _AGAIN_SECONDS:
+        while not observations or time.perf_counter() - started < _AGAIN_SECONDS:
             observations += [each for size, shards in sizes for each in bench.build(size, shards)]
         if transformer is not None:
             observations = [_embedded_with(transformer, each) for each in observations]

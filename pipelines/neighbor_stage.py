@@ -96,7 +96,7 @@ def _others(config: Config) -> list[Part]:
 def _recipe(config: Config, shard: int, own: list[Part], others: list[Part]) -> Recipe:
     return Recipe(
         stage="neighbors",
-        version=3,
+        version=4,
         settings=prefixed("neighbors", config.neighbors, without=("also", "materialised")) | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
         # not the folder: a datastore that was moved is the same
