@@ -31,6 +31,11 @@ _ROWS = 16_384  # queries at a time, at most
 _ENTRIES = 2**20  # held at a time by a thread: about 100 bytes each
 
 
+def rows_at_a_time(products: float, entries: float, kind: str) -> float:
+    """Queries that a thread looks at together, at most, with so many products and entries of each on a `cpu` or `cuda`."""
+    return max(16.0, min(_ROWS, _PRODUCTS[kind] / products, _ENTRIES / entries))
+
+
 class ListIndex:
     """An inverted file of stored embeddings of unit length; searched like a `ShardedIndex`.
 
@@ -126,11 +131,9 @@ class ListIndex:
 
     def _rows(self, part: Part, queries: int) -> int:
         """Queries whose products are held at a time: of an even number of blocks, whatever the number of threads."""
-        products, entries = (
-            self.nprobe * total / self.max_nprobe for total in (len(part.ids), int(part.entries.sum()))
-        )
-        most = min(_ROWS, _PRODUCTS[self.device.partition(":")[0]] / products, _ENTRIES / max(entries, self.nprobe))
-        most = max(16.0, most)
+        share = self.nprobe / self.max_nprobe
+        products, entries = share * len(part.ids), max(self.nprobe, share * int(part.entries.sum()))
+        most = rows_at_a_time(products, entries, self.device.partition(":")[0])
         return max(1, math.ceil(queries / (2 * math.ceil(queries / most / 2))))
 
     def _probe(self, points: "Tensor") -> "Tensor":

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from indexing.faiss_files import ivf_of, read_index
+from indexing.list_search import rows_at_a_time
 from indexing.neighbors import NeighborSettings
 from indexing.sharded_index import MEMORY
 from indexing.store.datastore import Split
@@ -18,15 +19,21 @@ Method = Literal["index", "big-batch", "exact", "lists"]
 Hardware = Literal["bfloat16", "float32", "cuda"]
 """What multiplies: a CPU in the faster of the two, or a GPU."""
 
-# Operations a second of one CPU core, or of a GPU, in the products of exhaustive search, reduction to candidates included.
-_PRODUCTS = {"bfloat16": 2.4e11, "float32": 5e10, "cuda": 1.5e14}
+# Operations a second of one CPU core, or of a GPU, in large products; and seconds to reduce one product towards the candidates.
+_PRODUCTS = {"bfloat16": 4e11, "float32": 5.5e10, "cuda": 2e14}
+_REDUCED = {"bfloat16": 7e-10, "float32": 7e-10, "cuda": 1e-12}
 _COARSE = 7e10  # operations a second when a query is compared with all centroids
 _SCAN = {"fast-scan": 1.1e-10, "codes": 1.2e-9}  # seconds for a byte of a scanned list
 _QUERY = 3e-5  # seconds for the tables of a query
 _RERANK = 1.2e-9  # seconds for a number of a re-ranked candidate
-_LISTED = {"bfloat16": 1.5e11, "float32": 4e10, "cuda": 3e13}  # of products with lists, by their choosing and moving
-_VISIT = {"bfloat16": 5e-7, "float32": 5e-7, "cuda": 2e-8}  # seconds of a query for a list that it visits
-_CHOICE = {"bfloat16": 1.2e-5, "float32": 1.2e-5, "cuda": 1e-6}  # seconds of a query for choosing lists and candidates
+_LISTED = {"bfloat16": 2e11, "float32": 5e10, "cuda": 5e13}  # operations a second in products with lists
+_LIST = 5.5e-5  # seconds for a list that is multiplied with the queries of a block, however few
+_ENTRY = {
+    "bfloat16": 1.2e-7,
+    "float32": 1.2e-7,
+    "cuda": 5e-9,
+}  # seconds of a query for the maxima of 40 chunks of a list
+_CHOICE = {"bfloat16": 2.2e-5, "float32": 2.2e-5, "cuda": 1e-6}  # seconds of a query for choosing lists and candidates
 _READ = 5e8  # bytes a second of one core when more than memory holds is read again for each block of queries
 _BLOCK = 65_536  # of queries
 _GRAPH = 2048  # centroids that a query is compared with on its way down a graph of them
@@ -103,7 +110,7 @@ def seconds_with_index(searched: Searched) -> float:
 
 def seconds_exact(searched: Searched, hardware: Hardware) -> float:
     """Of one query against all chunks."""
-    products = 2 * searched.num_vectors * searched.dimension / _PRODUCTS[hardware]
+    products = searched.num_vectors * (2 * searched.dimension / _PRODUCTS[hardware] + _REDUCED[hardware])
     reading = _reading(2 * searched.num_vectors * searched.dimension)
     return products + reading + searched.precise_candidates * searched.dimension * _RERANK
 
@@ -113,7 +120,9 @@ def seconds_by_lists(searched: Searched, hardware: Hardware) -> float:
     centroids = 2 * searched.nlist * searched.dimension / _PRODUCTS[hardware]
     compared = searched.list_nprobe / searched.nlist * searched.num_vectors
     products = 2 * compared * searched.dimension / _LISTED[hardware]
-    visits = searched.list_nprobe * _VISIT[hardware] + _CHOICE[hardware]
+    entries = max(searched.list_nprobe, compared / 40)
+    together = rows_at_a_time(max(1.0, compared), entries, "cuda" if hardware == "cuda" else "cpu")
+    visits = searched.nlist / together * _LIST + entries * _ENTRY[hardware] + _CHOICE[hardware]
     reading = _reading(2 * searched.num_vectors * searched.dimension)
     return centroids + products + visits + reading + searched.precise_candidates * searched.dimension * _RERANK
 

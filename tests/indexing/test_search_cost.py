@@ -26,6 +26,11 @@ def test_embeddings_that_cluster_are_searched_by_lists_and_others_exhaustively()
     assert cheapest(LEXICAL, "bfloat16") == "exact"
 
 
+def test_lists_that_few_queries_visit_at_a_time_are_searched_by_their_codes() -> None:
+    drawn = replace(MINILM, num_vectors=5_000_000, dimension=64, nlist=16_384, nprobe=64, list_nprobe=64, code_bytes=16)
+    assert cheapest(replace(drawn, centroids=compared_centroids(16_384, graph=True)), "bfloat16") == "index"
+
+
 def test_an_index_without_lists_is_searched_exhaustively_unless_codes_are_cheaper() -> None:
     flat = replace(
         MINILM, num_vectors=10_000, nlist=1, nprobe=1, centroids=1, list_nprobe=1, fast_scan=False, code_bytes=1536
