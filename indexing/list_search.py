@@ -113,11 +113,13 @@ class ListIndex:
                 step = self._rows(part, len(queries))
 
                 def look(start: int, part: Part = part, step: int = step) -> None:
-                    block = slice(start, start + step)
-                    asked = None if own is None else own[:, block]
-                    found, known = best_of(points[block], self._probe(probing[block]), part, k, asked)
-                    joined, order = torch.cat((scores[block], found), dim=1).topk(k, dim=1)
-                    scores[block], ids[block] = joined, torch.cat((ids[block], known), dim=1).gather(1, order)
+                    probes = self._probe(probing[start : start + step])
+                    for first, stop in self._fitting(probes, part):
+                        block = slice(start + first, start + stop)
+                        asked = None if own is None else own[:, block]
+                        found, known = best_of(points[block], probes[first:stop], part, k, asked)
+                        joined, order = torch.cat((scores[block], found), dim=1).topk(k, dim=1)
+                        scores[block], ids[block] = joined, torch.cat((ids[block], known), dim=1).gather(1, order)
 
                 run(look, range(0, len(queries), step))
         return (ids + self.first).masked_fill_(scores == -torch.inf, -1).numpy()
@@ -135,6 +137,18 @@ class ListIndex:
         products, entries = share * len(part.ids), max(self.nprobe, share * int(part.entries.sum()))
         most = rows_at_a_time(products, entries, self.device.partition(":")[0])
         return max(1, math.ceil(queries / (2 * math.ceil(queries / most / 2))))
+
+    def _fitting(self, probes: "Tensor", part: Part) -> Iterator[tuple[int, int]]:
+        """First and stop of queries, which probe [q, p], whose products fit: lists that were trained on other text may be long."""
+        import torch
+
+        products, entries = part.starts.diff().take(probes).sum(1), part.entries.take(probes).sum(1)
+        filled = products / _PRODUCTS[self.device.partition(":")[0]] + entries / _ENTRIES
+        counts = torch.unique_consecutive((filled.cumsum(0) / 2).long(), return_counts=True)[
+            1
+        ]  # two halves are a whole
+        stops = counts.cumsum(0).tolist()
+        yield from zip([0, *stops[:-1]], stops, strict=True)
 
     def _probe(self, points: "Tensor") -> "Tensor":
         """The lists that queries [q, d] visit: [q, nprobe] int64, in no order."""

@@ -134,6 +134,24 @@ def test_parts_of_the_lists_and_blocks_of_queries_change_nothing(tmp_path, embed
     assert np.mean(same) > 23.5  # but for ties in bfloat16
 
 
+def test_queries_of_long_lists_are_looked_at_few_at_a_time(tmp_path, embeddings, monkeypatch) -> None:
+    """As after an append of text that the lists were not trained on: most chunks are in one list."""
+    trained, lists = written(tmp_path / "index", embeddings), np.zeros(len(embeddings), dtype=np.int32)
+    lists[:100] = np.arange(100) % LISTS
+    queries = embeddings.read(0, 600).astype(np.float32)
+    index = ListIndex(trained, LISTS, embeddings, lists, device="cpu")
+    whole, held = index.search(queries, 16), []
+    monkeypatch.setattr(list_search, "_PRODUCTS", {"cpu": 200_000})
+    best_of = list_search.best_of
+    monkeypatch.setattr(
+        list_search, "best_of", lambda points, *rest: (held.append(len(points)), best_of(points, *rest))[1]
+    )
+    parts = index.search(queries, 16)
+    assert sum(held) == len(queries)
+    assert max(held) * len(embeddings) < 3 * 200_000
+    assert np.mean([len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]) > 15.5
+
+
 def test_the_number_of_threads_changes_nothing(tmp_path, embeddings: ShardedArray) -> None:
     written(tmp_path / "index", embeddings)
     queries = embeddings.read(0, 600).astype(np.float32)
