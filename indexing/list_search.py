@@ -144,9 +144,8 @@ class ListIndex:
 
         products, entries = part.starts.diff().take(probes).sum(1), part.entries.take(probes).sum(1)
         filled = products / _PRODUCTS[self.device.partition(":")[0]] + entries / _ENTRIES
-        counts = torch.unique_consecutive((filled.cumsum(0) / 2).long(), return_counts=True)[
-            1
-        ]  # two halves are a whole
+        # A block is about 1 where lists are alike; it is divided where it is more than 2.
+        counts = torch.unique_consecutive((filled.cumsum(0) / 2).long(), return_counts=True)[1]
         stops = counts.cumsum(0).tolist()
         yield from zip([0, *stops[:-1]], stops, strict=True)
 
