@@ -17,9 +17,9 @@ from indexing.store.datastore import ShardedArray
 from indexing.threads import one_thread_each
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
-COLUMNS = 262_144  # chunks held in the precision of the products at a time: 128 MB of bfloat16 where d = 256
+_COLUMNS = 262_144  # chunks held in the precision of the products at a time: 128 MB of bfloat16 where d = 256
 _FANS = (4, 16, 16)  # members of a group on each level
 _WIDTH = 4 * 16 * 16
 # Queries and chunks multiplied at a time. On a CPU half a megabyte of products, which stays in a core's cache until it has
@@ -83,25 +83,19 @@ class ProductIndex:
 
     def _blocks(self) -> Iterator[tuple[int, "Tensor", int]]:
         """First id, chunks [c, d] padded with zeros to whole tiles, and how many are real."""
-        for start in range(self.first, self.stop, COLUMNS):
-            stop = min(start + COLUMNS, self.stop)
+        import torch
+
+        for start in range(self.first, self.stop, _COLUMNS):
+            stop = min(start + _COLUMNS, self.stop)
             real, tile = stop - start, self._tile(stop - start)
-            columns = read_columns(self.embeddings, start, stop, -(-real // tile) * tile, self.dtype)
+            columns = torch.zeros((-(-real // tile) * tile, self.embeddings.row_shape[0]), dtype=self.dtype)
+            for first in range(start, stop, 65_536):
+                last = min(first + 65_536, stop)
+                columns[first - start : last - start] = torch.from_numpy(self.embeddings.read(first, last).copy())
             yield start, columns.to(self.device), real
 
     def _tile(self, columns: int) -> int:
         return min(_SHAPES[self.device.partition(":")[0]][1], -(-columns // _WIDTH) * _WIDTH)
-
-
-def read_columns(embeddings: ShardedArray, start: int, stop: int, rows: int, dtype: "dtype") -> "Tensor":
-    """Rows [start, stop) of stored embeddings in another precision, [rows, d], with zeros where there are fewer."""
-    import torch
-
-    columns = torch.zeros((rows, embeddings.row_shape[0]), dtype=dtype)
-    for first in range(start, stop, 65_536):
-        last = min(first + 65_536, stop)
-        columns[first - start : last - start] = torch.from_numpy(embeddings.read(first, last).copy())
-    return columns
 
 
 def _best_of(

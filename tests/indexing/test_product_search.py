@@ -41,7 +41,7 @@ def test_reranked_products_are_the_exact_neighbors_outside_the_own_document(embe
 def test_blocks_of_columns_are_merged(embeddings: ShardedArray, monkeypatch) -> None:
     queries = embeddings.read(0, 300).astype(np.float32)
     whole = ProductIndex(embeddings, "cpu").search(queries, 16)
-    monkeypatch.setattr("indexing.product_search.COLUMNS", 2048)
+    monkeypatch.setattr("indexing.product_search._COLUMNS", 2048)
     parts = ProductIndex(embeddings, "cpu").search(queries, 16)
     same = [len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]
     assert np.mean(same) > 15.5  # but for ties in bfloat16
