@@ -9,11 +9,12 @@ import torch
 
 from indexing import list_search
 from indexing.exact import exact_search, recall, rerank
-from indexing.faiss_files import write_index
+from indexing.faiss_files import lists_of, write_index
 from indexing.index import tune_lists
 from indexing.list_search import ListIndex
 from indexing.store.datastore import ShardedArray, shard_name
 from indexing.store.files import write_json
+from tests.indexing.vectors import stored
 
 D, LISTS = 32, 16
 
@@ -23,13 +24,7 @@ def embeddings(tmp_path, request) -> ShardedArray:
     """Unit vectors around some centers in three files; lists differ in length."""
     rng, total = np.random.default_rng(0), getattr(request, "param", 5000)
     centers = rng.standard_normal((9, D))
-    vectors = centers[(9 * rng.random(total) ** 2).astype(int)] + rng.standard_normal((total, D))
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    parts = np.array_split(vectors.astype(np.float16), 3)
-    paths = [tmp_path / f"{number}.npy" for number in range(3)]
-    for path, part in zip(paths, parts, strict=True):
-        np.save(path, part)
-    return ShardedArray(paths, [len(part) for part in parts])
+    return stored(tmp_path, centers[(9 * rng.random(total) ** 2).astype(int)] + rng.standard_normal((total, D)))
 
 
 def written(folder: Path, embeddings: ShardedArray, key: str = f"IVF{LISTS},Flat", nprobe: int = 4) -> faiss.Index:
@@ -58,13 +53,15 @@ def opened(folder: Path, embeddings: ShardedArray, device: str = "cpu", shards: 
     return index
 
 
-@pytest.mark.parametrize("embeddings", [40, 1000, 5000], indirect=True)
+PLAIN, CODED = ("{},Flat", "{}_HNSW8,Flat"), ("OPQ8_32,{},PQ8x4", "{},PQ8x4fs")
+
+
 @pytest.mark.parametrize(
-    "key", [f"IVF{LISTS},Flat", f"IVF{LISTS}_HNSW8,Flat", f"OPQ8_32,IVF{LISTS},PQ8x4", f"IVF{LISTS},PQ8x4fs"]
+    ("embeddings", "key"),
+    [(size, key.format(f"IVF{LISTS}")) for size in (40, 1000, 5000) for key in (*PLAIN, *(CODED if size > 40 else ()))],
+    indirect=["embeddings"],  # codes cannot be trained on 40
 )
 def test_the_lists_of_the_index_are_searched_by_the_embeddings(tmp_path, embeddings: ShardedArray, key: str) -> None:
-    if len(embeddings) < 100 and "Flat" not in key:
-        pytest.skip("too few vectors to train codes on")
     whole = written(tmp_path / "index", embeddings, key)
     queries = embeddings.read(0, min(300, len(embeddings))).astype(np.float32)
     index = opened(tmp_path / "index", embeddings)
@@ -74,9 +71,8 @@ def test_the_lists_of_the_index_are_searched_by_the_embeddings(tmp_path, embeddi
         turned = faiss.downcast_VectorTransform(whole.chain.at(0)).apply(queries)
     visited = ivf.quantizer.search(turned, 4)[1]
     lists = np.empty(len(embeddings), dtype=int)
-    for number in range(LISTS):
-        size = ivf.invlists.list_size(number)
-        lists[faiss.rev_swig_ptr(ivf.invlists.get_ids(number), size)] = number
+    for number, ids in lists_of(whole):
+        lists[ids] = number
     vectors = embeddings.read(0, len(embeddings)).astype(np.float32)
     distances = ((queries[:, None] - vectors) ** 2).sum(2)
     distances[~(lists == visited[:, :, None]).any(1)] = np.inf

@@ -7,6 +7,7 @@ import torch
 from indexing.exact import exact_search, recall, rerank
 from indexing.product_search import ProductIndex
 from indexing.store.datastore import ShardedArray
+from tests.indexing.vectors import stored
 
 D = 32
 
@@ -15,13 +16,7 @@ D = 32
 def embeddings(tmp_path, request) -> ShardedArray:
     """Unit vectors in three files, as many as the test asks for."""
     total = getattr(request, "param", 5000)
-    vectors = np.random.default_rng(0).standard_normal((total, D)).astype(np.float32)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    parts = np.array_split(vectors.astype(np.float16), 3)
-    paths = [tmp_path / f"{number}.npy" for number in range(3)]
-    for path, part in zip(paths, parts, strict=True):
-        np.save(path, part)
-    return ShardedArray(paths, [len(part) for part in parts])
+    return stored(tmp_path, np.random.default_rng(0).standard_normal((total, D)).astype(np.float32))
 
 
 @pytest.mark.parametrize("embeddings", [7, 1023, 1024, 5000], indirect=True)
