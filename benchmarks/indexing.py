@@ -34,8 +34,8 @@ from indexing.corpus import read_piece
 from indexing.device import keep_freed_memory
 from indexing.embedders import TransformerEmbedder, open_embedder
 from indexing.exact import exact_search, recall
-from indexing.faiss_files import ivf_of, lists_of, read_index
-from indexing.list_search import ListIndex
+from indexing.faiss_files import ivf_of, read_index
+from indexing.list_search import ListIndex, read_lists
 from indexing.neighbors import NeighborSettings, neighbors_of
 from indexing.product_search import ProductIndex
 from indexing.sharded_index import ShardedIndex
@@ -48,11 +48,7 @@ from pipelines.settings import load
 
 _RECALL = 0.95
 _CHECKED = 1000  # queries whose recall is measured
-_ASKED = {
-    "index": 4096,
-    "lists": 65_536,
-    "exact": 4096,
-}  # queries when growth is measured: lists are searched for many at once
+_ASKED = {"index": 4096, "lists": 65_536, "exact": 4096}  # queries for growth: lists are searched for many at once
 _NPROBES = sorted({1} | {each * 2**power for power in range(16) for each in (2, 3)})
 
 
@@ -214,10 +210,7 @@ def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_querie
 
 def list_index(folder: Path, train: Split) -> ListIndex:
     """The lists of an index over the stored embeddings, also where it was tuned for no such search."""
-    lists = np.empty(train.num_chunks, dtype=np.int32)
-    for shard in range(len(train.chunk_rows)):
-        for number, ids in lists_of(read_index(folder / shard_name(shard) / "vectors.faiss")):
-            lists[ids] = number
+    lists = read_lists(folder, train.embeddings, range(len(train.chunk_rows)))
     return ListIndex(read_index(folder / "trained" / "trained.faiss"), 1, train.embeddings, lists)
 
 

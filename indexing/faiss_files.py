@@ -72,7 +72,8 @@ def lists_of(index: Any) -> Iterator[tuple[int, np.ndarray]]:
     """Number and ids [n] int64 of every inverted list that is not empty, in an IVF index on the CPU; copy the ids to keep them."""
     import faiss
 
-    lists = ivf_of(index).invlists  # type: ignore[union-attr]
+    ivf: Any = ivf_of(index)
+    lists = ivf.invlists
     for number in range(lists.nlist):
         size = lists.list_size(number)
         if size:

@@ -24,12 +24,12 @@ class Part:
 
     Attributes:
         columns: [c, d], list by list, each padded with zeros to whole groups.
-        ids: [c] int32, rising within each list, from the first chunk that is searched on; -1 = padding.
+        ids: [c] int64, rising within each list, from the first chunk that is searched on; -1 = padding.
         starts: [lists + 1] int64 into both.
         sizes: [lists] int64, chunks without padding.
         entries: [lists] int64, of `ENTRY` groups each. Group g of a list has the members g, g + groups, g + 2 groups …
-        lists: [n] int64, of every chunk that is searched, whether it is in this part or not.
-        ranks: [n] int64, how many chunks of its list come before it.
+        lists: [n] int32, of every chunk that is searched, whether it is in this part or not.
+        ranks: [n] int32, how many chunks of its list come before it.
     """
 
     columns: "Tensor"
@@ -136,7 +136,7 @@ def _exclude(own: "Tensor", probes: "Tensor", part: Part, made: _Visits) -> None
             first * probes.shape[1], some.stop * probes.shape[1], dtype=torch.int32, device=own.device
         )
         visits.scatter_(1, probes[some], numbers.view(-1, probes.shape[1]))
-        lists = part.lists.take(chunks)
+        lists = part.lists.take(chunks).long()
         visit = visits.take(queries * num_lists + lists)
         hit = ((visit >= 0) & (part.sizes.take(lists) > 0)).nonzero()[:, 0]
         lists, column = lists.take(hit), made.columns.take(visit.take(hit).long())
@@ -243,4 +243,4 @@ def best_of(points: "Tensor", probes: "Tensor", part: Part, k: int, own: "Tensor
         columns = ((entries.starts.take(chosen) + group)[:, :, None] + apart).flatten(1).gather(1, order)
         scores.append(values.float().cpu())
         known.append(part.ids.take(columns.clamp_(max=len(part.ids) - 1)).cpu())
-    return torch.cat(scores), torch.cat(known).long()
+    return torch.cat(scores), torch.cat(known)

@@ -17,6 +17,7 @@ import numpy as np
 from indexing import device as devices
 from indexing.faiss_files import ivf_of, lists_of, read_index, transformed
 from indexing.list_products import CHOSEN, ENTRY, FAN, TABLE, Part, best_of, greatest, rounded
+from indexing.sharded_index import MEMORY
 from indexing.store.datastore import ShardedArray, shard_name
 from indexing.store.files import read_json
 from indexing.store.remote import present
@@ -25,7 +26,6 @@ from indexing.threads import one_thread_each
 if TYPE_CHECKING:
     from torch import Tensor
 
-MEMORY = 4_000_000_000  # bytes of chunks that are held at a time
 _PRODUCTS = {"cpu": 2**26, "cuda": 2**30}  # held at a time by a thread
 _ROWS = 16_384  # queries at a time, at most
 _ENTRIES = 2**20  # held at a time by a thread: about 100 bytes each
@@ -34,6 +34,16 @@ _ENTRIES = 2**20  # held at a time by a thread: about 100 bytes each
 def rows_at_a_time(products: float, entries: float, kind: str) -> float:
     """Queries that a thread looks at together, at most, with so many products and entries of each on a `cpu` or `cuda`."""
     return max(16.0, min(_ROWS, _PRODUCTS[kind] / products, _ENTRIES / entries))
+
+
+def read_lists(folder: Path, embeddings: ShardedArray, shards: Sequence[int]) -> np.ndarray:
+    """The inverted list of each chunk in these shards of `datastore/index`, which follow each other: [n] int32."""
+    first, stop = int(embeddings.starts[shards[0]]), int(embeddings.starts[shards[-1] + 1])
+    lists = np.empty(stop - first, dtype=np.int32)
+    for shard in shards:
+        for number, ids in lists_of(read_index(folder / shard_name(shard) / "vectors.faiss")):
+            lists[ids - first] = number
+    return lists
 
 
 class ListIndex:
@@ -60,7 +70,7 @@ class ListIndex:
         import torch
 
         ivf: Any = ivf_of(trained)
-        self._trained, self.embeddings, self.first, self._lists = trained, embeddings, first, lists
+        self._trained, self.embeddings, self.first = trained, embeddings, first
         self.num_vectors, self.max_nprobe = len(lists), int(ivf.nlist)
         self.device = devices.resolve(device)
         self.dtype = torch.bfloat16 if devices.has_bfloat16(self.device) else torch.float32
@@ -68,6 +78,11 @@ class ListIndex:
         # The nearest centroid is that with the greatest product less half of its square.
         self._offsets = (-centroids.square().sum(1) / 2).to(self.device, self.dtype)
         self._centroids = centroids.to(self.device, self.dtype)
+        self._order = np.argsort(lists, kind="stable")  # all chunks, list by list
+        self._bounds = np.searchsorted(lists[self._order], np.arange(self.max_nprobe + 1))  # where each list begins
+        ranks = np.empty_like(lists)
+        ranks[self._order] = np.arange(len(lists)) - np.repeat(self._bounds[:-1], np.diff(self._bounds))
+        self._places = torch.from_numpy(lists).to(self.device), torch.from_numpy(ranks).to(self.device)
         self._kept: Part | None = None
         self.set_nprobe(nprobe)
 
@@ -80,11 +95,7 @@ class ListIndex:
         if "lists" not in tuned:
             return None
         trained = read_index(folder / "trained" / "trained.faiss")
-        first, stop = int(embeddings.starts[shards[0]]), int(embeddings.starts[shards[-1] + 1])
-        lists = np.empty(stop - first, dtype=np.int32)
-        for shard in shards:
-            for number, ids in lists_of(read_index(folder / shard_name(shard) / "vectors.faiss")):
-                lists[ids - first] = number
+        lists, first = read_lists(folder, embeddings, shards), int(embeddings.starts[shards[0]])
         return cls(trained, tuned["lists"]["nprobe"], embeddings, lists, first, device)
 
     def set_nprobe(self, nprobe: int) -> None:
@@ -162,39 +173,39 @@ class ListIndex:
         if self._kept is not None:
             yield self._kept
             return
-        order = np.argsort(self._lists, kind="stable")
-        bounds = np.searchsorted(self._lists[order], np.arange(self.max_nprobe + 1))
         most = max(1, MEMORY // (self.embeddings.row_shape[0] * self.dtype.itemsize))
         first = 0
         while first < self.max_nprobe:
-            fitting = int(np.searchsorted(bounds, bounds[first] + most, side="right")) - 1
+            fitting = int(np.searchsorted(self._bounds, self._bounds[first] + most, side="right")) - 1
             last = min(self.max_nprobe, max(first + 1, fitting))
-            part = self._part(order, bounds, first, last)
+            part = self._part(first, last)
             if (first, last) == (0, self.max_nprobe):
                 self._kept = part
             if len(part.ids):
                 yield part
             first = last
 
-    def _part(self, order: np.ndarray, bounds: np.ndarray, first: int, last: int) -> Part:
+    def _part(self, first: int, last: int) -> Part:
         """The lists [first, last)."""
         import torch
 
-        sizes = np.diff(bounds)
+        sizes = np.diff(self._bounds)
         sizes[:first] = sizes[last:] = 0
         members = rounded(torch.from_numpy(-(-sizes // ENTRY))).numpy()  # of all groups, by eights
         entries = 2 ** np.ceil(np.log2(np.maximum(1, members / FAN))).astype(np.int64)  # each divides its members
         starts = np.concatenate([[0], np.cumsum(members * ENTRY)])
         before = np.cumsum(sizes) - sizes
         places = np.arange(sizes.sum()) - np.repeat(before - starts[:-1], sizes)  # all but the padding
-        ids = np.full(starts[-1], -1, dtype=np.int32)
-        ids[places] = order[bounds[first] : bounds[last]]
+        ids = np.full(starts[-1], -1, dtype=np.int64)
+        ids[places] = self._order[self._bounds[first] : self._bounds[last]]
         columns = torch.zeros((len(ids), self.embeddings.row_shape[0]), dtype=self.dtype)
         for start in range(0, len(places), 65_536):
             some = places[start : start + 65_536]
-            vectors = self.embeddings.gather(ids[some].astype(np.int64) + self.first)
+            vectors = self.embeddings.gather(ids[some] + self.first)
             columns[some] = torch.from_numpy(vectors).to(self.dtype)
-        ranks = np.empty_like(order)
-        ranks[order] = np.arange(len(order)) - np.repeat(bounds[:-1], np.diff(bounds))
-        small = (ids, starts, sizes, np.where(sizes > 0, entries, 0), self._lists.astype(np.int64), ranks)
-        return Part(columns.to(self.device), *(torch.from_numpy(each).to(self.device) for each in small))
+
+        def moved(values: np.ndarray) -> "Tensor":
+            return torch.from_numpy(values).to(self.device)
+
+        entries = np.where(sizes > 0, entries, 0)
+        return Part(columns.to(self.device), moved(ids), moved(starts), moved(sizes), moved(entries), *self._places)

@@ -28,11 +28,7 @@ _QUERY = 3e-5  # seconds for the tables of a query
 _RERANK = 1.2e-9  # seconds for a number of a re-ranked candidate
 _LISTED = {"bfloat16": 2e11, "float32": 5e10, "cuda": 5e13}  # operations a second in products with lists
 _LIST = 5.5e-5  # seconds for a list that is multiplied with the queries of a block, however few
-_ENTRY = {
-    "bfloat16": 1.2e-7,
-    "float32": 1.2e-7,
-    "cuda": 5e-9,
-}  # seconds of a query for the maxima of 40 chunks of a list
+_ENTRY = {"bfloat16": 1.2e-7, "float32": 1.2e-7, "cuda": 5e-9}  # seconds of a query for 40 chunks of a list
 _CHOICE = {"bfloat16": 2.2e-5, "float32": 2.2e-5, "cuda": 1e-6}  # seconds of a query for choosing lists and candidates
 _READ = 5e8  # bytes a second of one core when more than memory holds is read again for each block of queries
 _BLOCK = 65_536  # of queries

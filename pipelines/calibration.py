@@ -209,12 +209,12 @@ class _Bench:
         config = _searched_by(ways[0], config)
         view = StagesView(quiet=True)
         datastore = build(config, LocalExecutor(config.executor), view=view)
-        observed = _observed(config, datastore, view.steps)
+        observed = _observed(config, ways[0], datastore, view.steps)
         others = []
         for way in ways[1:]:
             config, view = _searched_by(way, config), StagesView(quiet=True)
             build(config, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=view)
-            others.append(_observed(config, datastore, view.steps))
+            others.append(_observed(config, way, datastore, view.steps))
         self.advance(text_bytes)
         self.chunk_bytes = observed.workload.text_bytes / observed.workload.chunks
         wide = self.config.tokenizer.is_trained and self.config.tokenizer.vocab_size > 2**16
@@ -276,7 +276,7 @@ def _embedded_with(seconds: np.ndarray, observation: Observation) -> Observation
     return replace(observation, seconds=kept)
 
 
-def _observed(config: Config, datastore: Datastore, steps: list[Step]) -> Observation:
+def _observed(config: Config, search: Method, datastore: Datastore, steps: list[Step]) -> Observation:
     totals = {
         key: sum(sum(rows[key]) for rows in datastore.manifest["splits"].values())
         for key in ("documents", "chunks", "tokens")
@@ -297,7 +297,7 @@ def _observed(config: Config, datastore: Datastore, steps: list[Step]) -> Observ
             list_nprobe=tuned.get("lists", tuned)["nprobe"],
             trained_on=trained["trained_on"],
             tune_queries=tuned["queries"],
-            search=config.neighbors.search,  # type: ignore[arg-type]  # settled by `_searched_by`
+            search=search,
         ),
         seconds={name_in(models, step.name): step.seconds for step in steps},
         crossing=crossing(tuned["curve"], config.index.recall_target) or tuned["nprobe"],

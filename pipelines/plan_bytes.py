@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from indexing import list_search
 from indexing.index import IndexSettings, choose_key
 from indexing.search_cost import Method
 from indexing.sharded_index import MEMORY
@@ -203,5 +202,5 @@ def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
     if size.search == "exact":
         return 0.0
     if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
-        return min(2.0 * layout.dimension * size.train_chunks, list_search.MEMORY) + 24 * size.train_chunks
+        return min(2.0 * layout.dimension * size.train_chunks, MEMORY) + 16 * size.train_chunks
     return 2 * group
