@@ -213,7 +213,7 @@ def _print_datastore(measured: dict[str, Any]) -> None:
         f"held out: {held_out['documents']:,} documents, {held_out['tokens']:,} tokens"
     )
     print(
-        f"   index {measured['index']['key']}, nprobe {measured['index']['nprobe']}; neighbors against exact search: "
+        f"   index {measured['index']['key']}, nprobe {measured['index']['nprobe']}; neighbors by {measured['search']}, against exact search: "
         + ", ".join(f"recall@{k} {value:.3f}" for k, value in recalls(measured))
         + f"; missing {100 * measured['neighbors']['train']['missing_share']:.2f}%"
     )

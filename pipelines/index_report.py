@@ -65,9 +65,11 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     near = split.neighbor_ids.gather(ids)[:, 0]
     counts = [read_manifest(folder / "neighbors" / shard_name(s))["counts"] for s in range(len(split.chunk_rows))]
     index = read_json(present(folder / "index" / "trained" / "index.json"))
+    index |= read_json(present(folder / "index" / "tuned" / "tuned.json"))
     return {
         "fingerprint": datastore.fingerprint,
-        "index": index | read_json(present(folder / "index" / "tuned" / "tuned.json")),
+        "index": index,
+        "search": ", ".join(sorted({_way(count["search"], index) for count in counts})),
         "splits": {name: _totals(datastore, name) for name in datastore.split_names},
         "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "neighbors")},
         "recall": {
@@ -86,6 +88,13 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "latency_ms": _latency(retriever, queries),
         "largest_list_over_mean": _skew(retriever),
     }
+
+
+def _way(search: str, index: dict[str, Any]) -> str:
+    """How neighbors were found, with the number of lists that were visited."""
+    if search == "exact":
+        return "exhaustive search"
+    return f"{search}, nprobe {index['lists']['nprobe'] if search == 'lists' else index['nprobe']}"
 
 
 def _totals(datastore: Datastore, name: str) -> dict[str, int]:
@@ -221,6 +230,7 @@ def summary_table(measured: dict[str, Any]) -> report.Table:
             rows.append([f"{name}: documents", f"{totals['documents']:,}"])
             rows.append([f"{name}: chunks", f"{totals['chunks']:,}"])
     rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
+    rows.append(["neighbors found by", measured["search"]])
     rows += [[f"recall at {k}", f"{value:.3f}"] for k, value in recalls(measured)]
     for name in SPLITS:
         if name in measured["neighbors"]:

@@ -1,6 +1,7 @@
 """Growing equals building at once with the same trained index; what is deleted is named by no result."""
 
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from indexing.store.retrieval import RetrievalSet
 from indexing.tokenizer import TokenizerSettings
 from pipelines.cli import main
 from pipelines.config import Config
+from pipelines.index_report import measure
 from retro.batches import read_sequences
 from retro.neighbors import NeighborUse
 from tests.conftest import build_local, contents, tiny_config, write_corpus
@@ -56,6 +58,8 @@ def test_what_has_grown_equals_a_rebuild_with_the_same_trained_index(tmp_path, m
     assert datastore.train.num_documents > 150
     assert main(["verify", str(datastore.folder)]) == 0
     assert read_manifest(datastore.folder / "neighbors" / "00000")["counts"]["search"] == method
+    told = {"exact": "exhaustive search", "index": r"index, nprobe \d+", "lists": r"lists, nprobe \d+"}
+    assert re.fullmatch(told[method], measure(Retriever.open(datastore.folder))["search"])
     build_local(config, only="add", rebuild=True)
     build_local(config)
     assert contents(datastore.folder) == before

@@ -1,7 +1,6 @@
-"""What the model may depend on, shown by changing inputs and by gradients; its sizes."""
+"""What the model may depend on, shown by changing inputs and by gradients."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from indexing.store.errors import InputError
 from retro.batches import IGNORED_LABEL
 from retro.loss import loss
 from retro.model import ModelSettings, Retro
-from retro.presets import PRESETS, baseline_of, count_parameters, resolve
 from tests.retro.small_model import (
     SETTINGS,
     B,
@@ -293,31 +290,6 @@ def test_bfloat16_autocast_agrees_with_float32(scheme):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-# ------------------------------------------------------------------------------------------------ sizes and settings
-
-
-@pytest.mark.parametrize(
-    ("preset", "retro", "base"),
-    [("172m", 172.5, 121.1), ("425m", 425.5, 339.7), ("1.5b", 1451.4, 1208.0), ("7.5b", 7531.5, 6442.5)],
-)
-def test_the_papers_sizes_have_the_papers_parameters(preset, retro, base):
-    sized = replace(PRESETS[preset], vocab_size=128)
-    with torch.device("meta"):
-        with_retrieval = Retro(replace(sized, positions="transformer-xl"))
-        without = Retro(replace(sized, cca_layers=()))
-    assert count_parameters(with_retrieval) / 1e6 == pytest.approx(retro, rel=1e-3)
-    assert count_parameters(without) / 1e6 == pytest.approx(base, rel=1e-3)
-    tables = 128 * (sized.d_model + sized.encoder_d_model)
-    assert count_parameters(with_retrieval, embeddings=True) == count_parameters(with_retrieval) + tables
-
-
-@pytest.mark.parametrize(("preset", "millions"), [("tiny", 1), ("small", 5.5), ("base-cpu", 15)])
-def test_the_presets_for_a_cpu_have_the_size_they_say(preset, millions):
-    with torch.device("meta"):
-        model = Retro(replace(PRESETS[preset], vocab_size=128))
-    assert count_parameters(model) / 1e6 == pytest.approx(millions, rel=0.03)
-
-
 def test_a_model_from_the_meta_device_is_the_model():
     with torch.device("meta"):
         model = Retro(SETTINGS)
@@ -456,26 +428,3 @@ def test_a_model_learns_to_copy_what_its_neighbors_show():
     with_neighbors, without = train(True), train(False)
     assert without > 0.95 * math.log(vocabulary)
     assert with_neighbors < 0.5 * without
-
-
-def test_a_preset_fills_in_the_sizes_and_keeps_what_it_leaves_open() -> None:
-    settings = resolve(ModelSettings(preset="tiny", positions="transformer-xl", chunk_length=32))
-    assert settings == replace(PRESETS["tiny"], positions="transformer-xl", chunk_length=32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"preset": "huge"}, "model.preset = 'huge'"), ({"preset": "tiny", "d_model": 64}, "model.d_model = 64")],
-)
-def test_a_wrong_preset_or_a_size_beside_it_is_refused(changes, named: str) -> None:
-    with pytest.raises(InputError, match=re.escape(named)):
-        resolve(ModelSettings(**changes))
-
-
-@pytest.mark.parametrize("preset", ["tiny", "small", "172m"])
-def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str) -> None:
-    settings = replace(PRESETS[preset], vocab_size=10)
-    with torch.device("meta"):
-        ours, plain = Retro(settings), Retro(baseline_of(settings))
-    assert not any(name.startswith(("encoder", "cross")) for name, _ in plain.named_parameters())
-    assert count_parameters(plain) == pytest.approx(count_parameters(ours), rel=0.005)
