@@ -89,6 +89,7 @@ class LanguageModel:
         if not retrieval or not opened.model.cca_layers:
             retriever = None
         model = load_model(opened, placement.device)
+        placement.cast(model)
         return cls(opened, model, tokenizer, retriever, placement, opened.settings["data"]["sequence_length"])
 
     def score(self, sequences: Sequence[np.ndarray], k: int = 0) -> list[np.ndarray]:
