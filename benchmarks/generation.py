@@ -10,6 +10,8 @@ machines are shared and drift, ratios of one run hold. Sampling is part of it.
 """
 
 import argparse
+import contextlib
+import io
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,7 +92,7 @@ def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
     ).to(placement.device)
 
     def run(batch: int) -> None:
-        with placement.autocast():
+        with placement.autocast(), contextlib.redirect_stdout(io.StringIO()):  # it tells of each retrieval
             out = wrapper.generate(torch.ones(batch, 1, dtype=torch.long))
         assert out.shape == (batch, tokens)
 
@@ -157,8 +159,8 @@ def main() -> None:
         for name, run in cases(options.datastore, options.tokens).items()
         if not options.cases or any(part in name for part in options.cases)
     }
-    for name, run in chosen.items():
-        run(1) if name != THEIRS else None  # warms up; theirs takes long, and a first token warms it too
+    for run in chosen.values():
+        run(1)  # warms up
     rows = [row for batch in options.batches for row in compare(chosen, batch, options.tokens, options.rounds)]
     print(f"{'':26}{'batch':>6}{'tokens/s':>11}{'ratio':>9}")
     for row in rows:
