@@ -29,10 +29,9 @@ def language_model(checkpoint: Path) -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def texts(language_model: LanguageModel) -> list[np.ndarray]:
+def texts(language_model: LanguageModel, tiny_datastore: Datastore) -> list[np.ndarray]:
     """A document of several windows, and a short text."""
-    tokenizer, split = language_model.tokenizer, language_model.retriever.datastore.valid
-    document = split.tokens.read(0, 7).ravel()
+    tokenizer, document = language_model.tokenizer, tiny_datastore.valid.tokens.read(0, 7).ravel()
     return [document, np.append(tokenizer.bos_id, tokenizer.encode("the index of the model"))]
 
 
