@@ -54,7 +54,7 @@ DOCTOR = Verb(doctor, DoctorOptions)
 
 def table() -> dict[str, Verb]:
     """Every verb. What they import is imported here: `retro doctor` must run where torch or numpy does not."""
-    from pipelines import datastore_verbs, model_verbs
+    from pipelines import datastore_verbs, evaluation_verbs, model_verbs
     from pipelines.config import Config
     from pipelines.demo import DemoOptions, demo
 
@@ -63,7 +63,7 @@ def table() -> dict[str, Verb]:
         "plan": Verb(datastore_verbs.plan, datastore_verbs.PlanOptions, ("[CONFIG]",)),
         "index": Verb(datastore_verbs.index, datastore_verbs.IndexOptions, ("CONFIG",)),
         "train": Verb(model_verbs.train, Config, ("CONFIG",)),
-        "eval": Verb(model_verbs.evaluate, model_verbs.EvalOptions, ("CHECKPOINT",)),
+        "eval": Verb(evaluation_verbs.evaluate, evaluation_verbs.EvalOptions, ("CHECKPOINT",)),
         "report": Verb(model_verbs.report, model_verbs.ReportOptions, ("RUN…",)),
         "generate": Verb(model_verbs.generate, model_verbs.GenerateOptions, ("CHECKPOINT",)),
         "search": Verb(datastore_verbs.search, datastore_verbs.SearchOptions, ("DATASTORE", "TEXT")),

@@ -1,0 +1,83 @@
+"""What each verb that measures a model does with its settings: a few lines of calls into the layers below."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import write_json
+from pipelines.progress import print_rows
+from retro.evaluation import EvaluationSettings
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Bits-per-byte of held-out documents, retrieval OFF and ON."""
+
+    against: str = ""
+    """Another checkpoint or run, say the baseline: scored on the same sets and windows, and compared."""
+    datastore: str = ""
+    """Datastore in place of those of the training run: its held-out documents are scored."""
+    leakage_from: str = ""
+    """Datastore of the same chunks whose nearest neighbors say what leaks; empty: that of each set."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results to, with the fingerprints of checkpoints and datastores."""
+    html: str = ""
+    """File to write a page with plots to; empty: beside `json`, if that is given."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+
+def evaluate(checkpoint: str, options: EvalOptions) -> int:
+    """`retro eval CHECKPOINT`."""
+    from pipelines import eval_report, eval_shares
+    from pipelines.eval_page import write_eval_page
+    from retro.checkpoint import open_checkpoint
+    from retro.evaluation_sets import open_sets
+    from retro.overlap_statistics import OverlapStatistics
+
+    settings = options.evaluation
+    opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
+    eval_shares.check_shares(opened, settings)
+    folders = [options.datastore] if options.datastore else opened[0].settings["data"]["datastores"]
+    k = max(settings.k, default=0) if any(each.model.cca_layers for each in opened) else 0
+    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
+    if not sets:
+        raise InputError(f"{checkpoint}: its datastores hold nothing out; name documents with --evaluation.sets.")
+    source = Datastore.open(options.leakage_from) if options.leakage_from else None
+    measured = eval_report.measure_checkpoints(opened, sets, settings, options.device, source)
+    levels: list[eval_report.Level] = []
+    shares: list[eval_shares.ShareLevel] = []
+    statistics: list[OverlapStatistics] = []
+    for each, rows in zip(sets, measured, strict=True):
+        leakage = eval_report.leakage_by_chunk(each, rows, settings, source)
+        levels += eval_report.levels_of(each, rows, settings, leakage)
+        if leakage is not None:
+            statistics.append(eval_report.statistics_of(each, rows, leakage, settings, source))
+        if settings.datastore_shares:
+            shares += eval_shares.measure_shares(opened, each, rows, settings, options.device)
+    table = eval_report.results_table([each for rows in measured for each in rows])
+    print_rows([table.header, *table.rows])
+    print("\n".join(eval_report.change_lines(levels)))
+    tables = [eval_shares.shares_table(shares)] if shares else []
+    if statistics:
+        labels = [each.label for each in measured[0]]
+        tables = [eval_report.leakage_table(levels, labels), eval_report.overlap_table(statistics), *tables]
+    for table in tables:
+        print_rows([[], table.header, *table.rows])
+    results = {
+        "fingerprints": {
+            **dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False)),
+            "datastores": {each.name: each.datastore.fingerprint for each in sets},
+        },
+        "settings": eval_report.settings_of(opened, sets, settings, source),
+        **eval_report.as_json(levels, statistics),
+        **eval_shares.as_json(shares),
+    }
+    if options.json:
+        write_json(Path(options.json), results)
+    if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
+        write_eval_page(Path(page), results)
+        print(f"report: {page}")
+    return 0
