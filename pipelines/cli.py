@@ -5,6 +5,7 @@
     retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
+    retro eval-qa CHECKPOINT QUESTIONS  exact match and F1, closed- and open-book
     retro report RUN [RUN2 …]         curves of training runs
     retro verify DATASTORE            every checksum and cross-reference
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file
@@ -64,6 +65,7 @@ def table() -> dict[str, Verb]:
         "index": Verb(datastore_verbs.index, datastore_verbs.IndexOptions, ("CONFIG",)),
         "train": Verb(model_verbs.train, Config, ("CONFIG",)),
         "eval": Verb(evaluation_verbs.evaluate, evaluation_verbs.EvalOptions, ("CHECKPOINT",)),
+        "eval-qa": Verb(evaluation_verbs.evaluate_qa, evaluation_verbs.EvalQaOptions, ("CHECKPOINT", "QUESTIONS")),
         "report": Verb(model_verbs.report, model_verbs.ReportOptions, ("RUN…",)),
         "generate": Verb(model_verbs.generate, model_verbs.GenerateOptions, ("CHECKPOINT",)),
         "search": Verb(datastore_verbs.search, datastore_verbs.SearchOptions, ("DATASTORE", "TEXT")),

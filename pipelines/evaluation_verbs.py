@@ -1,11 +1,12 @@
 """What each verb that measures a model does with its settings: a few lines of calls into the layers below."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
+from pipelines.eval_qa import QaSettings
 from pipelines.progress import print_rows
 from retro.evaluation import EvaluationSettings
 
@@ -80,4 +81,46 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
         write_eval_page(Path(page), results)
         print(f"report: {page}")
+    return 0
+
+
+@dataclass(frozen=True)
+class EvalQaOptions:
+    """Exact match and F1 of a model's answers to questions: closed book, with passages in the prompt, with retrieval ON."""
+
+    passages: str = ""
+    """Datastore to search with the questions: its chunks stand in the prompts, and retrieval ON reads it; empty: retrieval
+    ON reads the datastore of the training run."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results and all answers to, with the fingerprints of checkpoint and datastores."""
+    qa: QaSettings = field(default_factory=QaSettings)
+
+
+def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
+    """`retro eval-qa CHECKPOINT QUESTIONS`."""
+    from pipelines import eval_qa
+    from retro.questions import read_questions
+
+    settings, path = options.qa, Path(questions)
+    shots, asked = eval_qa.select(read_questions(path), settings, path)
+    language = eval_qa.language_for(asked, settings)
+    model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, settings, options.device)
+    passages = (
+        eval_qa.retrieved_passages(retriever, asked, settings) if retriever and settings.prompt_passages else None
+    )
+    rows = eval_qa.measure_answers(model, asked, settings, language=language, shots=shots, passages=passages)
+    table = eval_qa.answers_table(rows, settings.seed)
+    print_rows([table.header, *table.rows])
+    held = None if passages is None else eval_qa.answer_in_passages(asked, passages)
+    if held is not None:
+        print(f"a right answer stands in the passages of {100 * held:.1f}% of the questions")
+    if options.json:
+        prints = {"checkpoint": model.checkpoint.fingerprint}
+        prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
+        prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
+        told = {"checkpoint": checkpoint, "questions": questions, "passages": options.passages, "language": language}
+        results = {"fingerprints": prints, "settings": told | asdict(settings), "answer_in_passages": held}
+        write_json(Path(options.json), results | eval_qa.as_json(rows, asked, settings.seed))
     return 0
