@@ -6,6 +6,7 @@
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
     retro eval-qa CHECKPOINT QUESTIONS  exact match and F1, closed- and open-book
+    retro lm-eval CHECKPOINT          tasks of EleutherAI's lm-eval
     retro report RUN [RUN2 …]         curves of training runs
     retro verify DATASTORE            every checksum and cross-reference
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file
@@ -66,6 +67,7 @@ def table() -> dict[str, Verb]:
         "train": Verb(model_verbs.train, Config, ("CONFIG",)),
         "eval": Verb(evaluation_verbs.evaluate, evaluation_verbs.EvalOptions, ("CHECKPOINT",)),
         "eval-qa": Verb(evaluation_verbs.evaluate_qa, evaluation_verbs.EvalQaOptions, ("CHECKPOINT", "QUESTIONS")),
+        "lm-eval": Verb(evaluation_verbs.lm_eval, evaluation_verbs.LmEvalOptions, ("CHECKPOINT",)),
         "report": Verb(model_verbs.report, model_verbs.ReportOptions, ("RUN…",)),
         "generate": Verb(model_verbs.generate, model_verbs.GenerateOptions, ("CHECKPOINT",)),
         "search": Verb(datastore_verbs.search, datastore_verbs.SearchOptions, ("DATASTORE", "TEXT")),

@@ -124,3 +124,71 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
         results = {"fingerprints": prints, "settings": told | asdict(settings), "answer_in_passages": held}
         write_json(Path(options.json), results | eval_qa.as_json(rows, asked, settings.seed))
     return 0
+
+
+@dataclass(frozen=True)
+class LmEvalOptions:
+    """Tasks of EleutherAI's lm-eval, retrieval ON or OFF. Its own command line: `python -m retro.lm_eval_adapter --help`."""
+
+    tasks: tuple[str, ...] = ()
+    """Names of tasks or groups, wildcards too."""
+    include_path: str = ""
+    """Folder with YAML files of more tasks."""
+    retrieval: bool = True
+    """Whether complete chunks are given neighbors."""
+    k: int = 2
+    """Neighbors of each chunk."""
+    datastore: str = ""
+    """Datastore to search; empty: the one of the training run."""
+    shots: int = -1
+    """Solved examples in front of each; -1 = as the task says."""
+    limit: int = 0
+    """Examples of each task; 0 = all."""
+    batch_size: int = 8
+    """Sequences that are read together."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results to, with the fingerprints of checkpoint and datastore."""
+
+
+def lm_eval(checkpoint: str, options: LmEvalOptions) -> int:
+    """`retro lm-eval CHECKPOINT --tasks TASK …`."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+
+        from retro.lm_eval_adapter import RetroLM
+    except ImportError as error:
+        raise InputError(f"retro lm-eval needs the package lm-eval ({error}): pip install 'retro[lm-eval]'.") from error
+    if not options.tasks:
+        raise InputError("--tasks is empty: name tasks of lm-eval; `lm-eval ls tasks` lists them.")
+    manager = TaskManager(include_path=options.include_path or None)
+    unknown = [name for name in options.tasks if not manager.match_tasks([name])]
+    if unknown:
+        raise InputError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them.")
+    model = RetroLM(
+        checkpoint,
+        options.datastore,
+        retrieval=options.retrieval,
+        k=options.k,
+        batch_size=options.batch_size,
+        device=options.device,
+    )
+    results = simple_evaluate(
+        model,
+        tasks=manager.match_tasks(list(options.tasks)),
+        num_fewshot=options.shots if options.shots >= 0 else None,
+        limit=options.limit or None,
+        batch_size=options.batch_size,
+        task_manager=manager,
+        log_samples=False,
+    )
+    assert results is not None  # only other processes of a group get none
+    print(make_table(results))
+    if options.json:
+        told = {"checkpoint": checkpoint} | asdict(options)
+        kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
+        write_json(Path(options.json), {**model.get_model_info(), "settings": told, **kept})
+    return 0
