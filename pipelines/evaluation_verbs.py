@@ -121,7 +121,7 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
         prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
         prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
         told = {"checkpoint": checkpoint, "questions": questions, "passages": options.passages, "language": language}
-        results = {"fingerprints": prints, "settings": told | asdict(settings), "answer_in_passages": held}
+        results = {"fingerprints": prints, "settings": asdict(settings) | told, "answer_in_passages": held}
         write_json(Path(options.json), results | eval_qa.as_json(rows, asked, settings.seed))
     return 0
 
