@@ -126,7 +126,7 @@ def test_search_and_report_know_the_whole_retrieval_set(both: Config, other: Con
     retriever, theirs = Retriever.open(both.datastore), Datastore.open(other.datastore).train
     wanted = theirs.metadata([40])[0]
     tokens = theirs.tokens.read(*theirs.chunk_range(40))[:1]
-    hit = retriever.search([retriever.tokenizer.decode(tokens[0])], k=1)[0][0]
+    hit = retriever.search([retriever.tokenizer.decode(tokens[0])], k=1).hits[0][0]
     assert hit.chunk_id >> CHUNK_ID_BITS == 1
     assert hit.document == wanted
     figures = measure(retriever)
