@@ -9,14 +9,9 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """Counts of one app.
+    """Counts of one app."""
 
-    Args:
-        waiting: for each kind of work, a function that tells how many requests wait for it.
-        under_way: tells how many requests have been accepted and not been answered.
-    """
-
-    def __init__(self, waiting: Mapping[str, Callable[[], int]], under_way: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
         own = {"registry": self._registry}
         self._requests = Counter("retro_requests", "Requests answered.", ["method", "path", "status"], **own)
@@ -26,10 +21,19 @@ class Metrics:
         )  # fmt: skip
         self._batches = Histogram("retro_batch_size", "Items worked on at once.", ["work"], buckets=_SIZES, **own)
         self._tokens = Counter("retro_generated_tokens", "Tokens generated.", **own)
-        gauge = Gauge("retro_waiting", "Requests that wait for a worker.", ["work"], **own)
+
+    def watch(self, waiting: Mapping[str, Callable[[], int]], under_way: Callable[[], int]) -> None:
+        """Tell with the counts what is the case when they are asked for.
+
+        Args:
+            waiting: for each kind of work, a function that tells how many requests wait for it.
+            under_way: tells how many requests have been accepted and not been answered.
+        """
+        gauge = Gauge("retro_waiting", "Requests that wait for a worker.", ["work"], registry=self._registry)
         for work, count in waiting.items():
             gauge.labels(work).set_function(count)
-        Gauge("retro_requests_under_way", "Requests accepted and not yet answered.", **own).set_function(under_way)
+        accepted = Gauge("retro_requests_under_way", "Requests accepted and not yet answered.", registry=self._registry)
+        accepted.set_function(under_way)
 
     def count_request(self, method: str, path: str, status: int, seconds: float) -> None:
         """Count an answer; `path` is the route's template, so that there are few."""
