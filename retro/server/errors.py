@@ -1,25 +1,28 @@
 """Everything that can go wrong as JSON with a reason, in the form that OpenAI's clients know: never a stack trace.
 
     a handler raises ApiError, InputError (a user's mistake) or pydantic's ─► {"error": {message, type, param, code}}
-    anything else ─► 500 with an id that stands in the log beside the trace (`limits.py`)
+    anything else ─► 500 with an id that stands in the log beside the trace
 
 A request that cannot be understood is 422, under /v1 it is 400 as there.
 """
 
 import json
+import logging
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from indexing.store.errors import InputError
+from indexing.store.errors import InputError, NotFound
 from retro.server.schemas import ErrorResponse
 
-TYPES = {
+log = logging.getLogger("retro.server")
+
+_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found",
@@ -66,7 +69,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
-        self.type, self.headers = type or TYPES.get(status, "error"), headers
+        self.type, self.headers = type or _TYPES.get(status, "error"), headers
 
 
 class Refused(ApiError):
@@ -74,6 +77,11 @@ class Refused(ApiError):
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(422, message, param=param)
+
+
+def took_too_long(seconds: float) -> ApiError:
+    """A request that passed the time limit."""
+    return ApiError(504, f"the request took longer than {seconds:g} s (request_seconds).")
 
 
 def error_response(error: ApiError) -> Response:
@@ -104,23 +112,30 @@ def handle_errors(app: FastAPI) -> None:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a handler raised, as the answer to it."""
+    """What was raised, as the answer to it; of what nobody expected, the log has the trace and the client an id."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestValidationError | ValidationError):
+    if isinstance(error, RequestValidationError):
         message, param = _first_problem(error.errors()[0])
         return Refused(message, param=param)
+    if isinstance(error, NotFound):
+        return ApiError(404, str(error))
     if isinstance(error, InputError):
         return Refused(str(error))
-    assert isinstance(error, HTTPException)
-    detail = "there is nothing at this path; GET /docs lists what there is." if error.status_code == 404 else error.detail
-    return ApiError(error.status_code, detail, headers=error.headers)
+    if isinstance(error, HTTPException):
+        missing = error.status_code == 404
+        message = "there is nothing at this path; GET /docs lists what there is." if missing else error.detail
+        return ApiError(error.status_code, message, headers=error.headers)
+    number = uuid.uuid4().hex[:12]
+    log.error("error %s", number, exc_info=error)
+    return ApiError(500, f"a fault of the server, which stands in its log as error {number}.")
 
 
 def _first_problem(problem: Mapping[str, Any]) -> tuple[str, str | None]:
     """The message of a problem that pydantic has found, and the field it lies in."""
     place = ".".join(str(part) for part in problem["loc"] if part not in ("body", "query", "path"))
-    return (f"{place}: {problem['msg']}" if place else str(problem["msg"])), place or None
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return (f"{place}: {message}" if place else message), place or None
 
 
 def _under_v1(request: Request, error: ApiError) -> ApiError:

@@ -14,6 +14,7 @@ import numpy as np
 
 from retro.generation import GenerationSettings, Piece
 from retro.language_model import LanguageModel
+from retro.server.errors import took_too_long
 
 
 class Generations:
@@ -28,11 +29,11 @@ class Generations:
     def __init__(self, language_model: LanguageModel, threads: int, count_tokens: Callable[[int], None]) -> None:
         self._language_model, self._count_tokens = language_model, count_tokens
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="generate")
-        self._waiting = 0
+        self._waiting = set[object]()
 
     def __len__(self) -> int:
         """Requests that wait for a thread."""
-        return self._waiting
+        return len(self._waiting)
 
     async def pieces(
         self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, seconds: float
@@ -40,10 +41,10 @@ class Generations:
         """What `LanguageModel.generate` yields, step by step.
 
         Raises:
-            TimeoutError: it is not done after so many seconds.
+            ApiError: it is not done after so many seconds.
             InputError: at the first step; see `LanguageModel.generate`.
         """
-        loop = asyncio.get_running_loop()
+        loop, ticket = asyncio.get_running_loop(), object()
         steps: asyncio.Queue[list[Piece] | Exception | None] = asyncio.Queue()
         stopped = threading.Event()
 
@@ -52,7 +53,7 @@ class Generations:
                 loop.call_soon_threadsafe(steps.put_nowait, step)
 
         def work() -> None:
-            self._waiting -= 1
+            self._waiting.discard(ticket)
             try:
                 for step in self._language_model.generate(prompts, settings, k):
                     if stopped.is_set():
@@ -63,22 +64,24 @@ class Generations:
             except Exception as error:
                 tell(error)
 
-        self._waiting += 1
-        job = self._pool.submit(work)
+        self._waiting.add(ticket)
+        job, until = self._pool.submit(work), loop.time() + seconds
         try:
-            async with asyncio.timeout(seconds) as deadline:
-                first = await steps.get()
-            step, until = first, deadline.when()
-            while step is not None:
+            while True:
+                try:
+                    async with asyncio.timeout_at(until):
+                        step = await steps.get()
+                except TimeoutError as error:
+                    raise took_too_long(seconds) from error
+                if step is None:
+                    return
                 if isinstance(step, Exception):
                     raise step
                 yield step
-                async with asyncio.timeout_at(until):
-                    step = await steps.get()
         finally:
             stopped.set()
-            if job.cancel():
-                self._waiting -= 1
+            job.cancel()
+            self._waiting.discard(ticket)
 
     def close(self) -> None:
         """Take no more."""

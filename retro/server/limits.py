@@ -3,23 +3,19 @@
     request ─► token? 401 ─► shutting down? 503 ─► too many? 429 ─► body too long? 413 ─► the app, until it has answered,
                                                           the client is gone, or the time is over (504)
 
-An exception that nobody expected is answered 500 with an id, and stands in the log with the same id and its trace.
+What the app raises is answered as `errors.py` says.
 """
 
 import asyncio
 import hmac
-import logging
 import time
-import uuid
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retro.server.errors import ApiError, error_response
+from retro.server.errors import ApiError, as_api_error, error_response, took_too_long
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
-
-log = logging.getLogger("retro.server")
 
 _WHATEVER_HAPPENS = "/metrics"  # needs the token, but is answered under any load and while shutting down
 _SECURITY_HEADERS = [
@@ -77,7 +73,11 @@ class Limits:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *_SECURITY_HEADERS]
+                named = {name.lower() for name, _ in message["headers"]}
+                message["headers"] = [
+                    *message["headers"],
+                    *(each for each in _SECURITY_HEADERS if each[0] not in named),
+                ]
             await send(message)
 
         try:
@@ -147,20 +147,16 @@ class Limits:
         except TimeoutError as error:
             if begun or not deadline.expired():
                 raise
-            message = f"the request took longer than {self._settings.request_seconds:g} s (request_seconds)."
-            raise ApiError(504, message) from error
+            raise took_too_long(self._settings.request_seconds) from error
         except asyncio.CancelledError:
             if not gone:
                 raise
             task.uncancel()
-        except ApiError:
-            raise
         except Exception as error:
-            number = uuid.uuid4().hex[:12]
-            log.exception("error %s: %s %s", number, scope["method"], scope["path"])
+            answer = as_api_error(error)
             if begun:
                 raise
-            raise ApiError(500, f"a fault of the server; it stands in its log as error {number}.") from error
+            raise answer from error
         finally:
             watcher.cancel()
 

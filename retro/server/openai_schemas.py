@@ -4,7 +4,7 @@ What they may say and this server cannot do stands here too, with the one value 
 not passed over.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,7 +24,9 @@ class CompletionRequest(Request):
     """OpenAI's request; `k` and `top_k` are ours. The model says whether retrieval is ON (`NAME`) or OFF (`NAME:off`)."""
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"model": "retro", "prompt": "import os\n", "max_tokens": 16, "temperature": 0}]}
+        json_schema_extra={
+            "examples": [{"model": "retro", "prompt": "import os\n", "max_tokens": 16, "temperature": 0}]
+        }
     )
 
     model: str
@@ -177,4 +179,3 @@ class TokenizerInfo(BaseModel):
     eos_token: str
     pad_token: str
     vocab_size: int
-    ids: dict[str, Any]

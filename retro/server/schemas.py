@@ -40,7 +40,8 @@ class SearchRequest(Request):
     texts: list[str] | None = None
     tokens: list[list[TokenId]] | None = None
     vectors: list[Vector] | None = Field(
-        None, description="Each a list of numbers, or the base64 of their bytes as little-endian float32, which costs less."
+        None,
+        description="Each a list of numbers, or the base64 of their bytes as little-endian float32, which costs less.",
     )
     k: int = Field(5, ge=1)
     filters: Filters = Field(
@@ -48,7 +49,9 @@ class SearchRequest(Request):
         description="Column of the documents' metadata → the value it must have, or a list of values.",
     )
     rerank: Rerank = "embeddings"
-    text: bool = Field(True, description="Whether hits carry texts and metadata; without them an answer is much smaller.")
+    text: bool = Field(
+        True, description="Whether hits carry texts and metadata; without them an answer is much smaller."
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> "SearchRequest":
@@ -226,7 +229,9 @@ class GenerateRequest(Request):
     retrieval: bool = True
     k: int = Field(2, ge=1)
     max_tokens: int = Field(128, ge=1)
-    temperature: float = Field(0.8, ge=0, le=100, description="0 takes the likeliest token, and so does what is below 0.001.")
+    temperature: float = Field(
+        0.8, ge=0, le=100, description="0 takes the likeliest token, and so does what is below 0.001."
+    )
     top_k: int = Field(50, ge=0, lt=2**31, description="Only the likeliest this many; 0 = all.")
     top_p: float = Field(0.95, gt=0, le=1)
     seed: Seed = 0

@@ -1,12 +1,13 @@
 """What the endpoints share: the retriever and the model, each behind what gathers requests for it, and the limits.
 
-    endpoints ─► Service.search, embed ─► one thread each ─► Retriever
-              ─► Service.score, generations ─► threads ─► LanguageModel
+endpoints ─► Service.search, embed ─► one thread each ─► Retriever
+          ─► Service.score, generations ─► threads ─► LanguageModel
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -28,10 +29,13 @@ Query = str | np.ndarray
 """A text, token ids [t] int64, or a vector [d] float32."""
 
 
+Kind = Literal["texts", "tokens", "vectors"]
+
+
 class Search(NamedTuple):
     """All but the queries that an answer depends on."""
 
-    kind: Literal["texts", "tokens", "vectors"]
+    kind: Kind
     k: int
     filters: str
     rerank: Any
@@ -54,6 +58,7 @@ class Service:
         embed: texts or token ids → unit vectors.
         score: (k, likeliest tokens at each place) and token ids → their scores; None without a model.
         generations: None without a model.
+        started: seconds since 1970.
     """
 
     retriever: Retriever
@@ -66,6 +71,7 @@ class Service:
     embed: Batcher[str, Query, np.ndarray]
     score: Batcher[tuple[int, int], np.ndarray, Scores] | None
     generations: Generations | None
+    started: int
 
     @classmethod
     def of(cls, retriever: Retriever, language_model: LanguageModel | None, settings: ServeSettings) -> "Service":
@@ -79,14 +85,30 @@ class Service:
                 "score", _score_with(language_model), settings.max_score_batch, metrics.count_batch("score")
             )
             generations = Generations(language_model, settings.max_generations, metrics.count_tokens)
-        queues = {"search": search, "embed": embed, "score": score, "generate": generations}
+        queues: dict[str, Sized | None] = {"search": search, "embed": embed, "score": score, "generate": generations}
         metrics.watch(
             {work: each.__len__ for work, each in queues.items() if each is not None}, lambda: admission.under_way
         )
         name = settings.name or _name_of(retriever, language_model)
         return cls(
-            retriever, language_model, settings, name, admission, metrics, search, embed, score, generations
+            retriever,
+            language_model,
+            settings,
+            name,
+            admission,
+            metrics,
+            search,
+            embed,
+            score,
+            generations,
+            int(time.time()),
         )
+
+    def warm_up(self) -> None:
+        """Ask once for everything that the first request would otherwise wait for."""
+        self.retriever.search(["warm up"], 1)
+        if self.language_model is not None:
+            self.language_model.score([np.array([self.retriever.tokenizer.bos_id] * 2)])
 
     def close(self) -> None:
         """Let the threads end."""
