@@ -164,8 +164,11 @@ def lm_eval(checkpoint: str, options: LmEvalOptions) -> int:
         raise InputError(f"retro lm-eval needs the package lm-eval ({error}): pip install 'retro[lm-eval]'.") from error
     if not options.tasks:
         raise InputError("--tasks is empty: name tasks of lm-eval; `lm-eval ls tasks` lists them.")
-    manager = TaskManager(include_path=options.include_path or None)
+    manager = TaskManager(include_path=options.include_path or None, include_defaults=not options.include_path)
     unknown = [name for name in options.tasks if not manager.match_tasks([name])]
+    if unknown and options.include_path:  # reading all that lm-eval brings takes seconds
+        manager = TaskManager(include_path=options.include_path)
+        unknown = [name for name in options.tasks if not manager.match_tasks([name])]
     if unknown:
         raise InputError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them.")
     model = RetroLM(

@@ -160,7 +160,7 @@ class RetroLM(TemplateLM):
 
     def _continue(self, contexts: Sequence[str], given: dict[str, Any]) -> list[str]:
         """The continuations of contexts under the same settings."""
-        wanted = normalize_gen_kwargs(given, _MAX_GENERATED)
+        wanted = normalize_gen_kwargs(given, min(_MAX_GENERATED, self.max_length // 2))
         unknown = set(wanted) - {"until", "do_sample", "max_gen_toks", *_SAMPLING}
         if unknown:
             raise InputError(
