@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -26,6 +27,7 @@ from retro.language_model import LanguageModel
 
 _DEFAULT_BATCH = 8
 _MAX_GENERATED = 256  # where a task does not say, as lm-eval's other models have it
+_UNASKED_DEVICE = "cuda:0"  # what lm-eval's command line asks for where nobody has named a device
 _SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
 
@@ -64,7 +66,9 @@ class RetroLM(TemplateLM):
             raise InputError(f"retrieval = {retrieval!r}: accepted are on and off.")
         if int(k) < 1:
             raise InputError(f"k = {k}: must be at least 1; retrieval=off reads no neighbors.")
-        self.language_model = LanguageModel.open(checkpoint, datastore or None, device or "auto", retrieval=on)
+        if device is None or (device == _UNASKED_DEVICE and not torch.cuda.is_available()):
+            device = "auto"
+        self.language_model = LanguageModel.open(checkpoint, datastore or None, device, retrieval=on)
         self.k = int(k) if self.language_model.retriever is not None else 0
         self.batch_size = _DEFAULT_BATCH if str(batch_size).startswith("auto") else int(batch_size)
         # One place is for the beginning of the document.

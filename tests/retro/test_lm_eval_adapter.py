@@ -194,6 +194,17 @@ def test_what_the_model_itself_goes_on_with_is_greedy(adapters: dict[str, RetroL
     assert not other
 
 
+def test_retrieval_changes_what_complete_chunks_are_followed_by_and_nothing_before(
+    adapters: dict[str, RetroLM],
+) -> None:
+    asked = requests("loglikelihood", ("# Document", " 3"), ("# Document 3\n\nthe index of a chunk" * 3, " is"))
+    (short, long), (short_off, long_off) = (
+        adapters[each].loglikelihood(asked, disable_tqdm=True) for each in ("on", "off")
+    )
+    assert short[0] == pytest.approx(short_off[0], abs=FLOAT32)
+    assert abs(long[0] - long_off[0]) > 100 * FLOAT32
+
+
 @pytest.mark.parametrize("retrieval", ["on", "off"])
 def test_every_token_of_a_long_text_is_scored_once(adapters: dict[str, RetroLM], retrieval: str) -> None:
     model = adapters[retrieval]
@@ -255,6 +266,7 @@ def test_the_verb_prints_a_table_and_writes_fingerprints(run: Path, tasks: Path,
 
 
 def test_the_datastore_may_be_named(run: Path, tiny_datastore: Datastore) -> None:
-    model = RetroLM(str(run), datastore=str(tiny_datastore.folder), device="cpu", batch_size="auto")
+    # lm-eval's command line says cuda:0 where nobody has named a device.
+    model = RetroLM(str(run), datastore=str(tiny_datastore.folder), device="cuda:0", batch_size="auto")
     assert isinstance(model.language_model.retriever, Retriever)
     assert model.get_model_info()["fingerprints"]["datastore"] == tiny_datastore.fingerprint
