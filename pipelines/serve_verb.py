@@ -4,6 +4,7 @@ options ─► the port is taken ─► datastores and checkpoint are opened ─
                                                                                 └─► new requests 503, the others finish
 """
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -73,7 +74,8 @@ def serve(datastore: str, options: ServeOptions) -> int:
         )
         server = _Server(config, service, "\n".join([*_facts(service, bool(token), options), f"ready: {url}"]))
         server.run(sockets=[listening])
-    print("stopped; what was accepted has been answered" if not service.admission.under_way else "stopped", flush=True)
+    answered = "what was accepted has been answered"
+    print(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}", flush=True)
     return 0
 
 
@@ -84,6 +86,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._admission, self._seconds = service.admission, service.settings.shutdown_seconds
         self._ready, self._stop_at = ready, 0.0
+        self.cut_off = 0  # requests that were under way when the time was over
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -99,6 +102,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self._admission.draining and (not self._admission.under_way or time.monotonic() > self._stop_at):
+            self.cut_off = self._admission.under_way
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -129,15 +133,17 @@ def _is_loopback(host: str) -> bool:
 
 def _bound(host: str, port: int) -> socket.socket:
     """A socket that has the port, so that a taken one is told before anything is opened; nobody is let in yet."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        raise InputError(
-            f"{host}:{port}: {error.strerror}. Name another --host or --port; --port 0 takes any that is free."
-        ) from error
+    with contextlib.ExitStack() as undo:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            bound = undo.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError as error:
+            raise InputError(
+                f"{host}:{port}: {error.strerror}. Name another --host or --port; --port 0 takes any that is free."
+            ) from error
+        undo.pop_all()
     return bound
 
 

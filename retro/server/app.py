@@ -48,7 +48,6 @@ def make_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(service.warm_up)
         yield
-        service.close()
 
     app = FastAPI(
         title=f"retro: {service.name}",

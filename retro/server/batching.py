@@ -18,6 +18,8 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 R = TypeVar("R")
 
+_IDLE_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class _Request(Generic[K, T, R]):
@@ -29,7 +31,7 @@ class _Request(Generic[K, T, R]):
 class Batcher(Generic[K, T, R]):
     """`await batcher(key, items)` returns what `work(key, items)` does, called for several requests at once.
 
-    Works from any number of event loops; the thread starts with the first request.
+    Works from any number of event loops. The thread starts with a request, and ends when none has come for a while.
 
     Args:
         name: of the thread.
@@ -46,9 +48,9 @@ class Batcher(Generic[K, T, R]):
         on_batch: Callable[[int], None] = lambda size: None,
     ) -> None:
         self._work, self._max_batch, self._on_batch = work, max_batch, on_batch
-        self._waiting: queue.SimpleQueue[_Request[K, T, R] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._starting = threading.Lock()
+        self._waiting: queue.SimpleQueue[_Request[K, T, R]] = queue.SimpleQueue()
+        self._name, self._running = name, False
+        self._lock = threading.Lock()  # of `_running`, and so that no request comes between the last look and the end
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -58,39 +60,41 @@ class Batcher(Generic[K, T, R]):
         """Results of the items in their order. Cancelled before its turn, a request is never worked on."""
         if not items:
             return []
-        if self._thread.ident is None:
-            with self._starting:
-                if self._thread.ident is None:
-                    self._thread.start()
         request = _Request[K, T, R](key, items, Future())
-        self._waiting.put(request)
+        with self._lock:
+            self._waiting.put(request)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return await asyncio.wrap_future(request.answer)
 
-    def close(self) -> None:
-        """Let the thread end after what waits."""
-        self._waiting.put(None)
-
     def _run(self) -> None:
-        while (first := self._waiting.get()) is not None:
-            gathered, size, last = [first], len(first.items), False
-            while size < self._max_batch and not last:
-                try:
-                    following = self._waiting.get_nowait()
-                except queue.Empty:
-                    break
-                if following is None:
-                    last = True
-                else:
-                    gathered.append(following)
-                    size += len(following.items)
+        while True:
+            try:
+                first = self._waiting.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    self._running = not self._waiting.empty()
+                    if not self._running:
+                        return
+                continue
             by_key: dict[K, list[_Request[K, T, R]]] = {}
-            for request in gathered:
+            for request in self._gathered(first):
                 if request.answer.set_running_or_notify_cancel():
                     by_key.setdefault(request.key, []).append(request)
             for key, requests in by_key.items():
                 self._answer(key, requests)
-            if last:
-                return
+
+    def _gathered(self, first: _Request[K, T, R]) -> list[_Request[K, T, R]]:
+        """A request and those that wait behind it, up to a batch."""
+        gathered, size = [first], len(first.items)
+        while size < self._max_batch:
+            try:
+                gathered.append(self._waiting.get_nowait())
+            except queue.Empty:
+                break
+            size += len(gathered[-1].items)
+        return gathered
 
     def _answer(self, key: K, requests: list[_Request[K, T, R]]) -> None:
         """Work on requests with one key together; where that fails, on each alone, so that one fails only itself."""

@@ -122,6 +122,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(404, str(error))
     if isinstance(error, InputError):
         return Refused(str(error))
+    if isinstance(error, HTTPException) and error.status_code == 400:
+        return Refused(f"{error.detail}: it must be JSON in UTF-8.")
     if isinstance(error, HTTPException):
         missing = error.status_code == 404
         message = "there is nothing at this path; GET /docs lists what there is." if missing else error.detail

@@ -82,7 +82,3 @@ class Generations:
             stopped.set()
             job.cancel()
             self._waiting.discard(ticket)
-
-    def close(self) -> None:
-        """Take no more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)

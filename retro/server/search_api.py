@@ -83,7 +83,8 @@ def vectors_of(given: Sequence[schemas.Vector], dimension: int) -> list[np.ndarr
                 message = f"vectors[{number}]: not the base64 of little-endian float32 ({error})."
                 raise Refused(message, param="vectors") from error
         else:
-            row = np.array(vector, dtype=np.float32)
+            with np.errstate(over="ignore"):  # told below
+                row = np.array(vector, dtype=np.float32)
         if len(row) != dimension:
             message = f"vectors[{number}] has {len(row)} numbers, the embedder's vectors have {dimension}."
             raise Refused(message, param="vectors")

@@ -110,12 +110,6 @@ class Service:
         if self.language_model is not None:
             self.language_model.score([np.array([self.retriever.tokenizer.bos_id] * 2)])
 
-    def close(self) -> None:
-        """Let the threads end."""
-        for each in (self.search, self.embed, self.score, self.generations):
-            if each is not None:
-                each.close()
-
     # --- the model --------------------------------------------------------------------------------------------------
 
     @property
