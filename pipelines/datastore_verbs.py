@@ -132,7 +132,7 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
 
     from indexing.retriever import Retriever
 
-    hits = Retriever.open(datastore).search([text], options.k)[0]
+    hits = Retriever.open(datastore).search([text], options.k).hits[0]
     if options.json:
         print(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
         return 0

@@ -15,6 +15,7 @@ from indexing.exact import exact_search, recall
 from indexing.faiss_files import ivf_of
 from indexing.overlap import overlap
 from indexing.retriever import Retriever
+from indexing.sharded_index import ShardedIndex
 from indexing.store.artefact import MANIFEST, read_manifest
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.files import read_json, write_json
@@ -152,7 +153,9 @@ def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
 
 def _skew(retriever: Retriever) -> float | None:
     """Chunks in the largest inverted list over the mean, over all shards of the datastore's own index; None without lists."""
-    parts = [ivf for shard in retriever.indexes[0].each() if (ivf := ivf_of(shard)) is not None]
+    index = retriever.indexes[0]
+    assert isinstance(index, ShardedIndex)  # opened here, from its folder
+    parts = [ivf for shard in index.each() if (ivf := ivf_of(shard)) is not None]
     if not parts:
         return None
     sizes = np.sum([[ivf.get_list_size(number) for number in range(ivf.nlist)] for ivf in parts], axis=0)

@@ -26,6 +26,7 @@ import numpy as np
 
 from indexing.store import remote
 from indexing.store.deleted import deleted_ranges, without_deleted
+from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.reading import RangedArray, Reading, check_rows
@@ -250,44 +251,34 @@ class Split:
         """Chunk ids [...] int64 with -1 for those of deleted documents; only documents of `train` are ever found."""
         return without_deleted(ids, deleted_ranges(self.folder)) if self.name == "train" else ids
 
+    @cached_property
+    def documents(self) -> DocumentTable:
+        """What is known of each document: the rows of `documents.parquet`."""
+        folders = [self.folder / "chunks" / shard_name(s) / self.name for s in range(len(self.document_rows))]
+        return DocumentTable([folder / "documents.parquet" for folder in folders], self.document_rows)
+
     def find_documents(self, ids: Sequence[str]) -> list[int]:
         """The numbers of the documents with these ids, all of them where several share one.
 
         Raises:
             InputError: there is none with an id.
         """
-        import pyarrow.parquet
-
-        wanted, found, number = set(ids), list[int](), 0
+        wanted, found = set(ids), list[int]()
         missing = set(wanted)
-        for shard, rows in enumerate(self.document_rows):
-            path = remote.present(self.folder / "chunks" / shard_name(shard) / self.name / "documents.parquet")
-            names = pyarrow.parquet.read_table(path, columns=["id"])["id"].to_pylist()
-            found += [number + row for row, name in enumerate(names) if name in wanted]
+        for first, table in self.documents.scan(["id"]):
+            names = table["id"].to_pylist()
+            found += [first + row for row, name in enumerate(names) if name in wanted]
             missing.difference_update(names)
-            number += rows
         if missing:
             raise InputError(
-                f"{self.folder} has no document {sorted(missing)[0]!r} among its {number:,} of {self.name}"
+                f"{self.folder} has no document {sorted(missing)[0]!r} among its {self.num_documents:,} of {self.name}"
                 + (f" ({len(missing):,} of the ids are unknown)." if len(missing) > 1 else ".")
             )
         return found
 
     def metadata(self, documents: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of `documents.parquet` for these document numbers, as dictionaries."""
-        import pyarrow.parquet
-
-        first_documents = np.concatenate([[0], np.cumsum(self.document_rows, dtype=np.int64)])
-        shards = np.searchsorted(first_documents, documents, side="right") - 1
-        out: list[dict[str, Any]] = [{} for _ in documents]
-        for shard in np.unique(shards):
-            path = remote.present(self.folder / "chunks" / shard_name(int(shard)) / self.name / "documents.parquet")
-            table = pyarrow.parquet.read_table(path)
-            rows = np.flatnonzero(shards == shard)
-            picked = table.take([documents[row] - int(first_documents[shard]) for row in rows]).to_pylist()
-            for row, values in zip(rows, picked, strict=True):
-                out[row] = values
-        return out
+        return self.documents.take(documents)
 
 
 @dataclass(frozen=True)

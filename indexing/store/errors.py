@@ -7,3 +7,7 @@ class InputError(ValueError):
     The message names what is wrong, what was found, what is accepted, and what to do next. The command line prints it
     without a traceback and exits with status 2; everything else that escapes is a bug of ours.
     """
+
+
+class NotFound(InputError):
+    """There is nothing with the id that was asked for; over HTTP, 404."""

@@ -118,17 +118,17 @@ class RetrievalSet:
 # --- what fits together ----------------------------------------------------------------------------------------------
 
 
-def check_searchable(datastore: Datastore, other: Datastore) -> None:
-    """Raise InputError unless the chunks of one datastore may be neighbors of another's."""
+def check_searchable(datastore: Datastore, other: Datastore, key: str = "neighbors.also") -> None:
+    """Raise InputError, naming the setting `key`, unless the chunks of one datastore may be neighbors of another's."""
     if datastore.chunk_length != other.chunk_length:
         raise InputError(
-            f"neighbors.also: {other.folder} has chunks of {other.chunk_length} tokens, {datastore.folder} of "
+            f"{key}: {other.folder} has chunks of {other.chunk_length} tokens, {datastore.folder} of "
             f"{datastore.chunk_length}. Build it again with the same chunks.chunk_length."
         )
-    check_tokenizer(datastore, other, "neighbors.also")
+    check_tokenizer(datastore, other, key)
     if embedder_identity(datastore) != embedder_identity(other):
         raise InputError(
-            f"neighbors.also: the embedders of {other.folder} and {datastore.folder} give different vectors. Build one of "
+            f"{key}: the embedders of {other.folder} and {datastore.folder} give different vectors. Build one of "
             f"them again with the other's: the same embedder.kind and settings, for the lexical one embedder.path = the other."
         )
 

@@ -189,12 +189,12 @@ def searched(tmp_path, tiny_datastore: Datastore) -> tuple[Datastore, Retriever]
 def test_deleted_documents_appear_in_no_result_at_once(searched, capsys) -> None:
     datastore, retriever = searched
     text = retriever.tokenizer.decode(datastore.train.tokens.gather(np.array([40]))[0])
-    hits = retriever.search([text], 5)[0]
+    hits = retriever.search([text], 5).hits[0]
     victims = sorted({hit.document["id"] for hit in hits})
     print_before = datastore.fingerprint
     assert main(["delete", str(datastore.folder), "--ids", *victims]) == 0
     assert f"{len(victims)} documents deleted" in capsys.readouterr().out
-    after = retriever.search([text], 5)[0]  # the one opened before
+    after = retriever.search([text], 5).hits[0]  # the one opened before
     assert len(after) == 5
     assert not {hit.document["id"] for hit in after} & set(victims)
     assert datastore.fingerprint != print_before
@@ -216,7 +216,7 @@ def test_deleting_nearly_everything_leaves_the_rest_to_be_found(searched) -> Non
     datastore, retriever = searched
     ids = [row["id"] for row in datastore.train.metadata(range(datastore.train.num_documents))]
     assert main(["delete", str(datastore.folder), "--ids", *ids[1:]]) == 0
-    hits = retriever.search(["alpha beta"], 3)[0]
+    hits = retriever.search(["alpha beta"], 3).hits[0]
     assert {hit.document["id"] for hit in hits} == {ids[0]}
 
 

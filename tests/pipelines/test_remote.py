@@ -183,13 +183,13 @@ def test_near_copies_are_found_at_a_url(bucket, tmp_path, tiny_corpus, another_m
 def test_documents_are_deleted_at_the_url_and_everyone_sees_it(url, another_machine, capsys) -> None:
     another_machine()
     whole = Datastore.open(url)
-    victim = Retriever.open(url).search(["search model index"], 1)[0][0].document["id"]
+    victim = Retriever.open(url).search(["search model index"], 1).hits[0][0].document["id"]
     here = another_machine()
     assert main(["delete", url, "--ids", victim]) == 0
     assert "1 documents deleted" in capsys.readouterr().out
     assert "deleted.npy" in fetched(here)
     there = another_machine()
-    assert not {hit.document["id"] for hit in Retriever.open(url).search(["search model index"], 9)[0]} & {victim}
+    assert not {hit.document["id"] for hit in Retriever.open(url).search(["search model index"], 9).hits[0]} & {victim}
     assert "deleted.npy" in fetched(there)
     assert Datastore.open(url).fingerprint != whole.fingerprint
     filesystem, root = fsspec.core.url_to_fs(url)
@@ -224,7 +224,7 @@ def test_a_datastore_at_a_url_is_searched_inspected_and_trained_from(
     config: Config, url: str, tiny_datastore, tmp_path, another_machine, capsys
 ) -> None:
     another_machine()
-    hits = [Retriever.open(where).search(["search model index"], 3) for where in (url, tiny_datastore.folder)]
+    hits = [Retriever.open(where).search(["search model index"], 3).hits for where in (url, tiny_datastore.folder)]
     assert hits[0] == hits[1]
     assert main(["inspect", url]) == 0
     assert tiny_datastore.fingerprint in capsys.readouterr().out

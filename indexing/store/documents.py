@@ -1,0 +1,99 @@
+"""Rows of `documents.parquet`: what is known of each document, by its number.
+
+    document number → shard and row group → the group, read once and kept for a while → its row as a dictionary
+
+Row groups hold ten thousand documents and more, so neither a lookup nor a scan of a column needs a shard in memory.
+"""
+
+import bisect
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from indexing.store.remote import present
+
+_GROUPS_KEPT = 64  # row groups, of about a megabyte each
+_ROWS_KEPT = 65_536
+
+
+class DocumentTable:
+    """The `documents.parquet` of several shards read as one table. Several threads may read at once.
+
+    Args:
+        paths: the files, in order.
+        rows: documents in each.
+    """
+
+    def __init__(self, paths: Sequence[Path], rows: Sequence[int]) -> None:
+        self.paths, self.rows = tuple(paths), tuple(rows)
+        self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
+        self._file = lru_cache(maxsize=None)(self._open_file)
+        self._group = lru_cache(maxsize=_GROUPS_KEPT)(self._read_group)
+        self._row = lru_cache(maxsize=_ROWS_KEPT)(self._read_row)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DocumentTable, (self.paths, self.rows)  # caches stay behind
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that hold one value a document."""
+        import pyarrow as pa
+
+        if not self.paths:
+            return []
+        schema = self._file(0)[0]
+        return [field.name for field in schema if not pa.types.is_nested(field.type)]
+
+    def take(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows of these documents, each a dictionary of its own."""
+        return [dict(self._row(int(number))) for number in numbers]
+
+    def scan(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """The number of the first document, and some columns as a pyarrow table, of one row group after the other."""
+        for shard, start in enumerate(self.starts[:-1].tolist()):
+            first_rows = self._file(shard)[1]
+            for group, row in enumerate(first_rows[:-1]):
+                yield start + row, self._parquet(shard).read_row_group(group, columns=list(columns))
+
+    def find(self, document_id: str) -> Iterator[int]:
+        """The numbers of the documents with this id, in order; one column is read as far as is asked for."""
+        import pyarrow.compute as pc
+
+        for first, table in self.scan(["id"]):
+            found = pc.indices_nonzero(pc.equal(table["id"], document_id))
+            yield from (first + row for row in found.to_pylist())
+
+    def _open_file(self, shard: int) -> tuple[Any, list[int]]:
+        """Schema, and first row of each row group with the number of all rows."""
+        parquet = self._parquet(shard)
+        sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+        if sum(sizes) < self.rows[shard]:
+            raise InputError(
+                f"{self.paths[shard]} has {sum(sizes)} rows, the datastore's manifest says {self.rows[shard]}."
+            )
+        return parquet.schema_arrow, np.cumsum([0, *sizes]).tolist()
+
+    def _parquet(self, shard: int) -> Any:
+        # Opened for each read: a ParquetFile must not be read by two threads at once.
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = present(self.paths[shard])
+        try:
+            return pq.ParquetFile(path)
+        except (FileNotFoundError, pa.ArrowInvalid) as error:
+            raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
+
+    def _read_group(self, shard: int, group: int) -> Any:
+        return self._parquet(shard).read_row_group(group)
+
+    def _read_row(self, number: int) -> dict[str, Any]:
+        shard = int(np.searchsorted(self.starts, number, side="right")) - 1
+        row = number - int(self.starts[shard])
+        first_rows = self._file(shard)[1]
+        group = bisect.bisect_right(first_rows, row) - 1
+        return self._group(shard, group).slice(row - first_rows[group], 1).to_pylist()[0]
