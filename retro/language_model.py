@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from indexing.retriever import Retriever
+from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
 from retro.checkpoint import Checkpoint, load_model, open_checkpoint
+from retro.decoding import Decoder, Retrieve
 from retro.device import Placement, place
-from retro.generation import GenerationSettings, generate
-from retro.loss import token_losses
+from retro.generation import GenerationSettings, Piece, generate
 from retro.model import Retro
+from retro.scoring import Scores, score
 
 
 @dataclass(frozen=True)
@@ -73,48 +74,73 @@ class LanguageModel:
         if not retrieval or not opened.model.cca_layers:
             retriever = None
         model = load_model(opened, placement.device)
+        placement.cast(model)
         return cls(opened, model, tokenizer, retriever, placement, opened.settings["data"]["sequence_length"])
 
     def score(self, sequences: Sequence[np.ndarray], k: int = 0) -> list[np.ndarray]:
         """Log-probabilities in nats of each token of some sequences but the first, which has nothing before it.
 
         Args:
-            sequences: token ids [t] of each, with the beginning of the document where one is meant; 1 ≤ t ≤ context.
+            sequences: token ids [t] of each, with the beginning of the document where one is meant; t ≥ 1. What is longer
+                than the context is read by windows that overlap by half (`retro/scoring.py`).
             k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
 
         Returns:
             [t - 1] float64 of each sequence.
+
+        Raises:
+            InputError: a sequence is empty or has ids outside the vocabulary; k is not 0 and there is no retriever.
         """
-        return [self._score(np.asarray(each, dtype=np.int64), k) for each in sequences]
+        return [scores.log_probabilities for scores in self.score_with_likeliest(sequences, k, top=0)]
 
-    @torch.inference_mode()
-    def _score(self, tokens: np.ndarray, k: int) -> np.ndarray:
-        m = self.model.settings.chunk_length
-        full = len(tokens) // m
-        tensors = {"tokens": torch.from_numpy(tokens[None]), "neighbors": None, "neighbor_lengths": None}
-        if k and full and self.retriever is not None:
-            neighbors, lengths = self.retriever.neighbors(tokens[: full * m].reshape(-1, m), k)
-            tensors |= {
-                "neighbors": torch.from_numpy(neighbors[None]),
-                "neighbor_lengths": torch.from_numpy(lengths[None]),
-            }
-        with self.placement.autocast():
-            hidden = self.model.hidden(**self.placement.put(tensors))
-            labels = self.placement.put({"labels": torch.from_numpy(tokens[None, 1:])})["labels"]
-            losses = token_losses(hidden[:, :-1], self.model.output_weight, labels)
-        scores: np.ndarray = -losses[0].double().cpu().numpy()
-        return scores
+    def score_with_likeliest(self, sequences: Sequence[np.ndarray], k: int = 0, top: int = 1) -> list[Scores]:
+        """As `score`, and the likeliest `top` tokens at every place."""
+        checked = [self._checked(each, f"sequences[{number}]") for number, each in enumerate(sequences)]
+        if top < 0:
+            raise InputError(f"top = {top}: must be 0 or more.")
+        return score(self.model, checked, self.placement, context=self.context, retrieve=self._retrieve(k), top=top)
 
-    def generate(self, prompt: np.ndarray, settings: GenerationSettings, k: int = 0) -> Iterator[int]:
-        """Tokens that continue a prompt [t], which begins with the beginning of a document."""
+    def generate(
+        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int = 0
+    ) -> Iterator[list[Piece]]:
+        """Continue prompts together: after every step a piece for each row that is not finished.
+
+        Args:
+            prompts: token ids [t] of each, which begin with the beginning of a document; t ≥ 1.
+            settings: length and sampling.
+            k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
+
+        Raises:
+            InputError: as `score`, at once and not at the first step.
+        """
+        checked = [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)]
+        decoder = Decoder(self.model, self.placement, self.context, self._retrieve(k))
+        return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id)
+
+    def _retrieve(self, k: int) -> Retrieve | None:
+        """What finds k neighbors of chunks; None for k = 0, and for a model that reads none."""
+        if k < 0:
+            raise InputError(f"k = {k}: must be 0 (retrieval OFF) or more.")
+        if not k or not self.model.settings.cca_layers:
+            return None
         retriever = self.retriever
-        retrieve = (lambda chunks: retriever.neighbors(chunks, k)) if k and retriever is not None else None
-        return generate(
-            self.model,
-            prompt,
-            settings,
-            self.placement,
-            eos_id=self.tokenizer.eos_id,
-            context=self.context,
-            retrieve=retrieve,
-        )
+        if retriever is None:
+            raise InputError(f"k = {k}: the model was opened without retrieval; use k = 0.")
+        return lambda chunks: retriever.neighbors(chunks, k)
+
+    def _checked(self, tokens: np.ndarray, name: str) -> np.ndarray:
+        """Tokens as int64.
+
+        Raises:
+            InputError: they are none, no row of whole numbers, or outside the vocabulary.
+        """
+        row, size = np.asarray(tokens), self.model.settings.vocab_size
+        if row.ndim != 1 or not len(row):
+            raise InputError(f"{name} has the shape {row.shape}: give a row of tokens, at least one.")
+        if not np.issubdtype(row.dtype, np.integer):
+            raise InputError(f"{name} is of type {row.dtype}: token ids are whole numbers.")
+        row = row.astype(np.int64)
+        if row.min() < 0 or row.max() >= size:
+            outside = row[(row < 0) | (row >= size)][0]
+            raise InputError(f"{name} holds the token id {outside}: ids of this model are 0 to {size - 1}.")
+        return row

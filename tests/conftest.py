@@ -195,6 +195,16 @@ def tiny_model(tiny_datastore: Datastore) -> Retro:
     return Retro(replace(settings, vocab_size=int(tiny_datastore.manifest["vocab_size"])))
 
 
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
+    """A run of eight steps on `tiny_datastore`, with its checkpoints. Read only."""
+    from retro.trainer import train
+
+    config = replace(tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus), datastore=tiny_datastore.folder)
+    train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)
+    return config.run
+
+
 _S3_SERVER = """
 import threading
 from moto.server import ThreadedMotoServer

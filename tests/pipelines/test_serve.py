@@ -1,0 +1,206 @@
+"""`retro serve` as a process: what it says, who may ask, how it stops, what it does when too many ask."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from indexing.store.datastore import Datastore
+from pipelines.cli import main
+
+TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
+LONG = {"prompt": TEXT, "temperature": 1, "top_k": 0, "top_p": 1, "seed": 3}
+
+
+class Serving:
+    """A running `retro serve`."""
+
+    def __init__(self, process: subprocess.Popen, said: str) -> None:
+        self.process, self.said = process, said
+        found = re.search(r"^ready: (\S+)$", said, re.MULTILINE)
+        assert found is not None
+        self.url = found[1]
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[Serving]:
+    command = [sys.executable, "-m", "pipelines.cli", "serve", *arguments, "--port", "0"]
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            lines: list[str] = []
+            while not lines or not lines[-1].startswith("ready: "):
+                lines.append(process.stdout.readline())
+                assert lines[-1], process.stderr.read() if process.stderr else ""
+            yield Serving(process, "".join(lines))
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def with_token(tiny_datastore: Datastore, tiny_run: Path) -> Iterator[Serving]:
+    """One server for most tests: with a model, a token, and room for four requests."""
+    limits = ("--max-requests", "4", "--max-tokens", "100000", "--name", "tiny")
+    folder = str(tiny_datastore.folder)
+    with serving(folder, "--checkpoint", str(tiny_run), *limits, RETRO_TOKEN="right") as running:
+        yield running
+
+
+def asking(server: Serving, token: str = "right") -> httpx.Client:
+    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {token}"}, timeout=30)
+
+
+def test_it_says_what_it_serves(with_token: Serving, tiny_datastore: Datastore) -> None:
+    assert f"{tiny_datastore.train.num_chunks:,} chunks" in with_token.said
+    assert "model: tiny, step 8" in with_token.said
+    assert "token: that of RETRO_TOKEN" in with_token.said
+    assert with_token.url.startswith("http://127.0.0.1:")
+
+
+def test_who_has_the_token_may_ask(with_token: Serving) -> None:
+    with asking(with_token) as client:
+        assert client.post("/search", json={"texts": [TEXT]}).json()["results"][0]
+        assert client.get("/datastore").json()["model"]["name"] == "tiny"
+        assert "retro_requests_total" in client.get("/metrics").text
+    with asking(with_token, "wrong") as client:
+        for path in ("/datastore", "/metrics", "/docs", "/openapi.json", "/v1/models"):
+            assert client.get(path).status_code == 401
+        assert client.post("/search", json={"texts": [TEXT]}).status_code == 401
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["with Content-Length", "chunked"])
+def test_a_body_that_is_too_long(with_token: Serving, said: bool) -> None:
+    whole = b"x" * (5 * 2**20)
+    parts = (whole[start : start + 2**16] for start in range(0, len(whole), 2**16))
+    with asking(with_token) as client:
+        try:
+            response = client.post("/search", content=whole if said else parts)
+        except (httpx.WriteError, httpx.ReadError):  # the server has hung up, as it may
+            pass
+        else:
+            assert response.status_code == 413
+        assert client.post("/search", json={"texts": [TEXT]}).status_code == 200
+
+
+def test_overload_is_told_and_passes(with_token: Serving) -> None:
+    def generate(_: int) -> httpx.Response:
+        with asking(with_token) as client:
+            return client.post("/generate", json={**LONG, "max_tokens": 100})
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(generate, range(12)))
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 4
+    for answer in answers:
+        if answer.status_code == 429:
+            assert answer.json()["error"]["type"] == "overloaded"
+            assert answer.headers["Retry-After"]
+    assert generate(0).status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_run: Path, number: int) -> None:
+    with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), "--max-tokens", "100000") as server:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            body = {**LONG, "max_tokens": 200, "stream": True}
+            with client.stream("POST", "/generate", json=body) as stream:
+                events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+                first = next(events)
+                server.process.send_signal(number)
+                until = time.monotonic() + 10
+                while httpx.get(server.url + "/ready").status_code == 200:
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
+                refused = httpx.post(server.url + "/search", json={"texts": [TEXT]})
+                assert (refused.status_code, refused.json()["error"]["type"]) == (503, "unavailable")
+                *rest, last, done = events
+        assert done == "[DONE]"
+        assert json.loads(last)["finish_reason"] in ("length", "stop")
+        assert "error" not in first + "".join(rest)
+        assert server.process.wait(20) == 0
+        assert server.process.stdout is not None
+        assert "has been answered" in server.process.stdout.read()
+        assert server.process.stderr is not None
+        assert "Traceback" not in server.process.stderr.read()
+
+
+def test_shutdown_waits_only_so_long(tiny_datastore: Datastore, tiny_run: Path) -> None:
+    limits = ("--max-tokens", "1000000", "--shutdown-seconds", "0.3", "--name", "tiny")
+    with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
+        with httpx.stream(
+            "POST", server.url + "/generate", json={**LONG, "max_tokens": 10**6, "stream": True}
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            started = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(httpx.TransportError):
+                for _ in lines:
+                    pass
+        assert server.process.wait(20) == 0
+        assert server.process.stdout is not None
+        assert "1 requests were cut off" in server.process.stdout.read()
+        assert time.monotonic() - started < 10
+
+
+# --- what is wrong is told in one line -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(capsys):
+    def run(*arguments: str) -> str:
+        assert main(["serve", *arguments]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_port_that_is_taken(tiny_datastore: Datastore, said) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"127.0.0.1:{port}: Address already in use. Name another" in said(
+            str(tiny_datastore.folder), "--port", port
+        )
+
+
+def test_options_that_cannot_be(tiny_datastore: Datastore, tmp_path: Path, said) -> None:
+    folder = str(tiny_datastore.folder)
+    assert "is not a datastore" in said(str(tmp_path), "--port", "0")
+    assert "port = 70000" in said(folder, "--port", "70000")
+    assert "max_k = 0" in said(folder, "--max-k", "0")
+    assert "NO_SUCH_VARIABLE is not set" in said(folder, "--token-env", "NO_SUCH_VARIABLE")
+    assert "--max-k" in said(folder, "--max-kk", "5")
+    assert "neither a checkpoint" in said(folder, "--port", "0", "--checkpoint", str(tmp_path / "none"))
+    assert "no-such-host.invalid" in said(folder, "--host", "no-such-host.invalid")
+
+
+def test_a_token_that_no_header_can_hold(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
+    monkeypatch.setenv("RETRO_TOKEN", "geheim ß")
+    assert "ASCII" in said(str(tiny_datastore.folder))
+
+
+def test_everybody_may_ask_is_warned_of(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.delenv("RETRO_TOKEN", raising=False)
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        main(["serve", str(tiny_datastore.folder), "--host", "0.0.0.0", "--port", port])
+    assert "without a token" in capsys.readouterr().err
+    monkeypatch.setenv("RETRO_TOKEN", "right")
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        main(["serve", str(tiny_datastore.folder), "--host", "0.0.0.0", "--port", port])
+    assert "without a token" not in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""A tiny datastore and a tiny checkpoint behind HTTP: in this process, and behind a real socket."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from indexing.retriever import Retriever
+from indexing.store.datastore import Datastore
+from retro.language_model import LanguageModel
+from retro.server.app import make_app
+from retro.server.settings import ServeSettings
+
+TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
+
+
+@pytest.fixture(scope="session")
+def retriever(tiny_datastore: Datastore) -> Retriever:
+    return Retriever.open(tiny_datastore.folder)
+
+
+@pytest.fixture(scope="session")
+def language_model(tiny_run: Path, retriever: Retriever) -> LanguageModel:
+    return LanguageModel.open(tiny_run, retriever, "cpu")
+
+
+Make = Callable[..., FastAPI]
+
+
+@pytest.fixture(scope="session")
+def app_with(retriever: Retriever, language_model: LanguageModel) -> Make:
+    """Makes an app: keywords are its settings, `token`, and `model=False` for one without a language model."""
+
+    def make(token: str = "", model: bool = True, **settings) -> FastAPI:
+        return make_app(
+            retriever, language_model if model else None, ServeSettings(name="tiny", **settings), token=token
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def client(app_with: Make) -> Iterator[TestClient]:
+    """A client of an app with all defaults."""
+    with TestClient(app_with()) as opened:
+        yield opened
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """The URL at which an app answers, from a thread of this process."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def url(app_with: Make) -> Iterator[str]:
+    """The URL of an app with all defaults."""
+    with listening(app_with()) as opened:
+        yield opened

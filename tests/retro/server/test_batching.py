@@ -1,0 +1,117 @@
+"""Requests that come together are worked on together, and no answer depends on the company."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from indexing.store.errors import InputError
+from retro.server import batching
+from retro.server.batching import Batcher
+
+
+class Work:
+    """Doubles numbers; the first call waits until it is let go; 13 cannot be doubled."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int]]] = []
+        self.let_go, self.begun = threading.Event(), threading.Event()
+
+    def __call__(self, key: str, items: list[int]) -> list[int]:
+        self.calls.append((key, list(items)))
+        self.begun.set()
+        assert self.let_go.wait(10)
+        if 13 in items:
+            raise InputError("13")
+        return [2 * item for item in items]
+
+
+async def gathered(batcher: Batcher, work: Work, requests: list[tuple[str, list[int]]]) -> list:
+    """Answers of requests that came while the worker was busy."""
+    busy = asyncio.ensure_future(batcher("first", [0]))
+    await asyncio.to_thread(work.begun.wait, 10)
+    waiting = [asyncio.ensure_future(batcher(*request)) for request in requests]
+    await asyncio.sleep(0)
+    assert len(batcher) == len(requests)
+    work.let_go.set()
+    assert await busy == [0]
+    return await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def test_what_waits_with_one_key_is_one_call_and_each_gets_its_own() -> None:
+    work, sizes = Work(), list[int]()
+    batcher = Batcher("test", work, 100, sizes.append)
+    answers = asyncio.run(gathered(batcher, work, [("a", [1, 2]), ("b", [3]), ("a", [4])]))
+    assert answers == [[2, 4], [6], [8]]
+    assert work.calls == [("first", [0]), ("a", [1, 2, 4]), ("b", [3])]
+    assert sizes == [1, 3, 1]
+
+
+def test_a_batch_is_no_larger_than_allowed() -> None:
+    work = Work()
+    batcher = Batcher("test", work, 2)
+    assert asyncio.run(gathered(batcher, work, [("a", [n]) for n in range(5)])) == [[2 * n] for n in range(5)]
+    assert [items for _, items in work.calls] == [[0], [0, 1], [2, 3], [4]]
+
+
+def test_an_idle_worker_starts_at_once() -> None:
+    work = Work()
+    work.let_go.set()
+    batcher = Batcher("test", work, 100)
+
+    async def one_by_one() -> list[list[int]]:
+        return [await batcher("a", [n]) for n in range(3)]
+
+    assert asyncio.run(one_by_one()) == [[0], [2], [4]]
+    assert len(work.calls) == 3
+    # Another event loop may go on with the same worker.
+    assert asyncio.run(one_by_one()) == [[0], [2], [4]]
+
+
+def test_one_bad_request_fails_alone() -> None:
+    work = Work()
+    good, bad, also_good = asyncio.run(
+        gathered(Batcher("test", work, 100), work, [("a", [1]), ("a", [13]), ("a", [2])])
+    )
+    assert (good, also_good) == ([2], [4])
+    assert isinstance(bad, InputError)
+
+
+def test_what_was_cancelled_is_not_worked_on() -> None:
+    work = Work()
+    batcher = Batcher("test", work, 100)
+
+    async def cancelled() -> None:
+        busy = asyncio.ensure_future(batcher("first", [0]))
+        await asyncio.to_thread(work.begun.wait, 10)
+        gone = asyncio.ensure_future(batcher("a", [1]))
+        stays = asyncio.ensure_future(batcher("a", [2]))
+        await asyncio.sleep(0)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        work.let_go.set()
+        assert await asyncio.gather(busy, stays) == [[0], [4]]
+
+    asyncio.run(cancelled())
+    assert work.calls == [("first", [0]), ("a", [2])]
+
+
+def test_nothing_to_do_needs_no_worker() -> None:
+    work = Work()
+    assert asyncio.run(Batcher("test", work, 100)("a", [])) == []
+    assert work.calls == []
+
+
+def test_the_thread_ends_when_idle_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_IDLE_SECONDS", 0.02)
+    work = Work()
+    work.let_go.set()
+    batcher = Batcher("ends when idle", work, 100)
+    for _ in range(3):
+        assert asyncio.run(batcher("a", [1])) == [2]
+        until = time.monotonic() + 5
+        while any(thread.name == "ends when idle" for thread in threading.enumerate()):
+            assert time.monotonic() < until
+            time.sleep(0.01)

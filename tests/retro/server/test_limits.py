@@ -1,0 +1,266 @@
+"""Who may come in, how much, how long: every limit has its own answer, and none is a stack trace."""
+
+import asyncio
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from retro.server.errors import ApiError
+from retro.server.limits import Admission, Limits
+from retro.server.metrics import Metrics
+from retro.server.settings import ServeSettings
+from tests.retro.server.conftest import TEXT, Make, listening
+
+
+def limited(inner: Callable, admission: Admission | None = None, token: str = "", **settings) -> Limits:
+    return Limits(
+        inner,
+        settings=ServeSettings(**settings),
+        admission=admission or Admission(),
+        metrics=Metrics(),
+        token=token,
+        public=frozenset({"/ready"}),
+    )
+
+
+async def echo(scope, receive, send) -> None:
+    """Answers with the body that it was sent."""
+    body = (await receive())["body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def asked(app: Limits, *requests: dict) -> list[httpx.Response]:
+    """Answers to requests that are sent at the same time."""
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await asyncio.gather(
+                *(client.request(**{"method": "POST", "url": "/x", **each}) for each in requests)
+            )
+
+    return asyncio.run(ask())
+
+
+def reason(response) -> tuple[int, str]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in error["message"]
+    return response.status_code, error["type"]
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_a_body_within_the_limit_comes_through(size: int) -> None:
+    (response,) = asked(limited(echo, max_body_bytes=1000), {"content": b"x" * size})
+    assert (response.status_code, response.content) == (200, b"x" * size)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["with Content-Length", "chunked"])
+def test_a_longer_body_is_refused_and_not_kept(said: bool) -> None:
+    sent = 0
+
+    async def parts():
+        nonlocal sent
+        for _ in range(1000):
+            sent += 100
+            yield b"x" * 100
+
+    (response,) = asked(limited(echo, max_body_bytes=1000), {"content": b"x" * 1001 if said else parts()})
+    assert reason(response) == (413, "request_too_large")
+    assert "1,000 bytes" in response.json()["error"]["message"]
+    assert sent <= 1200
+
+
+# --- token -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", ["", "Bearer", "Bearer wrong", "Basic right", "right", "Bearer right2", "Bearer righ"])
+def test_without_the_token_nothing_is_answered(sent: str) -> None:
+    headers = {"Authorization": sent} if sent else {}
+    (response,) = asked(limited(echo, token="right"), {"headers": headers})
+    assert reason(response) == (401, "authentication_error")
+    assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("sent", ["Bearer right", "bearer right"])
+def test_with_it_everything_and_without_it_what_is_public(sent: str) -> None:
+    answers = asked(limited(echo, token="right"), {"headers": {"Authorization": sent}}, {"url": "/ready"})
+    assert [each.status_code for each in answers] == [200, 200]
+
+
+# --- load ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_request_too_many_is_told_to_come_again_and_then_it_works() -> None:
+    async def overloaded() -> None:
+        go_on = asyncio.Event()
+
+        async def slow(scope, receive, send) -> None:
+            await go_on.wait()
+            await echo(scope, receive, send)
+
+        app = limited(slow, max_requests=2)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            accepted = [asyncio.ensure_future(client.post("/x")) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            refused = await client.post("/x")
+            assert reason(refused) == (429, "overloaded")
+            assert int(refused.headers["Retry-After"]) > 0
+            go_on.set()
+            assert [each.status_code for each in await asyncio.gather(*accepted)] == [200, 200]
+            assert (await client.post("/x")).status_code == 200
+
+    asyncio.run(overloaded())
+
+
+def test_who_shuts_down_takes_nothing_new() -> None:
+    (response,) = asked(limited(echo, Admission(draining=True)), {})
+    assert reason(response) == (503, "unavailable")
+
+
+def test_readiness_follows(app_with: Make) -> None:
+    app = app_with()
+    with TestClient(app) as client:
+        assert client.get("/ready").json() == {"status": "ready"}
+        app.state.service.admission.draining = True
+        assert reason(client.get("/ready")) == (503, "unavailable")
+        assert client.get("/health").status_code == 200
+        assert client.get("/metrics").status_code == 200
+        assert reason(client.post("/search", json={"texts": ["a"]})) == (503, "unavailable")
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_takes_too_long_is_ended() -> None:
+    ended = []
+
+    async def forever(scope, receive, send) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(True)
+            raise
+
+    admission = Admission()
+    (response,) = asked(limited(forever, admission, request_seconds=0.05), {})
+    assert reason(response) == (504, "timeout")
+    assert "0.05 s" in response.json()["error"]["message"]
+    assert ended == [True]
+    assert admission.under_way == 0
+
+
+def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason(app_with: Make) -> None:
+    body = {"prompt": TEXT, "max_tokens": 100_000, "temperature": 1, "top_k": 0, "top_p": 1, "seed": 3}
+    with TestClient(app_with(max_tokens=100_000, request_seconds=0.3)) as client:
+        assert reason(client.post("/generate", json=body)) == (504, "timeout")
+        streamed = client.post("/generate", json=body | {"stream": True})
+    assert streamed.status_code == 200
+    *_, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+    assert json.loads(error)["error"]["type"] == "timeout"
+    assert done == "[DONE]"
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fault_has_an_id_that_stands_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(scope, receive, send) -> None:
+        raise RuntimeError("secret details")
+
+    with caplog.at_level(logging.ERROR, logger="retro.server"):
+        (response,) = asked(limited(broken), {})
+    assert reason(response) == (500, "internal_error")
+    assert "secret" not in response.text
+    number = re.search(r"error (\w+)\.", response.json()["error"]["message"])
+    assert number is not None
+    assert number[1] in caplog.text
+    assert "secret details" in caplog.text
+
+
+def test_what_is_meant_for_the_client_is_told(client: TestClient) -> None:
+    assert reason(client.get("/nothing")) == (404, "not_found")
+    assert reason(client.delete("/search")) == (405, "method_not_allowed")
+    assert reason(client.post("/search", content=b"{", headers={"Content-Type": "application/json"}))[0] == 422
+    assert reason(client.post("/search", json={"texts": ["a"], "nonsense": 1}))[0] == 422
+    assert reason(client.post("/v1/embeddings", json={"nonsense": 1}))[0] == 400
+
+
+def test_the_message_of_an_error_may_hold_anything() -> None:
+    async def odd(scope, receive, send) -> None:
+        raise ApiError(422, "half a character: \ud800")
+
+    (response,) = asked(limited(odd), {})
+    assert reason(response) == (422, "invalid_request_error")
+
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_says_what_a_browser_may_do(client: TestClient) -> None:
+    for response in (client.get("/health"), client.get("/nothing"), client.post("/search", json={})):
+        assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+        assert "Access-Control-Allow-Origin" not in response.headers
+
+
+def test_other_origins_may_ask_where_a_setting_says_so(app_with: Make) -> None:
+    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with TestClient(app_with(token="right", cors_origins=("https://a.example",))) as client:
+        allowed = client.options("/search", headers=asks)
+        assert allowed.headers["Access-Control-Allow-Origin"] == "https://a.example"
+        refused = client.options("/search", headers=asks | {"Origin": "https://b.example"})
+        assert "Access-Control-Allow-Origin" not in refused.headers
+    with TestClient(app_with()) as client:
+        assert "Access-Control-Allow-Origin" not in client.options("/search", headers=asks).headers
+
+
+# --- clients that go away --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_stops_its_generation(app_with: Make, stream: bool) -> None:
+    app: FastAPI = app_with(max_tokens=100_000)
+    admission = app.state.service.admission
+    with listening(app) as url:
+        body = json.dumps(
+            {"prompt": TEXT, "max_tokens": 100_000, "temperature": 1, "seed": 3, "stream": stream}
+        ).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as connection:
+            connection.sendall(head.encode() + body)
+            wait_until(lambda: generated(url) > 3)
+            assert admission.under_way == 1
+        wait_until(lambda: admission.under_way == 0)
+        time.sleep(0.1)  # of the step that was under way
+        stopped_at = generated(url)
+        time.sleep(0.3)
+        assert generated(url) == stopped_at
+        assert 'path="/generate",status="499"' in httpx.get(url + "/metrics").text or stream
+
+
+def generated(url: str) -> float:
+    """Tokens so far."""
+    found = re.search(r"^retro_generated_tokens_total ([\d.]+)$", httpx.get(url + "/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)

@@ -1,0 +1,243 @@
+"""OpenAI's own client works unchanged, and what it is told are the language model's own numbers."""
+
+import base64
+import json
+from itertools import pairwise
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from indexing.retriever import Retriever
+from retro.language_model import LanguageModel
+from tests.retro.server.conftest import TEXT, Make, listening
+
+GREEDY = {"temperature": 0.0, "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def api(url: str):
+    with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as opened:
+        yield opened
+
+
+def with_bos(language_model: LanguageModel, tokens) -> np.ndarray:
+    return np.concatenate([[language_model.tokenizer.bos_id], tokens]).astype(np.int64)
+
+
+def test_models(api: openai.OpenAI) -> None:
+    names = [each.id for each in api.models.list()]
+    assert names == ["tiny", "tiny:off", "tiny:embedder"]
+    assert all(api.models.retrieve(name).id == name for name in names)
+    with pytest.raises(openai.NotFoundError, match="tiny:off"):
+        api.models.retrieve("other")
+
+
+# --- completions -----------------------------------------------------------------------------------------------------
+
+
+def test_the_four_ways_to_write_a_prompt(api: openai.OpenAI, language_model: LanguageModel) -> None:
+    ids = [language_model.tokenizer.encode(text).tolist() for text in (TEXT, "index")]
+    texts = [
+        [choice.text for choice in api.completions.create(model="tiny", prompt=prompt, **GREEDY).choices]
+        for prompt in (TEXT, [TEXT], ids[0], [ids[0]], [TEXT, "index"], ids)
+    ]
+    one, several = texts[0], texts[4]
+    assert texts == [one] * 4 + [several] * 2
+    assert several[:1] == one
+
+
+def test_the_name_says_whether_retrieval_is_on(api: openai.OpenAI, language_model: LanguageModel) -> None:
+    ids = with_bos(language_model, language_model.tokenizer.encode(TEXT * 2))
+    for name, k in (("tiny", 2), ("tiny:off", 0)):
+        answer = api.completions.create(model=name, prompt=TEXT * 2, echo=True, logprobs=0, max_tokens=0)
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        np.testing.assert_allclose(logprobs.token_logprobs, language_model.score([ids], k)[0], rtol=1e-5)
+    on, three = (
+        api.completions.create(model="tiny", prompt=TEXT * 2, echo=True, logprobs=0, max_tokens=0, extra_body={"k": k})
+        for k in (2, 3)
+    )
+    assert on.choices[0].logprobs != three.choices[0].logprobs
+
+
+def test_a_prompt_is_scored_as_lm_eval_asks(api: openai.OpenAI, language_model: LanguageModel) -> None:
+    """Token ids, echo, one token more, which is left out again; greedy where the token is the likeliest."""
+    ids = language_model.tokenizer.encode(TEXT).tolist()
+    rows = [ids, ids[:5]]
+    answer = api.completions.create(
+        model="tiny:off", prompt=rows, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
+    )
+    for row, choice in zip(rows, answer.choices, strict=True):
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert len(logprobs.tokens or []) == len(row) + 1
+        (expected,) = language_model.score_with_likeliest([with_bos(language_model, row)], 0, 1)
+        np.testing.assert_allclose(logprobs.token_logprobs[:-1], expected.log_probabilities, rtol=1e-5)
+        greedy = [
+            own == max(top.values()) for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+        ]
+        assert greedy == [*(expected.likeliest[:, 0] == row).tolist(), True]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids) + 5, 2)
+
+
+def test_a_first_token_has_nothing_before_it_only_if_the_client_sent_the_documents_beginning(
+    api: openai.OpenAI, language_model: LanguageModel
+) -> None:
+    ids = with_bos(language_model, language_model.tokenizer.encode(TEXT)).tolist()
+    with_it, without = (
+        api.completions.create(model="tiny:off", prompt=each, echo=True, logprobs=2, max_tokens=0).choices[0].logprobs
+        for each in (ids, ids[1:])
+    )
+    assert with_it.token_logprobs[0] is with_it.top_logprobs[0] is None
+    assert with_it.token_logprobs[1:] == without.token_logprobs
+    assert with_it.tokens == ["", *without.tokens]
+
+
+@pytest.mark.parametrize("text", [TEXT, "龘🙂 ok 龘"])
+def test_texts_and_offsets_of_tokens_are_the_text(api: openai.OpenAI, text: str) -> None:
+    choice = api.completions.create(
+        model="tiny", prompt=text, echo=True, logprobs=2, seed=3, **{"max_tokens": 9}
+    ).choices[0]
+    logprobs = choice.logprobs
+    assert choice.text.startswith(text)
+    assert "".join(logprobs.tokens) == choice.text
+    for token, (start, stop) in zip(logprobs.tokens, pairwise([*logprobs.text_offset, len(choice.text)]), strict=True):
+        assert choice.text[start:stop] == token
+    for value, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert value in top.values()
+        assert 2 <= len(top) <= 3
+
+
+def test_a_stream_is_the_same_answer_in_parts(api: openai.OpenAI) -> None:
+    body = {"model": "tiny", "prompt": [TEXT, "index"], "seed": 5, "max_tokens": 12, "echo": True, "logprobs": 1}
+    whole = api.completions.create(**body)
+    events = list(api.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    *parts, last = events
+    assert last.usage == whole.usage
+    assert last.choices == []
+    for choice in whole.choices:
+        mine = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
+        assert "".join(part.text for part in mine) == choice.text
+        assert [each for part in mine for each in part.logprobs.tokens] == choice.logprobs.tokens
+        assert [each for part in mine for each in part.logprobs.text_offset] == choice.logprobs.text_offset
+        assert mine[-1].finish_reason == choice.finish_reason
+        assert all(part.finish_reason is None for part in mine[:-1])
+
+
+def test_seed_and_stop(api: openai.OpenAI) -> None:
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 40, "temperature": 1.0}
+    text = api.completions.create(**body, seed=1).choices[0].text
+    assert api.completions.create(**body, seed=1).choices[0].text == text
+    assert len({api.completions.create(**body).choices[0].text for _ in range(3)}) > 1
+    for stop in (text[8:11], [text[8:11], "never there"]):
+        choice = api.completions.create(**body, seed=1, stop=stop).choices[0]
+        assert choice.finish_reason == "stop"
+        assert choice.text == text[: text.index(text[8:11])]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[10**6]]}, "prompt"),
+        ({"prompt": [5] * 20_000}, "prompt"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(api: openai.OpenAI, changes: dict, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        api.completions.create(**{"model": "tiny", "prompt": "a", **changes})
+    assert refused.value.param == param
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_what_says_nothing_is_accepted(api: openai.OpenAI) -> None:
+    neutral = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me"}
+    assert api.completions.create(model="tiny", prompt="", **neutral, max_tokens=2).choices[0].text is not None
+
+
+def test_a_token_is_the_api_key(app_with: Make) -> None:
+    with listening(app_with(token="right")) as url:
+        for key in ("right", "wrong"):
+            with openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0) as api:
+                if key == "right":
+                    assert api.completions.create(model="tiny", prompt="a", max_tokens=1).choices
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        api.models.list()
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_are_the_datastores(api: openai.OpenAI, retriever: Retriever) -> None:
+    texts = [TEXT, "检索模型"]
+    expected = retriever.embed(texts)
+    ids = [row.tolist() for row in retriever.tokenizer.encode_batch(texts)]
+    for given in (texts, ids):
+        for kind in ({}, {"encoding_format": "float"}):  # without it, the client asks for base64 and decodes it
+            answer = api.embeddings.create(model="tiny:embedder", input=given, **kind)
+            np.testing.assert_allclose([each.embedding for each in answer.data], expected, rtol=1e-6)
+            assert [each.index for each in answer.data] == [0, 1]
+            assert answer.usage.total_tokens == sum(map(len, ids))
+    raw = api.embeddings.create(model="tiny:embedder", input=TEXT, encoding_format="base64").data[0].embedding
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(raw), "<f4"), expected[0])
+
+
+@pytest.mark.parametrize("changes", [{"dimensions": 16}, {"input": []}, {"input": ""}, {"input": [[]]}])
+def test_what_cannot_be_embedded_is_refused(api: openai.OpenAI, changes: dict) -> None:
+    with pytest.raises(openai.BadRequestError):
+        api.embeddings.create(**{"model": "tiny:embedder", "input": "a", **changes})
+
+
+def test_a_model_that_is_another(api: openai.OpenAI) -> None:
+    for call in (
+        lambda: api.embeddings.create(model="tiny", input="a"),
+        lambda: api.completions.create(model="tiny:embedder", prompt="a"),
+    ):
+        with pytest.raises(openai.NotFoundError, match="accepted here are"):
+            call()
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+
+
+def test_lm_eval_finds_the_servers_tokenizer(url: str, retriever: Retriever) -> None:
+    from lm_eval.utils import RemoteTokenizer, check_remote_tokenizer_support
+
+    base = url + "/v1/completions"
+    assert check_remote_tokenizer_support(base)
+    remote = RemoteTokenizer(base)
+    assert remote.encode(TEXT) == retriever.tokenizer.encode(TEXT).tolist()
+    assert remote.decode(remote.encode(TEXT)) == TEXT
+    assert remote.eos_token_id == retriever.tokenizer.eos_id
+    assert remote.bos_token_id == retriever.tokenizer.bos_id
+    remote.session.close()
+
+
+def test_tokenize_with_the_documents_beginning(client: TestClient, retriever: Retriever) -> None:
+    answer = client.post("/tokenize", json={"prompt": "index", "add_special_tokens": True}).json()
+    assert answer["tokens"][0] == retriever.tokenizer.bos_id
+    assert answer["count"] == len(answer["tokens"])
+
+
+def test_the_raw_stream_is_server_sent_events(url: str) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 2, "stream": True}
+    response = httpx.post(url + "/v1/completions", json=body)
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[0].removeprefix("data: "))["object"] == "text_completion"

@@ -1,0 +1,173 @@
+"""Search over HTTP is search in Python, however the queries are written, and what cannot be is told with its field."""
+
+import base64
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from indexing.retriever import Retriever
+from tests.retro.server.conftest import TEXT, Make
+
+TEXTS = [TEXT, "gradient of the loss", "检索模型训练"]
+
+
+def results(client: TestClient, **body) -> list[list[dict]]:
+    response = client.post("/search", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert (answer["partial"], answer["missing"]) == (False, [])
+    return answer["results"]
+
+
+def problem(client: TestClient, path: str = "/search", **body) -> tuple[int, str | None, str]:
+    response = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    return response.status_code, error["param"], error["message"]
+
+
+def test_texts_tokens_and_vectors_find_what_python_finds(client: TestClient, retriever: Retriever) -> None:
+    found = results(client, texts=TEXTS, k=3)
+    for hits, expected in zip(found, retriever.search(TEXTS, 3).hits, strict=True):
+        assert [hit["chunk_id"] for hit in hits] == [hit.chunk_id for hit in expected]
+        for hit, other in zip(hits, expected, strict=True):
+            assert (hit["text"], hit["continuation"]) == (other.text, other.continuation)
+            assert hit["distance"] == pytest.approx(other.distance)
+            assert hit["score"] == pytest.approx(other.score)
+            assert (hit["document_id"], hit["title"]) == (other.document_id, other.title)
+            assert hit["metadata"] == other.document
+    vectors = retriever.embed(TEXTS)
+    coded = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
+    tokens = [row.tolist() for row in retriever.tokenizer.encode_batch(TEXTS)]
+    for queries in ({"tokens": tokens}, {"vectors": vectors.tolist()}, {"vectors": coded}):
+        again = results(client, k=3, **queries)
+        assert [[hit["chunk_id"] for hit in hits] for hits in again] == [
+            [hit["chunk_id"] for hit in hits] for hits in found
+        ]
+
+
+def test_without_text_the_same_chunks(client: TestClient) -> None:
+    full, bare = results(client, texts=TEXTS), results(client, texts=TEXTS, text=False)
+    for hits, others in zip(full, bare, strict=True):
+        assert [(h["chunk_id"], h["distance"]) for h in hits] == [(h["chunk_id"], h["distance"]) for h in others]
+        assert all(h["text"] == h["continuation"] == "" and h["metadata"] == {} for h in others)
+
+
+def test_requests_at_the_same_time_get_their_own_answers(client: TestClient) -> None:
+    bodies = [{"texts": [f"{text} {number}"], "k": k} for number in range(8) for text in TEXTS for k in (1, 4)]
+    alone = [results(client, **body) for body in bodies]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda body: results(client, **body), bodies)) == alone
+    metrics = client.get("/metrics").text
+    assert 'retro_batch_size_count{work="search"}' in metrics
+    assert 'retro_requests_total{method="POST",path="/search",status="200"}' in metrics
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({}, None, "none"),
+        ({"texts": ["a"], "tokens": [[5]]}, None, "texts, tokens"),
+        ({"texts": ["a"], "k": 0}, "k", "greater than or equal to 1"),
+        ({"texts": ["a"], "k": 101}, "k", "at most 100 (max_k)"),
+        ({"texts": ["a"], "k": "5"}, "k", "integer"),
+        ({"texts": ["a"] * 257}, "texts", "at most 256 (max_queries)"),
+        ({"texts": [" "]}, None, "empty"),
+        ({"tokens": [[]]}, None, "empty"),
+        ({"tokens": [[10**6]]}, None, "token id 1000000"),
+        ({"tokens": [[5] * 17_000]}, "tokens", "at most 16,384 (max_input_tokens)"),
+        ({"vectors": [[0.5] * 31]}, "vectors", "vectors[0] has 31 numbers, the embedder's vectors have 32"),
+        ({"vectors": [[0.5] * 32, [math.nan] * 32]}, "vectors.1.list[finite-float].0", "finite"),
+        ({"vectors": [[math.inf] * 32]}, "vectors.0.list[finite-float].0", "finite"),
+        ({"vectors": [[1e300] * 32]}, "vectors", "not finite"),
+        ({"vectors": [[0.0] * 32]}, None, "zero"),
+        ({"vectors": ["%%%"]}, "vectors", "base64"),
+        ({"vectors": ["AAAA"]}, "vectors", "base64"),
+        ({"vectors": [base64.b64encode(np.full(32, np.nan, "<f4").tobytes()).decode()]}, "vectors", "not finite"),
+        ({"texts": ["a"], "rerank": "magic"}, "rerank", "hybrid"),
+    ],
+)
+def test_what_cannot_be_searched_is_told_with_its_field(client: TestClient, body, param, said: str) -> None:
+    status, named, message = problem(client, **body)
+    assert status == 422
+    assert said in message
+    if param is not None:
+        assert named is not None
+        assert named.split(".")[0] == param.split(".")[0]
+
+
+def test_filters_and_their_columns(client: TestClient, retriever: Retriever) -> None:
+    columns = client.get("/datastore").json()["filters"]
+    assert columns == retriever.filter_columns
+    hits = results(client, texts=[TEXT], k=4, filters={"id": ["doc-1", "doc-2"]})[0]
+    assert hits
+    assert {hit["document_id"] for hit in hits} <= {"doc-1", "doc-2"}
+    status, _, message = problem(client, texts=["a"], filters={"nonsense": 1})
+    assert status == 422
+    assert "nonsense" in message
+
+
+def test_vectors_of_texts(client: TestClient, retriever: Retriever) -> None:
+    expected = retriever.embed(TEXTS)
+    numbers = client.post("/embed", json={"texts": TEXTS}).json()["vectors"]
+    np.testing.assert_allclose(numbers, expected, rtol=1e-6)
+    coded = client.post("/embed", json={"texts": TEXTS, "encoding": "base64"}).json()["vectors"]
+    again = [np.frombuffer(base64.b64decode(each), "<f4") for each in coded]
+    np.testing.assert_array_equal(again, expected)
+    assert client.post("/embed", json={"texts": []}).json() == {"vectors": []}
+
+
+# --- by id -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_document_is_its_chunks(client: TestClient) -> None:
+    hit = results(client, texts=[TEXT], k=1)[0][0]
+    chunk = client.get(f"/chunks/{hit['chunk_id']}").json()
+    assert {key: chunk[key] for key in ("text", "continuation", "document_id")} == {
+        key: hit[key] for key in ("text", "continuation", "document_id")
+    }
+    document = client.get(f"/documents/{hit['document_id']}", params={"count": 1000}).json()
+    assert len(document["chunks"]) == document["num_chunks"]
+    ids = [each["chunk_id"] for each in document["chunks"]]
+    assert hit["chunk_id"] in ids
+    assert [each["previous_chunk_id"] for each in document["chunks"]] == [None, *ids[:-1]]
+    assert [each["next_chunk_id"] for each in document["chunks"]] == [*ids[1:], None]
+    part = client.get(f"/documents/{hit['document_id']}", params={"first": 1, "count": 2}).json()
+    assert part["chunks"] == document["chunks"][1:3]
+    beyond = client.get(f"/documents/{hit['document_id']}", params={"first": 10**9}).json()
+    assert beyond["chunks"] == []
+
+
+@pytest.mark.parametrize("path", ["/chunks/10000000", f"/chunks/{2**62}", "/documents/none", "/documents/a/b"])
+def test_what_is_not_there_is_404(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/chunks/-1", "/chunks/x", f"/chunks/{2**70}", "/documents/doc-1?first=-1"])
+def test_what_is_no_id_is_422(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 422
+
+
+# --- neighbors of a text ---------------------------------------------------------------------------------------------
+
+
+def test_neighbors_are_those_that_the_model_reads(client: TestClient, retriever: Retriever) -> None:
+    """Chunks begin with the document's first token, as in training and scoring."""
+    tokens = np.concatenate([[retriever.tokenizer.bos_id], retriever.tokenizer.encode(TEXT * 3)]).astype(np.int64)
+    full = len(tokens) // 16
+    ids, _ = retriever.nearest(
+        retriever.embedder.embed(tokens[: full * 16].reshape(-1, 16), np.full(full, 16, dtype=np.int64)), 2
+    )
+    chunks = client.post("/neighbors", json={"text": TEXT * 3, "k": 2}).json()["chunks"]
+    assert [[hit["chunk_id"] for hit in chunk["neighbors"]] for chunk in chunks[:full]] == ids.tolist()
+    assert sum(chunk["tokens"] for chunk in chunks) == len(tokens)
+
+
+def test_a_text_may_have_so_many_chunks(app_with: Make) -> None:
+    with TestClient(app_with(max_queries=3)) as client:
+        assert client.post("/neighbors", json={"text": "index " * 10}).status_code == 200
+        assert problem(client, "/neighbors", text="index " * 100)[0] == 422
+        assert problem(client, "/neighbors", text="")[:2] == (422, "text")
