@@ -35,15 +35,22 @@ class ProductIndex:
         embeddings: [chunks, d] float16, of unit length: the nearest have the greatest products.
         device: `auto`, `cpu`, `cuda` …
         rows: first and stop of the chunks that are searched; all by default.
+        ids: [n] int64 of the chunks that are searched, rising, in place of `rows`; a search then excludes none.
     """
 
     nprobe = max_nprobe = 1
 
-    def __init__(self, embeddings: ShardedArray, device: str = "auto", rows: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        embeddings: ShardedArray,
+        device: str = "auto",
+        rows: tuple[int, int] | None = None,
+        ids: np.ndarray | None = None,
+    ) -> None:
         import torch
 
-        self.embeddings = embeddings
-        self.first, self.stop = rows or (0, len(embeddings))
+        self.embeddings, self.ids = embeddings, ids
+        self.first, self.stop = (0, len(ids)) if ids is not None else rows or (0, len(embeddings))
         self.num_vectors = self.stop - self.first
         self.device = devices.resolve(device)
         self.dtype = torch.bfloat16 if devices.has_bfloat16(self.device) else torch.float32
@@ -61,6 +68,7 @@ class ProductIndex:
         """
         import torch
 
+        assert excluded is None or self.ids is None
         points = torch.from_numpy(np.ascontiguousarray(queries)).to(self.device, self.dtype)
         ranges = None if excluded is None else torch.from_numpy(np.stack(excluded, axis=1))  # [n, 2]
         scores = torch.full((len(queries), k), -torch.inf)
@@ -79,7 +87,8 @@ class ProductIndex:
                     ids[block] = torch.cat((ids[block], places + start), dim=1).gather(1, order)
 
                 run(look, range(0, len(queries), rows))
-        return ids.masked_fill_(scores == -torch.inf, -1).numpy()
+        places = ids.masked_fill_(scores == -torch.inf, -1).numpy()
+        return places if self.ids is None else np.where(places < 0, -1, self.ids[places])
 
     def _blocks(self) -> Iterator[tuple[int, "Tensor", int]]:
         """First id, chunks [c, d] padded with zeros to whole tiles, and how many are real."""
@@ -91,8 +100,15 @@ class ProductIndex:
             columns = torch.zeros((-(-real // tile) * tile, self.embeddings.row_shape[0]), dtype=self.dtype)
             for first in range(start, stop, 65_536):
                 last = min(first + 65_536, stop)
-                columns[first - start : last - start] = torch.from_numpy(self.embeddings.read(first, last).copy())
+                columns[first - start : last - start] = torch.from_numpy(self._read(first, last))
             yield start, columns.to(self.device), real
+
+    def _read(self, first: int, last: int) -> np.ndarray:
+        return (
+            self.embeddings.read(first, last).copy()
+            if self.ids is None
+            else self.embeddings.gather(self.ids[first:last])
+        )
 
     def _tile(self, columns: int) -> int:
         return min(_SHAPES[self.device.partition(":")[0]][1], -(-columns // _WIDTH) * _WIDTH)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.progress import progress
@@ -19,6 +21,7 @@ from retro.evaluation_sets import EvaluationSet, short_names
 from retro.leakage import by_leakage, check_source, leakage_of
 from retro.model import Retro
 from retro.neighbors import NeighborUse, Source
+from retro.overlap_statistics import OverlapStatistics, overlap_statistics
 
 
 @dataclass(frozen=True)
@@ -75,25 +78,37 @@ def measure_all(
     by_chunk: bool = False,
 ) -> list[Result]:
     """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""
-    ks = (0, *settings.k) if model.settings.cca_layers else (0,)
+    uses = [NeighborUse(k, source) for k in ((0, *settings.k) if model.settings.cca_layers else (0,))]
+    return [
+        measure(model, evaluation_set, settings, placement, use, sequence_length, by_chunk=by_chunk) for use in uses
+    ]
+
+
+def measure(
+    model: Retro,
+    evaluation_set: EvaluationSet,
+    settings: EvaluationSettings,
+    placement: Placement,
+    use: NeighborUse,
+    sequence_length: int,
+    *,
+    by_chunk: bool = False,
+    note: str = "",
+) -> Result:
+    """One measurement, with a progress bar, in whose name the note stands."""
+    name = f"eval {evaluation_set.name}{note} " + (f"k={use.k}" if use.k else "OFF")
     total = min(settings.max_tokens or evaluation_set.tokens, evaluation_set.tokens)
-    results = []
-    for k in ks:
-        name = f"eval {evaluation_set.name} k={k}" if k else f"eval {evaluation_set.name} OFF"
-        with progress(name, total=total, unit="tokens") as advance:
-            results.append(
-                evaluate(
-                    model,
-                    evaluation_set,
-                    settings,
-                    placement,
-                    use=NeighborUse(k, source),
-                    sequence_length=sequence_length,
-                    by_chunk=by_chunk,
-                    advance=advance,
-                )
-            )
-    return results
+    with progress(name, total=total, unit="tokens") as advance:
+        return evaluate(
+            model,
+            evaluation_set,
+            settings,
+            placement,
+            use=use,
+            sequence_length=sequence_length,
+            by_chunk=by_chunk,
+            advance=advance,
+        )
 
 
 def measure_checkpoints(
@@ -150,25 +165,49 @@ def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
     return short_names(runs if len(set(runs)) > 1 else folders)
 
 
-def levels_of(
+def leakage_by_chunk(
     evaluation_set: EvaluationSet,
     measured: Sequence[Measured],
     settings: EvaluationSettings,
     source: Datastore | None = None,
+) -> np.ndarray | None:
+    """r of every chunk that was scored, with a progress bar; None where the results are not by chunk."""
+    if (chunks := measured[0].result.chunks) is None:
+        return None
+    with progress(f"leakage {evaluation_set.name}", total=len(chunks.ids), unit="chunks") as advance:
+        return leakage_of(evaluation_set, chunks.ids, settings.leakage_neighbors, source=source, advance=advance)
+
+
+def statistics_of(
+    evaluation_set: EvaluationSet,
+    measured: Sequence[Measured],
+    leakage: np.ndarray,
+    settings: EvaluationSettings,
+    source: Datastore | None = None,
+) -> OverlapStatistics:
+    """What the scored chunks share with their neighbors; `leakage` of `leakage_by_chunk`."""
+    chunks = measured[0].result.chunks
+    assert chunks is not None, "not measured by chunk"
+    return overlap_statistics(evaluation_set, chunks.ids, leakage, settings.leakage_neighbors, source)
+
+
+def levels_of(
+    evaluation_set: EvaluationSet,
+    measured: Sequence[Measured],
+    settings: EvaluationSettings,
+    leakage: np.ndarray | None,
 ) -> Iterator[Level]:
-    """All chunks of a set, then, where the results are by chunk, those that leak at most each of the thresholds.
+    """All chunks of a set, then, where their leakage is known, those that leak at most each of the thresholds.
 
     Args:
         evaluation_set: the set.
         measured: on it: the first model's OFF and ON, then another's.
-        settings: thresholds, how many neighbors count, seed of the bootstrap.
-        source: datastore whose neighbors say what leaks, if not the set's.
+        settings: thresholds, seed of the bootstrap.
+        leakage: r of every scored chunk, or None.
     """
     yield _level(evaluation_set.name, None, 1.0, measured, settings.seed)
-    if (chunks := measured[0].result.chunks) is None:
+    if leakage is None:
         return
-    with progress(f"leakage {evaluation_set.name}", total=len(chunks.ids), unit="chunks") as advance:
-        leakage = leakage_of(evaluation_set, chunks.ids, settings.leakage_neighbors, source=source, advance=advance)
     filtered = [by_leakage(each.result, leakage, settings.leakage) for each in measured]
     for row in zip(*filtered, strict=True):
         left = [Measured(each.model, part.result) for each, part in zip(measured, row, strict=True) if part.result]
@@ -176,12 +215,17 @@ def levels_of(
 
 
 def _level(name: str, threshold: float | None, share: float, measured: Sequence[Measured], seed: int) -> Level:
+    return Level(name, threshold, share, *rows_and_changes(measured, seed))
+
+
+def rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[dict[str, Any]], list[Change]]:
+    """Results as plain values, and what is compared among them."""
     rows = [{"model": each.model} | each.result.as_json() for each in measured]
     changes = [
         Change(first.label, second.label, *compare(first.result, second.result, seed))
         for first, second in _pairs(measured)
     ]
-    return Level(name, threshold, share, rows, changes)
+    return rows, changes
 
 
 def _pairs(measured: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
@@ -226,6 +270,25 @@ def leakage_table(levels: Sequence[Level], labels: Sequence[str]) -> Table:
     return Table(["set", "leakage at most", "chunks", *labels, *compared], rows)
 
 
+def overlap_table(statistics: Sequence[OverlapStatistics]) -> Table:
+    """A row for each set: how much its chunks share with their neighbors, and whether these are of the same source."""
+    rows = [
+        [
+            each.set,
+            f"{each.chunks:,}",
+            f"{each.mean:.3f}",
+            f"{each.median:.3f}",
+            f"{100 * each.without_neighbors:.1f}%",
+            f"{100 * each.nearest_of_same_source:.1f}%",
+            f"{100 * each.any_of_same_source:.1f}%",
+        ]
+        for each in statistics
+    ]
+    same = f"of the same {statistics[0].source_column}" if statistics else ""
+    header = ["set", "chunks", "mean overlap", "median", "without neighbors", f"nearest {same}", f"any {same}"]
+    return Table(header, rows)
+
+
 def change_lines(levels: Sequence[Level]) -> list[str]:
     """What differs over all chunks, in words."""
     return [
@@ -236,13 +299,35 @@ def change_lines(levels: Sequence[Level]) -> list[str]:
     ]
 
 
-def as_json(levels: Sequence[Level]) -> dict[str, Any]:
-    """`results` and `changes` over all chunks, a row each; `leakage`: for each set and α the same and the share of chunks."""
+def settings_of(
+    checkpoints: Sequence[Checkpoint],
+    sets: Sequence[EvaluationSet],
+    settings: EvaluationSettings,
+    source: Datastore | None = None,
+) -> dict[str, Any]:
+    """What was asked for and of what, for people: nothing that a fingerprint says already."""
+    return {
+        "checkpoints": [str(each.path) for each in checkpoints],
+        "steps": [each.step for each in checkpoints],
+        "datastores": {each.name: f"{each.datastore.folder}:{each.split_name}" for each in sets},
+        "leakage_from": str(source.folder) if source else None,
+        "sequence_length": checkpoints[0].settings["data"]["sequence_length"],
+        "evaluation": asdict(settings),
+    }
+
+
+def as_json(levels: Sequence[Level], statistics: Sequence[OverlapStatistics] = ()) -> dict[str, Any]:
+    """What was measured over all chunks and by what leaks.
+
+    `results` and `changes` over all chunks, a row each; `leakage`: for each set and α the same and the share of chunks;
+    `overlap`: a row for each set.
+    """
     whole = [level for level in levels if level.leakage_at_most is None]
     return {
         "results": [row for level in whole for row in level.results],
         "changes": [{"set": level.set} | asdict(change) for level in whole for change in level.changes],
         "leakage": [asdict(level) for level in levels if level.leakage_at_most is not None],
+        "overlap": [asdict(each) for each in statistics],
     }
 
 

@@ -7,13 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from indexing.store.datastore import Datastore
-from indexing.store.errors import InputError
-from indexing.store.files import write_json
 from pipelines.config import Config
 from pipelines.datastore_verbs import inspect_datastore
 from pipelines.progress import human_bytes, print_rows, progress
-from retro.evaluation import EvaluationSettings
 from retro.generation import GenerationSettings
 from retro.loggers import as_line
 
@@ -42,61 +38,6 @@ def run_training(config: Config, name: str) -> Any:
         return trainer.train(
             config.run, folders, config.model, config.data, config.train, config.evaluation, advance=advance
         )
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """Bits-per-byte of held-out documents, retrieval OFF and ON."""
-
-    against: str = ""
-    """Another checkpoint or run, say the baseline: scored on the same sets and windows, and compared."""
-    datastore: str = ""
-    """Datastore in place of those of the training run: its held-out documents are scored."""
-    leakage_from: str = ""
-    """Datastore of the same chunks whose nearest neighbors say what leaks; empty: that of each set."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` …"""
-    json: str = ""
-    """File to write the results to, with the fingerprints of checkpoints and datastores."""
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-
-
-def evaluate(checkpoint: str, options: EvalOptions) -> int:
-    """`retro eval CHECKPOINT`."""
-    from pipelines.eval_report import (
-        as_json,
-        change_lines,
-        leakage_table,
-        levels_of,
-        measure_checkpoints,
-        results_table,
-    )
-    from retro.checkpoint import open_checkpoint
-    from retro.evaluation_sets import open_sets
-
-    settings = options.evaluation
-    opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
-    folders = [options.datastore] if options.datastore else opened[0].settings["data"]["datastores"]
-    k = max(settings.k, default=0) if any(each.model.cca_layers for each in opened) else 0
-    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
-    if not sets:
-        raise InputError(f"{checkpoint}: its datastores hold nothing out; name documents with --evaluation.sets.")
-    source = Datastore.open(options.leakage_from) if options.leakage_from else None
-    measured = measure_checkpoints(opened, sets, settings, options.device, source)
-    levels = [
-        level for each, rows in zip(sets, measured, strict=True) for level in levels_of(each, rows, settings, source)
-    ]
-    table = results_table([each for rows in measured for each in rows])
-    print_rows([table.header, *table.rows])
-    print("\n".join(change_lines(levels)))
-    if any(level.leakage_at_most is not None for level in levels):
-        table = leakage_table(levels, [each.label for each in measured[0]])
-        print_rows([[], table.header, *table.rows])
-    if options.json:
-        prints = dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False))
-        datastores = {each.name: each.datastore.fingerprint for each in sets}
-        write_json(Path(options.json), {"fingerprints": prints | {"datastores": datastores}} | as_json(levels))
-    return 0
 
 
 @dataclass(frozen=True)

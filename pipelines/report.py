@@ -192,14 +192,20 @@ def line_plot(
 def histogram(series: Mapping[str, Any], x_label: str, title: str, *, bins: int = 50) -> str:
     """Distributions by name over common bins, as an SVG."""
     values = {name: np.asarray(value, dtype=np.float64) for name, value in series.items() if len(value)}
+    if not values:
+        return stairs({}, [], x_label, title)
+    edges = np.histogram_bin_edges(np.concatenate(list(values.values())), bins=bins)
+    shares = {name: np.histogram(value, edges)[0] / len(value) for name, value in values.items()}
+    return stairs(shares, edges, x_label, title)
+
+
+def stairs(shares: Mapping[str, Numbers], edges: Numbers, x_label: str, title: str) -> str:
+    """Shares [b] in each of the bins between edges [b + 1], by name, as an SVG."""
     with _style(title):
         figure, axes = _figure(x_label, "share", title)
-        if values:
-            edges = np.histogram_bin_edges(np.concatenate(list(values.values())), bins=bins)
-            for color, (name, value) in zip(cycle(_COLORS), values.items(), strict=False):
-                share = np.histogram(value, edges)[0] / len(value)
-                axes.stairs(share, edges, fill=True, color=color, alpha=0.25)
-                axes.stairs(share, edges, color=color, linewidth=1.4, label=name)
+        for color, (name, share) in zip(cycle(_COLORS), shares.items(), strict=False):
+            axes.stairs(share, edges, fill=True, color=color, alpha=0.25)
+            axes.stairs(share, edges, color=color, linewidth=1.4, label=name)
         return _svg(figure, axes, title)
 
 

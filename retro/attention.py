@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------- positions (section 2.4)
@@ -75,8 +74,13 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
     """softmax(q·k / sqrt(C) + bias) v of [N, H, Q, C] and twice [N, H, S, C]; a bool bias is True where q may look.
 
-    If it is causal (Q = S), a bias must say so too; without one the triangle is added.
+    If it is causal (Q = S), a bias must say so too; without one the triangle is added. Keys that were kept in float32 are
+    read in float32, whatever the queries are.
     """
+    if k.dtype != q.dtype:
+        with torch.autocast(q.device.type, enabled=False):
+            bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
+            return attend(q.to(k.dtype), k, v, bias, causal)
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or not q.requires_grad:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal and bias is None)
     # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long as this.
@@ -142,22 +146,47 @@ class Attention(nn.Module):
             causal: look at nothing later, which a mask must say too: without one the kernels have a short cut.
             starts: bool [1 or N, S], True where smeared keys must not reach back; by default the first alone.
         """
-        q = rearrange(self.query(x), "n q (h c) -> n q h c", h=self.num_heads)
-        key_value = self.key_value(x if source is None else source)
-        k, v = rearrange(key_value, "n s (two h c) -> two n s h c", two=2, h=self.num_heads)
+        k, v = self.project(x if source is None else source)
+        return self.read(x, places, self.placed(k, places, starts), v, mask, causal)
+
+    def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of what is read [N, S, E], wherever it stands: [N, S, H, C] twice."""
+        k, v = self.key_value(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(-3)
+        return k, v
+
+    def placed(self, k: Tensor, places: Places, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+        """Projected keys [N, S, H, C] as `read` wants them; `before` [N, 1, H, C] is the projected key before the first."""
         if hasattr(self, "smear"):
-            k = smear(k, self.smear.sigmoid().to(k.dtype), starts)
+            k = smear(k, self.smear.sigmoid().to(k.dtype), starts, before)
+        return rotate(k, places.key) if isinstance(places, Rotary) else k
+
+    def read(
+        self,
+        x: Tensor,
+        places: Places,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        distance_keys: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from x [N, Q, D] to placed keys and their values [N, S, H, C]; the rest as in `forward`.
+
+        Whoever reads again and again gives the `distance_keys` of the same places too.
+        """
+        q, bias = self.query(x).unflatten(-1, (self.num_heads, self.head_dim)), mask
         if isinstance(places, Rotary):
-            q, k, bias = rotate(q, places.query), rotate(k, places.key), mask
+            q = rotate(q, places.query)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, H, S, C] twice
         if isinstance(places, Relative):
-            q, bias = q + self.content_bias.to(q.dtype), self.distance_scores(q, places)
+            if distance_keys is None:
+                distance_keys = self.distance_keys(places.waves.to(q.dtype))
+            q, bias = q + self.content_bias.to(q.dtype), self.distance_scores(q, distance_keys, places.lookup)
             if causal and mask is None:
                 mask = torch.ones_like(places.lookup, dtype=torch.bool).tril()
             if mask is not None:
                 bias = bias.masked_fill(~mask, -math.inf)
-        out = attend(q, k, v, bias, causal)
-        return self.out(rearrange(out, "n h q c -> n q (h c)"))
+        return self.out(attend(q, k, v, bias, causal).transpose(1, 2).flatten(2))
 
     @torch.no_grad()
     def begin_copying(self, projection: Tensor | None = None) -> None:
@@ -174,19 +203,26 @@ class Attention(nn.Module):
         for weight, tied in ((self.query.weight, key), (self.out.weight, value.T)):
             weight.copy_(tied * (weight.std() / tied.std()))
 
-    def distance_scores(self, q: Tensor, places: Relative) -> Tensor:
-        """The part (q_i + v)·W_kR R_{i-j} of the scores of q [N, H, Q, C], scaled: [N, H, Q, S]."""
-        keys = rearrange(self.distance(places.waves.to(q.dtype)), "x (h c) -> h c x", h=self.num_heads)
+    def distance_keys(self, waves: Tensor) -> Tensor:
+        """W_kR R of the sinusoids [X, D] of all distances: [H, C, X]."""
+        return self.distance(waves).unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0)
+
+    def distance_scores(self, q: Tensor, keys: Tensor, lookup: Tensor) -> Tensor:
+        """The part (q_i + v)·W_kR R_{i-j} of the scores of q [N, H, Q, C], scaled: [N, H, Q, S].
+
+        The lookup [Q, S], or [N, 1, Q, S], says which of the keys [H, C, X] lies between query and key.
+        """
         scores = (q + self.distance_bias.to(q.dtype)) @ keys * self.head_dim**-0.5  # [N, H, Q, X]
-        return scores.gather(-1, places.lookup.expand(*scores.shape[:2], -1, -1))
+        return scores.gather(-1, lookup.expand(*scores.shape[:2], -1, -1))
 
 
-def smear(k: Tensor, share: Tensor, starts: Tensor | None) -> Tensor:
+def smear(k: Tensor, share: Tensor, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
     """Each key of k [N, S, H, C] moved by a share [H, 1] towards the one before it, unless it starts something new.
 
-    Smeared keys are of Olsson et al. (2022), who found that with them one layer forms induction heads.
+    Smeared keys are of Olsson et al. (2022), who found that with them one layer forms induction heads. What stands before
+    the first is `before` [N, 1, H, C]; without it the first stays as it is.
     """
-    before = torch.cat((k[:, :1], k[:, :-1]), dim=1)
+    earlier = torch.cat((k[:, :1] if before is None else before, k[:, :-1]), dim=1)
     if starts is not None:
         share = share.masked_fill(starts[:, :, None, None], 0)  # [1 or N, S, H, 1]
-    return torch.lerp(k, before, share)
+    return torch.lerp(k, earlier, share)

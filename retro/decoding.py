@@ -1,57 +1,291 @@
-"""Next-token logits of several rows that grow, with retrieval at every chunk boundary."""
+"""Next-token logits of several rows that grow, with retrieval at every chunk boundary: nothing is computed twice.
+
+    tokens of each row ─ (complete chunks → neighbors) ─ a pass through the layers of the model ─ logits of the next token
+                                                          │                    ▲
+                                                          ▼                    │
+                    cache: keys and values of the tokens so far, and of the encoded neighbors of the last complete chunk
+
+A pass reads tokens of one window (`ChunkedCrossAttention`): they see the neighbors of one chunk. The first token of a window is
+the last of its chunk; with it the chunk's neighbors are encoded, in the midst of the pass, for the encoder wants the chunk's
+activations. A prompt is read window by window, then a pass is one token; rows are at different positions, each with a
+mask of its own. Letters of the shape comments as in `model.py`; here N rows read, of B in the cache, n tokens each.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from retro.attention import Attention, Places, Relative, Rotary, place
 from retro.device import Placement
+from retro.masks import neighbor_mask
 from retro.model import Retro
 
 Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
 
 
+class Cache(NamedTuple):
+    """What is kept of the tokens that rows have read. S and K·R grow when more is needed."""
+
+    keys: Tensor  # [B, L, H, S, C] of every layer, as attention reads them
+    values: Tensor  # the same
+    last_keys: Tensor  # [B, L, 1, H, C], the last token's as projected: smeared keys mix it into the next one
+    chunk: Tensor  # [B, M, D], what the encoder is given: activations of token t of the current chunk at t % m
+    neighbor_keys: Tensor  # [B, P, H, K·R, C] of every layer with cross-attention, for the last complete chunk
+    neighbor_values: Tensor  # the same
+    readable: Tensor  # bool [B, K, R], which tokens of its neighbors are real
+
+
+@dataclass
+class _Row:
+    """A row on the host."""
+
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # in sight
+    found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # neighbors of its complete chunks
+    num_read: int = 0  # tokens in the cache
+
+
+class _Pass(NamedTuple):
+    """Where the tokens of one pass stand."""
+
+    at: Tensor  # [N], rows of the cache
+    rows: slice | Tensor  # the same, all of them as a slice: that copies nothing
+    positions: Tensor  # [N, n]
+    last: Tensor  # [N], place of each row's last token; what follows it is padding, and is written over later
+    begins: bool  # whether nothing stands before the tokens
+    stop: int  # beyond the last position
+    mask: Tensor | None  # bool [N, 1, n, stop]
+
+
 class Decoder:
     """`read` the prompts, then a token for every row at a time; `keep` drops rows that are finished.
 
-    Args:
-        model: in evaluation mode.
-        placement: device and precision.
-        context: tokens that the model sees at most, a multiple of the chunk length; older chunks are dropped whole.
-        retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
+    When a row is longer than the context, a quarter of the context is dropped at once, in whole chunks, and what is left is
+    read again: with a chunk at a time most of the work would be reading again.
     """
 
     def __init__(self, model: Retro, placement: Placement, context: int, retrieve: Retrieve | None = None) -> None:
+        """A decoder without rows.
+
+        Args:
+            model: in evaluation mode.
+            placement: device and precision.
+            context: tokens that the model sees at most, a multiple of the chunk length.
+            retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
+        """
         self.model, self.placement, self.context, self.retrieve = model, placement, context, retrieve
-        self.rows: list[np.ndarray] = []
-        self.found: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        self.m = model.settings.chunk_length
+        self.dropped_at_once = max(self.m, context // 4 // self.m * self.m)
+        self.dtype = torch.bfloat16 if placement.bfloat16 else torch.float32
+        self.output_weight = model.output_weight.to(self.dtype)
+        self.here = place(*model.scheme, range(context), range(1), placement.device)
+        self.there: Places | None = None  # once the size of neighbors is known
+        attentions: list[Any] = list(model.attention)
+        self.crosses: list[Any] = [model.cross[str(layer)] for layer in model.settings.cca_layers]
+        self.distance_keys = self._distance_keys(self.here, [each.block for each in attentions])
+        self.cross_distance_keys: Sequence[Tensor | None] = ()
+        self.layers: list[tuple[Any, Any]] = list(zip(attentions, model.feed_forward, strict=True))
+        self.rows: list[_Row] = []
 
+    @torch.inference_mode()
     def read(self, tokens: Sequence[np.ndarray]) -> Tensor:
-        """Tokens that each row goes on with, at least one → logits of the next one, [rows, V] float32."""
+        """Go on by the prompts, then by one token of each row → logits of the next one, [rows, V] float32."""
         if not self.rows:
-            self.rows, self.found = [np.empty(0, np.int64)] * len(tokens), [[] for _ in tokens]
-        self.rows = [np.concatenate((row, new)) for row, new in zip(self.rows, tokens, strict=True)]
-        return torch.stack([self._logits(number) for number in range(len(self.rows))])
+            self.rows = [_Row() for _ in tokens]
+            self.cache = self._empty_cache(len(tokens))
+        for row, new in zip(self.rows, tokens, strict=True):
+            row.tokens = np.concatenate((row.tokens, new))
+            self._drop(row)
+        self._find_neighbors()
+        hidden = torch.empty(len(tokens), self.model.settings.d_model, device=self.placement.device)
+        with self.placement.autocast():
+            # Rows that go on read one token, wherever they stand; the others all begin, and read side by side.
+            reading = [number for number, row in enumerate(self.rows) if row.num_read]
+            if reading:
+                hidden[reading] = self._read(reading)
+            while reading := [number for number, row in enumerate(self.rows) if row.num_read < len(row.tokens)]:
+                hidden[reading] = self._read(reading)
+            return F.linear(self.model.norm(hidden), self.output_weight).float()
 
+    @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all but these rows."""
-        self.rows, self.found = [self.rows[row] for row in rows], [self.found[row] for row in rows]
+        self.rows = [self.rows[row] for row in rows]
+        self.cache = Cache(*(tensor[list(rows)] for tensor in self.cache))
 
-    def _logits(self, number: int) -> Tensor:
-        tokens, found, m = self.rows[number], self.found[number], self.model.settings.chunk_length
-        if len(tokens) > self.context:
-            dropped = -(-(len(tokens) - self.context) // m)
-            tokens, found = tokens[dropped * m :], found[dropped:]
-        full = len(tokens) // m
-        if self.retrieve is not None and full > len(found):
-            found.extend(zip(*self.retrieve(tokens[len(found) * m : full * m].reshape(-1, m)), strict=True))
-        self.rows[number], self.found[number] = tokens, found
-        inputs = {"tokens": torch.from_numpy(tokens[None])}  # [1, T]
-        if found:
-            for name, part in (("neighbors", 0), ("neighbor_lengths", 1)):
-                inputs[name] = torch.from_numpy(np.stack([each[part] for each in found])[None])
-        with self.placement.autocast():
-            hidden = self.model.hidden(**self.placement.put(inputs))
-            return self.model.logits(hidden[0, -1]).float()
+    def _drop(self, row: _Row) -> None:
+        """Drop the oldest tokens, if there are more than the context."""
+        surplus, block = len(row.tokens) - self.context, self.dropped_at_once
+        if surplus > 0:
+            dropped = -(-surplus // block) * block
+            row.tokens, row.found, row.num_read = row.tokens[dropped:], row.found[dropped // self.m :], 0
+
+    def _find_neighbors(self) -> None:
+        """Ask for the neighbors of all chunks that are complete now, in one search."""
+        if self.retrieve is None:
+            return
+        asking = [row for row in self.rows for _ in range(len(row.found), len(row.tokens) // self.m)]
+        if asking:
+            chunks = [
+                row.tokens[: len(row.tokens) // self.m * self.m].reshape(-1, self.m)[len(row.found) :]
+                for row in self.rows
+            ]
+            for row, *found in zip(asking, *self.retrieve(np.concatenate(chunks)), strict=True):
+                row.found.append((found[0], found[1]))
+
+    # ------------------------------------------------------------------------------------------------------- a pass
+
+    def _read(self, numbers: list[int]) -> Tensor:
+        """Let rows read their tokens up to the end of a window; [N, D] of the last token that each has read."""
+        model, rows = self.model, [self.rows[number] for number in numbers]
+        starts = np.array([row.num_read for row in rows])
+        counts = [min(len(row.tokens) - row.num_read, self.m - (row.num_read + 1) % self.m) for row in rows]
+        tokens = np.zeros((len(rows), max(counts)), dtype=np.int64)
+        for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            tokens[number, :count] = row.tokens[row.num_read : row.num_read + count]
+            row.num_read += count
+        span = self._span(numbers, starts, np.array(counts))
+        cca_layers = model.settings.cca_layers if self.retrieve is not None else ()
+
+        h = model.embedding(self._put(tokens)) * model.settings.d_model**0.5
+        here, there = self._here(span), None
+        for layer, (attention, feed_forward) in enumerate(self.layers, start=1):
+            h = h + self._attend(layer - 1, attention.block, attention.norm(h), here, span)
+            if layer == min(cca_layers, default=0):
+                self._encode(rows, starts, h, span)
+                there = self._there(span)
+            if there is not None and layer in cca_layers:
+                h = h + self._cross_attend(cca_layers.index(layer), h, there, span)
+            h = feed_forward(h)
+        return h[torch.arange(len(rows), device=h.device), span.last]
+
+    def _span(self, numbers: list[int], starts: np.ndarray, counts: np.ndarray) -> _Pass:
+        width, stop = int(counts.max()), int((starts + counts.max()).max())
+        self._make_room(stop)
+        positions, at = self._put(starts[:, None] + np.arange(width)), self._put(np.array(numbers))
+        begins, mask = int(starts.max()) == 0, None
+        if begins:
+            self.cache.readable[at] = False
+        if width > 1 or len(set(starts.tolist())) > 1:
+            mask = (torch.arange(stop, device=at.device) <= positions[:, :, None])[:, None]
+        rows = slice(None) if len(numbers) == len(self.rows) else at
+        return _Pass(at, rows, positions, self._put(counts - 1), begins, stop, mask)
+
+    def _attend(self, layer: int, attention: Attention, x: Tensor, here: Places, span: _Pass) -> Tensor:
+        """Self-attention of the new tokens x [N, n, D] to all that their rows have read; their keys and values are kept."""
+        keys, values, last_keys = self.cache[:3]
+        k, v = attention.project(x)
+        placed = attention.placed(k, here, before=None if span.begins else last_keys[span.at, layer].to(k.dtype))
+        keys[span.at[:, None], layer, :, span.positions] = placed.to(keys.dtype)
+        values[span.at[:, None], layer, :, span.positions] = v.to(values.dtype)
+        if self.model.settings.smeared_keys:
+            last = k.gather(1, span.last[:, None, None, None].expand(-1, 1, *k.shape[2:]))
+            last_keys[span.at, layer] = last.to(last_keys.dtype)
+        k, v = (kept[span.rows, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
+        return attention.read(x, here, k, v, mask=span.mask, distance_keys=self.distance_keys[layer])
+
+    def _cross_attend(self, number: int, h: Tensor, there: Places, span: _Pass) -> Tensor:
+        """The new tokens h [N, n, D] read the neighbors of the last complete chunk."""
+        *neighbors, readable = self.cache[4:]
+        k, v = (kept[span.rows, number].transpose(1, 2) for kept in neighbors)
+        cross, distance_keys = self.crosses[number], self.cross_distance_keys[number]
+        read: Tensor = cross.block.read(cross.norm(h), there, k, v, readable[span.rows], distance_keys)
+        return read
+
+    def _encode(self, rows: list[_Row], starts: np.ndarray, h: Tensor, span: _Pass) -> None:
+        """Keep what the encoder wants of h [N, n, D], and encode the neighbors of chunks that are complete.
+
+        Their last token is the first of the pass; what follows it belongs to the next chunk and takes the places of this one's.
+        """
+        chunk, at, places = self.cache.chunk, span.at[:, None], span.positions % self.m
+        chunk[at, places[:, :1]] = h[:, :1]
+        completing = np.flatnonzero((starts + 1) % self.m == 0)
+        if len(completing):
+            found = [rows[place].found[starts[place] // self.m] for place in completing]
+            self._encode_neighbors(span.at[self._put(completing)], *map(np.stack, zip(*found, strict=True)))
+        chunk[at, places[:, 1:]] = h[:, 1:]
+
+    def _encode_neighbors(self, at: Tensor, neighbors: np.ndarray, lengths: np.ndarray) -> None:
+        """Neighbors [A, K, R] and lengths [A, K] of chunks whose activations are in the rows `at` [A] of the cache."""
+        model, tokens = self.model, self._put(neighbors)[:, None]  # [A, U = 1, K, R]
+        real = neighbor_mask(tokens, self._put(lengths)[:, None], None)
+        encoded = model.encoder(tokens, real, self.cache.chunk[at][:, None], model.embedding)[:, 0]  # [A, K, R, E]
+        if self.there is None:
+            self._learn_size_of_neighbors(*neighbors.shape[1:])
+        *kept, readable = self.cache[4:]
+        readable[at] = real[:, 0]
+        for number, cross in enumerate(self.crosses):
+            for cached, new in zip(kept, cross.block.keys_values(encoded, self.there), strict=True):
+                cached[at, number] = new.transpose(1, 2).to(cached.dtype)
+
+    # ---------------------------------------------------------------------------------------------------- positions
+
+    def _here(self, span: _Pass) -> Places:
+        """Positions of self-attention."""
+        if isinstance(self.here, Rotary):
+            turned = self.here.query[:, span.positions]  # [2, N, n, 1, C/2]
+            return Rotary(turned, turned)
+        keys_at = torch.arange(span.stop, device=span.positions.device)
+        return Relative(self.here.waves, (span.positions[:, :, None] - keys_at).clamp(min=0)[:, None])
+
+    def _there(self, span: _Pass) -> Places | None:
+        """Positions of cross-attention: the last token of a chunk is the first of its window."""
+        places = (span.positions + 1) % self.m
+        if isinstance(self.there, Rotary):
+            return Rotary(self.there.query[:, places], self.there.key)
+        return self.there and Relative(self.there.waves, self.there.lookup[places][:, None])
+
+    def _distance_keys(self, places: Places, attentions: Sequence[Attention]) -> Sequence[Tensor | None]:
+        """What each attention makes of the distances, which are the same at every step; None for rotary positions."""
+        if isinstance(places, Rotary):
+            return [None] * len(attentions)
+        with torch.inference_mode(), self.placement.autocast():
+            return [attention.distance_keys(places.waves.to(self.dtype)) for attention in attentions]
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.placement.device)
+
+    def _empty_cache(self, num_rows: int) -> Cache:
+        """Zeros, not whatever memory holds: what a mask hides is multiplied by 0, and must be finite."""
+        s = self.model.settings
+        # On a CPU a single query takes six times as long with bfloat16 keys.
+        dtype = torch.float32 if self.placement.device.type == "cpu" else self.dtype
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(num_rows, *shape, dtype=dtype, device=self.placement.device)
+
+        layers, cca_layers, heads = s.num_layers, len(s.cca_layers), s.num_heads
+        return Cache(
+            keys=zeros(layers, heads, 0, s.head_dim),
+            values=zeros(layers, heads, 0, s.head_dim),
+            last_keys=zeros(layers, 1, heads, s.head_dim),
+            chunk=zeros(s.chunk_length, s.d_model).float(),
+            neighbor_keys=zeros(cca_layers, heads, 0, s.head_dim),
+            neighbor_values=zeros(cca_layers, heads, 0, s.head_dim),
+            readable=zeros(0, 0).bool(),
+        )
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Let keys and values of so many tokens fit: at least twice as many as before, so that copying is rare."""
+        size = self.cache.keys.shape[3]
+        if num_tokens > size:
+            more = min(max(num_tokens, 2 * size, 2 * self.m), max(self.context, num_tokens)) - size
+            keys, values = (F.pad(tensor, (0, 0, 0, more)) for tensor in (self.cache.keys, self.cache.values))
+            self.cache = self.cache._replace(keys=keys, values=values)
+
+    def _learn_size_of_neighbors(self, k: int, r: int) -> None:
+        """What has waited for the first neighbors to come."""
+        self.there = place(
+            *self.model.scheme, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)
+        )
+        self.cross_distance_keys = self._distance_keys(self.there, [each.block.attention for each in self.crosses])
+        keys, values = (F.pad(t, (0, 0, 0, k * r)) for t in (self.cache.neighbor_keys, self.cache.neighbor_values))
+        readable = self.cache.readable.new_zeros(len(self.rows), k, r)
+        self.cache = self.cache._replace(neighbor_keys=keys, neighbor_values=values, readable=readable)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from indexing.device import has_bfloat16, resolve
 from indexing.store.errors import InputError
@@ -35,6 +36,16 @@ class Placement:
             return
         with torch.autocast(self.device.type, torch.bfloat16):
             yield
+
+    def cast(self, model: nn.Module) -> None:
+        """Keep the weights of matrix products as they are multiplied: autocast would cast them anew in every pass.
+
+        For a model that trains no more, and is called under `autocast` alone: it computes what it did.
+        """
+        if self.bfloat16:
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    module.to(torch.bfloat16)
 
     def put(self, tensors: Tensors) -> Tensors:
         """A batch's tensors on the device; pinned ones are copied while the host goes on."""

@@ -52,8 +52,11 @@ class EvaluationSettings:
     """Bits-per-byte also over the chunks that share at most these parts of themselves with a neighbor; not while training."""
     leakage_neighbors: int = 10
     """Neighbors of a chunk that count as leaks, the nearest ones (paper: 10)."""
+    datastore_shares: tuple[float, ...] = ()
+    """Retrieval ON also with these shares of the documents of the datastore, searched anew; a larger share holds the
+    smaller ones. E.g. 0.01 0.1 0.5 1; not while training."""
     seed: int = 0
-    """Of the bootstrap over documents."""
+    """Of the bootstrap over documents, and of the documents that a share of the datastore holds."""
 
     def __post_init__(self) -> None:
         check_entries(self.sets)
@@ -61,6 +64,10 @@ class EvaluationSettings:
             raise InputError(f"evaluation.k = {self.k}: numbers of neighbors, each at least 1.")
         if any(not 0 <= threshold <= 1 for threshold in self.leakage):
             raise InputError(f"evaluation.leakage = {self.leakage}: parts of a chunk, each between 0 and 1.")
+        if any(not 0 < share <= 1 for share in self.datastore_shares):
+            raise InputError(
+                f"evaluation.datastore_shares = {self.datastore_shares}: each must be above 0 and at most 1."
+            )
         for key in ("window", "stride", "max_tokens"):
             if getattr(self, key) < 0:
                 raise InputError(f"evaluation.{key} = {getattr(self, key)}: must be 0 or more.")
@@ -165,7 +172,7 @@ def evaluate(
     Raises:
         InputError: the set does not fit the model or k, or window and stride do not fit the chunk length.
     """
-    evaluation_set.check(model.settings, use.k)
+    evaluation_set.check(model.settings, use.k if use.found is None else 0)
     split, m = evaluation_set.split, evaluation_set.split.chunk_length
     num_chunks, stride = _window_chunks(settings, sequence_length, m)
     token_bytes = evaluation_set.token_bytes

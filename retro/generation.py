@@ -76,7 +76,6 @@ class Piece:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@torch.inference_mode()
 def generate(
     decoder: Decoder, prompts: Sequence[np.ndarray], settings: GenerationSettings, *, decode: Decode, eos_id: int
 ) -> Iterator[list[Piece]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from indexing.retriever import Retriever
 from indexing.store.errors import InputError
@@ -18,21 +17,7 @@ from retro.decoding import Decoder, Retrieve
 from retro.device import Placement, place
 from retro.generation import GenerationSettings, Piece, generate
 from retro.model import Retro
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Of a sequence of t tokens, all but the first.
-
-    Attributes:
-        log_probabilities: [t - 1] float64, in nats.
-        likeliest: [t - 1, top] int64, the likeliest tokens at the place of each, likeliest first.
-        likeliest_log_probabilities: [t - 1, top] float32, theirs.
-    """
-
-    log_probabilities: np.ndarray
-    likeliest: np.ndarray
-    likeliest_log_probabilities: np.ndarray
+from retro.scoring import Scores, score
 
 
 @dataclass(frozen=True)
@@ -89,6 +74,7 @@ class LanguageModel:
         if not retrieval or not opened.model.cca_layers:
             retriever = None
         model = load_model(opened, placement.device)
+        placement.cast(model)
         return cls(opened, model, tokenizer, retriever, placement, opened.settings["data"]["sequence_length"])
 
     def score(self, sequences: Sequence[np.ndarray], k: int = 0) -> list[np.ndarray]:
@@ -96,7 +82,7 @@ class LanguageModel:
 
         Args:
             sequences: token ids [t] of each, with the beginning of the document where one is meant; t ≥ 1. What is longer
-                than the context is read by windows that overlap by half, and a token is scored where more stands before it.
+                than the context is read by windows that overlap by half (`retro/scoring.py`).
             k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
 
         Returns:
@@ -105,29 +91,14 @@ class LanguageModel:
         Raises:
             InputError: a sequence is empty or has ids outside the vocabulary; k is not 0 and there is no retriever.
         """
-        return [scores.log_probabilities for scores in self.score_with_likeliest(sequences, k, 0)]
+        return [scores.log_probabilities for scores in self.score_with_likeliest(sequences, k, top=0)]
 
     def score_with_likeliest(self, sequences: Sequence[np.ndarray], k: int = 0, top: int = 1) -> list[Scores]:
         """As `score`, and the likeliest `top` tokens at every place."""
         checked = [self._checked(each, f"sequences[{number}]") for number, each in enumerate(sequences)]
-        return [self._score(each, k, top) for each in checked]
-
-    @torch.inference_mode()
-    def _score(self, tokens: np.ndarray, k: int, top: int) -> Scores:
-        m = self.model.settings.chunk_length
-        full = len(tokens) // m
-        tensors = {"tokens": torch.from_numpy(tokens[None]), "neighbors": None, "neighbor_lengths": None}
-        if (retrieve := self._retrieve(k)) is not None and full:
-            neighbors, lengths = retrieve(tokens[: full * m].reshape(-1, m))
-            tensors |= {
-                "neighbors": torch.from_numpy(neighbors[None]),
-                "neighbor_lengths": torch.from_numpy(lengths[None]),
-            }
-        with self.placement.autocast():
-            log_p = self.model(**self.placement.put(tensors))[0, :-1].float().log_softmax(-1).cpu()
-        chosen = log_p.gather(1, torch.from_numpy(tokens[1:, None]))[:, 0]
-        values, ids = log_p.topk(top)
-        return Scores(chosen.double().numpy(), ids.numpy(), values.numpy())
+        if top < 0:
+            raise InputError(f"top = {top}: must be 0 or more.")
+        return score(self.model, checked, self.placement, context=self.context, retrieve=self._retrieve(k), top=top)
 
     def generate(
         self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int = 0

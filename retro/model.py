@@ -8,7 +8,7 @@
 Notable: retrieval OFF is the same weights with `neighbors=None`; RMSNorm before each block; no biases; rotary positions
 (ours) or Transformer-XL's (the paper's); one class is every attention (`attention.py`); no loop over chunks; no buffers,
 so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
-freezes the rest. The model knows nothing of meshes, shards or optimizers.
+freezes the rest. The model knows nothing of meshes, shards, optimizers or caches (`decoding.py`).
 
 Letters of the shape comments:
     B batch    T tokens       D decoder width    V vocabulary    U complete chunks (T // m)    M = m, tokens of a chunk
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.attention import Attention, Places, place
+from retro.masks import document_mask, document_starts, neighbor_mask, some_key
 
 # ---------------------------------------------------------------------------------------------------------- settings
 
@@ -144,14 +145,6 @@ class Residual(nn.Module):
         return x + self.dropout(self.block(self.norm(x), *args, **kwargs))
 
 
-def some_key(mask: Tensor) -> Tensor:
-    """The mask [..., S], with everything visible where nothing was, so that softmax and gradients stay finite.
-
-    What is read there means nothing, and the caller must drop it.
-    """
-    return mask | ~mask.any(-1, keepdim=True)
-
-
 # ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
 
 
@@ -185,13 +178,23 @@ class ChunkedCrossAttention(nn.Module):
         num_readers = shifted.shape[1]  # the last window is cut short by the end of the sequence
         shifted = F.pad(shifted, (0, 0, 0, num_chunks * m - num_readers))
         windows = rearrange(shifted, "b (u m) d -> (b u) m d", m=m)
-        source = rearrange(encoded, "b u k r e -> (b u) (k r) e")
-        mask = rearrange(mask, "b u k r -> (b u) 1 1 (k r)")
-        starts = (torch.arange(source.shape[1], device=x.device) % encoded.shape[3] == 0)[None]  # of each neighbor
-        read = self.attention(windows, places, source=source, mask=some_key(mask), starts=starts)
-        read = read.masked_fill(~mask.any(-1), 0.0)  # [(b u), 1, 1]
+        read = self.read(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask.flatten(0, 1))
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0))
+
+    def keys_values(self, encoded: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
+        starts = torch.arange(encoded.shape[1] * encoded.shape[2], device=encoded.device) % encoded.shape[2] == 0
+        k, v = self.attention.project(encoded.flatten(1, 2))
+        return self.attention.placed(k, places, starts[None]), v
+
+    def read(
+        self, x: Tensor, places: Places, k: Tensor, v: Tensor, mask: Tensor, distance_keys: Tensor | None = None
+    ) -> Tensor:
+        """Windows [N, Q, D] read keys and values of their chunks' neighbors; mask [N, K, R], the rest as in `Attention`."""
+        mask = mask.flatten(1)[:, None, None]  # [N, 1, 1, K·R]
+        read = self.attention.read(x, places, k, v, some_key(mask), distance_keys=distance_keys)
+        return read.masked_fill(~mask.any(-1), 0.0)
 
 
 # ------------------------------------------------------------------------------------ encoder (sections 2.3 and 2.5)
@@ -384,33 +387,3 @@ class Retro(nn.Module):
                 h = self.cross[str(layer)](h, there, encoded, real)
             h = feed_forward(h)
         return self.norm(h)
-
-
-def document_mask(documents: Tensor, chunk_length: int, num_tokens: int) -> Tensor:
-    """Which token may see which: none later, none of another document. [B, ceil(T/m)] to bool [B, 1, T, T]."""
-    document = documents.repeat_interleave(chunk_length, dim=1)[:, :num_tokens]  # [B, T]
-    return (document[:, None, :, None] == document[:, None, None, :]).tril()
-
-
-def document_starts(documents: Tensor, chunk_length: int, num_tokens: int) -> Tensor:
-    """Which tokens are the first of a document in their row: [B, ceil(T/m)] to bool [B, T]."""
-    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # [B, ceil(T/m)]
-    begins = torch.arange(num_tokens, device=documents.device) % chunk_length == 0
-    return first.repeat_interleave(chunk_length, dim=1)[:, :num_tokens] & begins
-
-
-def neighbor_mask(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:
-    """Which tokens of the neighbors [B, U, K, R] may be read: bool [B, U, K, R].
-
-    Real ones, unless the next chunk begins another document: most of the window belongs to that one. The window's
-    first token, the last of chunk u, then goes without, but it has nothing left to predict in its own document.
-    """
-    mask = torch.ones_like(neighbors, dtype=torch.bool)
-    if lengths is not None:
-        mask = torch.arange(neighbors.shape[3], device=neighbors.device) < lengths[..., None]
-    if documents is not None:
-        goes_on = documents[:, 1:] == documents[:, :-1]
-        # The last complete chunk of a sequence may have no next one.
-        goes_on = F.pad(goes_on, (0, neighbors.shape[1] - goes_on.shape[1]), value=True)
-        mask = mask & goes_on[:, :, None, None]
-    return mask

@@ -6,7 +6,7 @@ Every step is a function of chunk ids alone: what a chunk is given depends on no
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -30,6 +30,8 @@ class NeighborUse:
             than this share of its length; 1 skips none.
         seed: of the random draws.
         materialised: whether their text is read from beside the chunk, where it stands there.
+        found: [chunks, s] int64 ids, nearest first, of each chunk of the split: what was found by another search, in
+            place of what is stored.
     """
 
     k: int
@@ -37,6 +39,7 @@ class NeighborUse:
     max_overlap: float = 1.0
     seed: int = 0
     materialised: bool = False
+    found: np.ndarray | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def choose_neighbors(
         drawn = random_numbers(queries.ids, retrieval.num_chunks, 2 * use.k + 16, use.seed)
         candidates = retrieval.ids_at(drawn)
     else:
-        candidates = split.neighbor_ids.gather(queries.ids)
+        candidates = split.neighbor_ids.gather(queries.ids) if use.found is None else use.found[queries.ids]
     candidates = outside(retrieval.without_deleted(candidates), queries.excluded)
     if use.max_overlap < 1:
         read = read or text_reader(split, retrieval, queries, use)

@@ -42,6 +42,19 @@ def test_blocks_of_columns_are_merged(embeddings: ShardedArray, monkeypatch) -> 
     assert np.mean(same) > 15.5  # but for ties in bfloat16
 
 
+def test_only_the_named_chunks_are_searched_and_found_by_their_own_ids(embeddings: ShardedArray) -> None:
+    queries, chosen = embeddings.read(0, 300).astype(np.float32), np.arange(1, len(embeddings), 3)
+    index = ProductIndex(embeddings, "cpu", ids=chosen)
+    assert index.num_vectors == len(chosen)
+    ids = index.search(queries, 16)
+    assert np.isin(ids, chosen).all()
+    # Three files of vectors, of which every third chunk is compared by hand.
+    distances = ((queries[:, None] - embeddings.gather(chosen).astype(np.float32)) ** 2).sum(2)
+    exact = np.sort(distances, axis=1)[:, :8]
+    assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact) > 0.99
+    assert (ProductIndex(embeddings, "cpu", ids=chosen[:5]).search(queries, 8) >= 0).sum() == 5 * len(queries)
+
+
 def test_the_number_of_threads_changes_nothing(embeddings: ShardedArray) -> None:
     queries = embeddings.read(0, 600).astype(np.float32)
     before, found = torch.get_num_threads(), []

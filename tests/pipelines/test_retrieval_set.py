@@ -16,6 +16,8 @@ from indexing.store.retrieval import CHUNK_ID_BITS, RetrievalSet
 from pipelines.config import Config
 from pipelines.index_report import measure
 from retro.batches import DataSettings, TrainingData
+from retro.datastore_shares import search_shares
+from retro.evaluation_sets import EvaluationSet
 from tests.conftest import build_local, tiny_config, write_corpus
 
 
@@ -180,3 +182,18 @@ def test_datastores_that_do_not_fit_are_refused_by_name(
     refused(vectors.datastore, r"neighbors\.also: the embedders .* different vectors")
     build_local(replace(other, datastore=tmp_path / "unfinished"), only="chunk")
     refused(tmp_path / "unfinished", "no finished 'add' stage")
+
+
+def test_shares_are_of_every_datastore_and_all_of_them_are_what_is_stored(both: Config) -> None:
+    held_out = EvaluationSet("valid", Datastore.open(both.datastore))
+    n = held_out.split.num_chunks
+    half, whole = search_shares(held_out, n, 6, (1.0, 0.5))
+    retrieval = RetrievalSet.of(held_out.datastore)
+    assert (whole.documents, whole.chunks) == (
+        sum(split.num_documents for split in retrieval.splits),
+        retrieval.num_chunks,
+    )
+    assert 0.3 * whole.chunks < half.chunks < 0.7 * whole.chunks
+    stored = held_out.split.neighbor_ids.read(0, n)
+    assert (whole.found == stored).mean() > 0.98  # but for ties
+    assert set(np.unique(half.found >> CHUNK_ID_BITS)) == {0, 1}

@@ -1,0 +1,170 @@
+"""Tokens/s of generation: this project, with keys and values kept, beside `generate` of retro-pytorch 0.3.9.
+
+pip install --no-deps retro-pytorch==0.3.9
+python benchmarks/generation.py DATASTORE [--tokens 512] [--rounds 3] [--batches 1 8] [--cases NAME ...]
+
+All models have the sizes of `benchmarks/training.py` and random weights; all begin with one token and end at the same length.
+Ours is measured with retrieval OFF, with every chunk searched in the live index of the datastore, with a whole forward pass for
+each token, and as it is. Theirs is given random chunks, which cost it nothing to find. Rounds alternate between the cases:
+machines are shared and drift, ratios of one run hold. Sampling is part of it.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measure import seconds, write
+from training import SMALL
+
+from indexing.retriever import Retriever
+from retro.decoding import Decoder, Retrieve
+from retro.device import Placement, place
+from retro.generation import GenerationSettings, generate
+from retro.model import ModelSettings, Retro
+
+THEIRS = "retro-pytorch 0.3.9"
+K = 2
+Run = Callable[[int], object]
+"""Generates for a batch of so many rows."""
+
+
+def ours(
+    settings: ModelSettings,
+    placement: Placement,
+    tokens: int,
+    retrieve: Retrieve | None,
+    decode: Any,
+    cached: bool = True,
+) -> Run:
+    """Generation as `LanguageModel` runs it; a decoder that begins anew at every step keeps nothing."""
+    model = Retro(settings).to(placement.device).eval()
+    placement.cast(model)
+
+    class Uncached(Decoder):
+        def read(self, new: Any) -> torch.Tensor:
+            for row in self.rows:
+                row.num_read = 0
+            return super().read(new)
+
+    def run(batch: int) -> None:
+        decoder = (Decoder if cached else Uncached)(model, placement, tokens, retrieve)
+        drawn = GenerationSettings(max_tokens=tokens - 1)
+        steps = generate(decoder, [np.ones(1, np.int64)] * batch, drawn, decode=decode, eos_id=-1)
+        assert sum(map(len, steps)) == batch * (tokens - 1)
+
+    return run
+
+
+def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
+    """`TrainingWrapper.generate`, the method itself, without the wrapper that wants a corpus and an index."""
+    import retro_pytorch.training
+    from retro_pytorch import RETRO
+
+    retro_pytorch.training.EOS_ID = -1  # all cases generate the same number of tokens
+    s, generator = settings, torch.Generator().manual_seed(0)
+
+    class Wrapper(torch.nn.Module):
+        generate = retro_pytorch.training.TrainingWrapper.generate
+        chunk_size, max_seq_len = s.chunk_length, tokens - 1
+
+        def fetch_knn_chunks_fn(self, chunks: torch.Tensor) -> torch.Tensor:
+            found = torch.randint(1, s.vocab_size, (len(chunks), K, 2 * s.chunk_length), generator=generator)
+            return found.to(chunks.device)
+
+    wrapper = Wrapper()
+    wrapper.retro = RETRO(
+        num_tokens=s.vocab_size,
+        max_seq_len=tokens,
+        enc_dim=s.encoder_d_model,
+        enc_depth=s.encoder_num_layers,
+        enc_cross_attn_layers=s.encoder_cca_layers,
+        dec_dim=s.d_model,
+        dec_depth=s.num_layers,
+        dec_cross_attn_layers=s.cca_layers,
+        chunk_size=s.chunk_length,
+    ).to(placement.device)
+
+    def run(batch: int) -> None:
+        with placement.autocast():
+            out = wrapper.generate(torch.ones(batch, 1, dtype=torch.long))
+        assert out.shape == (batch, tokens)
+
+    return run
+
+
+def cases(datastore: Path, tokens: int) -> dict[str, Run]:
+    """What is measured, by name; theirs, with which the others are compared, is left out where it is not installed."""
+    placement, retriever = place("auto", "auto"), Retriever.open(datastore)
+    settings = replace(SMALL, vocab_size=retriever.tokenizer.vocab_size)
+
+    def retrieve(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return retriever.neighbors(chunks, K)
+
+    found: dict[str, Run] = {}
+    try:
+        found[THEIRS] = theirs(settings, placement, tokens)
+    except ImportError as error:
+        print(f"{THEIRS}: left out: {error}")
+    decode = retriever.tokenizer.decode
+    return found | {
+        "retro": ours(settings, placement, tokens, retrieve, decode),
+        "retro, retrieval OFF": ours(settings, placement, tokens, None, decode),
+        "retro, float32": ours(settings, replace(placement, bfloat16=False), tokens, retrieve, decode),
+        "retro, nothing kept": ours(settings, placement, tokens, retrieve, decode, cached=False),
+    }
+
+
+def compare(chosen: dict[str, Run], batch: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Rounds over all cases in turn; a row for each, its ratio to the first case."""
+    times: dict[str, list[float]] = {name: [] for name in chosen}
+    for _ in range(rounds):
+        for name, run in chosen.items():
+            times[name].append(seconds(lambda run=run: run(batch)))  # type: ignore[misc]
+    first = next(iter(times.values()))
+    rows = []
+    for name, took in times.items():
+        ratios = [one / other for one, other in zip(first, took, strict=True)]
+        rate = batch * (tokens - 1) / statistics.median(took)
+        rows.append(
+            {
+                "case": name,
+                "batch": batch,
+                "tokens_per_second": rate,
+                "ratio": statistics.median(ratios),
+                "ratios": ratios,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("datastore", type=Path)
+    parser.add_argument("--tokens", type=int, default=512, help="length of every row at the end")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-generation.json"))
+    options = parser.parse_args()
+    chosen = {
+        name: run
+        for name, run in cases(options.datastore, options.tokens).items()
+        if not options.cases or any(part in name for part in options.cases)
+    }
+    for name, run in chosen.items():
+        run(1) if name != THEIRS else None  # warms up; theirs takes long, and a first token warms it too
+    rows = [row for batch in options.batches for row in compare(chosen, batch, options.tokens, options.rounds)]
+    print(f"{'':26}{'batch':>6}{'tokens/s':>11}{'ratio':>9}")
+    for row in rows:
+        print(f"{row['case']:26}{row['batch']:6}{row['tokens_per_second']:11,.0f}{row['ratio']:8.2f}×")
+    write(options.out, {"tokens": options.tokens, "k": K, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

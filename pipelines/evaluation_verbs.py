@@ -1,0 +1,197 @@
+"""What each verb that measures a model does with its settings: a few lines of calls into the layers below."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import write_json
+from pipelines.eval_qa import QaSettings
+from pipelines.progress import print_rows
+from retro.evaluation import EvaluationSettings
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Bits-per-byte of held-out documents, retrieval OFF and ON."""
+
+    against: str = ""
+    """Another checkpoint or run, say the baseline: scored on the same sets and windows, and compared."""
+    datastore: str = ""
+    """Datastore in place of those of the training run: its held-out documents are scored."""
+    leakage_from: str = ""
+    """Datastore of the same chunks whose nearest neighbors say what leaks; empty: that of each set."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results to, with the fingerprints of checkpoints and datastores."""
+    html: str = ""
+    """File to write a page with plots to; empty: beside `json`, if that is given."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+
+def evaluate(checkpoint: str, options: EvalOptions) -> int:
+    """`retro eval CHECKPOINT`."""
+    from pipelines import eval_report, eval_shares
+    from pipelines.eval_page import write_eval_page
+    from retro.checkpoint import open_checkpoint
+    from retro.evaluation_sets import open_sets
+    from retro.overlap_statistics import OverlapStatistics
+
+    settings = options.evaluation
+    opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
+    eval_shares.check_shares(opened, settings)
+    folders = [options.datastore] if options.datastore else opened[0].settings["data"]["datastores"]
+    k = max(settings.k, default=0) if any(each.model.cca_layers for each in opened) else 0
+    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
+    if not sets:
+        raise InputError(f"{checkpoint}: its datastores hold nothing out; name documents with --evaluation.sets.")
+    source = Datastore.open(options.leakage_from) if options.leakage_from else None
+    measured = eval_report.measure_checkpoints(opened, sets, settings, options.device, source)
+    levels: list[eval_report.Level] = []
+    shares: list[eval_shares.ShareLevel] = []
+    statistics: list[OverlapStatistics] = []
+    for each, rows in zip(sets, measured, strict=True):
+        leakage = eval_report.leakage_by_chunk(each, rows, settings, source)
+        levels += eval_report.levels_of(each, rows, settings, leakage)
+        if leakage is not None:
+            statistics.append(eval_report.statistics_of(each, rows, leakage, settings, source))
+        if settings.datastore_shares:
+            shares += eval_shares.measure_shares(opened, each, rows, settings, options.device)
+    table = eval_report.results_table([each for rows in measured for each in rows])
+    print_rows([table.header, *table.rows])
+    print("\n".join(eval_report.change_lines(levels)))
+    tables = [eval_shares.shares_table(shares)] if shares else []
+    if statistics:
+        labels = [each.label for each in measured[0]]
+        tables = [eval_report.leakage_table(levels, labels), eval_report.overlap_table(statistics), *tables]
+    for table in tables:
+        print_rows([[], table.header, *table.rows])
+    results = {
+        "fingerprints": {
+            **dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False)),
+            "datastores": {each.name: each.datastore.fingerprint for each in sets},
+        },
+        "settings": eval_report.settings_of(opened, sets, settings, source),
+        **eval_report.as_json(levels, statistics),
+        **eval_shares.as_json(shares),
+    }
+    if options.json:
+        write_json(Path(options.json), results)
+    if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
+        write_eval_page(Path(page), results)
+        print(f"report: {page}")
+    return 0
+
+
+@dataclass(frozen=True)
+class EvalQaOptions:
+    """Exact match and F1 of a model's answers to questions: closed book, with passages in the prompt, with retrieval ON."""
+
+    passages: str = ""
+    """Datastore to search with the questions: its chunks stand in the prompts, and retrieval ON reads it; empty: retrieval
+    ON reads the datastore of the training run."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results and all answers to, with the fingerprints of checkpoint and datastores."""
+    qa: QaSettings = field(default_factory=QaSettings)
+
+
+def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
+    """`retro eval-qa CHECKPOINT QUESTIONS`."""
+    from pipelines import eval_qa
+    from retro.questions import read_questions
+
+    settings, path = options.qa, Path(questions)
+    shots, asked = eval_qa.select(read_questions(path), settings, path)
+    language = eval_qa.language_for(asked, settings)
+    model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, settings, options.device)
+    passages = (
+        eval_qa.retrieved_passages(retriever, asked, settings) if retriever and settings.prompt_passages else None
+    )
+    rows = eval_qa.measure_answers(model, asked, settings, language=language, shots=shots, passages=passages)
+    table = eval_qa.answers_table(rows, settings.seed)
+    print_rows([table.header, *table.rows])
+    held = None if passages is None else eval_qa.answer_in_passages(asked, passages)
+    if held is not None:
+        print(f"a right answer stands in the passages of {100 * held:.1f}% of the questions")
+    if options.json:
+        prints = {"checkpoint": model.checkpoint.fingerprint}
+        prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
+        prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
+        told = {"checkpoint": checkpoint, "questions": questions, "passages": options.passages, "language": language}
+        results = {"fingerprints": prints, "settings": asdict(settings) | told, "answer_in_passages": held}
+        write_json(Path(options.json), results | eval_qa.as_json(rows, asked, settings.seed))
+    return 0
+
+
+@dataclass(frozen=True)
+class LmEvalOptions:
+    """Tasks of EleutherAI's lm-eval, retrieval ON or OFF. Its own command line: `python -m retro.lm_eval_adapter --help`."""
+
+    tasks: tuple[str, ...] = ()
+    """Names of tasks or groups, wildcards too."""
+    include_path: str = ""
+    """Folder with YAML files of more tasks."""
+    retrieval: bool = True
+    """Whether complete chunks are given neighbors."""
+    k: int = 2
+    """Neighbors of each chunk."""
+    datastore: str = ""
+    """Datastore to search; empty: the one of the training run."""
+    shots: int = -1
+    """Solved examples in front of each; -1 = as the task says."""
+    limit: int = 0
+    """Examples of each task; 0 = all."""
+    batch_size: int = 8
+    """Sequences that are read together."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results to, with the fingerprints of checkpoint and datastore."""
+
+
+def lm_eval(checkpoint: str, options: LmEvalOptions) -> int:
+    """`retro lm-eval CHECKPOINT --tasks TASK …`."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+
+        from retro.lm_eval_adapter import RetroLM
+    except ImportError as error:
+        raise InputError(f"retro lm-eval needs the package lm-eval ({error}): pip install 'retro[lm-eval]'.") from error
+    if not options.tasks:
+        raise InputError("--tasks is empty: name tasks of lm-eval; `lm-eval ls tasks` lists them.")
+    manager = TaskManager(include_path=options.include_path or None, include_defaults=not options.include_path)
+    unknown = [name for name in options.tasks if not manager.match_tasks([name])]
+    if unknown and options.include_path:  # reading all that lm-eval brings takes seconds
+        manager = TaskManager(include_path=options.include_path)
+        unknown = [name for name in options.tasks if not manager.match_tasks([name])]
+    if unknown:
+        raise InputError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them.")
+    model = RetroLM(
+        checkpoint,
+        options.datastore,
+        retrieval=options.retrieval,
+        k=options.k,
+        batch_size=options.batch_size,
+        device=options.device,
+    )
+    results = simple_evaluate(
+        model,
+        tasks=manager.match_tasks(list(options.tasks)),
+        num_fewshot=options.shots if options.shots >= 0 else None,
+        limit=options.limit or None,
+        batch_size=options.batch_size,
+        task_manager=manager,
+        log_samples=False,
+    )
+    assert results is not None  # only other processes of a group get none
+    print(make_table(results))
+    if options.json:
+        told = {"checkpoint": checkpoint} | asdict(options)
+        kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
+        write_json(Path(options.json), {**model.get_model_info(), "settings": told, **kept})
+    return 0

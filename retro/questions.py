@@ -1,0 +1,73 @@
+"""Question sets: JSON Lines (also .gz or .zst) with a question, its answers, and the passages that hold them.
+
+{"id": "…", "question": "…", "answers": ["…", …], "positive_ids": ["…", …]}
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from indexing.store.errors import InputError
+from indexing.streams import DAMAGED, StoredReader, unpacked
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Attributes:
+        id: as it stands in the file, else the number of its line.
+        question: its text.
+        answers: any of which is right.
+        positive_ids: documents that hold an answer; empty where the file does not say.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    positive_ids: tuple[str, ...] = ()
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a file, in order.
+
+    Raises:
+        InputError: it cannot be read, holds no question, or a line is none; the message names file and line.
+    """
+    try:
+        with open(path, "rb") as stored:
+            lines = list(unpacked(StoredReader(stored), path.name.lower()))
+    except (OSError, *DAMAGED) as error:
+        raise InputError(
+            f"{path} cannot be read: {error}. Name a question set, .jsonl, .jsonl.gz or .jsonl.zst."
+        ) from error
+    questions = list(_parsed(path, lines))
+    if not questions:
+        raise InputError(f"{path} holds no questions.")
+    return questions
+
+
+def _parsed(path: Path, lines: list[bytes]) -> Iterator[Question]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{path}:{number} is not JSON: {error}.") from error
+            yield _question(f"{path}:{number}", number, row)
+
+
+def _question(where: str, number: int, row: Any) -> Question:
+    if not isinstance(row, dict) or not isinstance(row.get("question"), str) or not row["question"].strip():
+        raise InputError(
+            f'{where} has no "question": each line is an object with "question" (text) and "answers" (texts).'
+        )
+    lists = {}
+    for key in ("answers", "positive_ids"):
+        values = row.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise InputError(f'{where}: "{key}" must be a list of texts.')
+        lists[key] = tuple(values)
+    return Question(str(row.get("id", number)), row["question"], lists["answers"], lists["positive_ids"])
