@@ -8,6 +8,7 @@ from indexing.floats import to_float32
 from indexing.store.datastore import ShardedArray
 from indexing.threads import one_thread_each
 
+_BLOCK_ROWS = 16_384  # of embeddings that are compared at a time
 _BLOCK = 2**20  # numbers of candidates that a thread looks at in one go: 4 MB in float32
 
 
@@ -52,7 +53,11 @@ def order_by_distance(distances: np.ndarray, ids: np.ndarray) -> tuple[np.ndarra
 
 
 def exact_search(
-    queries: np.ndarray, embeddings: ShardedArray, k: int, excluded: tuple[np.ndarray, np.ndarray] | None = None
+    queries: np.ndarray,
+    embeddings: ShardedArray,
+    k: int,
+    excluded: tuple[np.ndarray, np.ndarray] | None = None,
+    among: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The true k nearest by a blocked matrix product over all stored embeddings: the yardstick of every recall.
 
@@ -61,6 +66,7 @@ def exact_search(
         embeddings: [chunks, d].
         k: how many.
         excluded: first and stop [n] of a range of ids that a query must not find (its own document).
+        among: [ranges, 2] int64, first and stop of the ids that may be found; None = all.
 
     Returns:
         distances [n, k] float32 (+inf) and ids [n, k] (-1), nearest first.
@@ -68,9 +74,8 @@ def exact_search(
     best_distances = np.full((len(queries), k), np.inf, dtype=np.float32)
     best_ids = np.full((len(queries), k), -1, dtype=np.int64)
     norms = np.einsum("nd,nd->n", queries, queries)
-    for start, vectors in _blocks(embeddings):
+    for ids, vectors in _blocks(embeddings, among):
         distances = norms[:, None] - 2 * (queries @ vectors.T) + np.einsum("nd,nd->n", vectors, vectors)
-        ids = np.arange(start, start + len(vectors), dtype=np.int64)
         if excluded is not None:
             distances[(ids >= excluded[0][:, None]) & (ids < excluded[1][:, None])] = np.inf
         if len(vectors) > k:
@@ -84,9 +89,17 @@ def exact_search(
     return np.maximum(best_distances, 0), best_ids
 
 
-def _blocks(embeddings: ShardedArray) -> Iterator[tuple[int, np.ndarray]]:
-    for start in range(0, len(embeddings), 16_384):
-        yield start, to_float32(embeddings.read(start, min(start + 16_384, len(embeddings))))
+def _blocks(embeddings: ShardedArray, among: np.ndarray | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Ids [b] and vectors [b, d] float32 of all rows, or of those in ranges."""
+    ranges = np.array([[0, len(embeddings)]]) if among is None else among
+    stops = np.cumsum(ranges[:, 1] - ranges[:, 0])
+    for start in range(0, int(stops[-1]) if len(stops) else 0, _BLOCK_ROWS):
+        places = np.arange(start, min(start + _BLOCK_ROWS, int(stops[-1])), dtype=np.int64)
+        of_range = np.searchsorted(stops, places, side="right")
+        ids = places - stops[of_range] + ranges[of_range, 1]
+        whole = int(ids[-1]) - int(ids[0]) + 1 == len(ids)
+        found = embeddings.read(int(ids[0]), int(ids[-1]) + 1) if whole else embeddings.gather(ids)
+        yield ids, to_float32(found)
 
 
 def recall(found: np.ndarray, exact: np.ndarray) -> float:

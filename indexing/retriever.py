@@ -5,20 +5,24 @@ token ids      → embedder ┼→ vectors → every index → candidates → fi
 vectors ──────────────────┘
 
 What an index gives are candidates; they are always ordered anew, by the stored embeddings (exact distances), by BM25, or by both
-(`ranking.py`). A retriever is read only: several threads may search at once.
+(`bm25.py`). A retriever is read only: several threads may search at once.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
+from indexing.bm25 import TermStatistics, bm25, sample_statistics
+from indexing.candidates import Candidates, SearchableIndex, find_candidates
 from indexing.embedders import Embedder, open_embedder
-from indexing.exact import rerank
+from indexing.exact import order_by_distance
+from indexing.filters import Filters, check_filters, matching_chunks
 from indexing.hits import Hit, Results, StoredChunk, StoredDocument
-from indexing.neighbors import merge_nearest
 from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deleted import deleted_ranges
@@ -27,37 +31,30 @@ from indexing.store.retrieval import CHUNK_ID_BITS, RetrievalSet, check_searchab
 from indexing.tokenizer import Tokenizer
 
 Rerank = Literal["embeddings", "bm25", "hybrid"]
-Filters = Mapping[str, Any]
 Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 """Texts; or token ids [t] of each; or vectors [n, d] float."""
 
-_CANDIDATES = 64
+CANDIDATES = {"embeddings": 64, "bm25": 256, "hybrid": 256}
+"""Candidates of each query that are ordered anew, k if that is more: embeddings correct the index's codes, words need a choice."""
+COSINE_WEIGHT = 0.5  # of the hybrid: see docs/evaluation.md
+_FILTERS_KEPT = 8
 
 
-class SearchableIndex(Protocol):
-    """What finds candidates: an index of this process (`ShardedIndex`), or a handle on one that others hold."""
+@dataclass(frozen=True)
+class Ranked:
+    """The chunks found for each query, best first, as numbers.
 
-    num_vectors: int
-
-    def search(self, queries: np.ndarray, k: int) -> np.ndarray:
-        """Vectors [n, d] float32 → ids [n, k] int64 of the datastore's chunks, -1 where there are fewer.
-
-        Raises:
-            PartsMissing: some parts of it did not answer.
-        """
-
-
-class PartsMissing(Exception):
-    """Some parts of an index did not answer a search.
-
-    Args:
-        names: of these parts.
-        ids: [n, k] int64, what the others have found.
+    Attributes:
+        ids: [n, k] int64 of the retrieval set, -1 = none.
+        scores: [n, k] float32, larger is nearer, -inf for none.
+        distances: [n, k] float32, squared L2, +inf for none.
+        missing: names of the parts of the index that did not answer.
     """
 
-    def __init__(self, names: Sequence[str], ids: np.ndarray) -> None:
-        super().__init__(f"no answer from {', '.join(names)}")
-        self.names, self.ids = tuple(names), ids
+    ids: np.ndarray
+    scores: np.ndarray
+    distances: np.ndarray
+    missing: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -121,12 +118,24 @@ class Retriever:
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32, nearest first."""
-        found = []
-        for number, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=True)):
-            candidates = _present(vectors, index, split, k)
-            distances, ids = rerank(vectors, candidates, split.embeddings)
-            found.append((neighbor_ids(number, ids), distances))
-        return merge_nearest(found, k)
+        found = self._candidates(vectors, CANDIDATES["embeddings"], k, None)
+        return found.ids[:, :k], found.distances[:, :k]
+
+    def _candidates(self, vectors: np.ndarray, wanted: int, k: int, filters: Filters | None) -> Candidates:
+        """The nearest of all datastores, [n, at least k]; more of them, as far as there are, where more are wanted."""
+        among = self._among(filters) if filters else [None] * len(self.indexes)
+        found = [
+            find_candidates(vectors, index, split, wanted, k, chunks)
+            for index, split, chunks in zip(self.indexes, self.retrieval.splits, among, strict=True)
+        ]
+        if len(found) == 1 and found[0].ids.shape[1] >= k:
+            return found[0]
+        ids = [neighbor_ids(number, each.ids) for number, each in enumerate(found)]
+        ids.append(np.full((len(vectors), k), -1, dtype=np.int64))  # k of them, also of fewer chunks
+        distances = [*(each.distances for each in found), np.full((len(vectors), k), np.inf, dtype=np.float32)]
+        near, joined = order_by_distance(np.concatenate(distances, axis=1), np.concatenate(ids, axis=1))
+        keep = max(wanted, k)
+        return Candidates(joined[:, :keep], near[:, :keep], tuple(name for each in found for name in each.missing))
 
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Full chunks [n, m] → neighbor tokens [n, k, 2m] int64 with their continuations, and lengths [n, k] int64."""
@@ -136,12 +145,6 @@ class Retriever:
         return tokens.reshape(len(chunks), k, -1), found.reshape(len(chunks), k)
 
     # --- search -----------------------------------------------------------------------------------------------------
-
-    @property
-    def filter_columns(self) -> list[str]:
-        """Columns of the documents' metadata that every datastore has, by which a search may be filtered."""
-        first, *others = (split.documents.columns for split in self.retrieval.splits)
-        return [name for name in first if all(name in columns for columns in others)]
 
     def search(
         self, queries: Queries, k: int = 5, *, filters: Filters | None = None, rerank: Rerank = "embeddings"
@@ -157,15 +160,68 @@ class Retriever:
         Raises:
             InputError: a query is empty or of no use here, k is below 1, or a filter names an unknown column.
         """
+        ranked = self.rank(queries, k, filters=filters, rerank=rerank)
+        found = iter(self._hits(*(each[ranked.ids >= 0] for each in (ranked.ids, ranked.distances, ranked.scores))))
+        counts = (ranked.ids >= 0).sum(axis=1).tolist()
+        return Results([[next(found) for _ in range(count)] for count in counts], ranked.missing)
+
+    def rank(
+        self, queries: Queries, k: int = 5, *, filters: Filters | None = None, rerank: Rerank = "embeddings"
+    ) -> Ranked:
+        """What `search` finds, as ids and numbers without text."""
         if k < 1:
             raise InputError(f"k = {k}: must be at least 1.")
         if rerank not in get_args(Rerank):
             raise InputError(f"rerank = {rerank!r}: accepted are {', '.join(get_args(Rerank))}.")
         vectors = self.vectors_of(queries)
-        if filters or rerank != "embeddings":
-            raise NotImplementedError("filters and re-ranking by text")
-        ids, distances = self.nearest(vectors, k)
-        return Results([self.hits(row, near) for row, near in zip(ids, distances, strict=True)])
+        found = self._candidates(vectors, CANDIDATES[rerank], k, filters)
+        if rerank == "embeddings":
+            ids, distances = found.ids[:, :k], found.distances[:, :k]
+            return Ranked(ids, 1 - distances / 2, distances, found.missing)
+        scores = self._scores_by_words(queries, found, hybrid=rerank == "hybrid")
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]  # the nearer of two that are equal
+        ids, distances, scores = (np.take_along_axis(each, order, 1) for each in (found.ids, found.distances, scores))
+        return Ranked(ids, scores, distances, found.missing)
+
+    def _scores_by_words(self, queries: Queries, found: Candidates, *, hybrid: bool) -> np.ndarray:
+        """BM25 of the candidates [n, c], or the share that it is of what it can be, plus half the cosine."""
+        if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
+            raise InputError("rerank = 'bm25' and 'hybrid' need texts or token ids: vectors have no words.")
+        texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in queries]
+        scores, largest = bm25(texts, found.ids, self.retrieval, self.tokenizer, self._term_statistics)
+        if hybrid:
+            # Both on scales of their own, which do not depend on how many candidates there are. Among the candidates of a
+            # good embedder cosines spread widely, among those of a coarse one little: so each counts for what it knows.
+            scores = scores / np.maximum(largest, 1e-6)[:, None] + COSINE_WEIGHT * (1 - found.distances / 2)
+        return np.where(found.ids >= 0, scores, np.float32(-np.inf))
+
+    @cached_property
+    def _term_statistics(self) -> TermStatistics:
+        return sample_statistics(self.retrieval, self.tokenizer)
+
+    # --- filters ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def filter_columns(self) -> list[str]:
+        """Columns of the documents' metadata that every datastore has, by which a search may be filtered."""
+        first, *others = (split.documents.columns for split in self.retrieval.splits)
+        return [name for name in first if all(name in columns for columns in others)]
+
+    def _among(self, filters: Filters) -> list[np.ndarray]:
+        """The chunks of each datastore that match, as ranges; what the last filters gave is kept until more is deleted."""
+        checked = check_filters(filters, self.filter_columns)
+        key = json.dumps(checked, sort_keys=True)
+        splits = self.retrieval.splits
+        return [self._matching(number, key, len(deleted_ranges(split.folder))) for number, split in enumerate(splits)]
+
+    @cached_property
+    def _matching(self) -> Callable[[int, str, int], np.ndarray]:
+        splits = self.retrieval.splits
+        return lru_cache(maxsize=_FILTERS_KEPT * len(splits))(
+            lambda number, key, num_deleted: matching_chunks(splits[number], json.loads(key))
+        )
+
+    # --- queries and hits -------------------------------------------------------------------------------------------
 
     def vectors_of(self, queries: Queries) -> np.ndarray:
         """Queries → unit vectors [n, d] float32.
@@ -205,22 +261,28 @@ class Retriever:
 
     def hits(self, ids: np.ndarray, distances: np.ndarray) -> list[Hit]:
         """Chunk ids and distances, each [k], with all that a person wants to see; -1 is left out."""
-        m, present = self.datastore.chunk_length, ids >= 0
-        tokens, lengths = self.retrieval.with_continuation(ids[present])
-        documents = self.retrieval.metadata(ids[present])
+        present = ids >= 0
+        return self._hits(ids[present], distances[present], 1 - distances[present] / 2)
+
+    def _hits(self, ids: np.ndarray, distances: np.ndarray, scores: np.ndarray) -> list[Hit]:
+        """Hits [h] of any number of queries: what many have found is read once."""
+        each, rows = np.unique(ids, return_inverse=True)
+        texts, continuations = self._texts(*self.retrieval.with_continuation(each))
+        documents = self.retrieval.metadata(each)
         return [
-            Hit(
-                chunk_id=int(chunk_id),
-                score=1 - float(distance) / 2,
-                distance=float(distance),
-                text=self.tokenizer.decode(row[: min(m, length)]),
-                continuation=self.tokenizer.decode(row[m : max(m, length)]),
-                document=document,
-            )
-            for chunk_id, distance, row, length, document in zip(
-                ids[present], distances[present], tokens, lengths, documents, strict=True
+            Hit(chunk_id, score, distance, texts[row], continuations[row], dict(documents[row]))
+            for chunk_id, score, distance, row in zip(
+                ids.tolist(), scores.tolist(), distances.tolist(), rows.ravel().tolist(), strict=True
             )
         ]
+
+    def _texts(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[list[str], list[str]]:
+        """Chunks with their continuations [n, 2m] → the texts of both."""
+        m = self.datastore.chunk_length
+        own = [row[: min(m, length)] for row, length in zip(tokens, lengths, strict=True)]
+        following = [row[m : max(m, length)] for row, length in zip(tokens, lengths, strict=True)]
+        texts = self.tokenizer.decode_batch([*own, *following])
+        return texts[: len(own)], texts[len(own) :]
 
     # --- by id ------------------------------------------------------------------------------------------------------
 
@@ -262,13 +324,9 @@ class Retriever:
 
     def _chunks(self, number: int, start: int, count: int, document: tuple[int, int, int]) -> list[StoredChunk]:
         """Consecutive chunks of one document (its number, first chunk and last chunk + 1) of a datastore."""
-        split, m = self.retrieval.splits[number], self.datastore.chunk_length
+        split = self.retrieval.splits[number]
         local = np.arange(start, start + count, dtype=np.int64)
-        tokens, lengths = split.with_continuation(local)
-        own = np.minimum(lengths, m)
-        texts = self.tokenizer.decode_batch([row[:length] for row, length in zip(tokens, own, strict=True)])
-        following = [row[m : max(m, length)] for row, length in zip(tokens, lengths, strict=True)]
-        continuations = self.tokenizer.decode_batch(following)
+        texts, continuations = self._texts(*split.with_continuation(local))
         metadata = split.metadata([document[0]])[0]
         ids = neighbor_ids(number, local).tolist()
         return [
@@ -287,14 +345,3 @@ class Retriever:
 def open_index(split: Split) -> ShardedIndex:
     """The index over the chunks of a datastore's training split."""
     return ShardedIndex.open(split.folder / "index", range(len(split.chunk_rows)))
-
-
-def _present(vectors: np.ndarray, index: SearchableIndex, split: Split, k: int) -> np.ndarray:
-    """Candidates [n, c] int64 of which k and more have not been deleted, as far as there are so many."""
-    depth = max(k, min(_CANDIDATES, index.num_vectors))
-    while True:
-        ids = split.without_deleted(index.search(vectors, depth))
-        lacking = len(ids) and (ids >= 0).sum(axis=1).min() < k and len(deleted_ranges(split.folder))
-        if not lacking or depth >= index.num_vectors:
-            return ids
-        depth = min(4 * depth, index.num_vectors)

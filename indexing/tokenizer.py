@@ -348,9 +348,13 @@ class Tokenizer:
 
     def decode_batch(self, ids: Sequence[np.ndarray]) -> list[str]:
         """The text of each row of token ids, as `decode`, on several threads."""
-        special = list(self._special)
-        kept = [row[~np.isin(row, special)].tolist() for row in ids]
+        special = self._special
+        kept = [tokens if special.isdisjoint(tokens := row.tolist()) else _without(tokens, special) for row in ids]
         return self._model.decode_batch(kept, self._num_threads)
+
+
+def _without(tokens: list[int], special: set[int]) -> list[int]:
+    return [token for token in tokens if token not in special]
 
 
 def _without_surrogates(text: str) -> str:

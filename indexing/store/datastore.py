@@ -214,11 +214,20 @@ class Split:
 
     def chunk_range(self, document: int) -> tuple[int, int]:
         """The chunks [first, stop) of a document number."""
+        first, stop = self.chunk_ranges(np.array([document]))[0].tolist()
+        return first, stop
+
+    def chunk_ranges(self, documents: np.ndarray) -> np.ndarray:
+        """The first chunk and the last one + 1 of document numbers: [n] int64 → [n, 2] int64."""
         first_documents = np.concatenate([[0], np.cumsum(self.document_rows, dtype=np.int64)])
-        shard = int(np.searchsorted(first_documents, document, side="right")) - 1
-        offsets = self._offsets.shard(shard)
-        local, start = document - int(first_documents[shard]), int(self.tokens.starts[shard])
-        return int(offsets[local]) + start, int(offsets[local + 1]) + start
+        shards = np.searchsorted(first_documents, documents, side="right") - 1
+        out = np.empty((len(documents), 2), dtype=np.int64)
+        for shard in np.unique(shards):
+            rows = np.flatnonzero(shards == shard)
+            local = documents[rows] - first_documents[shard]
+            offsets = self._offsets.shard(int(shard))
+            out[rows] = np.stack([offsets[local], offsets[local + 1]], axis=1) + self.tokens.starts[shard]
+        return out
 
     def with_continuation(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Retrieved chunks N with their continuations F (paper, section 2.3).

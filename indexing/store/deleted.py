@@ -34,11 +34,15 @@ def _read(path: Path, _: tuple[int, ...]) -> np.ndarray:
 
 def without_deleted(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     """Chunk ids [...] int64 with -1 for those in one of the ranges."""
+    return np.where(inside(ids, ranges), -1, ids) if len(ranges) else ids
+
+
+def inside(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+    """Whether each id [...] lies in one of the ranges [n, 2], which are sorted and disjoint."""
     if not len(ranges):
-        return ids
+        return np.zeros(ids.shape, dtype=bool)
     place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
-    inside = (place >= 0) & (ids < ranges[np.maximum(place, 0), 1])
-    return np.where(inside, -1, ids)
+    return (place >= 0) & (ids < ranges[np.maximum(place, 0), 1])
 
 
 def delete_ranges(folder: Path, ranges: np.ndarray) -> int:

@@ -5,7 +5,6 @@
 Row groups hold ten thousand documents and more, so neither a lookup nor a scan of a column needs a shard in memory.
 """
 
-import bisect
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +32,7 @@ class DocumentTable:
         self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
         self._file = lru_cache(maxsize=None)(self._open_file)
         self._group = lru_cache(maxsize=_GROUPS_KEPT)(self._read_group)
-        self._row = lru_cache(maxsize=_ROWS_KEPT)(self._read_row)
+        self._kept: dict[int, dict[str, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DocumentTable, (self.paths, self.rows)  # caches stay behind
@@ -50,7 +49,15 @@ class DocumentTable:
 
     def take(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of these documents, each a dictionary of its own."""
-        return [dict(self._row(int(number))) for number in numbers]
+        kept = self._kept
+        found = {number: kept[number] for number in set(map(int, numbers)) if number in kept}
+        missing = np.array(sorted(set(map(int, numbers)) - found.keys()), dtype=np.int64)
+        if len(missing):
+            found |= (new := self._read(missing))
+            if len(kept) + len(new) > _ROWS_KEPT:
+                kept = self._kept = {}  # a thread that still reads the old one is not disturbed
+            kept |= new
+        return [dict(found[int(number)]) for number in numbers]
 
     def scan(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         """The number of the first document, and some columns as a pyarrow table, of one row group after the other."""
@@ -91,9 +98,16 @@ class DocumentTable:
     def _read_group(self, shard: int, group: int) -> Any:
         return self._parquet(shard).read_row_group(group)
 
-    def _read_row(self, number: int) -> dict[str, Any]:
-        shard = int(np.searchsorted(self.starts, number, side="right")) - 1
-        row = number - int(self.starts[shard])
-        first_rows = self._file(shard)[1]
-        group = bisect.bisect_right(first_rows, row) - 1
-        return self._group(shard, group).slice(row - first_rows[group], 1).to_pylist()[0]
+    def _read(self, numbers: np.ndarray) -> dict[int, dict[str, Any]]:
+        """Rows by number, which are sorted, row group after row group."""
+        out: dict[int, dict[str, Any]] = {}
+        shards = np.searchsorted(self.starts, numbers, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            local = numbers[shards == shard] - self.starts[shard]
+            first_rows = self._file(shard)[1]
+            groups = np.searchsorted(first_rows, local, side="right") - 1
+            for group in np.unique(groups).tolist():
+                rows = local[groups == group]
+                taken = self._group(shard, group).take(rows - first_rows[group]).to_pylist()
+                out |= dict(zip((rows + self.starts[shard]).tolist(), taken, strict=True))
+        return out

@@ -87,6 +87,23 @@ class RetrievalSet:
             tokens[rows], lengths[rows] = split.with_continuation(chunk_ids)
         return tokens, lengths
 
+    def chunks(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Chunks without continuation: ids [n] int64, none of them -1 → tokens [n, m] int64, lengths [n] int64."""
+        tokens = np.empty((len(ids), self.own.chunk_length), dtype=np.int64)
+        lengths = np.empty(len(ids), dtype=np.int64)
+        for split, rows, chunk_ids in self._by_split(ids):
+            tokens[rows], lengths[rows] = split.tokens.gather(chunk_ids), split.lengths.gather(chunk_ids)
+        return tokens, lengths
+
+    def beside(self, ids: np.ndarray) -> np.ndarray:
+        """The chunks before and after these in their documents: ids [n] int64, none of them -1 → [n, 2] int64, -1 = none."""
+        out = np.empty((len(ids), 2), dtype=np.int64)
+        for split, rows, chunk_ids in self._by_split(ids):
+            _, first, stop = split.documents_of(chunk_ids)
+            out[rows, 0] = np.where(chunk_ids > first, ids[rows] - 1, -1)
+            out[rows, 1] = np.where(chunk_ids + 1 < stop, ids[rows] + 1, -1)
+        return out
+
     def without_deleted(self, ids: np.ndarray) -> np.ndarray:
         """Ids [...] int64 with -1 for chunks of documents that have been deleted."""
         out = ids.copy()

@@ -175,8 +175,8 @@ class Service:
             raise Refused(f"{param}: {sum(lengths):,} tokens, at most {limit:,} (max_input_tokens).", param=param)
 
 
-def service_of(request: Request) -> Service:
-    """The service of the app that a request came to."""
+async def service_of(request: Request) -> Service:
+    """The service of the app that a request came to. (`async`: FastAPI takes what is not to another thread.)"""
     service: Service = request.app.state.service
     return service
 
