@@ -5,7 +5,7 @@
     retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
-    retro report RUN [RUN2 …]         curves of training runs
+    retro report RUN [RUN2 …]         curves of training runs     retro serve DATASTORE  search and model over HTTP
     retro verify DATASTORE            every checksum and cross-reference
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file
     retro delete DATASTORE --ids ID … documents that no result shall name any more
@@ -57,6 +57,7 @@ def table() -> dict[str, Verb]:
     from pipelines import datastore_verbs, model_verbs
     from pipelines.config import Config
     from pipelines.demo import DemoOptions, demo
+    from pipelines.serve_verb import ServeOptions, serve
 
     return {
         "demo": Verb(demo, DemoOptions),
@@ -67,6 +68,7 @@ def table() -> dict[str, Verb]:
         "report": Verb(model_verbs.report, model_verbs.ReportOptions, ("RUN…",)),
         "generate": Verb(model_verbs.generate, model_verbs.GenerateOptions, ("CHECKPOINT",)),
         "search": Verb(datastore_verbs.search, datastore_verbs.SearchOptions, ("DATASTORE", "TEXT")),
+        "serve": Verb(serve, ServeOptions, ("DATASTORE",)),
         "delete": Verb(datastore_verbs.delete, datastore_verbs.DeleteOptions, ("DATASTORE",)),
         "inspect": Verb(model_verbs.inspect, model_verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
         "verify": Verb(datastore_verbs.verify, datastore_verbs.VerifyOptions, ("DATASTORE",)),

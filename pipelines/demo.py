@@ -90,6 +90,7 @@ def demo(options: DemoOptions) -> int:
     print("\n".join(f"   {line}" for line in verdict))
 
     from indexing.retriever import Retriever
+    from retro.language_model import LanguageModel
 
     retriever = Retriever.open(config.datastore)
     examples = sample_examples(retriever, 3)
@@ -98,7 +99,8 @@ def demo(options: DemoOptions) -> int:
 
     prompt = _first_words(retriever, datastore)
     options_for_text = GenerateOptions(prompt=prompt, k=config.data.k, generation=GenerationSettings(max_tokens=150))
-    text = generate_text(models["retro"], config.datastore, options_for_text, placement, config.data.sequence_length)
+    language_model = LanguageModel.open(outcomes["retro"].checkpoint, retriever, config.train.device)
+    text = generate_text(language_model, options_for_text)
     print(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(prompt + text)}")
 
     path = options.out / "report.html"

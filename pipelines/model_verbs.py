@@ -137,38 +137,26 @@ class GenerateOptions:
 
 def generate(checkpoint: str, options: GenerateOptions) -> int:
     """`retro generate CHECKPOINT`."""
-    from retro.checkpoint import load_model, open_checkpoint
-    from retro.device import place
+    from retro.language_model import LanguageModel
 
-    opened = open_checkpoint(Path(checkpoint))
-    folder = Path(options.datastore or opened.settings["data"]["datastores"][0])
-    placement = place(options.device, opened.settings["train"]["precision"])
-    model = load_model(opened, placement.device)
-    print(options.prompt + generate_text(model, folder, options, placement, opened.settings["data"]["sequence_length"]))
+    language_model = LanguageModel.open(
+        checkpoint, options.datastore or None, options.device, retrieval=options.retrieval
+    )
+    print(options.prompt + generate_text(language_model, options))
     return 0
 
 
-def generate_text(model: Any, folder: Path, options: GenerateOptions, placement: Any, context: int) -> str:
+def generate_text(language_model: Any, options: GenerateOptions) -> str:
     """The continuation of a prompt as text."""
-    from indexing.tokenizer import Tokenizer
-    from retro.generation import generate as sample
-
-    tokenizer = Tokenizer.open(folder / "tokenizer")
-    retrieve = None
-    if options.retrieval and model.settings.cca_layers:
-        from indexing.retriever import Retriever
-
-        retriever = Retriever.open(folder)
-        retrieve = lambda chunks: retriever.neighbors(chunks, options.k)  # noqa: E731
+    tokenizer = language_model.tokenizer
     prompt = np.concatenate([[tokenizer.bos_id], tokenizer.encode(options.prompt)]).astype(np.int64)
+    k = options.k if language_model.retriever is not None else 0
+    text = ""
     with progress("generate", total=options.generation.max_tokens, unit="tokens") as advance:
-        tokens = []
-        for token in sample(
-            model, prompt, options.generation, placement, eos_id=tokenizer.eos_id, context=context, retrieve=retrieve
-        ):
-            tokens.append(token)
+        for (piece,) in language_model.generate([prompt], options.generation, k):
+            text += piece.text
             advance(1)
-    return tokenizer.decode(np.array(tokens, dtype=np.int64))
+    return text
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,29 @@
-"""Sampling with retrieval: at every chunk boundary the chunk just finished asks the datastore for neighbors.
+"""Sampling with retrieval: several prompts go on together, each until it ends.
 
-prompt → tokens → (a chunk is full → its neighbors) → logits → next token → …
+prompts → decoder (at every chunk boundary the chunk just finished asks for neighbors) → logits → a token of each row → text → …
+
+What a prompt goes on with depends on itself and the seed alone, not on the prompts beside it: every row draws from a generator of
+its own, and all of them begin with the seed. (To rounding: a batch may be multiplied in another order than a row alone.)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.device import Placement
-from retro.model import Retro
+from retro.decoding import Decoder
+from retro.text_stream import Decode, TextStream
 
-Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How the next token is drawn."""
+    """How the next token is drawn, and when a text ends."""
 
     max_tokens: int = 128
     """Tokens to generate at most; the end of the document ends it too."""
@@ -30,7 +34,11 @@ class GenerationSettings:
     top_p: float = 0.95
     """Only the likeliest that together hold this probability."""
     seed: int = 0
-    """Of the draws."""
+    """Of the draws; every prompt of a batch begins with it."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the continuation; they are not shown."""
+    logprobs: int = 0
+    """Likeliest tokens to tell with each token."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -39,75 +47,111 @@ class GenerationSettings:
             raise InputError(
                 "generation.temperature and generation.top_k must be 0 or more, generation.top_p in (0, 1]."
             )
+        if self.logprobs < 0 or self.seed < 0:
+            raise InputError(
+                f"generation.logprobs = {self.logprobs}, generation.seed = {self.seed}: must be 0 or more."
+            )
+        if "" in self.stop:
+            raise InputError("generation.stop holds an empty text: it would end everything before its first character.")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token of one row.
+
+    Attributes:
+        row: number of the prompt.
+        token: what was drawn, the end of the document included.
+        text: what may be shown since the last piece; all of a row joined are its text.
+        log_probability: of the token in nats, before temperature, top-k and top-p.
+        finish_reason: of the row's last piece: `stop` (end of the document or a stop string) or `length`; else None.
+        top: the likeliest tokens, likeliest first, with their log-probabilities, as many as the settings ask for.
+    """
+
+    row: int
+    token: int
+    text: str
+    log_probability: float
+    finish_reason: FinishReason | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @torch.inference_mode()
 def generate(
-    model: Retro,
-    prompt: np.ndarray,
-    settings: GenerationSettings,
-    placement: Placement,
-    *,
-    eos_id: int,
-    context: int,
-    retrieve: Retrieve | None = None,
-) -> Iterator[int]:
-    """Yield tokens that continue a prompt.
+    decoder: Decoder, prompts: Sequence[np.ndarray], settings: GenerationSettings, *, decode: Decode, eos_id: int
+) -> Iterator[list[Piece]]:
+    """Continue prompts: after every step the new token of each row that is not finished, in their order.
 
     Args:
-        model: in evaluation mode.
-        prompt: [t] tokens, the beginning-of-document token first; at least one.
+        decoder: a new one.
+        prompts: [t] tokens of each, the beginning-of-document token first; at least one.
         settings: length and sampling.
-        placement: device and precision.
+        decode: tokens to text.
         eos_id: the token that ends a document.
-        context: tokens that the model sees at most, a multiple of the chunk length; older chunks are dropped whole.
-        retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
     """
-    m = model.settings.chunk_length
-    random = torch.Generator().manual_seed(settings.seed)
-    tokens = np.asarray(prompt, dtype=np.int64)
-    if not len(tokens):
-        raise InputError("the prompt is empty: give at least the beginning-of-document token.")
-    found: list[tuple[np.ndarray, np.ndarray]] = []  # neighbors of each full chunk of `tokens`
-    for _ in range(settings.max_tokens):
-        if len(tokens) > context:
-            dropped = -(-(len(tokens) - context) // m)
-            tokens, found = tokens[dropped * m :], found[dropped:]
-        full = len(tokens) // m
-        if retrieve is not None and full > len(found):
-            neighbors, lengths = retrieve(tokens[len(found) * m : full * m].reshape(-1, m))
-            found.extend(zip(neighbors, lengths, strict=True))
-        with placement.autocast():
-            hidden = model.hidden(
-                **placement.put(
-                    {
-                        "tokens": torch.from_numpy(tokens[None]),  # [1, T]
-                        "neighbors": _stacked(found, 0),
-                        "neighbor_lengths": _stacked(found, 1),
-                    }
-                )
-            )
-            logits = model.logits(hidden[:, -1]).float()[0].cpu()
-        token = _draw(logits, settings, random)
-        if token == eos_id:
+    rows = [_Row(number, prompt, settings, decode, eos_id) for number, prompt in enumerate(prompts)]
+    logits = decoder.read(prompts)
+    while True:
+        drawn = draw(logits, settings, [row.random for row in rows])
+        pieces = [row.piece(*each) for row, each in zip(rows, drawn, strict=True)]
+        yield pieces
+        going_on = [place for place, piece in enumerate(pieces) if piece.finish_reason is None]
+        if not going_on:
             return
-        yield token
-        tokens = np.append(tokens, token)
+        if len(going_on) < len(rows):
+            decoder.keep(going_on)
+            rows = [rows[place] for place in going_on]
+        logits = decoder.read([np.array([pieces[place].token]) for place in going_on])
 
 
-def _stacked(found: list[tuple[np.ndarray, np.ndarray]], part: int) -> torch.Tensor | None:
-    """Neighbors [1, U, K, R] or their lengths [1, U, K] of the full chunks so far; None before the first."""
-    return torch.from_numpy(np.stack([item[part] for item in found])[None]) if found else None
+class _Row:
+    """What a row remembers beside its tokens: its text, its draws, how long it is."""
+
+    def __init__(
+        self, number: int, prompt: np.ndarray, settings: GenerationSettings, decode: Decode, eos_id: int
+    ) -> None:
+        self.number, self.left, self.eos_id = number, settings.max_tokens, eos_id
+        self.text = TextStream(decode, prompt, settings.stop)
+        self.random = torch.Generator().manual_seed(settings.seed)
+
+    def piece(self, token: int, log_probability: float, top: tuple[tuple[int, float], ...]) -> Piece:
+        """Go on by a token."""
+        self.left -= 1
+        shown = "" if token == self.eos_id else self.text.add(token)
+        finish: FinishReason | None = "stop" if token == self.eos_id or self.text.stopped else None
+        if finish is None and self.left == 0:
+            finish = "length"
+        if finish:
+            shown += self.text.rest()
+            finish = "stop" if self.text.stopped else finish
+        return Piece(self.number, token, shown, log_probability, finish, top)
 
 
-def _draw(logits: torch.Tensor, settings: GenerationSettings, random: torch.Generator) -> int:
-    """One token from logits [V]: temperature, then the top k, then the top p of what is left."""
+Drawn = tuple[int, float, tuple[tuple[int, float], ...]]
+
+
+def draw(logits: Tensor, settings: GenerationSettings, random: Sequence[torch.Generator]) -> list[Drawn]:
+    """A token for each row of logits [rows, V] float32: temperature, then the top k, then the top p of what is left.
+
+    Each row takes one number of its generator and looks it up in the running sum of its probabilities. Returns token,
+    log-probability before all that, and the likeliest tokens with theirs.
+    """
+    log_p = logits.log_softmax(-1)
     if settings.temperature == 0:
-        return int(logits.argmax())
-    ordered, ids = (logits / settings.temperature).sort(descending=True, stable=True)
-    if settings.top_k:
-        ordered, ids = ordered[: settings.top_k], ids[: settings.top_k]
-    probabilities = ordered.softmax(0)
-    before = probabilities.cumsum(0) - probabilities  # of everything likelier; the likeliest always stays
-    probabilities[before >= settings.top_p] = 0
-    return int(ids[torch.multinomial(probabilities, 1, generator=random)])
+        tokens = logits.argmax(-1, keepdim=True)
+    else:
+        kept = min(settings.top_k or logits.shape[1], logits.shape[1])
+        ordered, ids = logits.topk(kept) if kept < logits.shape[1] else logits.sort(descending=True, stable=True)
+        probabilities = (ordered / settings.temperature).softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities  # of everything likelier; the likeliest always stays
+        below = probabilities.masked_fill(before >= settings.top_p, 0).cumsum(-1)  # [rows, kept]
+        numbers = torch.cat([torch.rand(1, generator=each) for each in random])[:, None].to(logits.device)
+        places = torch.searchsorted(below, numbers * below[:, -1:], right=True)
+        last = (before < settings.top_p).sum(-1, keepdim=True) - 1  # a number next to 1 must not lead beyond it
+        tokens = ids.gather(1, places.minimum(last))
+    chosen = log_p.gather(1, tokens)[:, 0].tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(chosen)
+    if settings.logprobs:
+        values, likeliest = log_p.topk(min(settings.logprobs, logits.shape[1]))
+        tops = [tuple(zip(*row, strict=True)) for row in zip(likeliest.tolist(), values.tolist(), strict=True)]
+    return list(zip(tokens[:, 0].tolist(), chosen, tops, strict=True))

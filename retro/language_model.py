@@ -11,12 +11,28 @@ import numpy as np
 import torch
 
 from indexing.retriever import Retriever
+from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
 from retro.checkpoint import Checkpoint, load_model, open_checkpoint
+from retro.decoding import Decoder, Retrieve
 from retro.device import Placement, place
-from retro.generation import GenerationSettings, generate
-from retro.loss import token_losses
+from retro.generation import GenerationSettings, Piece, generate
 from retro.model import Retro
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of a sequence of t tokens, all but the first.
+
+    Attributes:
+        log_probabilities: [t - 1] float64, in nats.
+        likeliest: [t - 1, top] int64, the likeliest tokens at the place of each, likeliest first.
+        likeliest_log_probabilities: [t - 1, top] float32, theirs.
+    """
+
+    log_probabilities: np.ndarray
+    likeliest: np.ndarray
+    likeliest_log_probabilities: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -79,42 +95,81 @@ class LanguageModel:
         """Log-probabilities in nats of each token of some sequences but the first, which has nothing before it.
 
         Args:
-            sequences: token ids [t] of each, with the beginning of the document where one is meant; 1 ≤ t ≤ context.
+            sequences: token ids [t] of each, with the beginning of the document where one is meant; t ≥ 1. What is longer
+                than the context is read by windows that overlap by half, and a token is scored where more stands before it.
             k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
 
         Returns:
             [t - 1] float64 of each sequence.
+
+        Raises:
+            InputError: a sequence is empty or has ids outside the vocabulary; k is not 0 and there is no retriever.
         """
-        return [self._score(np.asarray(each, dtype=np.int64), k) for each in sequences]
+        return [scores.log_probabilities for scores in self.score_with_likeliest(sequences, k, 0)]
+
+    def score_with_likeliest(self, sequences: Sequence[np.ndarray], k: int = 0, top: int = 1) -> list[Scores]:
+        """As `score`, and the likeliest `top` tokens at every place."""
+        checked = [self._checked(each, f"sequences[{number}]") for number, each in enumerate(sequences)]
+        return [self._score(each, k, top) for each in checked]
 
     @torch.inference_mode()
-    def _score(self, tokens: np.ndarray, k: int) -> np.ndarray:
+    def _score(self, tokens: np.ndarray, k: int, top: int) -> Scores:
         m = self.model.settings.chunk_length
         full = len(tokens) // m
         tensors = {"tokens": torch.from_numpy(tokens[None]), "neighbors": None, "neighbor_lengths": None}
-        if k and full and self.retriever is not None:
-            neighbors, lengths = self.retriever.neighbors(tokens[: full * m].reshape(-1, m), k)
+        if (retrieve := self._retrieve(k)) is not None and full:
+            neighbors, lengths = retrieve(tokens[: full * m].reshape(-1, m))
             tensors |= {
                 "neighbors": torch.from_numpy(neighbors[None]),
                 "neighbor_lengths": torch.from_numpy(lengths[None]),
             }
         with self.placement.autocast():
-            hidden = self.model.hidden(**self.placement.put(tensors))
-            labels = self.placement.put({"labels": torch.from_numpy(tokens[None, 1:])})["labels"]
-            losses = token_losses(hidden[:, :-1], self.model.output_weight, labels)
-        scores: np.ndarray = -losses[0].double().cpu().numpy()
-        return scores
+            log_p = self.model(**self.placement.put(tensors))[0, :-1].float().log_softmax(-1).cpu()
+        chosen = log_p.gather(1, torch.from_numpy(tokens[1:, None]))[:, 0]
+        values, ids = log_p.topk(top)
+        return Scores(chosen.double().numpy(), ids.numpy(), values.numpy())
 
-    def generate(self, prompt: np.ndarray, settings: GenerationSettings, k: int = 0) -> Iterator[int]:
-        """Tokens that continue a prompt [t], which begins with the beginning of a document."""
+    def generate(
+        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int = 0
+    ) -> Iterator[list[Piece]]:
+        """Continue prompts together: after every step a piece for each row that is not finished.
+
+        Args:
+            prompts: token ids [t] of each, which begin with the beginning of a document; t ≥ 1.
+            settings: length and sampling.
+            k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
+
+        Raises:
+            InputError: as `score`, at once and not at the first step.
+        """
+        checked = [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)]
+        decoder = Decoder(self.model, self.placement, self.context, self._retrieve(k))
+        return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id)
+
+    def _retrieve(self, k: int) -> Retrieve | None:
+        """What finds k neighbors of chunks; None for k = 0, and for a model that reads none."""
+        if k < 0:
+            raise InputError(f"k = {k}: must be 0 (retrieval OFF) or more.")
+        if not k or not self.model.settings.cca_layers:
+            return None
         retriever = self.retriever
-        retrieve = (lambda chunks: retriever.neighbors(chunks, k)) if k and retriever is not None else None
-        return generate(
-            self.model,
-            prompt,
-            settings,
-            self.placement,
-            eos_id=self.tokenizer.eos_id,
-            context=self.context,
-            retrieve=retrieve,
-        )
+        if retriever is None:
+            raise InputError(f"k = {k}: the model was opened without retrieval; use k = 0.")
+        return lambda chunks: retriever.neighbors(chunks, k)
+
+    def _checked(self, tokens: np.ndarray, name: str) -> np.ndarray:
+        """Tokens as int64.
+
+        Raises:
+            InputError: they are none, no row of whole numbers, or outside the vocabulary.
+        """
+        row, size = np.asarray(tokens), self.model.settings.vocab_size
+        if row.ndim != 1 or not len(row):
+            raise InputError(f"{name} has the shape {row.shape}: give a row of tokens, at least one.")
+        if not np.issubdtype(row.dtype, np.integer):
+            raise InputError(f"{name} is of type {row.dtype}: token ids are whole numbers.")
+        row = row.astype(np.int64)
+        if row.min() < 0 or row.max() >= size:
+            outside = row[(row < 0) | (row >= size)][0]
+            raise InputError(f"{name} holds the token id {outside}: ids of this model are 0 to {size - 1}.")
+        return row

@@ -1,20 +1,33 @@
-"""Every request and every answer of the HTTP API, with its limits; FastAPI makes the OpenAPI description of them.
+"""Every request and every answer of our part of the HTTP API; FastAPI makes the OpenAPI description of them.
 
-What is ours stands first, what existing clients know from OpenAI after it. A field that a request does not have is an error.
+What existing clients know from OpenAI stands in `openai_schemas.py`. A field that a request does not have is an error, and so is
+a number that is written as a string, or is none (NaN). What the server's settings limit further, `GET /datastore` tells.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Rerank = Literal["embeddings", "bm25", "hybrid"]
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Value = str | Integer | float | bool
+Vector = list[float] | str
+"""Numbers, or the base64 of their bytes as little-endian float32, which is read and written much faster."""
 
 
 class Request(BaseModel):
     """What all requests share: unknown fields are refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+
+def _example(**fields: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [fields]})
+
+
+Filters = dict[str, Value | list[Value]]
 
 # ----------------------------------------------------------------------------------------------------------- search
 
@@ -22,15 +35,30 @@ class Request(BaseModel):
 class SearchRequest(Request):
     """Texts, token ids or vectors, exactly one of the three; all are searched in one batch."""
 
+    model_config = _example(texts=["how do I open a file"], k=2)
+
     texts: list[str] | None = None
-    tokens: list[list[int]] | None = None
-    vectors: list[list[float]] | None = None
+    tokens: list[list[TokenId]] | None = None
+    vectors: list[Vector] | None = Field(
+        None,
+        description="Each a list of numbers, or the base64 of their bytes as little-endian float32, which costs less.",
+    )
     k: int = Field(5, ge=1)
-    filters: dict[str, str | int | float | bool | list[str | int | float | bool]] = Field(
+    filters: Filters = Field(
         default_factory=dict,
         description="Column of the documents' metadata → the value it must have, or a list of values.",
     )
     rerank: Rerank = "embeddings"
+    text: bool = Field(
+        True, description="Whether hits carry texts and metadata; without them an answer is much smaller."
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "SearchRequest":
+        given = [name for name in ("texts", "tokens", "vectors") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of texts, tokens and vectors; found: {', '.join(given) or 'none'}")
+        return self
 
 
 class Hit(BaseModel):
@@ -58,9 +86,11 @@ class SearchResponse(BaseModel):
 class NeighborsRequest(Request):
     """A text whose chunks are searched one by one, as in training."""
 
-    text: str
+    model_config = _example(text="with open(path) as file:\n    return file.read()\n", k=2)
+
+    text: str = Field(min_length=1)
     k: int = Field(2, ge=1)
-    filters: dict[str, Any] = Field(default_factory=dict)
+    filters: Filters = Field(default_factory=dict)
     rerank: Rerank = "embeddings"
 
 
@@ -129,13 +159,16 @@ class StoredDocument(BaseModel):
 class EmbedRequest(Request):
     """Texts of any length."""
 
+    model_config = _example(texts=["how do I open a file"])
+
     texts: list[str]
+    encoding: Literal["float", "base64"] = "float"
 
 
 class EmbedResponse(BaseModel):
-    """A unit vector for each text."""
+    """A unit vector for each text, as numbers or, where asked for, the base64 of their bytes as little-endian float32."""
 
-    vectors: list[list[float]]
+    vectors: list[Vector]
 
 
 class DatastoreResponse(BaseModel):
@@ -161,12 +194,17 @@ class DatastoreResponse(BaseModel):
 class ScoreRequest(Request):
     """A text to score token by token, retrieval ON with k neighbors and OFF."""
 
-    text: str
+    model_config = _example(text="import os\nimport sys\n", k=2)
+
+    text: str = Field(min_length=1)
     k: int = Field(2, ge=1)
 
 
 class TokenScore(BaseModel):
-    """A token and its log-probabilities in nats. `difference` = on − off: above 0 retrieval helped."""
+    """A token and its log-probabilities in nats. `difference` = on − off: above 0 retrieval helped.
+
+    Tokens that are parts of one character stand together as one, with the sums of their log-probabilities.
+    """
 
     text: str
     on: float | None
@@ -185,15 +223,19 @@ class ScoreResponse(BaseModel):
 class GenerateRequest(Request):
     """A prompt to continue; `stream` answers with server-sent events, one `GenerateEvent` each."""
 
+    model_config = _example(prompt="import os\n", max_tokens=16, temperature=0, stream=False)
+
     prompt: str
     retrieval: bool = True
     k: int = Field(2, ge=1)
     max_tokens: int = Field(128, ge=1)
-    temperature: float = Field(0.8, ge=0)
-    top_k: int = Field(50, ge=0)
+    temperature: float = Field(
+        0.8, ge=0, le=100, description="0 takes the likeliest token, and so does what is below 0.001."
+    )
+    top_k: int = Field(50, ge=0, lt=2**31, description="Only the likeliest this many; 0 = all.")
     top_p: float = Field(0.95, gt=0, le=1)
-    seed: int = Field(0, ge=0)
-    stop: list[str] = Field(default_factory=list, max_length=16)
+    seed: Seed = 0
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
     stream: bool = False
 
 
@@ -215,4 +257,14 @@ class GenerateEvent(BaseModel):
 class ErrorResponse(BaseModel):
     """Every error of the API: a reason for people, and a word for programs."""
 
+    model_config = _example(
+        error={"message": "k = 1000: at most 100.", "type": "invalid_request_error", "param": "k", "code": None}
+    )
+
     error: dict[str, Any] = Field(description="`message`, `type`, `param`, `code`, as OpenAI's clients expect.")
+
+
+class Status(BaseModel):
+    """`ok`, `ready`."""
+
+    status: str

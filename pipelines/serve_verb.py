@@ -1,0 +1,157 @@
+"""`retro serve DATASTORE`: the query API and its page, run by uvicorn on one machine.
+
+options ─► the port is taken ─► datastores and checkpoint are opened ─► make_app ─► uvicorn, until SIGTERM or Ctrl-C
+                                                                                └─► new requests 503, the others finish
+"""
+
+import ipaddress
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from indexing.store.errors import InputError
+from retro.server.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from retro.server.service import Service
+
+log = logging.getLogger("retro")
+
+
+@dataclass(frozen=True)
+class ServeOptions(ServeSettings):
+    """Serve a datastore, and with a checkpoint a language model that reads it, over HTTP."""
+
+    checkpoint: str = ""
+    """Checkpoint to score and generate with; empty: only search, embeddings and the page."""
+    also: tuple[str, ...] = ()
+    """Further datastores, searched with the first as one."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 = all of this machine's."""
+    port: int = 8080
+    """0 = any that is free."""
+    token_env: str = "RETRO_TOKEN"
+    """Environment variable with the bearer token that requests must carry; where it is not set, none is asked for."""
+    device: str = "auto"
+    """Of the model: `auto`, `cpu`, `cuda` …"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port < 2**16:
+            raise InputError(f"port = {self.port}: must be 0 to 65535.")
+
+
+def serve(datastore: str, options: ServeOptions) -> int:
+    """`retro serve DATASTORE`."""
+    from indexing.retriever import Retriever
+    from retro.language_model import LanguageModel
+    from retro.server.app import make_app
+
+    token = _token(options)
+    with _bound(options.host, options.port) as listening:
+        retriever = Retriever.open(datastore, *options.also)
+        language_model = None
+        if options.checkpoint:
+            language_model = LanguageModel.open(options.checkpoint, retriever, options.device)
+        app = make_app(retriever, language_model, options, token=token)
+        host, port = listening.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        service = app.state.service
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
+        server = _Server(config, service, "\n".join([*_facts(service, bool(token), options), f"ready: {url}"]))
+        server.run(sockets=[listening])
+    print("stopped; what was accepted has been answered" if not service.admission.under_way else "stopped", flush=True)
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Says when it is ready; told to stop, it first finishes what was accepted, while new requests are answered 503."""
+
+    def __init__(self, config: uvicorn.Config, service: "Service", ready: str) -> None:
+        super().__init__(config)
+        self._admission, self._seconds = service.admission, service.settings.shutdown_seconds
+        self._ready, self._stop_at = ready, 0.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._ready, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._admission.draining:  # a second time: at once
+            super().handle_exit(sig, frame)
+        else:
+            self._stop_at = time.monotonic() + self._seconds
+            self._admission.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._admission.draining and (not self._admission.under_way or time.monotonic() > self._stop_at):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def _token(options: ServeOptions) -> str:
+    """The bearer token; a warning where anybody could ask without one."""
+    token = os.environ.get(options.token_env, "")
+    if not token and options.token_env != ServeOptions.token_env:
+        raise InputError(f"token_env = {options.token_env!r}: the environment variable {options.token_env} is not set.")
+    if not token.isascii() or token != token.strip():
+        raise InputError(
+            f"{options.token_env}: a token is ASCII without blanks around it, as it stands in an HTTP header."
+        )
+    if not token and not _is_loopback(options.host):
+        log.warning(
+            "listening at %s without a token: whoever reaches this machine can ask. Set %s to ask for one.",
+            options.host, options.token_env,
+        )  # fmt: skip
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has the port, so that a taken one is told before anything is opened; nobody is let in yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise InputError(
+            f"{host}:{port}: {error.strerror}. Name another --host or --port; --port 0 takes any that is free."
+        ) from error
+    return bound
+
+
+def _facts(service: "Service", token: bool, options: ServeOptions) -> list[str]:
+    """What is served, for the terminal."""
+    from retro.server.datastore_facts import datastore_facts
+
+    facts = datastore_facts(service)
+    lines = [f"datastore: {each['name']}, {each['chunks']:,} chunks" for each in facts["datastores"]]
+    model = facts["model"]
+    if model:
+        lines.append(
+            f"model: {model['name']}, step {model['step']:,}" + ("" if model["retrieval"] else ", no retrieval")
+        )
+    else:
+        lines.append("model: none (--checkpoint adds one)")
+    return [*lines, f"token: that of {options.token_env}" if token else "token: none is needed"]

@@ -1,0 +1,124 @@
+"""The answer to a completion request, as it grows: a stream sends the parts one by one, other answers join them.
+
+prompt, if echoed ─┐
+pieces ────────────┴► parts: (number of the prompt, text, log-probabilities, finish reason) ─► events, or one response
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from indexing.tokenizer import Tokenizer
+from retro.generation import Piece
+from retro.language_model import Scores
+from retro.server.openai_schemas import CompletionChoice, Logprobs
+from retro.server.spans import token_ends
+
+Top = Sequence[tuple[int, float]]
+"""The likeliest tokens with their log-probabilities, likeliest first."""
+
+
+@dataclass
+class Parts:
+    """Makes the parts of an answer; remembers how long each text is already.
+
+    Attributes:
+        tokenizer: whose tokens they are.
+        logprobs: likeliest tokens to tell with each token, 0 = only its own log-probability; None = nothing.
+        generated: tokens so far, of all prompts.
+    """
+
+    tokenizer: Tokenizer
+    logprobs: int | None
+    generated: int = 0
+    _lengths: dict[int, int] = field(default_factory=dict)
+
+    def echo(self, index: int, prompt: np.ndarray, scores: Scores | None) -> CompletionChoice:
+        """The prompt [t] itself; `scores` are those of its last tokens: all, or all but the first."""
+        text, ends = token_ends(self.tokenizer.decode_batch, prompt)
+        texts = [text[start:stop] for start, stop in pairwise([0, *ends])]
+        values: list[float | None] = []
+        tops: list[Top | None] = []
+        if scores is not None:
+            unscored = len(prompt) - len(scores.log_probabilities)
+            values = [None] * unscored + scores.log_probabilities.tolist()
+            likeliest, theirs = scores.likeliest.tolist(), scores.likeliest_log_probabilities.tolist()
+            tops = [None] * unscored + [
+                list(zip(ids, each, strict=True)) for ids, each in zip(likeliest, theirs, strict=True)
+            ]
+        return self._part(index, texts, prompt.tolist(), values, tops, None)
+
+    def add(self, piece: Piece) -> CompletionChoice:
+        """A token that was generated."""
+        self.generated += 1
+        return self._part(
+            piece.row, [piece.text], [piece.token], [piece.log_probability], [piece.top], piece.finish_reason
+        )
+
+    def end(self, index: int) -> CompletionChoice:
+        """The end of an answer that generates nothing."""
+        return self._part(index, [], [], [], [], "length")
+
+    def _part(
+        self,
+        index: int,
+        texts: list[str],
+        tokens: list[int],
+        values: list[float | None],
+        tops: Sequence[Top | None],
+        finish_reason: str | None,
+    ) -> CompletionChoice:
+        start = self._lengths.get(index, 0)
+        offsets = np.cumsum([start, *map(len, texts)]).tolist()
+        self._lengths[index] = offsets[-1]
+        logprobs = None
+        if self.logprobs is not None:
+            named = list(map(self._named, tokens, values, tops)) if self.logprobs else None
+            logprobs = Logprobs(tokens=texts, token_logprobs=values, top_logprobs=named, text_offset=offsets[:-1])
+        return CompletionChoice.model_construct(
+            index=index, text="".join(texts), logprobs=logprobs, finish_reason=finish_reason
+        )
+
+    def _named(self, token: int, value: float | None, top: Top | None) -> dict[str, float] | None:
+        """The likeliest tokens by their text, and the token itself in any case."""
+        if value is None:
+            return None
+        return {self._name(each): theirs for each, theirs in top or ()} | {self._name(token): value}
+
+    def _name(self, token: int) -> str:
+        name = special_names(self.tokenizer).get(token) or self.tokenizer.decode([token])
+        return f"token:{token}" if not name or "\ufffd" in name else name  # a part of a character
+
+
+def joined(parts: Iterable[CompletionChoice], logprobs: int | None) -> list[CompletionChoice]:
+    """The parts of each prompt as one."""
+    by_index: dict[int, list[CompletionChoice]] = {}
+    for part in parts:
+        by_index.setdefault(part.index, []).append(part)
+    choices = []
+    for index, mine in sorted(by_index.items()):
+        whole = None
+        if logprobs is not None:
+            told = [part.logprobs for part in mine if part.logprobs is not None]
+            whole = Logprobs(
+                tokens=[each for part in told for each in part.tokens],
+                token_logprobs=[each for part in told for each in part.token_logprobs],
+                top_logprobs=[each for part in told for each in part.top_logprobs or ()] if logprobs else None,
+                text_offset=[each for part in told for each in part.text_offset],
+            )
+        choices.append(
+            CompletionChoice(
+                index=index,
+                text="".join(part.text for part in mine),
+                logprobs=whole,
+                finish_reason=mine[-1].finish_reason,
+            )
+        )
+    return choices
+
+
+def special_names(tokenizer: Tokenizer) -> dict[int, str]:
+    """How special tokens, which have no text, are called."""
+    return {tokenizer.pad_id: "<pad>", tokenizer.bos_id: "<s>", tokenizer.eos_id: "</s>"}

@@ -1,0 +1,56 @@
+"""What is served, told from manifests, reports and the checkpoint: the answer of `GET /datastore`."""
+
+from pathlib import Path
+from typing import Any
+
+from indexing.store.artefact import read_manifest
+from indexing.store.datastore import Datastore
+from indexing.store.files import read_json
+from indexing.store.remote import present, url_of
+from retro.presets import count_parameters
+from retro.server.service import Service
+
+
+def datastore_facts(service: Service) -> dict[str, Any]:
+    """The fields of `schemas.DatastoreResponse`."""
+    retriever = service.retriever
+    embedder = read_manifest(retriever.datastore.folder / "embedder")["recipe"]["settings"]["embedder.kind"]
+    return {
+        "datastores": [_datastore(split.folder) for split in retriever.retrieval.splits],
+        "chunk_length": retriever.datastore.chunk_length,
+        "vocab_size": retriever.tokenizer.vocab_size,
+        "embedder": embedder,
+        "dimension": retriever.embedder.dimension,
+        "filters": retriever.filter_columns,
+        "model": _model(service),
+        "limits": service.settings.limits,
+    }
+
+
+def _datastore(folder: Path) -> dict[str, Any]:
+    datastore = Datastore.open(folder)
+    totals = datastore.manifest["splits"]["train"]
+    facts: dict[str, Any] = {"name": url_of(folder) or "/".join(folder.resolve().parts[-2:])}
+    facts["fingerprint"] = datastore.fingerprint
+    facts |= {key: sum(totals[key]) for key in ("documents", "chunks", "tokens", "bytes")}
+    report = present(folder / "report.json")
+    if report.exists():
+        measured = read_json(report)["index"]
+        facts["index"] = f"{measured['key']}, nprobe {measured['nprobe']}"
+        facts["recall"] = {key: value for key, value in measured.items() if key.startswith("recall")}
+    return facts
+
+
+def _model(service: Service) -> dict[str, Any] | None:
+    language_model = service.language_model
+    if language_model is None:
+        return None
+    checkpoint = language_model.checkpoint
+    return {
+        "name": service.name,
+        "fingerprint": checkpoint.fingerprint,
+        "step": checkpoint.step,
+        "parameters": count_parameters(language_model.model, embeddings=True),
+        "context": language_model.context,
+        "retrieval": service.retrieves,
+    }

@@ -1,0 +1,144 @@
+"""Everything that can go wrong as JSON with a reason, in the form that OpenAI's clients know: never a stack trace.
+
+    a handler raises ApiError, InputError (a user's mistake) or pydantic's ─► {"error": {message, type, param, code}}
+    anything else ─► 500 with an id that stands in the log beside the trace
+
+A request that cannot be understood is 422, under /v1 it is 400 as there.
+"""
+
+import json
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from indexing.store.errors import InputError, NotFound
+from retro.server.schemas import ErrorResponse
+
+log = logging.getLogger("retro.server")
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "overloaded",
+    500: "internal_error",
+    503: "unavailable",
+    504: "timeout",
+}
+_REASONS = {
+    400: "The request is not valid, or asks for what is not supported.",
+    401: "The bearer token is missing or wrong.",
+    404: "There is no such thing here.",
+    413: "The request has more bytes than the server allows.",
+    422: "The request is not valid, or asks for more than the server allows.",
+    429: "Too many requests are waiting; `Retry-After` says when to try again.",
+    500: "A fault of the server; the id stands in its log.",
+    503: "The server is starting or shutting down.",
+    504: "The request took longer than the server allows.",
+}
+
+
+class ApiError(Exception):
+    """An answer other than the one that was asked for.
+
+    Attributes:
+        status: of HTTP.
+        message: what was found and what is accepted.
+        param: the field of the request, if it is one's fault.
+        type: a word for programs; None = that of the status.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        type: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.type, self.headers = type or _TYPES.get(status, "error"), headers
+
+
+class Refused(ApiError):
+    """A request that says something impossible: 422, under /v1 400."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(422, message, param=param)
+
+
+def took_too_long(seconds: float) -> ApiError:
+    """A request that passed the time limit."""
+    return ApiError(504, f"the request took longer than {seconds:g} s (request_seconds).")
+
+
+def error_response(error: ApiError) -> Response:
+    """The answer that tells an error."""
+    return Response(error_json(error), error.status, error.headers, media_type="application/json")
+
+
+def error_json(error: ApiError) -> bytes:
+    """`{"error": …}`; ASCII, as a message may quote half a character of the request."""
+    body = {"message": error.message, "type": error.type, "param": error.param, "code": None}
+    return json.dumps({"error": body}).encode()
+
+
+def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of an endpoint for OpenAPI, with those that any may have."""
+    every = sorted({*statuses, 401, 429, 500, 503, 504})
+    return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in every}
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Let an app answer errors as JSON."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return error_response(_under_v1(request, as_api_error(error)))
+
+    for kind in (ApiError, InputError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, answer)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What was raised, as the answer to it; of what nobody expected, the log has the trace and the client an id."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        message, param = _first_problem(error.errors()[0])
+        return Refused(message, param=param)
+    if isinstance(error, NotFound):
+        return ApiError(404, str(error))
+    if isinstance(error, InputError):
+        return Refused(str(error))
+    if isinstance(error, HTTPException):
+        missing = error.status_code == 404
+        message = "there is nothing at this path; GET /docs lists what there is." if missing else error.detail
+        return ApiError(error.status_code, message, headers=error.headers)
+    number = uuid.uuid4().hex[:12]
+    log.error("error %s", number, exc_info=error)
+    return ApiError(500, f"a fault of the server, which stands in its log as error {number}.")
+
+
+def _first_problem(problem: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The message of a problem that pydantic has found, and the field it lies in."""
+    place = ".".join(str(part) for part in problem["loc"] if part not in ("body", "query", "path"))
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return (f"{place}: {message}" if place else message), place or None
+
+
+def _under_v1(request: Request, error: ApiError) -> ApiError:
+    if error.status == 422 and request.url.path.startswith("/v1/"):
+        return ApiError(400, error.message, param=error.param, type=error.type)
+    return error

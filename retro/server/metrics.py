@@ -1,0 +1,55 @@
+"""What a server counts, for Prometheus. Each app has a registry of its own, so that several live in one process."""
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Metrics:
+    """Counts of one app."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        own = {"registry": self._registry}
+        self._requests = Counter("retro_requests", "Requests answered.", ["method", "path", "status"], **own)
+        self._seconds = Histogram(
+            "retro_request_seconds", "From a request's first byte to the last of its answer.", ["path"],
+            buckets=_SECONDS, **own,
+        )  # fmt: skip
+        self._batches = Histogram("retro_batch_size", "Items worked on at once.", ["work"], buckets=_SIZES, **own)
+        self._tokens = Counter("retro_generated_tokens", "Tokens generated.", **own)
+
+    def watch(self, waiting: Mapping[str, Callable[[], int]], under_way: Callable[[], int]) -> None:
+        """Tell with the counts what is the case when they are asked for.
+
+        Args:
+            waiting: for each kind of work, a function that tells how many requests wait for it.
+            under_way: tells how many requests have been accepted and not been answered.
+        """
+        gauge = Gauge("retro_waiting", "Requests that wait for a worker.", ["work"], registry=self._registry)
+        for work, count in waiting.items():
+            gauge.labels(work).set_function(count)
+        accepted = Gauge("retro_requests_under_way", "Requests accepted and not yet answered.", registry=self._registry)
+        accepted.set_function(under_way)
+
+    def count_request(self, method: str, path: str, status: int, seconds: float) -> None:
+        """Count an answer; `path` is the route's template, so that there are few."""
+        self._requests.labels(method, path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def count_batch(self, work: str) -> Callable[[int], None]:
+        """A function that counts the sizes of batches of one kind of work."""
+        observe: Callable[[int], None] = self._batches.labels(work).observe
+        return observe
+
+    def count_tokens(self, number: int) -> None:
+        """Count tokens that were generated."""
+        self._tokens.inc(number)
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        exposition: bytes = generate_latest(self._registry)
+        return exposition

@@ -1,0 +1,234 @@
+"""Endpoints over the datastores: search, neighbors of a text's chunks, chunks and documents by id, vectors of texts.
+
+texts | token ids | vectors ─► Service.search (batched) ─► hits ─► JSON
+a text ─► its chunks, as training cuts them ─► search ─► hits with what they share with their chunk
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Path, Query
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from indexing.hits import Hit, StoredChunk
+from indexing.overlap import overlap
+from indexing.retriever import Retriever
+from retro.server import schemas
+from retro.server.datastore_facts import datastore_facts
+from retro.server.errors import Refused, declared
+from retro.server.service import Found, Kind, Search, Service, Serving
+from retro.server.spans import characters, shared_runs, token_ends
+
+router = APIRouter()
+
+_LARGEST_ID = 2**63 - 1
+
+
+def as_json(model: BaseModel) -> Response:
+    """An answer that is not validated again."""
+    return Response(model.model_dump_json(), media_type="application/json")
+
+
+# --- search ----------------------------------------------------------------------------------------------------------
+
+
+@router.post("/search", response_model=schemas.SearchResponse, responses=declared(413, 422), tags=["search"])
+async def search(request: schemas.SearchRequest, service: Serving) -> Response:
+    """The nearest chunks of texts, token ids or vectors; requests that come together are searched together."""
+    found = await found_for(service, request)
+    make = _hit if request.text else _bare_hit
+    results = [[make(hit) for hit in each.hits] for each in found]
+    return as_json(schemas.SearchResponse.model_construct(results=results, **_missing(found)))
+
+
+async def found_for(service: Service, request: schemas.SearchRequest) -> list[Found]:
+    """What a search has found, query by query.
+
+    Raises:
+        ApiError: the request passes a limit, or its vectors cannot be read.
+    """
+    kind: Kind
+    queries: Any
+    if request.texts is not None:
+        kind, queries = "texts", request.texts
+    elif request.tokens is not None:
+        kind, queries = "tokens", [np.array(row, dtype=np.int64) for row in request.tokens]
+        service.check_input([len(row) for row in queries], "tokens")
+    else:
+        assert request.vectors is not None
+        kind, queries = "vectors", vectors_of(request.vectors, service.retriever.embedder.dimension)
+    service.check_queries(len(queries), kind)
+    search = Search(kind, service.check_k(request.k), json.dumps(request.filters, sort_keys=True), request.rerank)
+    return await service.search(search, queries)
+
+
+def vectors_of(given: Sequence[schemas.Vector], dimension: int) -> list[np.ndarray]:
+    """Vectors [d] float32 of a request.
+
+    Raises:
+        ApiError: one has another width, is no base64, or holds what is no number.
+    """
+    vectors = []
+    for number, vector in enumerate(given):
+        if isinstance(vector, str):
+            try:
+                row = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4").astype(np.float32)
+            except (binascii.Error, ValueError) as error:
+                message = f"vectors[{number}]: not the base64 of little-endian float32 ({error})."
+                raise Refused(message, param="vectors") from error
+        else:
+            row = np.array(vector, dtype=np.float32)
+        if len(row) != dimension:
+            message = f"vectors[{number}] has {len(row)} numbers, the embedder's vectors have {dimension}."
+            raise Refused(message, param="vectors")
+        if not np.isfinite(row).all():
+            raise Refused(f"vectors[{number}] holds a number that is not finite in float32.", param="vectors")
+        vectors.append(row)
+    return vectors
+
+
+def _missing(found: Iterable[Found]) -> dict[str, Any]:
+    names = sorted({name for each in found for name in each.missing})
+    return {"partial": bool(names), "missing": names}
+
+
+def _of_document(found: Hit | StoredChunk) -> dict[str, Any]:
+    return {
+        "document_id": found.document_id,
+        "title": found.title,
+        "source": found.source,
+        "metadata": found.document,
+    }
+
+
+def _hit_fields(hit: Hit) -> dict[str, Any]:
+    return {
+        "chunk_id": hit.chunk_id,
+        "score": hit.score,
+        "distance": hit.distance,
+        "text": hit.text,
+        "continuation": hit.continuation,
+        **_of_document(hit),
+    }
+
+
+def _hit(hit: Hit) -> schemas.Hit:
+    return schemas.Hit.model_construct(**_hit_fields(hit))
+
+
+def _bare_hit(hit: Hit) -> schemas.Hit:
+    empty = {"text": "", "continuation": "", "title": "", "source": "", "metadata": {}}
+    return schemas.Hit.model_construct(**(_hit_fields(hit) | empty))
+
+
+@router.post("/embed", response_model=schemas.EmbedResponse, responses=declared(413, 422), tags=["search"])
+async def embed(request: schemas.EmbedRequest, service: Serving) -> Response:
+    """Unit vectors of texts, by the datastore's own embedder."""
+    service.check_queries(len(request.texts), "texts")
+    vectors = await service.embed("texts", request.texts)
+    return as_json(schemas.EmbedResponse.model_construct(vectors=[encoded(row, request.encoding) for row in vectors]))
+
+
+def encoded(vector: np.ndarray, encoding: str | None) -> schemas.Vector:
+    """A vector [d] as numbers, or as `base64` of little-endian float32."""
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers
+
+
+# --- neighbors of a text ---------------------------------------------------------------------------------------------
+
+
+@router.post("/neighbors", response_model=schemas.NeighborsResponse, responses=declared(413, 422), tags=["search"])
+async def neighbors(request: schemas.NeighborsRequest, service: Serving) -> Response:
+    """The chunks of a text, as training cuts it, each with its neighbors and the runs of tokens that they share."""
+    retriever = service.retriever
+    tokens = (await service.encoded([request.text], "text"))[0]
+    tokens = np.concatenate([[retriever.tokenizer.bos_id], tokens])  # a text begins a document
+    m = retriever.datastore.chunk_length
+    rows = [tokens[start : start + m] for start in range(0, len(tokens), m)]
+    service.check_queries(len(rows), "chunks of text")
+    search = Search("tokens", service.check_k(request.k), json.dumps(request.filters, sort_keys=True), request.rerank)
+    found = await service.search(search, rows)
+    chunks = await run_in_threadpool(lambda: [_chunk(retriever, *each) for each in zip(rows, found, strict=True)])
+    return as_json(schemas.NeighborsResponse(chunks=chunks, **_missing(found)))
+
+
+def _chunk(retriever: Retriever, tokens: np.ndarray, found: Found) -> schemas.Chunk:
+    """A chunk [≤ m] of the text with its neighbors."""
+    decode, m = retriever.tokenizer.decode_batch, retriever.datastore.chunk_length
+    text, ends = token_ends(decode, tokens)
+    ids = np.array([hit.chunk_id for hit in found.hits], dtype=np.int64)
+    stored, lengths = retriever.retrieval.with_continuation(ids)  # [k, 2m], [k]
+    neighbors = []
+    for hit, row, length in zip(found.hits, stored, lengths, strict=True):
+        own, following = row[: min(m, length)], row[m : max(m, length)]
+        # Decoded apart, as the hit's two texts were.
+        hit_text, hit_ends = token_ends(decode, own)
+        _, later_ends = token_ends(decode, following)
+        hit_ends += [len(hit_text) + end for end in later_ends]
+        both = np.concatenate([own, following])
+        spans = [
+            schemas.Span(chunk=characters(ends, i, i + n), neighbor=characters(hit_ends, j, j + n), tokens=n)
+            for i, j, n in shared_runs(tokens, both)
+        ]
+        share = overlap(tokens[None], np.array([len(tokens)]), both[None], np.array([len(both)]))[0]
+        neighbors.append(schemas.NeighborHit(**_hit_fields(hit), overlap=share, spans=spans))
+    return schemas.Chunk(text=text, tokens=len(tokens), neighbors=neighbors)
+
+
+# --- by id -----------------------------------------------------------------------------------------------------------
+
+
+@router.get("/chunks/{chunk_id}", response_model=schemas.StoredChunk, responses=declared(404, 422), tags=["by id"])
+def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: Serving) -> Response:
+    """A chunk by the id that a hit has, with the ids of the ones before and after it in its document."""
+    return as_json(_stored_chunk(service.retriever.chunk(chunk_id)))
+
+
+@router.get(
+    "/documents/{document_id:path}", response_model=schemas.StoredDocument, responses=declared(404, 422), tags=["by id"]
+)
+def document(
+    document_id: str,
+    service: Serving,
+    first: Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Place of the first chunk, from 0.")] = 0,
+    count: Annotated[int, Query(ge=0, le=1024, description="Chunks at most.")] = 8,
+) -> Response:
+    """A document by the id that a hit has, with some of its chunks."""
+    found = service.retriever.document(document_id, first, count)
+    return as_json(
+        schemas.StoredDocument(
+            document_id=found.document_id,
+            title=found.title,
+            source=found.source,
+            metadata=found.document,
+            num_chunks=found.num_chunks,
+            first=found.first,
+            chunks=[_stored_chunk(each) for each in found.chunks],
+        )
+    )
+
+
+def _stored_chunk(chunk: StoredChunk) -> schemas.StoredChunk:
+    return schemas.StoredChunk(
+        chunk_id=chunk.chunk_id,
+        text=chunk.text,
+        continuation=chunk.continuation,
+        previous_chunk_id=chunk.previous_chunk_id,
+        next_chunk_id=chunk.next_chunk_id,
+        **_of_document(chunk),
+    )
+
+
+@router.get("/datastore", response_model=schemas.DatastoreResponse, responses=declared(), tags=["server"])
+def datastore(service: Serving) -> Mapping[str, Any]:
+    """What is served, and what a request may ask for."""
+    return datastore_facts(service)

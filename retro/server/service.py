@@ -1,0 +1,216 @@
+"""What the endpoints share: the retriever and the model, each behind what gathers requests for it, and the limits.
+
+endpoints ─► Service.search, embed ─► one thread each ─► Retriever
+          ─► Service.score, generations ─► threads ─► LanguageModel
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from fastapi import Depends, Request
+
+from indexing.hits import Hit
+from indexing.retriever import Retriever
+from retro.generation import GenerationSettings, Piece
+from retro.language_model import LanguageModel, Scores
+from retro.server.batching import Batcher
+from retro.server.errors import ApiError, Refused
+from retro.server.generating import Generations
+from retro.server.limits import Admission
+from retro.server.metrics import Metrics
+from retro.server.settings import ServeSettings
+
+Query = str | np.ndarray
+"""A text, token ids [t] int64, or a vector [d] float32."""
+
+
+Kind = Literal["texts", "tokens", "vectors"]
+
+
+class Search(NamedTuple):
+    """All but the queries that an answer depends on."""
+
+    kind: Kind
+    k: int
+    filters: str
+    rerank: Any
+
+
+class Found(NamedTuple):
+    """What a search has found for one query, and the parts of the index that did not answer."""
+
+    hits: list[Hit]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Service:
+    """A retriever and perhaps a language model, ready for many clients.
+
+    Attributes:
+        name: of the model, or of the datastore where there is none.
+        search: queries of one `Search` → what was found for each.
+        embed: texts or token ids → unit vectors.
+        score: (k, likeliest tokens at each place) and token ids → their scores; None without a model.
+        generations: None without a model.
+        started: seconds since 1970.
+    """
+
+    retriever: Retriever
+    language_model: LanguageModel | None
+    settings: ServeSettings
+    name: str
+    admission: Admission
+    metrics: Metrics
+    search: Batcher[Search, Query, Found]
+    embed: Batcher[str, Query, np.ndarray]
+    score: Batcher[tuple[int, int], np.ndarray, Scores] | None
+    generations: Generations | None
+    started: int
+
+    @classmethod
+    def of(cls, retriever: Retriever, language_model: LanguageModel | None, settings: ServeSettings) -> "Service":
+        """A service of what is open."""
+        admission, metrics = Admission(), Metrics()
+        search = Batcher("search", _search_with(retriever), settings.max_batch, metrics.count_batch("search"))
+        embed = Batcher("embed", _embed_with(retriever), settings.max_batch, metrics.count_batch("embed"))
+        score = generations = None
+        if language_model is not None:
+            score = Batcher(
+                "score", _score_with(language_model), settings.max_score_batch, metrics.count_batch("score")
+            )
+            generations = Generations(language_model, settings.max_generations, metrics.count_tokens)
+        queues: dict[str, Sized | None] = {"search": search, "embed": embed, "score": score, "generate": generations}
+        metrics.watch(
+            {work: each.__len__ for work, each in queues.items() if each is not None}, lambda: admission.under_way
+        )
+        name = settings.name or _name_of(retriever, language_model)
+        return cls(
+            retriever,
+            language_model,
+            settings,
+            name,
+            admission,
+            metrics,
+            search,
+            embed,
+            score,
+            generations,
+            int(time.time()),
+        )
+
+    def warm_up(self) -> None:
+        """Ask once for everything that the first request would otherwise wait for."""
+        self.retriever.search(["warm up"], 1)
+        if self.language_model is not None:
+            self.language_model.score([np.array([self.retriever.tokenizer.bos_id] * 2)])
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for each in (self.search, self.embed, self.score, self.generations):
+            if each is not None:
+                each.close()
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether there is a model and it reads neighbors."""
+        return self.language_model is not None and self.language_model.retriever is not None
+
+    def model(self) -> LanguageModel:
+        """The language model; raises ApiError where there is none."""
+        if self.language_model is None:
+            message = "this server has no model: it was started without --checkpoint. Searching and embedding work."
+            raise ApiError(404, message, type="no_model")
+        return self.language_model
+
+    async def scores(self, sequences: Sequence[np.ndarray], k: int, top: int = 0) -> list[Scores]:
+        """See `LanguageModel.score_with_likeliest`."""
+        self.model()
+        assert self.score is not None
+        return await self.score((k, top), sequences)
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int
+    ) -> AsyncIterator[list[Piece]]:
+        """See `Generations.pieces`."""
+        self.model()
+        assert self.generations is not None
+        return self.generations.pieces(prompts, settings, k, self.settings.request_seconds)
+
+    # --- limits -----------------------------------------------------------------------------------------------------
+
+    def check_k(self, k: int) -> int:
+        """k; raises ApiError where it is too large."""
+        return self._checked(k, "max_k", "k")
+
+    def check_queries(self, number: int, param: str) -> None:
+        """Raise ApiError where a request holds too many texts, token lists or vectors."""
+        self._checked(number, "max_queries", param)
+
+    def check_max_tokens(self, number: int) -> int:
+        """How many tokens to generate; raises ApiError where they are too many."""
+        return self._checked(number, "max_tokens", "max_tokens")
+
+    def _checked(self, number: int, setting: str, param: str) -> int:
+        limit = getattr(self.settings, setting)
+        if number > limit:
+            raise Refused(f"{param} = {number:,}: at most {limit:,} ({setting}).", param=param)
+        return number
+
+    async def encoded(self, texts: Sequence[str], param: str) -> list[np.ndarray]:
+        """Token ids [t] int64 of texts, without begin and end of document.
+
+        Raises:
+            ApiError: they are more than one request may bring.
+        """
+        rows = await asyncio.to_thread(self.retriever.tokenizer.encode_batch, list(texts))
+        self.check_input([len(row) for row in rows], param)
+        return [row.astype(np.int64) for row in rows]
+
+    def check_input(self, lengths: Sequence[int], param: str) -> None:
+        """Raise ApiError where token lists of these lengths are more than one request may bring."""
+        limit = self.settings.max_input_tokens
+        if sum(lengths) > limit:
+            raise Refused(f"{param}: {sum(lengths):,} tokens, at most {limit:,} (max_input_tokens).", param=param)
+
+
+def service_of(request: Request) -> Service:
+    """The service of the app that a request came to."""
+    service: Service = request.app.state.service
+    return service
+
+
+Serving = Annotated[Service, Depends(service_of)]
+"""A parameter of an endpoint."""
+
+
+def _search_with(retriever: Retriever) -> Callable[[Search, list[Query]], list[Found]]:
+    def work(search: Search, queries: list[Query]) -> list[Found]:
+        asked: Any = np.stack(queries) if search.kind == "vectors" else queries
+        results = retriever.search(asked, search.k, filters=json.loads(search.filters), rerank=search.rerank)
+        return [Found(hits, results.missing) for hits in results.hits]
+
+    return work
+
+
+def _embed_with(retriever: Retriever) -> Callable[[str, list[Query]], Sequence[np.ndarray]]:
+    return lambda _, queries: list(retriever.vectors_of(queries))  # type: ignore[arg-type]
+
+
+def _score_with(language_model: LanguageModel) -> Callable[[tuple[int, int], list[np.ndarray]], list[Scores]]:
+    return lambda key, sequences: language_model.score_with_likeliest(sequences, k=key[0], top=key[1])
+
+
+def _name_of(retriever: Retriever, language_model: LanguageModel | None) -> str:
+    """The folder of the checkpoint's run, or an exported file's name; without a model the datastore's folder."""
+    if language_model is None:
+        return retriever.datastore.folder.resolve().name
+    path = language_model.checkpoint.path.resolve()
+    return path.parent.parent.name if path.parent.name == "checkpoints" else path.stem
