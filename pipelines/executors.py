@@ -139,7 +139,7 @@ class RayExecutor:
 
     def __init__(self, settings: ExecutorSettings) -> None:
         self.settings = settings
-        _connect(settings.ray_address)
+        connect(settings.ray_address, "executor.ray_address")
 
     def map(
         self, stage: StageName, function: Callable[..., Any], tasks: Sequence[Task], advance: Advance
@@ -154,7 +154,16 @@ class RayExecutor:
             yield from results
 
 
-def _connect(address: str) -> None:
+def connect(address: str, key: str) -> None:
+    """Join a Ray cluster, or start one on this machine; nothing where this process is in one already.
+
+    Args:
+        address: `auto`, `ray://…`; empty: the one that runs this job, or a new one.
+        key: the setting that the address comes from.
+
+    Raises:
+        InputError: there is no cluster, or it does not let this process in.
+    """
     import ray
 
     if ray.is_initialized():
@@ -164,7 +173,7 @@ def _connect(address: str) -> None:
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise InputError(
-            f"executor.ray_address: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
+            f"{key}: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
             "authentication wants RAY_AUTH_MODE=token and its token here too (docs/indexing.md)."
         ) from error
 

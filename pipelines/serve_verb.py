@@ -1,22 +1,25 @@
-"""`retro serve DATASTORE`: the query API and its page, run by uvicorn on one machine.
+"""`retro serve DATASTORE`: the query API and its page, run by uvicorn on one machine, or by Ray Serve on a cluster.
 
 options ─► the port is taken ─► datastores and checkpoint are opened ─► make_app ─► uvicorn, until SIGTERM or Ctrl-C
-                                                                                └─► new requests 503, the others finish
+        │                                                                       └─► new requests 503, the others finish
+        └─► on = "ray": the same application in the front ends of `ray_serve.py`
 """
 
 import contextlib
 import ipaddress
 import logging
 import os
+import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import uvicorn
 
 from indexing.store.errors import InputError
+from pipelines.ray_serve import ClusterSettings, Served, serve_on_ray
 from retro.server.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -41,6 +44,9 @@ class ServeOptions(ServeSettings):
     """Environment variable with the bearer token that requests must carry; where it is not set, none is asked for."""
     device: str = "auto"
     """Of the model: `auto`, `cpu`, `cuda` …"""
+    on: Literal["machine", "ray"] = "machine"
+    """`machine`: this process; `ray`: a Ray cluster, as `cluster` says."""
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +61,8 @@ def serve(datastore: str, options: ServeOptions) -> int:
     from retro.server.app import make_app
 
     token = _token(options)
+    if options.on == "ray":
+        return _serve_on_ray((datastore, *options.also), options, token)
     with _bound(options.host, options.port) as listening:
         retriever = Retriever.open(datastore, *options.also)
         language_model = None
@@ -76,6 +84,20 @@ def serve(datastore: str, options: ServeOptions) -> int:
         server.run(sockets=[listening])
     answered = "what was accepted has been answered"
     print(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}", flush=True)
+    return 0
+
+
+def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str) -> int:
+    """Until SIGTERM or Ctrl-C. Ray drains the front ends: what was accepted is answered."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    served = Served(datastores, options.checkpoint, options.device, token, options)
+    with serve_on_ray(served, options.cluster, options.host, options.port) as url:
+        print(f"ready: {url}", flush=True)
+        try:
+            while True:
+                time.sleep(1)
+        except KeyboardInterrupt:
+            print("stopping", flush=True)
     return 0
 
 
