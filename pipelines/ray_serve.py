@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from indexing.candidates import PartsMissing
 from indexing.exact import rerank
 from indexing.neighbors import merge_nearest
-from indexing.retriever import PartsMissing, Retriever
+from indexing.retriever import Retriever
 from indexing.sharded_index import ShardedIndex
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
@@ -149,7 +150,7 @@ class IndexPart:
 
 
 class RemoteIndex:
-    """The parts of one datastore's index as one index; see `indexing.retriever.SearchableIndex`.
+    """The parts of one datastore's index as one index; see `indexing.candidates.SearchableIndex`.
 
     Args:
         handles: of the parts by name.

@@ -89,9 +89,10 @@ def serve(datastore: str, options: ServeOptions) -> int:
 
 def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str) -> int:
     """Until SIGTERM or Ctrl-C. Ray drains the front ends: what was accepted is answered."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     served = Served(datastores, options.checkpoint, options.device, token, options)
     with serve_on_ray(served, options.cluster, options.host, options.port) as url:
+        # Only now: Ray has put a handler of its own there, which aborts the process three seconds later.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"ready: {url}", flush=True)
         try:
             while True:

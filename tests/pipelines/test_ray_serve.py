@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexing.retriever import PartsMissing, Retriever
+from indexing.candidates import PartsMissing
+from indexing.retriever import Retriever
 from indexing.store.datastore import Datastore
 from pipelines.ray_serve import RemoteIndex, parts_of
 
