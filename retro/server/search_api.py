@@ -70,7 +70,8 @@ async def found_for(service: Service, request: schemas.SearchRequest) -> list[Fo
         assert request.vectors is not None
         kind, queries = "vectors", vectors_of(request.vectors, service.retriever.embedder.dimension)
     service.check_queries(len(queries), kind)
-    search = Search(kind, service.check_k(request.k), json.dumps(request.filters, sort_keys=True), request.rerank)
+    filters = json.dumps(request.filters, sort_keys=True)
+    search = Search(kind, service.check_k(request.k), filters, request.rerank, request.text)
     return await service.search(search, queries)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from fastapi import Depends, Request
 
 from indexing.hits import Hit
-from indexing.retriever import Retriever
+from indexing.retriever import Rerank, Retriever
 from retro.generation import GenerationSettings, Piece
 from retro.language_model import LanguageModel, Scores
 from retro.server.batching import Batcher
@@ -38,7 +38,8 @@ class Search(NamedTuple):
     kind: Kind
     k: int
     filters: str
-    rerank: Any
+    rerank: Rerank
+    text: bool = True
 
 
 class Found(NamedTuple):
@@ -106,7 +107,7 @@ class Service:
 
     def warm_up(self) -> None:
         """Ask once for everything that the first request would otherwise wait for."""
-        self.retriever.search(["warm up"], 1)
+        self.retriever.search(["warm up"], 1, rerank="hybrid")
         if self.language_model is not None:
             self.language_model.score([np.array([self.retriever.tokenizer.bos_id] * 2)])
 
@@ -188,8 +189,16 @@ Serving = Annotated[Service, Depends(service_of)]
 def _search_with(retriever: Retriever) -> Callable[[Search, list[Query]], list[Found]]:
     def work(search: Search, queries: list[Query]) -> list[Found]:
         asked: Any = np.stack(queries) if search.kind == "vectors" else queries
-        results = retriever.search(asked, search.k, filters=json.loads(search.filters), rerank=search.rerank)
-        return [Found(hits, results.missing) for hits in results.hits]
+        filters = json.loads(search.filters)
+        if search.text:
+            results = retriever.search(asked, search.k, filters=filters, rerank=search.rerank)
+            return [Found(hits, results.missing) for hits in results.hits]
+        ranked = retriever.rank(asked, search.k, filters=filters, rerank=search.rerank)
+        rows = zip(ranked.ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
+        return [
+            Found([Hit(*each, "", "", {}) for each in zip(*row, strict=True) if each[0] >= 0], ranked.missing)
+            for row in rows
+        ]
 
     return work
 

@@ -70,11 +70,11 @@ def test_a_prompt_is_scored_as_lm_eval_asks(api: openai.OpenAI, language_model: 
     answer = api.completions.create(
         model="tiny:off", prompt=rows, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
     )
-    for row, choice in zip(rows, answer.choices, strict=True):
+    scores = language_model.score_with_likeliest([with_bos(language_model, row) for row in rows], 0, 1)
+    for row, choice, expected in zip(rows, answer.choices, scores, strict=True):
         logprobs = choice.logprobs
         assert logprobs is not None
         assert len(logprobs.tokens or []) == len(row) + 1
-        (expected,) = language_model.score_with_likeliest([with_bos(language_model, row)], 0, 1)
         np.testing.assert_allclose(logprobs.token_logprobs[:-1], expected.log_probabilities, rtol=1e-5)
         greedy = [
             own == max(top.values()) for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
