@@ -19,7 +19,7 @@ from pipelines import report
 from pipelines.config import Config
 from pipelines.datastore_verbs import indented
 from pipelines.eval_report import in_words, measure_all
-from pipelines.model_verbs import GenerateOptions, generate_text, run_training
+from pipelines.model_verbs import GenerateOptions, generate_texts, run_training
 from pipelines.progress import print_rows
 from pipelines.python_corpus import write_python_corpus
 from pipelines.settings import load, to_toml
@@ -98,9 +98,9 @@ def demo(options: DemoOptions) -> int:
     _print_examples(examples)
 
     prompt = _first_words(retriever, datastore)
-    options_for_text = GenerateOptions(prompt=prompt, k=config.data.k, generation=GenerationSettings(max_tokens=150))
+    options_for_text = GenerateOptions(prompt=(prompt,), k=config.data.k, generation=GenerationSettings(max_tokens=150))
     language_model = LanguageModel.open(outcomes["retro"].checkpoint, retriever, config.train.device)
-    text = generate_text(language_model, options_for_text)
+    (text,) = generate_texts(language_model, options_for_text)
     print(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(prompt + text)}")
 
     path = options.out / "report.html"

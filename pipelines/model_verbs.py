@@ -63,8 +63,8 @@ def report(runs: list[str], options: ReportOptions) -> int:
 class GenerateOptions:
     """Continue a prompt, with retrieval at every chunk boundary."""
 
-    prompt: str = ""
-    """Text to continue; empty: from the beginning of a document."""
+    prompt: tuple[str, ...] = ("",)
+    """Texts to continue, all at once; an empty one: from the beginning of a document."""
     retrieval: bool = True
     """Whether finished chunks ask the datastore for neighbors."""
     k: int = 2
@@ -83,21 +83,23 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     language_model = LanguageModel.open(
         checkpoint, options.datastore or None, options.device, retrieval=options.retrieval
     )
-    print(options.prompt + generate_text(language_model, options))
+    texts = generate_texts(language_model, options)
+    print("\n───\n".join(prompt + text for prompt, text in zip(options.prompt, texts, strict=True)))
     return 0
 
 
-def generate_text(language_model: Any, options: GenerateOptions) -> str:
-    """The continuation of a prompt as text."""
+def generate_texts(language_model: Any, options: GenerateOptions) -> list[str]:
+    """The continuation of each prompt as text."""
     tokenizer = language_model.tokenizer
-    prompt = np.concatenate([[tokenizer.bos_id], tokenizer.encode(options.prompt)]).astype(np.int64)
+    prompts = [np.append(tokenizer.bos_id, tokenizer.encode(prompt)).astype(np.int64) for prompt in options.prompt]
     k = options.k if language_model.retriever is not None else 0
-    text = ""
-    with progress("generate", total=options.generation.max_tokens, unit="tokens") as advance:
-        for (piece,) in language_model.generate([prompt], options.generation, k):
-            text += piece.text
-            advance(1)
-    return text
+    texts = [""] * len(prompts)
+    with progress("generate", total=len(prompts) * options.generation.max_tokens, unit="tokens") as advance:
+        for pieces in language_model.generate(prompts, options.generation, k):
+            for piece in pieces:
+                texts[piece.row] += piece.text
+            advance(len(pieces))
+    return texts
 
 
 @dataclass(frozen=True)

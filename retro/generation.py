@@ -6,6 +6,7 @@ What a prompt goes on with depends on itself and the seed alone, not on the prom
 its own, and all of them begin with the seed. (To rounding: a batch may be multiplied in another order than a row alone.)
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -43,13 +44,14 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InputError(f"generation.max_tokens = {self.max_tokens}: must be at least 1.")
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise InputError(
-                "generation.temperature and generation.top_k must be 0 or more, generation.top_p in (0, 1]."
+                f"generation.temperature = {self.temperature} and generation.top_k = {self.top_k} must be 0 or more, "
+                f"generation.top_p = {self.top_p} in (0, 1]."
             )
-        if self.logprobs < 0 or self.seed < 0:
+        if self.logprobs < 0 or not 0 <= self.seed < 2**63:
             raise InputError(
-                f"generation.logprobs = {self.logprobs}, generation.seed = {self.seed}: must be 0 or more."
+                f"generation.logprobs = {self.logprobs} and generation.seed = {self.seed}: 0 or more, the seed below 2^63."
             )
         if "" in self.stop:
             raise InputError("generation.stop holds an empty text: it would end everything before its first character.")
@@ -89,6 +91,8 @@ def generate(
         eos_id: the token that ends a document.
     """
     rows = [_Row(number, prompt, settings, decode, eos_id) for number, prompt in enumerate(prompts)]
+    if not rows:
+        return
     logits = decoder.read(prompts)
     while True:
         drawn = draw(logits, settings, [row.random for row in rows])
@@ -141,7 +145,8 @@ def draw(logits: Tensor, settings: GenerationSettings, random: Sequence[torch.Ge
     else:
         kept = min(settings.top_k or logits.shape[1], logits.shape[1])
         ordered, ids = logits.topk(kept) if kept < logits.shape[1] else logits.sort(descending=True, stable=True)
-        probabilities = (ordered / settings.temperature).softmax(-1)
+        # Less the largest and in float64, so that no temperature is too low to divide by.
+        probabilities = ((ordered - ordered[:, :1]).double() / settings.temperature).softmax(-1)
         before = probabilities.cumsum(-1) - probabilities  # of everything likelier; the likeliest always stays
         below = probabilities.masked_fill(before >= settings.top_p, 0).cumsum(-1)  # [rows, kept]
         numbers = torch.cat([torch.rand(1, generator=each) for each in random])[:, None].to(logits.device)

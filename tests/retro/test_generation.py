@@ -7,7 +7,7 @@ import torch
 from indexing.store.errors import InputError
 from retro.decoding import Decoder
 from retro.device import place
-from retro.generation import GenerationSettings, generate
+from retro.generation import GenerationSettings, Piece, draw, generate
 from retro.model import ModelSettings, Retro
 
 M = 4
@@ -36,12 +36,22 @@ def model() -> Retro:
     ).eval()
 
 
-def run(model: Retro, prompt=(1, 5, 6), retrieve=None, context=64, eos_id=-1, **settings) -> list[int]:
-    """The tokens that continue one prompt."""
+def pieces(model: Retro, prompts, retrieve=None, context=64, eos_id=-1, **settings) -> list[list[Piece]]:
+    """The pieces of each of some prompts."""
     settings = GenerationSettings(**{"max_tokens": 12, **settings})
-    decoder = Decoder(model, FLOAT32, context, retrieve)
-    steps = generate(decoder, [np.array(prompt)], settings, decode=decode, eos_id=eos_id)
-    return [piece.token for (piece,) in steps]
+    decoder, rows = Decoder(model, FLOAT32, context, retrieve), [[] for _ in prompts]
+    steps = generate(decoder, [np.array(prompt) for prompt in prompts], settings, decode=decode, eos_id=eos_id)
+    for step in steps:
+        going_on = [row for row, made in enumerate(rows) if not made or made[-1].finish_reason is None]
+        assert [piece.row for piece in step] == going_on
+        for piece in step:
+            rows[piece.row].append(piece)
+    return rows
+
+
+def run(model: Retro, prompt=(1, 5, 6), **options) -> list[int]:
+    """The tokens that continue one prompt."""
+    return [piece.token for piece in pieces(model, [prompt], **options)[0]]
 
 
 def decode(tokens) -> str:
@@ -103,5 +113,80 @@ def test_the_end_of_the_document_ends_the_text(model: Retro) -> None:
 def test_impossible_settings_are_refused(model: Retro) -> None:
     with pytest.raises(InputError, match=r"generation\.max_tokens"):
         GenerationSettings(max_tokens=0)
-    with pytest.raises(InputError, match=r"generation\.top_p"):
-        GenerationSettings(top_p=0)
+    for setting, value in (
+        ("top_p", 0),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("seed", -1),
+        ("stop", ("a", "")),
+    ):
+        with pytest.raises(InputError, match=rf"generation\.{setting}"):
+            GenerationSettings(**{setting: value})
+
+
+PROMPTS = [(1,), (1, 5, 6, 7, 8, 2, 3), (1, 2, 3), (1, 9, 9, 9), (1, 5, 6)]
+
+
+def test_a_prompt_goes_on_alone_as_it_does_among_others(model: Retro) -> None:
+    for options in ({"seed": 4}, {"temperature": 0}, {"seed": 5, "context": 2 * M, "max_tokens": 20}):
+        together = pieces(model, PROMPTS, retrieve=Retrieve(7), **options)
+        for prompt, row in zip(PROMPTS, together, strict=True):
+            assert [piece.token for piece in row] == run(model, prompt, retrieve=Retrieve(7), **options)
+
+
+def test_rows_end_at_different_times_and_say_why(model: Retro) -> None:
+    free = pieces(model, PROMPTS, seed=1)
+    eos_id = free[1][4].token
+    rows = pieces(model, PROMPTS, seed=1, eos_id=eos_id)
+    assert len({len(row) for row in rows}) > 1
+    for row, whole in zip(rows, free, strict=True):
+        tokens = [piece.token for piece in whole]
+        ends = eos_id in tokens
+        assert [piece.token for piece in row] == tokens[: tokens.index(eos_id) + 1 if ends else None]
+        assert [piece.finish_reason for piece in row[:-1]] == [None] * (len(row) - 1)
+        assert row[-1].finish_reason == ("stop" if ends else "length")
+        assert "".join(piece.text for piece in row) == decode(token for token in tokens[: len(row) - ends])
+
+
+def test_a_stop_string_ends_its_row_and_is_never_shown(model: Retro) -> None:
+    free = [decode(piece.token for piece in row) for row in pieces(model, PROMPTS, seed=2)]
+    stop = free[0][5:7]
+    for row, text in zip(pieces(model, PROMPTS, seed=2, stop=(stop, "never")), free, strict=True):
+        place = text.find(stop)
+        assert "".join(piece.text for piece in row) == (text if place < 0 else text[:place])
+        assert row[-1].finish_reason == ("length" if place < 0 else "stop")
+        assert len(row) == (len(text) if place < 0 else place + len(stop))
+
+
+def test_log_probabilities_are_of_the_distribution_before_temperature_and_cuts(model: Retro) -> None:
+    tokens = [1, 5, 6]
+    for piece in pieces(model, [tokens], temperature=0.3, top_k=2, logprobs=3)[0]:
+        with torch.no_grad():
+            log_p = model(torch.tensor([tokens]))[0, -1].log_softmax(0)
+        assert piece.log_probability == pytest.approx(float(log_p[piece.token]), abs=1e-4)
+        assert [token for token, _ in piece.top] == log_p.topk(3).indices.tolist()
+        assert [value for _, value in piece.top] == pytest.approx(log_p.topk(3).values.tolist(), abs=1e-4)
+        tokens.append(piece.token)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"top_k": 0, "top_p": 1}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_k": 2, "top_p": 1}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_k": 0, "top_p": 0.65}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_k": 0, "top_p": 0.75}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"top_k": 3, "top_p": 1, "temperature": 0.5}, [16 / 29, 9 / 29, 4 / 29, 0]),
+        ({"top_k": 0, "top_p": 1, "temperature": 1e-320}, [1, 0, 0, 0]),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_their_probability_says(settings: dict, expected: list[float]) -> None:
+    random, logits = torch.Generator().manual_seed(0), torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4000, -1)
+    drawn = draw(logits, GenerationSettings(**{"temperature": 1.0, **settings}), [random] * 4000)
+    shares = np.bincount([token for token, _, _ in drawn], minlength=4) / 4000
+    assert shares == pytest.approx(expected, abs=0.03)
+    assert (shares[np.array(expected) == 0] == 0).all()
+
+
+def test_no_prompts_give_no_pieces(model: Retro) -> None:
+    assert pieces(model, []) == []
