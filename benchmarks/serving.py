@@ -1,14 +1,16 @@
 """Queries per second and waiting times of `retro serve`, against bare `faiss.search` on the same index in the same run.
 
-    python benchmarks/serving.py CONFIG|DATASTORE [--clients 1 8 64] [--seconds 5] [--rounds 3] [--k 10]
+    python benchmarks/serving.py CONFIG|DATASTORE [--clients 1 8 64] [--queries 1 16] [--seconds 5] [--rounds 3] [--k 10]
 
 CONFIG is the TOML file of a datastore, which is built where it is not finished. `retro serve` runs as a process, and the clients,
-each with one connection and one query under way, are another process. Bare is one call of the index for as many queries
-as there are clients, in a process that does nothing else; the two take turns in every round, and medians are told.
+each with one connection and one request under way, are another process. Bare is one call of the index after the other, each
+for as many queries as the clients have under way together, in a process that does nothing else; the two take turns in every
+round, and medians are told. Times are those of requests.
 
-Three kinds of requests, each with one query: `vectors` (as base64, ids and distances are answered), `vectors, text` (the hits'
-texts and metadata too) and `texts` (embedded by the server, texts and metadata answered). For `texts` bare is the embedder and
-the index. Queries are pieces of held-out documents where there are some, else of training documents.
+Three kinds of requests: `vectors` (as base64, ids and distances are answered), `vectors, text` (the hits' texts and metadata
+too) and `texts` (embedded by the server, texts and metadata answered). For `texts` bare is the embedder and the index. Queries
+are chunks of held-out documents, and of training documents where those are few. The server's processor time for a query is
+told too: with the clients on the same cores, it says more than a rate about what a server of its own would do.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path, metavar="CONFIG|DATASTORE")
     parser.add_argument("--clients", nargs="*", type=int, default=[1, 8, 64])
+    parser.add_argument("--queries", nargs="*", type=int, default=[1, 16], help="in each request")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--k", type=int, default=10)
@@ -64,21 +68,39 @@ def main() -> None:
         "texts": lambda rows: index.search(retriever.embed(texts[rows]), options.k),
     }
     bare["vectors, text"] = bare["vectors"]
-    requests = requests_of(texts, vectors, options.k)
-    with serving(folder) as url:
-        check(url, requests["vectors"], retriever.search(vectors[:8], options.k).hits)
+    with serving(folder) as server:
+        check(
+            server.url, requests_of("vectors", texts[:8], vectors[:8], options.k, 1), retriever, vectors[:8], options.k
+        )
         rows = [
-            measured(kind, clients, url, requests[kind], bare[kind], options)
-            for kind in requests
+            measured(
+                kind, clients, queries, server, requests_of(kind, texts, vectors, options.k, queries), call, options
+            )
+            for kind, call in bare.items()
+            for queries in options.queries
             for clients in options.clients
         ]
     write(options.out, {"chunks": retriever.retrieval.num_chunks, "k": options.k, "rows": rows})
 
 
+@dataclass(frozen=True)
+class Server:
+    """A running `retro serve`."""
+
+    url: str
+    pid: int
+
+    def processor_seconds(self) -> float:
+        """That it has used so far, of all cores."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def measured(
     kind: str,
     clients: int,
-    url: str,
+    queries: int,
+    server: Server,
     requests: list[bytes],
     bare: Callable[[slice], object],
     options: argparse.Namespace,
@@ -86,25 +108,28 @@ def measured(
     """One line of the table: medians over rounds in which the server and the bare index take turns."""
     rounds = []
     for _ in range(options.rounds):
-        rate = bare_rate(bare, clients, options.seconds / 2)
-        served = load_of(url, requests, clients, options.seconds)
-        rounds.append((rate, *served))
-    rate, queries, p50, p99 = (statistics.median(column) for column in zip(*rounds, strict=True))
-    line = {
-        "requests": kind,
-        "clients": clients,
-        "queries_per_second": queries,
-        "bare_queries_per_second": rate,
-        "of_bare": queries / rate,
-        "p50_ms": 1e3 * p50,
-        "p99_ms": 1e3 * p99,
-    }
+        rate = bare_rate(bare, clients * queries, options.seconds / 2)
+        used = server.processor_seconds()
+        answered, all_answered, p50, p99 = load_of(server.url, requests, clients, options.seconds)
+        used = (server.processor_seconds() - used) / (all_answered * queries)
+        rounds.append((rate, queries * answered / options.seconds, p50, p99, used))
+    rate, served, p50, p99, used = (statistics.median(column) for column in zip(*rounds, strict=True))
     print(
-        f"{kind:14} {clients:3} clients {queries:9,.0f} queries/s  bare {rate:9,.0f}  {queries / rate:5.2f} of bare  "
-        f"p50 {1e3 * p50:7.2f} ms  p99 {1e3 * p99:7.2f} ms  p99/p50 {p99 / p50:5.2f}",
+        f"{kind:13} {clients:3} clients × {queries:2} {served:8,.0f} queries/s  bare {rate:8,.0f}  {served / rate:5.2f} of bare  "
+        f"p50 {1e3 * p50:7.2f} ms  p99/p50 {p99 / p50:5.2f}  processor {1e3 * used:6.3f} ms",
         flush=True,
     )
-    return line
+    return {
+        "requests": kind,
+        "clients": clients,
+        "queries_in_a_request": queries,
+        "queries_per_second": served,
+        "bare_queries_per_second": rate,
+        "of_bare": served / rate,
+        "p50_ms": 1e3 * p50,
+        "p99_ms": 1e3 * p99,
+        "processor_ms_per_query": 1e3 * used,
+    }
 
 
 # --- what is asked ---------------------------------------------------------------------------------------------------
@@ -122,14 +147,13 @@ def query_texts(retriever: Retriever) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def requests_of(texts: list[str], vectors: np.ndarray, k: int) -> dict[str, list[bytes]]:
-    """HTTP requests as they go over the wire, one query each."""
+def requests_of(kind: str, texts: list[str], vectors: np.ndarray, k: int, queries: int) -> list[bytes]:
+    """HTTP requests as they go over the wire, with so many queries each."""
+    rows = [slice(start, start + queries) for start in range(0, len(texts) - queries + 1, queries)]
+    if kind == "texts":
+        return [_post({"texts": texts[each], "k": k}) for each in rows]
     coded = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
-    return {
-        "vectors": [_post({"vectors": [each], "k": k, "text": False}) for each in coded],
-        "vectors, text": [_post({"vectors": [each], "k": k}) for each in coded],
-        "texts": [_post({"texts": [each], "k": k}) for each in texts],
-    }
+    return [_post({"vectors": coded[each], "k": k, "text": kind == "vectors, text"}) for each in rows]
 
 
 def _post(body: dict[str, Any]) -> bytes:
@@ -143,46 +167,47 @@ def _post(body: dict[str, Any]) -> bytes:
 
 def bare_rate(search: Callable[[slice], object], batch: int, for_seconds: float) -> float:
     """Queries per second of one call after the other."""
-    number, started, took = 0, time.perf_counter(), 0.0
     search(slice(0, batch))
-    while time.perf_counter() - started < for_seconds:
-        first = number * batch % (_QUERIES // 2)
+    number, took = 0, 0.0
+    while took < for_seconds:
+        first = number * batch % max(1, _QUERIES - batch)
         took += seconds(lambda first=first: search(slice(first, first + batch)))
         number += 1
     return number * batch / took
 
 
-def load_of(url: str, requests: list[bytes], clients: int, for_seconds: float) -> tuple[float, float, float]:
-    """Queries per second, p50 and p99 in seconds, as clients in another process see them."""
+def load_of(url: str, requests: list[bytes], clients: int, for_seconds: float) -> tuple[int, int, float, float]:
+    """Requests answered in the time, and with those of the warm-up; p50 and p99 in seconds, as clients in another process see them."""
     # Spawned: this process has threads of Faiss, which a fork would not take along.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_load, (url, requests, clients, for_seconds))
 
 
-def _load(url: str, requests: list[bytes], clients: int, for_seconds: float) -> tuple[float, float, float]:
-    times = asyncio.run(_all_clients(url, requests, clients, for_seconds))
-    return len(times) / for_seconds, float(np.percentile(times, 50)), float(np.percentile(times, 99))
+def _load(url: str, requests: list[bytes], clients: int, for_seconds: float) -> tuple[int, int, float, float]:
+    times, answered = asyncio.run(_all_clients(url, requests, clients, for_seconds))
+    return len(times), answered, float(np.percentile(times, 50)), float(np.percentile(times, 99))
 
 
-async def _all_clients(url: str, requests: list[bytes], clients: int, for_seconds: float) -> list[float]:
-    """Seconds of every request that began after the warm-up and was answered before the end."""
+async def _all_clients(url: str, requests: list[bytes], clients: int, for_seconds: float) -> tuple[list[float], int]:
+    """Seconds of every request that began after the warm-up and was answered before the end, and the number of all."""
     begin = time.perf_counter() + _WARM_UP_SECONDS
-    end, times = begin + for_seconds, list[float]()
+    end, times, answered = begin + for_seconds, list[float](), 0
 
     async def client(number: int) -> None:
+        nonlocal answered
         reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
         place = number * len(requests) // clients
         while (started := time.perf_counter()) < end:
             writer.write(requests[place % len(requests)])
             await _answer(reader)
-            place += 1
+            place, answered = place + 1, answered + 1
             if started >= begin and (stopped := time.perf_counter()) <= end:
                 times.append(stopped - started)
         writer.close()
         await writer.wait_closed()
 
     await asyncio.gather(*map(client, range(clients)))
-    return times
+    return times, answered
 
 
 async def _answer(reader: asyncio.StreamReader) -> bytes:
@@ -193,27 +218,28 @@ async def _answer(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-def check(url: str, requests: list[bytes], expected: list[list[Any]]) -> None:
+def check(url: str, requests: list[bytes], retriever: Retriever, vectors: np.ndarray, k: int) -> None:
     """That what is measured is right: the server finds what the retriever finds."""
+    expected = retriever.rank(vectors, k).ids.tolist()
 
     async def ask() -> list[bytes]:
         reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
         answers = []
-        for request in requests[: len(expected)]:
+        for request in requests:
             writer.write(request)
             answers.append(await _answer(reader))
         writer.close()
         await writer.wait_closed()
         return answers
 
-    for answer, hits in zip(asyncio.run(ask()), expected, strict=True):
+    for answer, ids in zip(asyncio.run(ask()), expected, strict=True):
         found = [hit["chunk_id"] for hit in json.loads(answer)["results"][0]]
-        assert found == [hit.chunk_id for hit in hits], (found, hits)
+        assert found == ids, (found, ids)
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """The URL of `retro serve` in a process of its own."""
+def serving(folder: Path) -> Iterator[Server]:
+    """`retro serve` in a process of its own."""
     command = [sys.executable, "-m", "pipelines.cli", "serve", str(folder), "--port", "0"]
     root = str(Path(__file__).resolve().parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
@@ -223,10 +249,11 @@ def serving(folder: Path) -> Iterator[str]:
         try:
             for line in process.stdout:
                 if line.startswith("ready: "):
-                    yield line.split()[1]
+                    yield Server(line.split()[1], process.pid)
                     break
         finally:
             process.terminate()
+            process.communicate()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """What a search returns and what stands behind an id: plain records with the text that a person wants to see."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+Rerank = Literal["embeddings", "bm25", "hybrid"]
+"""What candidates are ordered by: exact distances of their embeddings, BM25, or both."""
 
 
 class _OfDocument:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from indexing.candidates import Candidates, SearchableIndex, find_candidates
 from indexing.embedders import Embedder, open_embedder
 from indexing.exact import order_by_distance
 from indexing.filters import Filters, check_filters, matching_chunks
-from indexing.hits import Hit, Results, StoredChunk, StoredDocument
+from indexing.hits import Hit, Rerank, Results, StoredChunk, StoredDocument
 from indexing.sharded_index import ShardedIndex
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deleted import deleted_ranges
@@ -30,13 +30,12 @@ from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval import CHUNK_ID_BITS, RetrievalSet, check_searchable, neighbor_ids
 from indexing.tokenizer import Tokenizer
 
-Rerank = Literal["embeddings", "bm25", "hybrid"]
 Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 """Texts; or token ids [t] of each; or vectors [n, d] float."""
 
 CANDIDATES = {"embeddings": 64, "bm25": 256, "hybrid": 256}
 """Candidates of each query that are ordered anew, k if that is more: embeddings correct the index's codes, words need a choice."""
-COSINE_WEIGHT = 0.5  # of the hybrid: see docs/evaluation.md
+COSINE_WEIGHT = 0.3  # of the hybrid: see docs/evaluation.md
 _FILTERS_KEPT = 8
 
 
@@ -184,7 +183,7 @@ class Retriever:
         return Ranked(ids, scores, distances, found.missing)
 
     def _scores_by_words(self, queries: Queries, found: Candidates, *, hybrid: bool) -> np.ndarray:
-        """BM25 of the candidates [n, c], or the share that it is of what it can be, plus half the cosine."""
+        """BM25 of the candidates [n, c], or the share that it is of what it can be, plus some of the cosine."""
         if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
             raise InputError("rerank = 'bm25' and 'hybrid' need texts or token ids: vectors have no words.")
         texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in queries]

@@ -6,6 +6,7 @@
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
     retro eval-qa CHECKPOINT QUESTIONS exact match and F1         retro lm-eval CHECKPOINT --tasks TASK …
+    retro eval-retrieval DATASTORE QUESTIONS                      hit@k, recall@k and MRR of searches
     retro report RUN [RUN2 …]         curves of training runs     retro serve DATASTORE  search and model over HTTP
     retro verify DATASTORE            every checksum and cross-reference
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file
@@ -55,7 +56,7 @@ DOCTOR = Verb(doctor, DoctorOptions)
 
 def table() -> dict[str, Verb]:
     """Every verb. What they import is imported here: `retro doctor` must run where torch or numpy does not."""
-    from pipelines import datastore_verbs, evaluation_verbs, model_verbs
+    from pipelines import datastore_verbs, evaluation_verbs, model_verbs, question_verbs
     from pipelines.config import Config
     from pipelines.demo import DemoOptions, demo
     from pipelines.serve_verb import ServeOptions, serve
@@ -67,6 +68,9 @@ def table() -> dict[str, Verb]:
         "train": Verb(model_verbs.train, Config, ("CONFIG",)),
         "eval": Verb(evaluation_verbs.evaluate, evaluation_verbs.EvalOptions, ("CHECKPOINT",)),
         "eval-qa": Verb(evaluation_verbs.evaluate_qa, evaluation_verbs.EvalQaOptions, ("CHECKPOINT", "QUESTIONS")),
+        "eval-retrieval": Verb(
+            question_verbs.evaluate_retrieval, question_verbs.EvalRetrievalOptions, ("DATASTORE", "QUESTIONS")
+        ),
         "lm-eval": Verb(evaluation_verbs.lm_eval, evaluation_verbs.LmEvalOptions, ("CHECKPOINT",)),
         "report": Verb(model_verbs.report, model_verbs.ReportOptions, ("RUN…",)),
         "generate": Verb(model_verbs.generate, model_verbs.GenerateOptions, ("CHECKPOINT",)),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from indexing.hits import Rerank
 from indexing.store.artefact import read_manifest
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.deleted import deleted_ranges
@@ -122,6 +124,12 @@ class SearchOptions:
 
     k: int = 5
     """How many."""
+    rerank: Rerank = "embeddings"
+    """What candidates are ordered by: exact distances of the `embeddings`, `bm25`, or both (`hybrid`)."""
+    filters: tuple[str, ...] = ()
+    """`COLUMN=VALUE`: only chunks of documents with that value; several values of a column are alternatives."""
+    also: tuple[str, ...] = ()
+    """Further datastores, searched with the first as one."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -132,14 +140,32 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
 
     from indexing.retriever import Retriever
 
-    hits = Retriever.open(datastore).search([text], options.k).hits[0]
+    retriever = Retriever.open(datastore, *options.also)
+    filters = parse_filters(options.filters)
+    hits = retriever.search([text], options.k, filters=filters, rerank=options.rerank).hits[0]
     if options.json:
         print(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
         return 0
     for rank, hit in enumerate(hits, start=1):
-        print(f"{rank}. cosine {1 - hit.distance / 2:.3f}  {hit.document['id']}  (chunk {hit.chunk_id})")
+        score = "" if options.rerank == "embeddings" else f"{options.rerank} {hit.score:.3f}  "
+        print(f"{rank}. {score}cosine {1 - hit.distance / 2:.3f}  {hit.document_id}  (chunk {hit.chunk_id})")
         print(indented(hit.text) + (f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else "") + "\n")
     return 0
+
+
+def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
+    """`COLUMN=VALUE` each → the values of every column.
+
+    Raises:
+        InputError: one is written otherwise.
+    """
+    filters: dict[str, list[str]] = {}
+    for each in given:
+        column, equals, value = each.partition("=")
+        if not column or not equals:
+            raise InputError(f"--filters {each!r}: must be COLUMN=VALUE, for example source=wiki.")
+        filters.setdefault(column, []).append(value)
+    return filters
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class LanguageModel:
             tokenizer = retriever.tokenizer
         else:
             tokenizer = Tokenizer.open(Path(source) / "tokenizer")
+        _check_fits(opened, tokenizer, retriever, source)
         if not retrieval or not opened.model.cca_layers:
             retriever = None
         model = load_model(opened, placement.device)
@@ -144,3 +145,17 @@ class LanguageModel:
             outside = row[(row < 0) | (row >= size)][0]
             raise InputError(f"{name} holds the token id {outside}: ids of this model are 0 to {size - 1}.")
         return row
+
+
+def _check_fits(checkpoint: Checkpoint, tokenizer: Tokenizer, retriever: Retriever | None, source: object) -> None:
+    """Raise InputError where a model cannot read what stands in a datastore."""
+    model, name = checkpoint.model, source.datastore.folder if isinstance(source, Retriever) else source
+    found = {"vocab_size": tokenizer.vocab_size}
+    if retriever is not None:
+        found["chunk_length"] = retriever.datastore.chunk_length
+    for key, value in found.items():
+        if value != getattr(model, key):
+            raise InputError(
+                f"{checkpoint.path} was trained with {key} = {getattr(model, key)}, {name} has {value}. "
+                "Name the datastore of the training run, or one with the same tokenizer and chunk length."
+            )

@@ -6,7 +6,7 @@ Number 0 is the datastore itself, so that an id of its own is the chunk id as it
 order of `also` in its manifest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,19 @@ class RetrievalSet:
             for row, values in zip(rows, found, strict=True):
                 out[row] = values
         return out
+
+    def documents_of(self, ids: np.ndarray) -> np.ndarray:
+        """The documents of chunks: ids [n] int64, none of them -1 → [n] int64, numbered as chunks are (`neighbor_ids`)."""
+        out = np.empty(len(ids), dtype=np.int64)
+        for split, rows, chunk_ids in self._by_split(ids):
+            out[rows] = (ids[rows] >> CHUNK_ID_BITS << CHUNK_ID_BITS) | split.documents_of(chunk_ids)[0]
+        return out
+
+    def scan_documents(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """As `DocumentTable.scan`, of all datastores; documents are numbered as chunks are."""
+        for number, split in enumerate(self.splits):
+            for first, table in split.documents.scan(columns):
+                yield (number << CHUNK_ID_BITS) | first, table
 
     def _by_split(self, ids: np.ndarray) -> Iterator[tuple[Split, np.ndarray, np.ndarray]]:
         """Each split that is named, the rows that name it, and their chunk ids in it."""

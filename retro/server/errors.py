@@ -8,6 +8,7 @@ A request that cannot be understood is 422, under /v1 it is 400 as there.
 
 import json
 import logging
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -45,6 +46,9 @@ _REASONS = {
     503: "The server is starting or shutting down.",
     504: "The request took longer than the server allows.",
 }
+
+
+_NO_PLACES = {"body", "query", "path", "str", "int", "float", "bool"}
 
 
 class ApiError(Exception):
@@ -122,8 +126,6 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(404, str(error))
     if isinstance(error, InputError):
         return Refused(str(error))
-    if isinstance(error, HTTPException) and error.status_code == 400:
-        return Refused(f"{error.detail}: it must be JSON in UTF-8.")
     if isinstance(error, HTTPException):
         missing = error.status_code == 404
         message = "there is nothing at this path; GET /docs lists what there is." if missing else error.detail
@@ -135,8 +137,9 @@ def as_api_error(error: Exception) -> ApiError:
 
 def _first_problem(problem: Mapping[str, Any]) -> tuple[str, str | None]:
     """The message of a problem that pydantic has found, and the field it lies in."""
-    place = ".".join(str(part) for part in problem["loc"] if part not in ("body", "query", "path"))
-    message = str(problem["msg"]).removeprefix("Value error, ")
+    # Of a field that may be of several types, pydantic also says which one it has tried: `vectors.0.list[float].3`.
+    places = [str(part) for part in problem["loc"] if re.fullmatch(r"\w+", str(part)) and part not in _NO_PLACES]
+    place, message = ".".join(places), str(problem["msg"]).removeprefix("Value error, ")
     return (f"{place}: {message}" if place else message), place or None
 
 

@@ -15,13 +15,13 @@ from starlette.responses import Response, StreamingResponse
 from retro.generation import GenerationSettings, Piece
 from retro.server import schemas
 from retro.server.errors import as_api_error, declared, error_json
-from retro.server.search_api import as_json
+from retro.server.json_route import JsonRoute, as_json
 from retro.server.service import Service, Serving
 from retro.server.spans import character_groups, token_ends
 
 T = TypeVar("T")
 
-router = APIRouter(tags=["model"])
+router = APIRouter(tags=["model"], route_class=JsonRoute)
 
 _LEAST_TEMPERATURE = 1e-3  # logits are divided by it: below, all that is left is the likeliest token
 

@@ -21,11 +21,12 @@ from retro.language_model import Scores
 from retro.server import openai_schemas as schemas
 from retro.server.completions import Parts, joined, special_names
 from retro.server.errors import ApiError, Refused, declared
+from retro.server.json_route import JsonRoute, as_json
 from retro.server.model_api import begun, document_of, event_stream, temperature_of
-from retro.server.search_api import as_json, encoded
+from retro.server.search_api import encoded
 from retro.server.service import Service, Serving
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 _OFF, _EMBEDDER = ":off", ":embedder"
 

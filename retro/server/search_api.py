@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Path, Query
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -23,21 +22,17 @@ from indexing.retriever import Retriever
 from retro.server import schemas
 from retro.server.datastore_facts import datastore_facts
 from retro.server.errors import Refused, declared
+from retro.server.json_route import JsonRoute, as_json
 from retro.server.service import Found, Kind, Search, Service, Serving
 from retro.server.spans import characters, shared_runs, token_ends
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 _LARGEST_ID = 2**63 - 1
 _NO_TEXT = {
     **dict.fromkeys(("text", "continuation", "document_id", "title", "source"), ""),
     "metadata": dict[str, Any](),
 }
-
-
-def as_json(model: BaseModel) -> Response:
-    """An answer that is not validated again."""
-    return Response(model.model_dump_json(), media_type="application/json")
 
 
 # --- search ----------------------------------------------------------------------------------------------------------

@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from indexing.store.datastore import Datastore
+from indexing.tokenizer import TokenizerSettings
 from pipelines.cli import main
+from tests.conftest import build_local, tiny_config
 
 TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
 LONG = {"prompt": TEXT, "temperature": 1, "top_k": 0, "top_p": 1, "seed": 3}
@@ -186,6 +189,14 @@ def test_options_that_cannot_be(tiny_datastore: Datastore, tmp_path: Path, said)
     assert "--max-k" in said(folder, "--max-kk", "5")
     assert "neither a checkpoint" in said(folder, "--port", "0", "--checkpoint", str(tmp_path / "none"))
     assert "no-such-host.invalid" in said(folder, "--host", "no-such-host.invalid")
+
+
+def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tiny_corpus: Path, tmp_path: Path, said) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    other = build_local(replace(config, tokenizer=TokenizerSettings(vocab_size=350)))
+    message = said(str(other.folder), "--port", "0", "--checkpoint", str(tiny_run))
+    assert "was trained with vocab_size = 400" in message
+    assert "has 350" in message
 
 
 def test_a_token_that_no_header_can_hold(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:

@@ -196,7 +196,18 @@ def test_what_is_meant_for_the_client_is_told(client: TestClient) -> None:
     assert reason(client.delete("/search")) == (405, "method_not_allowed")
     assert reason(client.post("/search", content=b"{", headers={"Content-Type": "application/json"}))[0] == 422
     assert reason(client.post("/search", json={"texts": ["a"], "nonsense": 1}))[0] == 422
+    assert (
+        reason(client.post("/search", content=b"[" * 100_000, headers={"Content-Type": "application/json"}))[0] == 422
+    )
     assert reason(client.post("/v1/embeddings", json={"nonsense": 1}))[0] == 400
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_body_must_say_that_it_is_json(client: TestClient, kind: str) -> None:
+    """Other kinds a browser sends for any page without asking first."""
+    response = client.post("/search", content=b'{"texts": ["a"]}', headers={"Content-Type": kind})
+    assert reason(response) == (422, "invalid_request_error")
+    assert "application/json" in response.json()["error"]["message"]
 
 
 def test_the_message_of_an_error_may_hold_anything() -> None:

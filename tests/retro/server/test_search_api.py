@@ -80,8 +80,8 @@ def test_requests_at_the_same_time_get_their_own_answers(client: TestClient) -> 
         ({"tokens": [[10**6]]}, None, "token id 1000000"),
         ({"tokens": [[5] * 17_000]}, "tokens", "at most 16,384 (max_input_tokens)"),
         ({"vectors": [[0.5] * 31]}, "vectors", "vectors[0] has 31 numbers, the embedder's vectors have 32"),
-        ({"vectors": [[0.5] * 32, [math.nan] * 32]}, "vectors.1.list[finite-float].0", "finite"),
-        ({"vectors": [[math.inf] * 32]}, "vectors.0.list[finite-float].0", "finite"),
+        ({"vectors": [[0.5] * 32, [math.nan] * 32]}, "vectors.1.0", "finite"),
+        ({"vectors": [[math.inf] * 32]}, "vectors.0.0", "finite"),
         ({"vectors": [[1e300] * 32]}, "vectors", "not finite"),
         ({"vectors": [[0.0] * 32]}, None, "zero"),
         ({"vectors": ["%%%"]}, "vectors", "base64"),
@@ -95,8 +95,7 @@ def test_what_cannot_be_searched_is_told_with_its_field(client: TestClient, body
     assert status == 422
     assert said in message
     if param is not None:
-        assert named is not None
-        assert named.split(".")[0] == param.split(".")[0]
+        assert named == param
 
 
 def test_filters_and_their_columns(client: TestClient, retriever: Retriever) -> None:

@@ -1,0 +1,60 @@
+"""The page and what stands beside it: files need no token, everything else does, and apps do not know of each other."""
+
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from retro.server import app as app_module
+from tests.retro.server.conftest import TEXT, Make
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    (folder / "index.html").write_text("<script src='page.js'></script>")
+    (folder / "page.js").write_text("ask()")
+    monkeypatch.setattr(app_module, "PAGE", folder)
+    return folder
+
+
+def test_the_pages_files_need_no_token_and_the_rest_does(page: Path, app_with: Make) -> None:
+    with TestClient(app_with(token="right")) as client:
+        assert client.get("/").text == (page / "index.html").read_text()
+        assert client.get("/page.js").text == "ask()"
+        assert client.get("/").headers["Content-Security-Policy"].startswith("default-src 'self'")
+        paths = ["/docs", "/openapi.json", "/metrics", "/datastore", "/v1/models", "/none.js", "/../settings.py"]
+        for path in paths:
+            assert client.get(path).status_code == 401, path
+        assert client.get("/none.js", headers={"Authorization": "Bearer right"}).status_code == 404
+
+
+def test_the_page_is_answered_however_many_ask(page: Path, app_with: Make) -> None:
+    app = app_with(max_requests=1)
+    app.state.service.admission.under_way = 1
+    with TestClient(app) as client:
+        assert client.get("/").status_code == 200
+        assert client.get("/metrics").status_code == 200
+        assert client.post("/search", json={"texts": [TEXT]}).status_code == 429
+
+
+def test_two_apps_in_a_process_count_apart(app_with: Make) -> None:
+    with TestClient(app_with()) as one, TestClient(app_with()) as other:
+        one.post("/search", json={"texts": [TEXT]})
+        assert 'path="/search"' in one.get("/metrics").text
+        assert 'path="/search"' not in other.get("/metrics").text
+
+
+def test_paths_that_nobody_knows_are_counted_as_one(app_with: Make) -> None:
+    with TestClient(app_with()) as client:
+        for number in range(5):
+            client.get(f"/nothing-{number}")
+        assert 'retro_requests_total{method="GET",path="other",status="404"} 5.0' in client.get("/metrics").text
+
+
+def test_an_app_can_be_started_again(app_with: Make) -> None:
+    app = app_with()
+    for _ in range(2):
+        with TestClient(app) as client:
+            assert client.post("/search", json={"texts": [TEXT]}).status_code == 200
