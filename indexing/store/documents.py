@@ -7,6 +7,7 @@ Row groups hold ten thousand documents and more, so neither a lookup nor a scan 
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,18 @@ class DocumentTable:
         """The number of the first document, and some columns as a pyarrow table, of one row group after the other."""
         for shard, start in enumerate(self.starts[:-1].tolist()):
             first_rows = self._file(shard)[1]
-            for group, row in enumerate(first_rows[:-1]):
-                yield start + row, self._parquet(shard).read_row_group(group, columns=list(columns))
+            for group, (row, stop) in enumerate(pairwise(first_rows)):
+                if row < stop:  # Arrow's functions may crash on columns without chunks
+                    yield start + row, self._parquet(shard).read_row_group(group, columns=list(columns))
 
     def find(self, document_id: str) -> Iterator[int]:
         """The numbers of the documents with this id, in order; one column is read as far as is asked for."""
+        import pyarrow as pa
         import pyarrow.compute as pc
 
         for first, table in self.scan(["id"]):
-            found = pc.indices_nonzero(pc.equal(table["id"], document_id))
-            yield from (first + row for row in found.to_pylist())
+            found = pc.is_in(table["id"], value_set=pa.array([document_id], table["id"].type))
+            yield from (np.flatnonzero(found.to_numpy()) + first).tolist()
 
     def _open_file(self, shard: int) -> tuple[Any, list[int]]:
         """Schema, and first row of each row group with the number of all rows."""

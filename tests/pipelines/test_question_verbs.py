@@ -1,0 +1,79 @@
+"""`retro eval-retrieval` and the options of `retro search`: what they print, write and refuse."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from indexing.store.datastore import Datastore
+from pipelines.cli import main
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory, tiny_datastore: Datastore) -> Path:
+    """Titles as questions: words find them, in what stands before a document's text."""
+    path = tmp_path_factory.mktemp("questions") / "questions.jsonl"
+    split = tiny_datastore.train
+    rows = split.metadata(range(0, split.num_documents, 5))
+    lines = [
+        {"id": f"q{n}", "question": row["title"], "answers": [], "positive_ids": [row["id"]]}
+        for n, row in enumerate(rows)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_question_set_is_measured_with_every_order(
+    tiny_datastore: Datastore, questions: Path, tmp_path, capsys
+) -> None:
+    out = tmp_path / "found.json"
+    folder = str(tiny_datastore.folder)
+    assert main(["eval-retrieval", folder, str(questions), "--k", "1", "10", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"ordered by +hit@1 +hit@10 +recall@1 +recall@10 +MRR +questions", printed)
+    written = json.loads(out.read_text())
+    assert written["fingerprints"] == {"datastore": tiny_datastore.fingerprint}
+    assert (written["settings"]["questions"], written["settings"]["chunks"]) == (str(questions), 100)
+    figures = {each["rerank"]: each for each in written["results"]}
+    assert list(figures) == ["embeddings", "bm25", "hybrid"]
+    num_questions = len(questions.read_text().splitlines())
+    for rerank, each in figures.items():
+        assert re.search(rf"{rerank} +{each['hit']['1']:.3f} +{each['hit']['10']:.3f}", printed)
+        assert each["num_questions"] == num_questions
+    assert figures["bm25"]["hit"]["10"] > figures["embeddings"]["hit"]["10"]  # a number in a title is a word
+
+
+def test_only_some_questions_and_orders_where_so_asked(tiny_datastore: Datastore, questions: Path, capsys) -> None:
+    arguments = ["--rerank", "bm25", "--max-questions", "7"]
+    assert main(["eval-retrieval", str(tiny_datastore.folder), str(questions), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(r"bm25 .* 7", lines[1])
+
+
+def test_search_filters_and_orders(tiny_datastore: Datastore, capsys) -> None:
+    folder = str(tiny_datastore.folder)
+    filters = ["--filters", "title=Title 42", "title=Title 41", "file=corpus.jsonl"]
+    assert main(["search", folder, "title 42", "--rerank", "hybrid", "--k", "2", *filters, "--json"]) == 0
+    hits = json.loads(capsys.readouterr().out)
+    assert len(hits) == 2
+    assert hits[0]["document"]["title"] == "Title 42"
+    assert {hit["document"]["title"] for hit in hits} <= {"Title 41", "Title 42"}
+    assert main(["search", folder, "title 42", "--rerank", "bm25", "--k", "1"]) == 0
+    assert re.match(r"1\. bm25 \d+\.\d+  cosine ", capsys.readouterr().out)
+    assert main(["search", folder, "title 42", "--also", folder, "--k", "1"]) == 0
+    assert capsys.readouterr().out.startswith("1. cosine ")
+
+
+@pytest.mark.parametrize(
+    ("filters", "words"),
+    [
+        ("title", r"'title': must be COLUMN=VALUE"),
+        ("=x", "must be COLUMN=VALUE"),
+        ("lang=en", "no column 'lang'; accepted are id"),
+    ],
+)
+def test_filters_that_cannot_be_are_refused(tiny_datastore: Datastore, filters: str, words: str, capsys) -> None:
+    assert main(["search", str(tiny_datastore.folder), "text", "--filters", filters]) == 2
+    assert re.search(words, capsys.readouterr().err)
