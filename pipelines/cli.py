@@ -19,6 +19,7 @@ Settings come from the TOML file named first and from options (`--train.lr 1e-3`
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,10 @@ def run_verb(name: str, arguments: list[str]) -> int:
     """
     import difflib
 
+    if name == "serve":
+        # Read when they are loaded: the threads of Faiss and of torch, which have pools of their own, sleep while they wait. Else
+        # they spin, and a search by both takes up to three times as long where all cores are in use (docs/serving.md).
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     verbs = {"doctor": DOCTOR} if name == "doctor" else table()
     if name not in verbs:
         close = difflib.get_close_matches(name, verbs, n=1)

@@ -38,6 +38,9 @@ log = logging.getLogger("retro")
 
 APPLICATION = "retro"
 _BYTES_MARGIN = 1.2  # of an index in memory over its files: what Faiss keeps beside the codes
+_SLEEPING = {
+    "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
+}  # as `retro serve` on one machine (pipelines/cli.py)
 
 
 @dataclass(frozen=True)
@@ -222,14 +225,14 @@ def application(served: Served, cluster: ClusterSettings) -> Any:
         deployment = serve.deployment(IndexPart).options(
             name=part.deployment,
             num_replicas=cluster.part_replicas,
-            ray_actor_options={"num_cpus": cluster.part_cpus, "memory": int(_BYTES_MARGIN * part.bytes)},
+            ray_actor_options=_SLEEPING | {"num_cpus": cluster.part_cpus, "memory": int(_BYTES_MARGIN * part.bytes)},
         )
         bound.append(deployment.bind(part, threads))
     front_end = serve.deployment(serve.ingress(lambda: front_end_app(served, cluster, parts))()).options(
         name="front-end",
         num_replicas=cluster.replicas,
         max_ongoing_requests=2 * served.settings.max_requests,  # what is too much, the front end says itself: 429
-        ray_actor_options={"num_cpus": cluster.replica_cpus, "num_gpus": cluster.replica_gpus},
+        ray_actor_options=_SLEEPING | {"num_cpus": cluster.replica_cpus, "num_gpus": cluster.replica_gpus},
     )
     return front_end.bind(*bound)
 

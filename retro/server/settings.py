@@ -25,7 +25,7 @@ class ServeSettings:
     """Time for a request: it is then answered 504, and a stream ends with an error."""
     max_requests: int = 256
     """Requests in work and waiting; one more is answered 429."""
-    max_batch: int = 256
+    max_batch: int = 1024
     """Queries of waiting requests that are searched at once."""
     max_score_batch: int = 16
     """Sequences of waiting requests that the model reads at once."""
