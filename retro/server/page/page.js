@@ -1,0 +1,55 @@
+// Starts the page: the address names the view that is shown, the tabs change the address.
+
+import { addressOf, readAddress } from "./address.js";
+import { served } from "./api.js";
+import * as datastore from "./datastore.js";
+import * as documents from "./documents.js";
+import * as generation from "./generation.js";
+import { roving } from "./keyboard.js";
+import * as neighbors from "./neighbors.js";
+import { count } from "./numbers.js";
+import * as passage from "./passage.js";
+
+const views = { neighbors, passage, generation, datastore, document: documents };
+
+const tablist = document.querySelector("[role=tablist]");
+const tabs = [...tablist.querySelectorAll("[role=tab]")];
+
+function route() {
+  const { view, id, parameters } = readAddress();
+  const name = Object.hasOwn(views, view) ? view : "neighbors";
+  for (const section of document.querySelectorAll("main > section")) section.hidden = section.id !== name;
+  for (const tab of tabs) {
+    const selected = tab.dataset.view === name;
+    tab.setAttribute("aria-selected", String(selected));
+    tab.setAttribute("tabindex", selected ? "0" : "-1");
+    if (selected) document.title = `${tab.textContent} · retro`;
+  }
+  if (name === "document") tabs[0].setAttribute("tabindex", "0"); // No tab is selected, one must be reachable.
+  views[name].show(parameters, id);
+}
+
+function open({ dataset: { view } }) {
+  if (view && view !== readAddress().view) location.hash = addressOf(view);
+}
+
+roving(tablist, "[role=tab]", open);
+tablist.addEventListener("click", ({ target }) => open(target));
+window.addEventListener("hashchange", route);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // The hash is the address of the view.
+  document.querySelector("main").focus();
+});
+
+/** Let fields end where the server's limits do, and say what is served. */
+function introduce({ datastores, model, limits }) {
+  const chunks = datastores.reduce((total, each) => total + (each.chunks ?? 0), 0);
+  const names = [datastores.map((each) => each.name).join(", "), `${count(chunks)} chunks`, model?.name];
+  document.querySelector(".served").textContent = names.filter(Boolean).join(" · ");
+  for (const field of document.querySelectorAll("[data-limit]")) {
+    if (limits[field.dataset.limit]) field.max = limits[field.dataset.limit];
+  }
+}
+
+served().then(introduce, () => {}); // Each view shows the error for itself.
+route();
