@@ -75,12 +75,13 @@ def whole_passages(
     for number, each in enumerate(counts):
         for term, count in each.items():
             postings.setdefault(term, []).append((number, count))
+    arrays = {term: np.array(each).T for term, each in postings.items()}
     hits = 0
     for question in questions:
         scores = np.zeros(len(documents))
         for term, repeated in Counter(terms(question.question)).items():
-            if term in postings:
-                rows, found = np.array(postings[term]).T
+            if term in arrays:
+                rows, found = arrays[term]
                 weight = np.log1p((len(documents) - len(rows) + 0.5) / (len(rows) + 0.5))
                 scores[rows] += repeated * weight * found * (bm25.K1 + 1) / (found + norms[rows])
         hits += documents[int(scores.argmax())].id in question.positive_ids
