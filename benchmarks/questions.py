@@ -6,6 +6,7 @@ DATA is a folder with a folder for each set: passages (`id`, `text`, `title`) an
 Lines. The datastores are built in `--work` with all settings at their defaults but the embedder and an exact index (what an
 inverted one misses is not the ranking's fault), no passage held out; they are kept and used again. The yardstick, made here too:
 BM25 of whole passages with the same constants, over words and pairs of characters, and with the terms and titles that ours uses.
+`--weights` prints hit@1 of the hybrid by the weight of the cosine instead.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from indexing.corpus import list_files
 from indexing.embedders import EmbedderSettings
 from indexing.index import IndexSettings
 from indexing.readers import CorpusSettings, Document, read_documents
-from indexing.retriever import Retriever
+from indexing.retriever import CANDIDATES, COSINE_WEIGHT, Retriever
 from pipelines.config import Config
 from pipelines.executors import make_executor
 from pipelines.stages import build
@@ -75,12 +76,13 @@ def whole_passages(
     for number, each in enumerate(counts):
         for term, count in each.items():
             postings.setdefault(term, []).append((number, count))
+    arrays = {term: np.array(each).T for term, each in postings.items()}
     hits = 0
     for question in questions:
         scores = np.zeros(len(documents))
         for term, repeated in Counter(terms(question.question)).items():
-            if term in postings:
-                rows, found = np.array(postings[term]).T
+            if term in arrays:
+                rows, found = arrays[term]
                 weight = np.log1p((len(documents) - len(rows) + 0.5) / (len(rows) + 0.5))
                 scores[rows] += repeated * weight * found * (bm25.K1 + 1) / (found + norms[rows])
         hits += documents[int(scores.argmax())].id in question.positive_ids
@@ -96,11 +98,15 @@ def words_and_pairs(text: str) -> list[str]:
     return found
 
 
+def read_set(data: Path, name: str) -> tuple[Path, list[Question]]:
+    """The file of passages and the questions of a set."""
+    passages, asked = (data / FOLDERS.get(name, name) / f"{file}.jsonl.zst" for file in (SETS | HELD_OUT)[name])
+    return passages, read_questions(asked)
+
+
 def measure_set(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     """Rows of one set: the yardsticks, and every embedder with every order."""
-    folder = options.data / FOLDERS.get(name, name)
-    passages, asked = (folder / f"{file}.jsonl.zst" for file in (SETS | HELD_OUT)[name])
-    questions = read_questions(asked)
+    passages, questions = read_set(options.data, name)
     rows: list[dict[str, Any]] = [
         {"set": name, "yardstick": label, "hit": {1: whole_passages(passages, questions, terms, titles=titles)}}
         for label, terms, titles in (
@@ -117,6 +123,31 @@ def measure_set(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
             rows.append(
                 {"set": name, "embedder": embedder, "datastore": retriever.datastore.fingerprint} | asdict(result)
             )
+    return rows
+
+
+def measure_weights(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+    """hit@1 of the hybrid for every weight of the cosine, out of one ranking of all candidates."""
+    passages, questions = read_set(options.data, name)
+    rows = []
+    for embedder in options.embedders:
+        retriever = open_passages(options.work / f"{name}-{embedder}", passages, EMBEDDERS[embedder])
+        right = right_documents(retriever.retrieval, questions)
+        hits = np.zeros(len(options.weights))
+        for start in range(0, len(questions), 64):
+            block = slice(start, start + 64)
+            texts = [each.question for each in questions[block]]
+            ranked = retriever.rank(texts, CANDIDATES["hybrid"], rerank="hybrid")
+            for number, weight in enumerate(options.weights):
+                scores = ranked.scores + (weight - COSINE_WEIGHT) * (1 - ranked.distances / 2)
+                best = np.where(ranked.ids < 0, -np.inf, scores).argmax(axis=1)
+                documents = retriever.retrieval.documents_of(ranked.ids[np.arange(len(best)), best])
+                hits[number] += sum(each in wanted for each, wanted in zip(documents, right[block], strict=True))
+        shares = (hits / len(questions)).tolist()
+        rows += [
+            {"set": name, "yardstick": f"{embedder}, cosine × {weight:g}", "hit": {1: share}}
+            for weight, share in zip(options.weights, shares, strict=True)
+        ]
     return rows
 
 
@@ -139,12 +170,13 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--sets", nargs="+", default=[*SETS, *HELD_OUT], choices=[*SETS, *HELD_OUT])
     parser.add_argument("--embedders", nargs="+", default=list(EMBEDDERS), choices=list(EMBEDDERS))
+    parser.add_argument("--weights", nargs="+", type=float, default=[])
     parser.add_argument("--work", type=Path, default=Path("benchmark-questions"))
     parser.add_argument("--out", type=Path, default=Path("benchmark-questions.json"))
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in options.sets:
-        rows += measure_set(options, name)
+        rows += measure_weights(options, name) if options.weights else measure_set(options, name)
         print("\n".join(table(rows, options.sets)), flush=True)
         write(options.out, {"rows": rows})
 
