@@ -75,7 +75,8 @@ def test_a_prompt_is_scored_as_lm_eval_asks(api: openai.OpenAI, language_model: 
         logprobs = choice.logprobs
         assert logprobs is not None
         assert len(logprobs.tokens or []) == len(row) + 1
-        np.testing.assert_allclose(logprobs.token_logprobs[:-1], expected.log_probabilities, rtol=1e-5)
+        # Read in batches of other shapes, whose products are rounded otherwise.
+        np.testing.assert_allclose(logprobs.token_logprobs[:-1], expected.log_probabilities, rtol=2e-3)
         greedy = [
             own == max(top.values()) for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
         ]
