@@ -185,6 +185,8 @@ def load_of(url: str, requests: list[bytes], clients: int, for_seconds: float) -
 
 def _load(url: str, requests: list[bytes], clients: int, for_seconds: float) -> tuple[int, int, float, float]:
     times, answered = asyncio.run(_all_clients(url, requests, clients, for_seconds))
+    if not times:
+        raise ValueError(f"no request was both sent and answered within {for_seconds:g} s: give --seconds more.")
     return len(times), answered, float(np.percentile(times, 50)), float(np.percentile(times, 99))
 
 
