@@ -123,7 +123,7 @@ def run_verb(name: str, arguments: list[str]) -> int:
 
     if name == "serve":
         # Read when they are loaded: the threads of Faiss and of torch, which have pools of their own, sleep while they wait. Else
-        # they spin, and a search by both takes up to three times as long where all cores are in use (docs/serving.md).
+        # they spin, and take the cores from each other (docs/serving.md).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     verbs = {"doctor": DOCTOR} if name == "doctor" else table()
     if name not in verbs:
