@@ -112,6 +112,7 @@ def demo(options: DemoOptions) -> int:
     write_json(options.out / "results.json", summary)
     print(f'\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} "open a file"')
     print(f"checkpoint: {outcomes['retro'].checkpoint}")
+    print(f"page:       retro serve {config.datastore} --checkpoint {options.out / 'retro'}")
     print(
         f"settings:   {options.out / 'demo.toml'}   change them and run: retro train {options.out / 'demo.toml'} --run NEW"
     )
