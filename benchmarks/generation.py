@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from measure import seconds, write
-from training import SMALL
+from training import SMALL, their_model
 
 from indexing.retriever import Retriever
 from retro.decoding import Decoder, Retrieve
@@ -51,7 +51,6 @@ def ours(settings: ModelSettings, placement: Placement, tokens: int, retrieve: R
 def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
     """`TrainingWrapper.generate`, the method itself, without the wrapper that wants a corpus and an index."""
     import retro_pytorch.training
-    from retro_pytorch import RETRO
 
     retro_pytorch.training.EOS_ID = -1  # all cases generate the same number of tokens
     s, generator = settings, torch.Generator().manual_seed(0)
@@ -65,17 +64,7 @@ def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
             return found.to(chunks.device)
 
     wrapper = Wrapper()
-    wrapper.retro = RETRO(
-        num_tokens=s.vocab_size,
-        max_seq_len=tokens,
-        enc_dim=s.encoder_d_model,
-        enc_depth=s.encoder_num_layers,
-        enc_cross_attn_layers=s.encoder_cca_layers,
-        dec_dim=s.d_model,
-        dec_depth=s.num_layers,
-        dec_cross_attn_layers=s.cca_layers,
-        chunk_size=s.chunk_length,
-    ).to(placement.device)
+    wrapper.retro = their_model(s, tokens).to(placement.device)
 
     def run(batch: int) -> None:
         with placement.autocast(), contextlib.redirect_stdout(io.StringIO()):  # it tells of each retrieval

@@ -98,23 +98,29 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     return lambda: step(settings.warmup_steps), count_parameters(model, embeddings=True)
 
 
+def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
+    """retro-pytorch's RETRO of these sizes, for sequences of so many tokens."""
+    from retro_pytorch import RETRO
+
+    model: torch.nn.Module = RETRO(
+        num_tokens=settings.vocab_size,
+        max_seq_len=num_tokens,
+        enc_dim=settings.encoder_d_model,
+        enc_depth=settings.encoder_num_layers,
+        enc_cross_attn_layers=settings.encoder_cca_layers,
+        dec_dim=settings.d_model,
+        dec_depth=settings.num_layers,
+        dec_cross_attn_layers=settings.cca_layers,
+        chunk_size=settings.chunk_length,
+    )
+    return model
+
+
 def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:
     """A training step of retro-pytorch as its README and its TrainingWrapper make it, under autocast."""
-    from retro_pytorch import RETRO
     from retro_pytorch.optimizer import get_optimizer
 
-    s = case.settings
-    model = RETRO(
-        num_tokens=s.vocab_size,
-        max_seq_len=case.num_tokens,
-        enc_dim=s.encoder_d_model,
-        enc_depth=s.encoder_num_layers,
-        enc_cross_attn_layers=s.encoder_cca_layers,
-        dec_dim=s.d_model,
-        dec_depth=s.num_layers,
-        dec_cross_attn_layers=s.cca_layers,
-        chunk_size=s.chunk_length,
-    ).to(placement.device)
+    model = their_model(case.settings, case.num_tokens).to(placement.device)
     optimizer = get_optimizer(model.parameters(), lr=1e-4, wd=0.1)
     data = batch(case, placement)
 
