@@ -104,6 +104,18 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Ten
     return scores.softmax(-1) @ v
 
 
+class PerHead(nn.Module):
+    """A row of parameters for each head: a module, so that a device that holds some of the heads can hold their rows."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+    def forward(self) -> Tensor:
+        """[H, …]"""
+        return self.weight
+
+
 class Attention(nn.Module):
     """Multi-head attention with relative positions (section 2.4): self- and cross-, in decoder and encoder.
 
@@ -114,17 +126,18 @@ class Attention(nn.Module):
         self, query_width: int, key_width: int, num_heads: int, head_dim: int, scheme: str, smeared: bool = False
     ) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = num_heads, head_dim
+        self.head_dim = head_dim
         width = num_heads * head_dim
         self.query = nn.Linear(query_width, width, bias=False)
-        self.key_value = nn.Linear(key_width, 2 * width, bias=False)
+        self.key = nn.Linear(key_width, width, bias=False)
+        self.value = nn.Linear(key_width, width, bias=False)
         self.out = nn.Linear(width, query_width, bias=False)
         if smeared:
-            self.smear = nn.Parameter(torch.zeros(num_heads, 1))
+            self.smear = PerHead(num_heads, 1)
         if scheme == "transformer-xl":
             self.distance = nn.Linear(query_width, width, bias=False)  # W_kR
-            self.content_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))  # u
-            self.distance_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))  # v
+            self.content_bias = PerHead(num_heads, 1, head_dim)  # u
+            self.distance_bias = PerHead(num_heads, 1, head_dim)  # v
 
     def forward(
         self,
@@ -151,13 +164,16 @@ class Attention(nn.Module):
 
     def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of what is read [N, S, E], wherever it stands: [N, S, H, C] twice."""
-        k, v = self.key_value(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(-3)
-        return k, v
+        return self._heads(self.key(source)), self._heads(self.value(source))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[..., H·C] to [..., H, C], for as many heads as this device holds."""
+        return x.unflatten(-1, (-1, self.head_dim))
 
     def placed(self, k: Tensor, places: Places, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
         """Projected keys [N, S, H, C] as `read` wants them; `before` [N, 1, H, C] is the projected key before the first."""
         if hasattr(self, "smear"):
-            k = smear(k, self.smear.sigmoid().to(k.dtype), starts, before)
+            k = smear(k, self.smear().sigmoid().to(k.dtype), starts, before)
         return rotate(k, places.key) if isinstance(places, Rotary) else k
 
     def read(
@@ -174,14 +190,14 @@ class Attention(nn.Module):
 
         Whoever reads again and again gives the `distance_keys` of the same places too.
         """
-        q, bias = self.query(x).unflatten(-1, (self.num_heads, self.head_dim)), mask
+        q, bias = self._heads(self.query(x)), mask
         if isinstance(places, Rotary):
             q = rotate(q, places.query)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, H, S, C] twice
         if isinstance(places, Relative):
             if distance_keys is None:
                 distance_keys = self.distance_keys(places.waves.to(q.dtype))
-            q, bias = q + self.content_bias.to(q.dtype), self.distance_scores(q, distance_keys, places.lookup)
+            q, bias = q + self.content_bias().to(q.dtype), self.distance_scores(q, distance_keys, places.lookup)
             if causal and mask is None:
                 mask = torch.ones_like(places.lookup, dtype=torch.bool).tril()
             if mask is not None:
@@ -197,7 +213,7 @@ class Attention(nn.Module):
         Args:
             projection: [E, D], how the source's stream was made of the asking one's; None where they are one.
         """
-        key, value = self.key_value.weight.chunk(2)  # [H·C, E] twice
+        key, value = self.key.weight, self.value.weight  # [H·C, E] twice
         if projection is not None:
             key, value = key @ projection, value @ projection
         for weight, tied in ((self.query.weight, key), (self.out.weight, value.T)):
@@ -205,14 +221,14 @@ class Attention(nn.Module):
 
     def distance_keys(self, waves: Tensor) -> Tensor:
         """W_kR R of the sinusoids [X, D] of all distances: [H, C, X]."""
-        return self.distance(waves).unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0)
+        return self._heads(self.distance(waves)).permute(1, 2, 0)
 
     def distance_scores(self, q: Tensor, keys: Tensor, lookup: Tensor) -> Tensor:
         """The part (q_i + v)·W_kR R_{i-j} of the scores of q [N, H, Q, C], scaled: [N, H, Q, S].
 
         The lookup [Q, S], or [N, 1, Q, S], says which of the keys [H, C, X] lies between query and key.
         """
-        scores = (q + self.distance_bias.to(q.dtype)) @ keys * self.head_dim**-0.5  # [N, H, Q, X]
+        scores = (q + self.distance_bias().to(q.dtype)) @ keys * self.head_dim**-0.5  # [N, H, Q, X]
         return scores.gather(-1, lookup.expand(*scores.shape[:2], -1, -1))
 
 

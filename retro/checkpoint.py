@@ -146,7 +146,7 @@ def name_best(run: Path, best: dict[str, Any] | None) -> None:
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put weights, optimizer state and random state back, to the bit."""
     load_weights(checkpoint, model)
-    tensors = load_file(checkpoint.path / "optimizer.safetensors")
+    tensors = read_tensors(checkpoint.path / "optimizer.safetensors")
     torch.set_rng_state(tensors["rng.cpu"])
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
@@ -161,7 +161,24 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Load the weights into a model of the checkpoint's sizes."""
-    model.load_state_dict(load_file(checkpoint.weights))
+    model.load_state_dict(read_tensors(checkpoint.weights))
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file by today's names.
+
+    Attentions once had one matrix for keys and values, keys first, and their parameters by head had shorter names.
+    """
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        if name.endswith(".key_value.weight"):
+            halves = tensor.chunk(2) if tensor.ndim else (tensor, tensor)  # the optimizer's `step` is one number
+            out |= {name.replace("key_value", part): half for part, half in zip(("key", "value"), halves, strict=True)}
+        elif name.endswith((".smear", ".content_bias", ".distance_bias")):
+            out[f"{name}.weight"] = tensor
+        else:
+            out[name] = tensor
+    return out
 
 
 def locate(path: Path) -> Path | None:

@@ -85,11 +85,11 @@ class Decoder:
         self.output_weight = model.output_weight.to(self.dtype)
         self.here = place(*model.scheme, range(context), range(1), placement.device)
         self.there: Places | None = None  # once the size of neighbors is known
-        attentions: list[Any] = list(model.attention)
+        attentions: list[Any] = list(model.attention.values())
         self.crosses: list[Any] = [model.cross[str(layer)] for layer in model.settings.cca_layers]
         self.distance_keys = self._distance_keys(self.here, [each.block for each in attentions])
         self.cross_distance_keys: Sequence[Tensor | None] = ()
-        self.layers: list[tuple[Any, Any]] = list(zip(attentions, model.feed_forward, strict=True))
+        self.layers: list[tuple[Any, Any]] = list(zip(attentions, model.feed_forward.values(), strict=True))
         self.rows: list[_Row] = []
 
     @torch.inference_mode()
@@ -214,7 +214,7 @@ class Decoder:
         """Neighbors [A, K, R] and lengths [A, K] of chunks whose activations are in the rows `at` [A] of the cache."""
         model, tokens = self.model, self._put(neighbors)[:, None]  # [A, U = 1, K, R]
         real = neighbor_mask(tokens, self._put(lengths)[:, None], None)
-        encoded = model.encoder(tokens, real, self.cache.chunk[at][:, None], model.embedding)[:, 0]  # [A, K, R, E]
+        encoded = model.encoder(tokens, real, self.cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
         if self.there is None:
             self._learn_size_of_neighbors(*neighbors.shape[1:])
         *kept, readable = self.cache[4:]

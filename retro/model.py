@@ -207,6 +207,7 @@ class Encoder(nn.Module):
         super().__init__()
         width, dropout = settings.encoder_d_model, settings.dropout
         self.scheme = (settings.positions, width, settings.encoder_head_dim)
+        self.chunk_length = settings.chunk_length
         self.shared = settings.shared_embeddings
 
         def attention(source_width: int) -> Residual:
@@ -227,13 +228,13 @@ class Encoder(nn.Module):
             self.query_norm = nn.RMSNorm(settings.d_model, eps=1e-6)
         self.norm = nn.RMSNorm(width, eps=1e-6)
 
-    def forward(self, tokens: Tensor, mask: Tensor, chunks: Tensor, table: nn.Embedding) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor, h: Tensor, table: nn.Embedding) -> Tensor:
         """Encode every neighbor of every chunk at once.
 
         Args:
             tokens: of the neighbors, int64 [B, U, K, R].
             mask: which of them are real, bool [B, U, K, R].
-            chunks: decoder activations of the querying chunks, [B, U, M, D].
+            h: decoder activations; the first U·M are those of the querying chunks, [B, T, D].
             table: the decoder's, read where embeddings are shared.
 
         Returns:
@@ -248,8 +249,9 @@ class Encoder(nn.Module):
         mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
         inner = place(*self.scheme, range(r), range(r), tokens.device)
         if self.cross:
-            outer = place(*self.scheme, range(r), range(chunks.shape[2]), tokens.device, (k, 1))
-            chunks = rearrange(self.query_norm(chunks), "b u m d -> (b u) m d")
+            m = self.chunk_length
+            outer = place(*self.scheme, range(r), range(m), tokens.device, (k, 1))
+            chunks = rearrange(self.query_norm(h[:, : num_chunks * m]), "b (u m) d -> (b u) m d", m=m)
         for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
             e = attention(e, inner, mask=mask)
             if str(layer) in self.cross:
@@ -285,8 +287,11 @@ class Retro(nn.Module):
 
         layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)
-        self.attention = nn.ModuleList(Residual(width, attention(width), dropout) for _ in layers)
-        self.feed_forward = nn.ModuleList(Residual(width, FeedForward(width, settings.d_ffw), dropout) for _ in layers)
+        # By number, as a device may hold some of the layers only.
+        self.attention = nn.ModuleDict({str(n): Residual(width, attention(width), dropout) for n in layers})
+        self.feed_forward = nn.ModuleDict(
+            {str(n): Residual(width, FeedForward(width, settings.d_ffw), dropout) for n in layers}
+        )
         self.cross = nn.ModuleDict({str(layer): Residual(width, cross(), dropout) for layer in settings.cca_layers})
         if settings.cca_layers:
             self.encoder = Encoder(settings)
@@ -314,11 +319,12 @@ class Retro(nn.Module):
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, Attention):
-                for parameter in ("content_bias", "distance_bias"):
-                    if hasattr(module, parameter):
-                        nn.init.zeros_(getattr(module, parameter))
+                for bias in ("content_bias", "distance_bias"):
+                    if hasattr(module, bias):
+                        nn.init.zeros_(getattr(module, bias).weight)
                 if hasattr(module, "smear"):  # from heads that look for what followed to heads that look for the token
-                    module.smear.copy_(torch.linspace(2, -2, module.num_heads)[:, None])
+                    smear = module.smear.weight
+                    smear.copy_(torch.linspace(2, -2, len(smear))[:, None])
         for name, module in self.named_modules():
             if self.settings.copying_init and isinstance(module, Attention) and not name.startswith("encoder."):
                 module.begin_copying(self.encoder.project.weight if name.startswith("cross.") else None)
@@ -362,28 +368,47 @@ class Retro(nn.Module):
                 K zeros = retrieval off for this chunk. None means all R.
         """
         (_, num_tokens), m = tokens.shape, self.settings.chunk_length
-        num_chunks = num_tokens // m
         if documents is not None and documents.shape[1] != -(-num_tokens // m):
             raise ValueError(f"documents has {documents.shape[1]} columns; {num_tokens} tokens begin one every {m}")
-        if neighbors is not None and neighbors.shape[1] != num_chunks:
-            raise ValueError(f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_chunks}")
-        here = place(*self.scheme, range(num_tokens), range(num_tokens), tokens.device)
+        if neighbors is not None and neighbors.shape[1] != num_tokens // m:
+            raise ValueError(
+                f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_tokens // m}"
+            )
+        h, _ = self.run_layers(self.embed(tokens), None, documents, neighbors, neighbor_lengths)
+        return self.norm(h)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Where the residual stream begins: [B, T] to [B, T, D]."""
+        return self.embedding(tokens) * self.settings.d_model**0.5
+
+    def run_layers(
+        self,
+        h: Tensor,
+        encoded: Tensor | None,
+        documents: Tensor | None,
+        neighbors: Tensor | None,
+        neighbor_lengths: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layers that this device holds: the residual stream h [B, T, D], and the encoded neighbors [B, U, K, R, E].
+
+        The encoder, which stands in the first layer with CCA, makes the latter of the neighbors; the rest as in `hidden`.
+        """
+        num_tokens, m = h.shape[1], self.settings.chunk_length
+        here = place(*self.scheme, range(num_tokens), range(num_tokens), h.device)
         mask = starts = None
         if documents is not None:
             mask, starts = document_mask(documents, m, num_tokens), document_starts(documents, m, num_tokens)
         cca_layers: tuple[int, ...] = ()
         if neighbors is not None and neighbors.numel() > 0:
             cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
-            there = place(*self.scheme, range(m - 1, 2 * m - 1), range(r), tokens.device, (1, k))
+            there = place(*self.scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
             real = neighbor_mask(neighbors, neighbor_lengths, documents)
-
-        h = self.embedding(tokens) * self.settings.d_model**0.5
-        for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
+        for name, attention in self.attention.items():
+            layer = int(name) + 1
             h = attention(h, here, mask=mask, causal=True, starts=starts)
             if layer == min(cca_layers, default=0):
-                chunks = rearrange(h[:, : num_chunks * m], "b (u m) d -> b u m d", m=m)
-                encoded = self.encoder(neighbors, real, chunks, self.embedding)
+                encoded = self.encoder(neighbors, real, h, self.embedding)
             if layer in cca_layers:
                 h = self.cross[str(layer)](h, there, encoded, real)
-            h = feed_forward(h)
-        return self.norm(h)
+            h = self.feed_forward[name](h)
+        return h, encoded

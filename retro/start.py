@@ -6,10 +6,8 @@ either from its like, on other data or with another schedule.
 
 import logging
 
-from safetensors.torch import load_file
-
 from indexing.store.errors import InputError
-from retro.checkpoint import Checkpoint
+from retro.checkpoint import Checkpoint, read_tensors
 from retro.model import Retro
 
 log = logging.getLogger("retro")
@@ -31,7 +29,7 @@ def start_from(checkpoint: Checkpoint, model: Retro, datastores: list[str]) -> N
             encoder or cross-attention; or heads are cut another way, which shapes do not show.
     """
     path, ours = checkpoint.path, model.state_dict()
-    theirs = load_file(checkpoint.weights)
+    theirs = read_tensors(checkpoint.weights)
     advice = f"`retro inspect {path}` prints its model's settings."
     for name in ours:
         if name in theirs and theirs[name].shape != ours[name].shape:

@@ -33,7 +33,7 @@ def slow_score(attention: Attention, q: Tensor, k: Tensor, distance: int) -> Ten
     """The score of one query and one key of a single-headed attention, from their distance alone."""
     if not hasattr(attention, "distance"):
         return turn(q, distance) @ k / math.sqrt(len(q))
-    u, v = attention.content_bias[0, 0], attention.distance_bias[0, 0]
+    u, v = attention.content_bias.weight[0, 0], attention.distance_bias.weight[0, 0]
     r = attention.distance.weight @ sinusoid(distance, attention.query.in_features)
     return ((q + u) @ k + (q + v) @ r) / math.sqrt(len(q))
 
@@ -47,7 +47,7 @@ def slow_attention(
         scores, values = [], []
         for j in range(len(source)):
             if (apart := distance(i, j)) is not None:
-                key, value = (attention.key_value.weight @ source[j]).chunk(2)
+                key, value = attention.key.weight @ source[j], attention.value.weight @ source[j]
                 scores.append(slow_score(attention, attention.query.weight @ x[i], key, apart))
                 values.append(value)
         if scores:
@@ -128,8 +128,8 @@ def test_heads_work_by_themselves(scheme):
     torch.manual_seed(2)
     both = Attention(query_width=12, key_width=10, num_heads=2, head_dim=8, scheme=scheme)
     if scheme == "transformer-xl":
-        torch.nn.init.normal_(both.content_bias)
-        torch.nn.init.normal_(both.distance_bias)
+        torch.nn.init.normal_(both.content_bias.weight)
+        torch.nn.init.normal_(both.distance_bias.weight)
     x, source = torch.randn(1, 5, 12), torch.randn(1, 6, 10)
     places = place(scheme, 12, 8, range(5), range(6), x.device)
     expected = torch.zeros(1, 5, 12)
@@ -138,12 +138,13 @@ def test_heads_work_by_themselves(scheme):
             one = Attention(12, 10, 1, 8, scheme)
             rows = slice(head * 8, head * 8 + 8)
             one.query.weight.copy_(both.query.weight[rows])
-            one.key_value.weight.copy_(torch.cat([half[rows] for half in both.key_value.weight.chunk(2)]))
+            one.key.weight.copy_(both.key.weight[rows])
+            one.value.weight.copy_(both.value.weight[rows])
             one.out.weight.copy_(both.out.weight[:, rows])
             if scheme == "transformer-xl":
                 one.distance.weight.copy_(both.distance.weight[rows])
-                one.content_bias.copy_(both.content_bias[head : head + 1])
-                one.distance_bias.copy_(both.distance_bias[head : head + 1])
+                one.content_bias.weight.copy_(both.content_bias.weight[head : head + 1])
+                one.distance_bias.weight.copy_(both.distance_bias.weight[head : head + 1])
             expected += one(x, places, source)
         torch.testing.assert_close(both(x, places, source), expected, rtol=1e-4, atol=1e-5)
 

@@ -41,6 +41,23 @@ def test_a_loaded_model_computes_what_was_saved(run: Path, tmp_path: Path) -> No
     assert not model.training
 
 
+def test_names_of_before_are_read_as_todays(run: Path, tmp_path: Path) -> None:
+    now = checkpoints.read_tensors(run / "checkpoints/00000008/model.safetensors")
+    before = {}
+    for name, tensor in now.items():
+        if name.endswith(".key.weight"):
+            values = now[name.replace(".key.", ".value.")]
+            before[name.replace(".key.", ".key_value.")] = torch.cat((tensor, values))
+        elif ".value." not in name:
+            before[name.replace("smear.weight", "smear").replace("_bias.weight", "_bias")] = tensor
+    before["step/attention.0.block.key_value.weight"] = torch.tensor(8.0)
+    save_file(before, tmp_path / "before.safetensors")
+    read = checkpoints.read_tensors(tmp_path / "before.safetensors")
+    assert read.pop("step/attention.0.block.key.weight") == read.pop("step/attention.0.block.value.weight") == 8
+    assert read.keys() == now.keys()
+    assert all(torch.equal(read[name], now[name]) for name in now)
+
+
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
 

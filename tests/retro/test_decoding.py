@@ -127,7 +127,7 @@ def test_a_row_depends_on_no_other_row(scheme: str) -> None:
 
 def test_a_step_passes_one_token_of_each_row_through_the_layers() -> None:
     model, seen = build("rope"), []
-    model.feed_forward[0].register_forward_pre_hook(lambda block, inputs: seen.append(tuple(inputs[0].shape[:2])))
+    model.feed_forward["0"].register_forward_pre_hook(lambda block, inputs: seen.append(tuple(inputs[0].shape[:2])))
     decoder = Decoder(model, FLOAT32, 4 * T, retriever(2))
     decoder.read(rows(2 * M, M + 1))
     assert seen == [(2, M - 1), (2, M), (1, 1)]  # windows; of the last one the longer row alone has a token

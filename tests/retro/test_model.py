@@ -258,13 +258,13 @@ def test_a_neighbor_is_encoded_with_its_own_chunk_and_without_the_other_neighbor
     model = model_of(scheme)
     encoder = model.encoder
     _, neighbors, _ = batch()
-    mask, chunks = torch.ones_like(neighbors, dtype=torch.bool), torch.randn(B, U, M, SETTINGS.d_model)
+    mask, h = torch.ones_like(neighbors, dtype=torch.bool), torch.randn(B, T, SETTINGS.d_model)
     with torch.no_grad():
-        encoded = encoder(neighbors, mask, chunks, model.embedding)
-        others = chunks.clone()
-        others[0, 1] += 1
+        encoded = encoder(neighbors, mask, h, model.embedding)
+        others = h.clone()
+        others[0, M : 2 * M] += 1
         changed = encoder(neighbors, mask, others, model.embedding) != encoded
-        alone = encoder(neighbors[:, :, 1:], mask[:, :, 1:], chunks, model.embedding)
+        alone = encoder(neighbors[:, :, 1:], mask[:, :, 1:], h, model.embedding)
     assert changed[0, 1].any(-1).all()
     changed[0, 1] = False
     assert not changed.any()
