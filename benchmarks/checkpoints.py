@@ -18,7 +18,8 @@ from measure import seconds, write
 from retro import checkpoint as checkpoints
 from retro.device import place
 from retro.loss import loss
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.optimizer import make_optimizer
 from retro.presets import count_parameters
 from retro.saver import Saver

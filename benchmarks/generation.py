@@ -26,7 +26,8 @@ from indexing.retriever import Retriever
 from retro.decoding import Decoder, Retrieve
 from retro.device import Placement, place
 from retro.generation import GenerationSettings, generate
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.text_stream import Decode
 
 THEIRS = "retro-pytorch 0.3.9"

@@ -28,7 +28,8 @@ from indexing.device import keep_freed_memory
 from retro.batches import DataSettings, TrainingData
 from retro.device import Placement
 from retro.flops import forward_flops, peak_flops
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.optimizer import make_optimizer
 from retro.presets import PRESETS, count_parameters
 from retro.step import make_step

@@ -15,7 +15,7 @@ from indexing.tokenizer import TokenizerSettings
 from pipelines.executors import ExecutorSettings
 from retro.batches import DataSettings
 from retro.evaluation import EvaluationSettings
-from retro.model import ModelSettings
+from retro.model_settings import ModelSettings
 from retro.train_settings import TrainSettings
 
 

@@ -24,7 +24,8 @@ from torch import nn
 from indexing.store.artefact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, sync_folder, write_json
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 
 FORMAT_VERSION = 1
 

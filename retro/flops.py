@@ -13,7 +13,7 @@ import time
 import torch
 
 from retro.device import Placement
-from retro.model import ModelSettings
+from retro.model_settings import ModelSettings
 
 # Dense bfloat16 matrix products, in 10^12 operations per second, from the makers' data sheets.
 _PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71}

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from indexing.store.errors import InputError
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 
 
 def _paper(d: int, d_ffw: int, heads: int, head_dim: int, layers: int, last_cca: int) -> ModelSettings:

@@ -15,7 +15,7 @@ from indexing.store.artefact import verify
 from indexing.store.errors import InputError
 from retro import checkpoint as checkpoints
 from retro.batches import DataSettings
-from retro.model import ModelSettings
+from retro.model_settings import ModelSettings
 from retro.optimizer import learning_rate
 from retro.train_settings import TrainSettings
 

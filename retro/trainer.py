@@ -32,7 +32,8 @@ from retro.flops import forward_flops, peak_flops
 from retro.loader import load
 from retro.loggers import Logger, open_loggers
 from retro.meter import Meter
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.neighbors import NeighborUse
 from retro.optimizer import make_optimizer
 from retro.presets import count_parameters, resolve

@@ -9,7 +9,8 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
 T = U * M

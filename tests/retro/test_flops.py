@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from retro.device import Placement
 from retro.flops import forward_flops, measured_flops, peak_flops
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.presets import PRESETS
 
 SETTINGS = ModelSettings(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from retro.batches import IGNORED_LABEL
 from retro.loss import loss
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from tests.retro.small_model import (
     SETTINGS,
     B,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.presets import PRESETS, baseline_of, count_parameters, resolve
 
 

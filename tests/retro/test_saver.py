@@ -8,7 +8,8 @@ import torch
 
 from retro import checkpoint as checkpoints
 from retro.checkpoint import Tensors
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.optimizer import make_optimizer
 from retro.saver import Saver
 

@@ -11,7 +11,8 @@ from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro import checkpoint as checkpoints
 from retro.checkpoint import Checkpoint
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.presets import baseline_of
 from retro.start import start_from
 from retro.trainer import train

@@ -1,0 +1,90 @@
+"""What a model is told: its sizes and its options."""
+
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from indexing.store.errors import InputError
+
+PositionScheme = Literal["rope", "transformer-xl"]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The sizes of a model; `retro/presets.py` holds the paper's four and three for a CPU."""
+
+    vocab_size: int = 0
+    """Rows of the embedding tables; 0 takes the number from the datastore's tokenizer."""
+    d_model: int = 256
+    """Width of the decoder."""
+    d_ffw: int = 1024
+    """Inner width of the decoder's feed-forward blocks."""
+    num_heads: int = 4
+    """Heads of every attention in the decoder."""
+    head_dim: int = 64
+    """Features of a decoder head; the attention's width is num_heads * head_dim, whatever d_model is."""
+    num_layers: int = 6
+    """Layers of the decoder."""
+    cca_layers: tuple[int, ...] = (3, 6)
+    """Decoder layers with chunked cross-attention, counted from 1 (P in the paper); none = a plain decoder."""
+    encoder_d_model: int = 128
+    """Width of the encoder of neighbors."""
+    encoder_d_ffw: int = 512
+    """Inner width of the encoder's feed-forward blocks."""
+    encoder_num_heads: int = 2
+    """Heads of every attention in the encoder."""
+    encoder_head_dim: int = 64
+    """Features of an encoder head."""
+    encoder_num_layers: int = 2
+    """Layers of the encoder."""
+    encoder_cca_layers: tuple[int, ...] = (1,)
+    """Encoder layers that read the querying chunk, counted from 1; none = neighbors encoded without their query."""
+    chunk_length: int = 64
+    """Tokens of a chunk (m); must be the datastore's."""
+    positions: PositionScheme = "rope"
+    """Relative positions: rotary ones, or Transformer-XL's as in the paper (slower, more parameters)."""
+    smeared_keys: bool = False
+    """Mix the key before into every key of the decoder's attentions (learned per head), so that one layer can find what
+    followed a token, in the text before or in a neighbor. Not in the paper; it brings copying sooner (docs/results.md)."""
+    copying_init: bool = False
+    """Begin the decoder's attentions as ones that copy: queries look for tokens like their own, and what is read is said
+    again. Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results.md)."""
+    dropout: float = 0.0
+    """Share of the features dropped from the output of every block in training."""
+    tied_embeddings: bool = True
+    """Use the decoder's embedding table as its output layer too."""
+    shared_embeddings: bool = False
+    """Let the encoder read the decoder's embedding table, through a projection, instead of one of its own (the paper's)."""
+    preset: str = ""
+    """A row of the table in `retro/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) for all sizes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no model can have.
+
+        Raises:
+            InputError: (a ValueError) naming the key, the value found, and what is accepted.
+        """
+        if self.vocab_size < 0:
+            self._refuse("vocab_size", "a positive number, or 0 to take it from the datastore's tokenizer")
+        sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers", "chunk_length")
+        encoder_sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers")
+        for field in (*sizes, *(f"encoder_{size}" for size in encoder_sizes)):
+            if getattr(self, field) < 1:
+                self._refuse(field, "a positive number")
+        if self.positions not in ("rope", "transformer-xl"):
+            self._refuse("positions", "rope or transformer-xl")
+        # Sines and cosines come in pairs: per head with RoPE, over the whole width with Transformer-XL.
+        paired = ("head_dim", "encoder_head_dim") if self.positions == "rope" else ("d_model", "encoder_d_model")
+        for field in paired:
+            if getattr(self, field) % 2:
+                self._refuse(field, f"an even number, as model.positions = {self.positions!r} pairs its features")
+        for field in ("cca_layers", "encoder_cca_layers"):
+            layers, count = getattr(self, field), field.replace("cca", "num")
+            if list(layers) != sorted({layer for layer in layers if 1 <= layer <= getattr(self, count)}):
+                self._refuse(field, f"increasing numbers from 1 to model.{count} = {getattr(self, count)}, or nothing")
+        if self.copying_init and self.cca_layers and not self.shared_embeddings:
+            self._refuse("copying_init", "false, or set model.shared_embeddings")
+        if not 0 <= self.dropout < 1:
+            self._refuse("dropout", "a number from 0 up to, not including, 1")
+
+    def _refuse(self, field: str, accepted: str) -> NoReturn:
+        raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")
