@@ -38,8 +38,18 @@ def loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = Fal
         labels: int64 [B, T].
         compiled: fuse the work between the matrix products with `torch.compile`.
     """
-    total = _SummedLoss.apply(hidden, weight, labels, compiled)
-    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+    return summed_loss(hidden, weight, labels, compiled=compiled) / num_labels(labels)
+
+
+def num_labels(labels: Tensor) -> Tensor:
+    """How many labels count, 1 at least."""
+    return (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
+    """`loss` as a sum, for who knows the number of labels of the whole."""
+    total: Tensor = _SummedLoss.apply(hidden, weight, labels, compiled)
+    return total
 
 
 class _SummedLoss(torch.autograd.Function):

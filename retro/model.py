@@ -160,7 +160,7 @@ class Encoder(nn.Module):
                 e = self.cross[str(layer)](e, outer, source=chunks)
                 e = rearrange(e, "(b u) (k r) e -> (b u k) r e", u=num_chunks, k=k)
             e = feed_forward(e)
-        return rearrange(self.norm(e), "(b u k) r e -> b u k r e", u=num_chunks, k=k)
+        return self.norm(rearrange(e, "(b u k) r e -> b u k r e", u=num_chunks, k=k))
 
 
 # --------------------------------------------------------------------------------------- decoder (section 2.4, alg. 1)
