@@ -34,6 +34,12 @@ _OPEN = {
     "vocab_size",
     "chunk_length",
     "positions",
+    "max_positions",
+    "activation",
+    "num_kv_heads",
+    "qk_norm",
+    "init",
+    "mup_base_width",
     "dropout",
     "tied_embeddings",
     "shared_embeddings",
@@ -66,7 +72,7 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
     settings = resolve(settings)
     plain = replace(settings, cca_layers=())
     surplus = _size(settings) - _size(plain)
-    per_unit = 2 * settings.d_model * settings.num_layers
+    per_unit = (3 if settings.activation == "swiglu" else 2) * settings.d_model * settings.num_layers
     return replace(plain, d_ffw=settings.d_ffw + round(surplus / per_unit))
 
 
@@ -77,5 +83,8 @@ def _size(settings: ModelSettings) -> int:
 
 def count_parameters(model: nn.Module, embeddings: bool = False) -> int:
     """The number of parameters, as table 10 counts them: without the embedding tables and the output layer."""
-    tables = ("embedding.weight", "encoder.embedding.weight", "head.weight")
-    return sum(p.numel() for name, p in model.named_parameters() if embeddings or name not in tables)
+    return sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if embeddings or not name.endswith(("embedding.weight", "head.weight"))
+    )

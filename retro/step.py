@@ -9,7 +9,7 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from retro.device import Placement, Tensors
-from retro.loss import loss
+from retro.loss import losses
 from retro.model import Retro
 from retro.optimizer import learning_rate
 from retro.train_settings import Compile, TrainSettings
@@ -37,11 +37,12 @@ def make_step(
     hidden_of: Any = torch.compile(model.hidden, fullgraph=True, dynamic=False) if compiled else model.hidden
 
     def forward_backward(batch: Tensors) -> Tensor:
+        """The batch's part of the step's cross-entropy and z-loss, [2]."""
         labels = batch.pop("labels")
         with placement.autocast():
-            value = loss(hidden_of(**batch), model.output_weight, labels, compiled=compiled) / settings.accumulation
-        value.backward()
-        return value.detach()
+            found = losses(hidden_of(**batch), model.output_weight, labels, z_weight=settings.z_loss, compiled=compiled)
+        (found.objective / settings.accumulation).backward()
+        return torch.stack((found.cross_entropy, found.z_loss)) / settings.accumulation
 
     def step(number: int) -> tuple[dict[str, float], int]:
         lr = learning_rate(
@@ -54,8 +55,8 @@ def make_step(
             decay_share=settings.decay_share,
         )
         for group in optimizer.param_groups:
-            group["lr"] = lr
-        total, num_tokens = torch.zeros((), device=placement.device), 0
+            group["lr"] = lr * group["lr_factor"]
+        total, num_tokens = torch.zeros(2, device=placement.device), 0
         for _ in range(settings.accumulation):
             batch = next(batches)
             num_tokens += batch["tokens"].numel()
@@ -63,7 +64,9 @@ def make_step(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"loss": total.item(), "lr": lr, "gradient_norm": norm.item()}, num_tokens
+        cross_entropy, z_loss = total.tolist()
+        metrics = {"loss": cross_entropy, "lr": lr, "gradient_norm": norm.item()}
+        return metrics | ({"z_loss": z_loss} if settings.z_loss else {}), num_tokens
 
     return step
 

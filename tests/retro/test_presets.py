@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,9 +49,25 @@ def test_a_wrong_preset_or_a_size_beside_it_is_refused(changes, named: str) -> N
         resolve(ModelSettings(**changes))
 
 
-@pytest.mark.parametrize("preset", ["tiny", "small", "172m"])
-def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str) -> None:
-    settings = replace(PRESETS[preset], vocab_size=10)
+def test_every_option_may_be_set_beside_a_preset() -> None:
+    options = {"positions": "learned", "max_positions": 512, "activation": "swiglu", "num_kv_heads": 1}
+    options |= {"qk_norm": True, "init": "mup", "mup_base_width": 64}
+    assert resolve(ModelSettings(preset="tiny", **options)) == replace(PRESETS["tiny"], **options)
+
+
+def test_tables_of_positions_count_as_embeddings() -> None:
+    with torch.device("meta"):
+        plain, learned = (Retro(ModelSettings(10, positions=positions)) for positions in ("rope", "learned"))
+    assert count_parameters(learned) == count_parameters(plain)
+    tables = (2048 + 64) * 256 + 128 * 128
+    assert count_parameters(learned, embeddings=True) == count_parameters(plain, embeddings=True) + tables
+
+
+@pytest.mark.parametrize(
+    ("preset", "activation"), [("tiny", "gelu"), ("small", "gelu"), ("172m", "gelu"), ("small", "swiglu")]
+)
+def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str, activation: Any) -> None:
+    settings = replace(PRESETS[preset], vocab_size=10, activation=activation)
     with torch.device("meta"):
         ours, plain = Retro(settings), Retro(baseline_of(settings))
     assert not any(name.startswith(("encoder", "cross")) for name, _ in plain.named_parameters())
