@@ -9,6 +9,7 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from retro.device import Placement, Tensors
+from retro.experts import ROUTING, routing_loss, routing_metrics
 from retro.loss import loss
 from retro.model import Retro
 from retro.optimizer import learning_rate
@@ -34,14 +35,21 @@ def make_step(
     compiled = wants_compilation(settings.compile, placement)
     # Whole, so that a graph break is an error and not a slow step. Shapes are few: one for each number of neighbors,
     # with and without document borders. Each is compiled once.
-    hidden_of: Any = torch.compile(model.hidden, fullgraph=True, dynamic=False) if compiled else model.hidden
+    hidden_of: Any = model.hidden_and_routing
+    if compiled:
+        hidden_of = torch.compile(hidden_of, fullgraph=True, dynamic=False)
 
-    def forward_backward(batch: Tensors) -> Tensor:
+    def forward_backward(batch: Tensors) -> tuple[Tensor, Tensor]:
+        """The parts of a batch in the step's loss, and in the means of `ROUTING`; zeros where there are no experts."""
         labels = batch.pop("labels")
         with placement.autocast():
-            value = loss(hidden_of(**batch), model.output_weight, labels, compiled=compiled) / settings.accumulation
-        value.backward()
-        return value.detach()
+            hidden, routing = hidden_of(**batch)
+            value = loss(hidden, model.output_weight, labels, compiled=compiled) / settings.accumulation
+        if routing is None:
+            value.backward()
+            return value.detach(), torch.zeros(len(ROUTING), device=value.device)
+        (value + routing_loss(routing, model.settings) / settings.accumulation).backward()
+        return value.detach(), routing.detach().mean(0) / settings.accumulation
 
     def step(number: int) -> tuple[dict[str, float], int]:
         lr = learning_rate(
@@ -56,14 +64,18 @@ def make_step(
         for group in optimizer.param_groups:
             group["lr"] = lr
         total, num_tokens = torch.zeros((), device=placement.device), 0
+        routing = torch.zeros(len(ROUTING), device=placement.device)
         for _ in range(settings.accumulation):
             batch = next(batches)
             num_tokens += batch["tokens"].numel()
-            total += forward_backward(batch)
+            value, routing_of_batch = forward_backward(batch)
+            total += value
+            routing += routing_of_batch
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"loss": total.item(), "lr": lr, "gradient_norm": norm.item()}, num_tokens
+        metrics = {"loss": total.item(), "lr": lr, "gradient_norm": norm.item()}
+        return metrics | routing_metrics(routing, model.settings), num_tokens
 
     return step
 
