@@ -46,31 +46,15 @@ class ExpertLinear(nn.Module):
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.num_devices = 1
+        self.divided = False  # by `share_experts`
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
         """[E, S, in] to [E, S, out], for as many experts as this device holds."""
         weight: Any = self.weight
-        if self.num_devices > 1:
-            weight = _MeanGradient.apply(weight.to_local(), self.num_devices)
+        if self.divided:
+            weight = weight.to_local()
         return torch.bmm(x, weight.transpose(1, 2))
-
-
-class _MeanGradient(torch.autograd.Function):
-    """A weight used by the tokens of n devices: its gradient is the mean of theirs, as that of any other weight.
-
-    Each device's loss is a mean over its own sequences; the way back brings the sum of the gradients of all.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, num_devices: int) -> Tensor:
-        ctx.num_devices = num_devices
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream[0] / ctx.num_devices, None
 
 
 class Experts(nn.Module):
@@ -178,22 +162,26 @@ def _exchange(x: Tensor, mesh: "DeviceMesh") -> Tensor:
     return exchanged
 
 
-def share_experts(model: nn.Module, mesh: "DeviceMesh") -> None:
+def share_experts(model: nn.Module, mesh: "DeviceMesh") -> set[nn.Parameter]:
     """Divide the experts over the devices of a mesh, all of which train on sequences of their own.
 
     The stacks of matrices become DTensors, sharded along the experts. Every device keeps its part of the values that it has, so
-    all must have drawn the same (or none: meta tensors). A gradient is then already the mean over the mesh: only devices
-    that hold the same experts have to average it further.
+    all must have drawn the same (or none: meta tensors). Their gradients are already sums over the mesh, when the backward
+    pass ends: of what all devices have learned from their sequences. Only devices with the same experts have more to add up.
 
     Args:
         model: its `Experts` are changed; on all devices alike.
         mesh: of one dimension.
+
+    Returns:
+        The parameters that are divided now: data parallelism over the same mesh has to leave them alone.
 
     Raises:
         InputError: the number of experts is no multiple of the number of devices.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    divided: set[nn.Parameter] = set()
     for module in model.modules():
         if not isinstance(module, Experts) or mesh.size() == 1:
             continue
@@ -206,4 +194,6 @@ def share_experts(model: nn.Module, mesh: "DeviceMesh") -> None:
         for stack in module.experts.children():
             assert isinstance(stack, ExpertLinear)
             part = distribute_tensor(stack.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-            stack.weight, stack.num_devices = nn.Parameter(part), mesh.size()
+            stack.weight, stack.divided = nn.Parameter(part, stack.weight.requires_grad), True
+            divided.add(stack.weight)
+    return divided
