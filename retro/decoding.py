@@ -155,6 +155,7 @@ class Decoder:
             row.num_read += count
         span = self._span(numbers, starts, np.array(counts))
         cca_layers = model.settings.cca_layers if self.retrieve is not None else ()
+        expert_layers = model.settings.expert_layers
 
         h = model.embed_at(self._put(tokens), span.positions)
         here, there = self._here(span), None
@@ -166,6 +167,8 @@ class Decoder:
             if there is not None and layer in cca_layers:
                 h = h + self._cross_attend(cca_layers.index(layer), h, there, span)
             h = feed_forward(h)
+            if layer in expert_layers:  # in evaluation they take every token for itself
+                h, _ = h
         return h[torch.arange(len(rows), device=h.device), span.last]
 
     def _span(self, numbers: list[int], starts: np.ndarray, counts: np.ndarray) -> _Pass:

@@ -3,17 +3,27 @@
 Letters of the shape comments as in `model.py`.
 """
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Matrix = Callable[[int, int], nn.Module]
+"""Makes a module that multiplies by a matrix, from the number of features before and after."""
+
+
+def linear(in_features: int, out_features: int) -> nn.Module:
+    """A matrix without a bias."""
+    return nn.Linear(in_features, out_features, bias=False)
+
 
 class FeedForward(nn.Module):
-    """Two matrices and a GELU, for each token by itself."""
+    """Two matrices and a GELU, for each token by itself; experts bring matrices of their own (`experts.py`)."""
 
-    def __init__(self, width: int, inner_width: int) -> None:
+    def __init__(self, width: int, inner_width: int, matrix: Matrix = linear) -> None:
         super().__init__()
-        self.up = nn.Linear(width, inner_width, bias=False)
-        self.out = nn.Linear(inner_width, width, bias=False)
+        self.up = matrix(width, inner_width)
+        self.out = matrix(inner_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""

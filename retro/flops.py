@@ -31,9 +31,12 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     s, t, m = settings, num_tokens, settings.chunk_length
     relative, matrices = int(s.positions == "transformer-xl"), 3 if s.activation == "swiglu" else 2
     width, kv_width = s.num_heads * s.head_dim, s.kv_heads * s.head_dim
-    decoder = _attention(t, t, s.d_model, s.d_model, width, kv_width, relative * (2 * t - 1))
-    decoder += 2 * matrices * t * s.d_model * s.d_ffw
-    total = s.num_layers * decoder + 2 * t * s.d_model * s.vocab_size
+    attention = _attention(t, t, s.d_model, s.d_model, width, kv_width, relative * (2 * t - 1))
+    # Of experts, those that a token asks, and the router; not the empty places in their queues.
+    num_routers = len(s.expert_layers)
+    num_feed_forwards = s.num_layers - num_routers + s.experts_per_token * num_routers
+    total = s.num_layers * attention + num_feed_forwards * 2 * matrices * t * s.d_model * s.d_ffw
+    total += 2 * t * s.d_model * (s.vocab_size + num_routers * s.num_experts)
     num_chunks = t // m
     if not (k and s.cca_layers and num_chunks):
         return total

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.attention import Attention, Places, place
+from retro.experts import ExpertLinear, Experts
 from retro.feed_forward import FEED_FORWARD
 from retro.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key
 from retro.model_settings import ModelSettings
@@ -41,9 +42,10 @@ class Residual(nn.Module):
         self.block = block
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., D] to [..., D]; what else the block takes follows x."""
-        return x + self.dropout(self.block(self.norm(x), *args, **kwargs))
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[..., D] to [..., D]; what else the block takes follows x, and what else it returns follows the sum."""
+        y = self.block(self.norm(x), *args, **kwargs)
+        return (x + self.dropout(y[0]), *y[1:]) if isinstance(y, tuple) else x + self.dropout(y)
 
 
 # ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
@@ -210,16 +212,18 @@ class Retro(nn.Module):
         def cross() -> ChunkedCrossAttention:
             return ChunkedCrossAttention(attention(settings.encoder_d_model), settings.chunk_length)
 
-        layers, feed_forward = range(settings.num_layers), FEED_FORWARD[settings.activation]
+        def feed_forward(layer: int) -> nn.Module:
+            dense = FEED_FORWARD[settings.activation]
+            return Experts(settings) if layer in settings.expert_layers else dense(width, settings.d_ffw)
+
+        layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)
         if settings.positions == "learned":
             self.position_embedding = nn.Embedding(settings.max_positions, width)
             self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
         # By number, as a device may hold some of the layers only.
         self.attention = nn.ModuleDict({str(n): Residual(width, attention(width), dropout) for n in layers})
-        self.feed_forward = nn.ModuleDict(
-            {str(n): Residual(width, feed_forward(width, settings.d_ffw), dropout) for n in layers}
-        )
+        self.feed_forward = nn.ModuleDict({str(n): Residual(width, feed_forward(n + 1), dropout) for n in layers})
         self.cross = nn.ModuleDict({str(layer): Residual(width, cross(), dropout) for layer in settings.cca_layers})
         if settings.cca_layers:
             self.encoder = Encoder(settings)
@@ -243,7 +247,7 @@ class Retro(nn.Module):
             if isinstance(module, nn.Embedding):
                 # The decoder's rows are small, as they are the output layer too; `embed` multiplies them.
                 nn.init.normal_(module.weight, std=1.0 if name.startswith("encoder.") else 0.02)
-            elif isinstance(module, nn.Linear):
+            elif isinstance(module, nn.Linear | ExpertLinear):
                 into_stream = name.endswith(".out")
                 fan_in = self.base_width if module is self.head else module.in_features
                 nn.init.normal_(module.weight, std=(fan_in * (num_blocks if into_stream else 1)) ** -0.5)
@@ -298,6 +302,16 @@ class Retro(nn.Module):
             neighbor_lengths: int64 [B, U, K], how many of the R tokens are real, from the first on; 0 = no neighbor,
                 K zeros = retrieval off for this chunk. None means all R.
         """
+        return self.hidden_and_routing(tokens, documents, neighbors, neighbor_lengths)[0]
+
+    def hidden_and_routing(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `hidden`, and what training needs of the experts: see `run_layers`."""
         (_, num_tokens), m = tokens.shape, self.settings.chunk_length
         if documents is not None and documents.shape[1] != -(-num_tokens // m):
             raise ValueError(f"documents has {documents.shape[1]} columns; {num_tokens} tokens begin one every {m}")
@@ -305,8 +319,8 @@ class Retro(nn.Module):
             raise ValueError(
                 f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_tokens // m}"
             )
-        h, _ = self.run_layers(self.embed(tokens, documents), None, documents, neighbors, neighbor_lengths)
-        return self.finish(h)
+        h, _, routing = self.run_layers(self.embed(tokens, documents), None, documents, neighbors, neighbor_lengths)
+        return self.finish(h), routing
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Where the residual stream begins: [B, T] to [B, T, D]; the documents as in `hidden`.
@@ -346,10 +360,11 @@ class Retro(nn.Module):
         documents: Tensor | None,
         neighbors: Tensor | None,
         neighbor_lengths: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The layers that this device holds: the residual stream h [B, T, D], and the encoded neighbors [B, U, K, R, E].
 
         The encoder, which stands in the first layer with CCA, makes the latter of the neighbors; the rest as in `hidden`.
+        The third is `experts.ROUTING` of each sequence, float32 [B, 4], summed over the layers with experts, if there are any.
         """
         num_tokens, m = h.shape[1], self.settings.chunk_length
         here = place(*self.scheme, range(num_tokens), range(num_tokens), h.device)
@@ -361,6 +376,7 @@ class Retro(nn.Module):
             cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
             there = place(*self.scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
             real = neighbor_mask(neighbors, neighbor_lengths, documents)
+        expert_layers, routing = self.settings.expert_layers, None
         for name, attention in self.attention.items():
             layer = int(name) + 1
             h = attention(h, here, mask=mask, causal=True, starts=starts)
@@ -369,4 +385,7 @@ class Retro(nn.Module):
             if layer in cca_layers:
                 h = self.cross[str(layer)](h, there, encoded, real)
             h = self.feed_forward[name](h)
-        return h, encoded
+            if layer in expert_layers:
+                h, routed = h
+                routing = routed if routing is None else routing + routed
+        return h, encoded, routing

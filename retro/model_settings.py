@@ -1,5 +1,6 @@
 """What a model is told: its sizes and its options."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NoReturn, get_args
 
@@ -65,6 +66,19 @@ class ModelSettings:
     copying_init: bool = False
     """Begin the decoder's attentions as ones that copy: queries look for tokens like their own, and what is read is said
     again. Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results.md)."""
+    num_experts: int = 0
+    """Experts of a decoder layer, of which each token asks a few, in the place of its feed-forward block; 0 = none."""
+    experts_every: int = 2
+    """Every so many decoder layers one has experts: 1 = all; 2 = layers 2, 4, 6 … (GShard)."""
+    experts_per_token: int = 2
+    """Experts that a token asks."""
+    capacity_factor: float = 1.25
+    """Tokens of a sequence that an expert takes in training, over an even share; those that come later are dropped. From
+    num_experts / experts_per_token on, and in evaluation, none is."""
+    balance_weight: float = 0.01
+    """Weight in the loss of what keeps the experts evenly busy (Switch Transformer)."""
+    router_z_weight: float = 0.0
+    """Weight in the loss of what keeps the routers' logits small (ST-MoE: 0.001)."""
     dropout: float = 0.0
     """Share of the features dropped from the output of every block in training."""
     tied_embeddings: bool = True
@@ -103,6 +117,7 @@ class ModelSettings:
                 self._refuse(field, f"increasing numbers from 1 to model.{count} = {getattr(self, count)}, or nothing")
         if self.copying_init and self.cca_layers and not self.shared_embeddings:
             self._refuse("copying_init", "false, or set model.shared_embeddings")
+        self._check_experts()
         if not 0 <= self.dropout < 1:
             self._refuse("dropout", "a number from 0 up to, not including, 1")
 
@@ -115,6 +130,24 @@ class ModelSettings:
         """Raise InputError where sequences of so many tokens are longer than the table of learned positions."""
         if self.positions == "learned" and num_tokens > self.max_positions:
             self._refuse("max_positions", f"{num_tokens} or more, the tokens of a sequence")
+
+    def _check_experts(self) -> None:
+        if self.num_experts < 0 or self.num_experts == 1:
+            self._refuse("num_experts", "2 or more, or 0 for none")
+        if self.experts_every < 1 or (self.num_experts and not self.preset and self.experts_every > self.num_layers):
+            self._refuse("experts_every", f"a number from 1 to model.num_layers = {self.num_layers}")
+        if self.experts_per_token < 1 or self.experts_per_token > (self.num_experts or math.inf):
+            self._refuse("experts_per_token", f"a number from 1 to model.num_experts = {self.num_experts}")
+        if self.capacity_factor <= 0:
+            self._refuse("capacity_factor", "a number above 0")
+        for field in ("balance_weight", "router_z_weight"):
+            if getattr(self, field) < 0:
+                self._refuse(field, "0 or more")
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Decoder layers with experts, counted from 1."""
+        return tuple(range(self.experts_every, self.num_layers + 1, self.experts_every)) if self.num_experts else ()
 
     def _refuse(self, field: str, accepted: str) -> NoReturn:
         raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")

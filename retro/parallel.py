@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -63,7 +69,9 @@ class ParallelSettings:
             if getattr(self, key) < least:
                 raise InputError(f"parallel.{key} = {getattr(self, key)}: must be {least} or more.")
         if self.offload and not self.zero:
-            raise InputError("parallel.offload = true: needs parallel.zero from 1 on, as only what is divided is offloaded.")
+            raise InputError(
+                "parallel.offload = true: needs parallel.zero from 1 on, as only what is divided is offloaded."
+            )
 
 
 class Processes:
@@ -103,7 +111,9 @@ class Processes:
         """
         share, rest = divmod(batch_size, self.data)
         if rest:
-            raise InputError(f"train.batch_size = {batch_size}: must be a multiple of the {self.data} data-parallel processes.")
+            raise InputError(
+                f"train.batch_size = {batch_size}: must be a multiple of the {self.data} data-parallel processes."
+            )
         return range(self.data_rank * share, (self.data_rank + 1) * share)
 
     def sum(self, value: Tensor, *names: str) -> Tensor:
@@ -196,7 +206,9 @@ def _encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> t
     return tokens, mask, h.redistribute(mesh, [Replicate()]).to_local(), table
 
 
-def own_tokens(mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def own_tokens(
+    mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Activations [B, T', D], output layer and labels [B, T'] of the tokens whose loss is this process's.
 
     Args:
@@ -232,7 +244,9 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 def _checkpoint_activations(model: Retro, how: Checkpointing) -> None:
     """Keep only the input of every block, and with `selective` the outcomes of matrix products in it."""
-    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
+    contexts = (
+        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
+    )
     encoder = list(_blocks(model.encoder)) if hasattr(model, "encoder") else []
     for block in [*_blocks(model), *encoder] if how != "none" else []:
         checkpoint(block, **contexts)
@@ -319,7 +333,9 @@ def _check(model: ModelSettings, settings: ParallelSettings) -> None:
     sizes = ["num_heads", "d_ffw"] + ["encoder_num_heads", "encoder_d_ffw"] * bool(model.cca_layers)
     for key in sizes:
         if getattr(model, key) % settings.tensor:
-            raise InputError(f"parallel.tensor = {settings.tensor}: model.{key} = {getattr(model, key)} cannot be divided by it.")
+            raise InputError(
+                f"parallel.tensor = {settings.tensor}: model.{key} = {getattr(model, key)} cannot be divided by it."
+            )
 
 
 def _named_blocks(model: Retro) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -190,7 +189,9 @@ class Pipeline:
         shape = None if neighbors is None else neighbors.shape[1:]
         key = tokens.shape, shape, training
         if key not in self._schedules:
-            stages = [self._pipeline_stage(each, n, tokens, shape) for each, n in zip(self.stages, self.numbers, strict=True)]
+            stages = [
+                self._pipeline_stage(each, n, tokens, shape) for each, n in zip(self.stages, self.numbers, strict=True)
+            ]
             loss = self._loss if training else None
             if len(stages) > 1:
                 made: Any = ScheduleInterleaved1F1B(stages, self.num_microbatches, loss, scale_grads=False)
@@ -247,7 +248,9 @@ class Pipeline:
         tables = [part.embedding.weight for part in self.parts if part.embedding is not None]
         if not tables or (self._holders is None and len(tables) == 1):
             return
-        gradients = [_local(table.grad) if table.grad is not None else torch.zeros_like(_local(table)) for table in tables]
+        gradients = [
+            _local(table.grad) if table.grad is not None else torch.zeros_like(_local(table)) for table in tables
+        ]
         total = torch.stack(gradients).sum(0)
         if self._holders is not None:
             dist.all_reduce(total, group=self._holders)

@@ -77,6 +77,7 @@ def test_every_step_gives_the_logits_of_the_whole_forward_pass(scheme: str, k: i
     "changes",
     [
         {"cca_layers": ()},
+        {"num_experts": 4, "experts_every": 2, "capacity_factor": 0.5},
         {"cca_layers": (1,), "encoder_cca_layers": (), "tied_embeddings": False},
         {"cca_layers": (3,), "shared_embeddings": True, "encoder_cca_layers": (1, 2)},
     ],

@@ -55,6 +55,18 @@ def test_the_formula_counts_what_torch_counts(option: str, k: int) -> None:
     assert forward_flops(settings, 12, k) + left_out == counter.get_total_flops()
 
 
+@pytest.mark.parametrize("experts_per_token", [1, 2])
+def test_of_experts_those_that_a_token_asks_are_counted(experts_per_token: int) -> None:
+    """In training with a capacity factor of 1 their queues have as many places."""
+    settings = replace(
+        SETTINGS, num_experts=4, experts_every=1, experts_per_token=experts_per_token, capacity_factor=1.0
+    )
+    model = Retro(settings).train()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 12, dtype=torch.int64))
+    assert forward_flops(settings, 12, 0) == counter.get_total_flops()
+
+
 def test_of_large_models_it_is_about_two_for_each_parameter() -> None:
     settings = replace(PRESETS["7.5b"], vocab_size=128_000)
     per_token = forward_flops(settings, 2048, 0) / 2048

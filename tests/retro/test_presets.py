@@ -10,7 +10,7 @@ import torch
 from indexing.store.errors import InputError
 from retro.model import Retro
 from retro.model_settings import ModelSettings
-from retro.presets import PRESETS, baseline_of, count_parameters, resolve
+from retro.presets import PRESETS, baseline_of, count_active_parameters, count_parameters, resolve
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,24 @@ def test_tables_of_positions_count_as_embeddings() -> None:
     assert count_parameters(learned, embeddings=True) == count_parameters(plain, embeddings=True) + tables
 
 
+def test_of_the_experts_those_that_a_token_asks_are_active() -> None:
+    sizes = replace(PRESETS["tiny"], vocab_size=10)
+    chosen = {"num_experts": 8, "experts_per_token": 3, "experts_every": 2}
+    assert resolve(ModelSettings(preset="tiny", vocab_size=10, **chosen)) == replace(sizes, **chosen)
+    with torch.device("meta"):
+        model, dense = Retro(replace(sizes, **chosen)), Retro(sizes)
+    block, router = 2 * sizes.d_model * sizes.d_ffw, 8 * sizes.d_model
+    assert count_parameters(model) == count_parameters(dense) + 2 * (7 * block + router)
+    assert count_active_parameters(model) == count_parameters(dense) + 2 * (2 * block + router)
+    assert count_active_parameters(dense) == count_parameters(dense)
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
 @pytest.mark.parametrize(
     ("preset", "activation"), [("tiny", "gelu"), ("small", "gelu"), ("172m", "gelu"), ("small", "swiglu")]
 )
-def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str, activation: Any) -> None:
-    settings = replace(PRESETS[preset], vocab_size=10, activation=activation)
+def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str, activation: Any, num_experts: int) -> None:
+    settings = replace(PRESETS[preset], vocab_size=10, activation=activation, num_experts=num_experts)
     with torch.device("meta"):
         ours, plain = Retro(settings), Retro(baseline_of(settings))
     assert not any(name.startswith(("encoder", "cross")) for name, _ in plain.named_parameters())
