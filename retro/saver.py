@@ -50,10 +50,7 @@ class Saver:
             buffers = self._buffers.setdefault(file, {})
             for name, value in values.items():
                 if name not in buffers:
-                    buffers[name] = torch.empty_like(
-                        value, device="cpu", pin_memory=value.is_cuda, memory_format=torch.contiguous_format
-                    )
-                    _local(buffers[name]).zero_()
+                    buffers[name] = _on_host(value)
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -71,6 +68,16 @@ class Saver:
             self.wait()
         finally:
             self._thread.shutdown()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A new tensor in the host's memory, pinned where that helps; of a DTensor one with the same shard here."""
+    from torch.distributed.tensor import DTensor
+
+    local = _local(tensor)
+    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda).zero_()
+    # `DTensor.from_local` would move it to the mesh's device.
+    return DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
 
 
 def _local(tensor: Tensor) -> Tensor:
