@@ -277,7 +277,7 @@ def _share_data(model: Retro, root: nn.Module, mesh: DeviceMesh, settings: Paral
     # The output layer is used after the model has run, by the loss.
     share(root, **({"reshard_after_forward": False} if settings.zero else {}))
     if root is model:
-        register_fsdp_forward_method(model, "hidden")
+        register_fsdp_forward_method(model, "hidden_and_routing")
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is already a part of the mean over all
@@ -307,13 +307,14 @@ def reshard(model: nn.Module) -> None:
 # ----------------------------------------------------------------------------------------------------------- the whole
 
 
-def distribute(model: Retro, processes: Processes, root: nn.Module | None = None) -> None:
+def distribute(model: Retro, processes: Processes, root: nn.Module | None = None, compiled: bool = False) -> None:
     """Share a model, or a stage's part of one, out, in place. It is the same in all processes before.
 
     Args:
         model: what is divided.
         processes: how.
         root: what is called with the model inside, if that is not its `hidden`.
+        compiled: whether blocks are to be compiled, where several processes share the model.
 
     Raises:
         InputError: it cannot be divided so.
@@ -323,14 +324,20 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
     if (mesh := processes.along("tensor")) is not None:
         _divide_layers(model, mesh)
     _checkpoint_activations(model, settings.checkpointing)
-    if (processes.mesh) is not None:
+    if compiled and processes.count > 1:
+        for block in _blocks(model):
+            block.compile(dynamic=False)
+    if processes.mesh is not None:
         _share_data(model, root or model, processes.mesh["data"], settings)
 
 
 def _check(model: ModelSettings, settings: ParallelSettings) -> None:
-    if model.dropout and settings.tensor > 1:
-        raise InputError(f"model.dropout = {model.dropout}: must be 0 with parallel.tensor = {settings.tensor}.")
-    sizes = ["num_heads", "d_ffw"] + ["encoder_num_heads", "encoder_d_ffw"] * bool(model.cca_layers)
+    for key in ("dropout", "num_experts"):
+        if getattr(model, key) and settings.tensor > 1:
+            raise InputError(
+                f"model.{key} = {getattr(model, key)}: must be 0 with parallel.tensor = {settings.tensor}."
+            )
+    sizes = ["num_heads", "kv_heads", "d_ffw"] + ["encoder_num_heads", "encoder_d_ffw"] * bool(model.cca_layers)
     for key in sizes:
         if getattr(model, key) % settings.tensor:
             raise InputError(

@@ -4,7 +4,7 @@
     stage 1    h ─ layers, encoder in the one with the first CCA ─ h, encoded neighbors ─┐
     stage 2    h, encoded ─ layers ─ norm ─ loss
 
-Every process reads the whole batch; masks and positions each makes for itself. Schedules are PyTorch's. They want to know the shapes
+With experts, what is known of their routing is sent along. Every process reads the whole batch; masks and positions each makes for itself. Schedules are PyTorch's. They want to know the shapes
 of what is sent, so there is a schedule for each shape of batch, all around the same stages.
 """
 
@@ -19,10 +19,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from indexing.store.errors import InputError
 from retro.device import Placement, Tensors
-from retro.loss import summed_loss, token_losses
+from retro.experts import ROUTING
+from retro.gradients import squared_norm
+from retro.loss import token_losses
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.parallel import ParallelSettings, Processes, distribute, own_tokens, reshard, unshard
+from retro.passes import Share, all_parameters, gradients, own_rows, part_of_loss
 
 
 class Stage(nn.Module):
@@ -43,27 +46,37 @@ class Stage(nn.Module):
         layers = stage_layers(model.settings, number, count)
         first_cca = min(model.settings.cca_layers, default=0)
         self.sends_encoded = bool(first_cca) and first_cca <= layers.stop and not self.is_last
+        first_experts = min(model.settings.expert_layers, default=model.settings.num_layers + 1)
+        self.receives_routing, self.sends_routing = first_experts <= layers.start, first_experts <= layers.stop
         _prune(model, layers, self.is_first, self.is_last)
         self.model = model
 
     def forward(
         self,
         x: Tensor,
-        encoded: Tensor | None = None,
+        *received: Tensor,
         documents: Tensor | None = None,
         neighbors: Tensor | None = None,
         neighbor_lengths: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, ...]:
-        """Tokens [B, T], or the stream [B, T', D] and the encoded neighbors of the stage before; the rest as in `Retro.hidden`."""
+    ) -> tuple[Tensor, ...]:
+        """Tokens [B, T], or the stream [B, T', D] and what else the stage before has sent; the rest as in `Retro.hidden`.
+
+        Returns:
+            The stream, and the encoded neighbors and the routing where there are any and they are wanted later.
+        """
+        kept = list(received)
+        routing_before = kept.pop() if self.receives_routing else None
+        encoded = kept.pop() if kept else None
         if self.is_first:
-            h = self.model.embed(x)
+            h = self.model.embed(x, documents)
         else:
             h = x if self.tensor_mesh is None else DTensor.from_local(x, self.tensor_mesh, [Shard(1)], run_check=False)
-        h, encoded = self.model.run_layers(h, encoded, documents, neighbors, neighbor_lengths)
-        if self.is_last:
-            return self.model.norm(h)
-        local = h.to_local() if isinstance(h, DTensor) else h
-        return (local, encoded) if encoded is not None and self.sends_encoded else local
+        h, encoded, routing = self.model.run_layers(h, encoded, documents, neighbors, neighbor_lengths)
+        h = self.model.finish(h) if self.is_last else h.to_local() if isinstance(h, DTensor) else h
+        if routing_before is not None:
+            routing = routing_before if routing is None else routing + routing_before
+        sent = [encoded] if self.sends_encoded and encoded is not None else []
+        return (h, *sent, *([] if routing is None else [routing]))
 
 
 def stage_layers(model: ModelSettings, number: int, count: int) -> range:
@@ -88,12 +101,23 @@ def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
         model.embedding = None  # type: ignore[assignment]
     if not is_last:
         model.norm = model.head = None  # type: ignore[assignment]
+    if not is_first and settings.positions == "learned":
+        del model.position_embedding, model.chunk_embedding
 
 
 class Pipeline:
     """A model whose layers are shared out: as `WholeModel`, for several stages."""
 
-    def __init__(self, model: Retro, processes: Processes, placement: Placement, batch_size: int) -> None:
+    def __init__(
+        self,
+        model: Retro,
+        processes: Processes,
+        placement: Placement,
+        batch_size: int,
+        *,
+        z_weight: float = 0.0,
+        compiled: bool = False,
+    ) -> None:
         """Share a model out.
 
         Args:
@@ -101,12 +125,15 @@ class Pipeline:
             processes: how they share it.
             placement: device and precision.
             batch_size: sequences of a training batch.
+            z_weight: of the z-loss.
+            compiled: with `torch.compile`, block by block.
 
         Raises:
             InputError: it cannot be divided so.
         """
         settings = processes.settings
         self.processes, self.placement, self.settings = processes, placement, model.settings
+        self.z_weight, self.compiled = z_weight, compiled
         assert processes.mesh is not None
         self.mesh = processes.mesh["pipeline"]
         self.place, size = self.mesh.get_local_rank(), self.mesh.size()
@@ -122,7 +149,7 @@ class Pipeline:
         self.stages = []
         for number in self.numbers:
             stage = Stage(copy.deepcopy(model), number, self.num_stages, processes)
-            distribute(stage.model, processes, root=stage)
+            distribute(stage.model, processes, root=stage, compiled=compiled)
             self.stages.append(stage.to(placement.device))
         self._holders = self._embedding_holders()
         self._schedules: dict[Any, Any] = {}
@@ -132,55 +159,62 @@ class Pipeline:
         """What this process holds of the model."""
         return [stage.model for stage in self.stages]
 
-    def forward_backward(self, batch: Tensors, scale: Tensor, last: bool) -> Tensor:
-        """See `WholeModel.forward_backward`."""
-        batch = dict(batch)
-        labels, tokens = batch.pop("labels"), batch.pop("tokens")
-        schedule, losses = self._schedule(tokens, batch["neighbors"], training=True), []
-        inputs = {name: value for name, value in batch.items() if value is not None}
+    def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
+        """See `Passes`."""
+        labels, tokens = batch["labels"], batch["tokens"]
+        schedule = self._schedule(tokens, batch["neighbors"], training=True)
+        self._share, self._losses = share, torch.zeros(2 + len(ROUTING), device=self.placement.device)
         with self.placement.autocast():
             first = [tokens] if self.place == 0 else []
             target = labels if self._has_last else None
-            schedule.step(
-                *first, target=target, losses=losses, return_outputs=False, loss_kwargs={"scale": scale}, **inputs
-            )
-        if last:
+            schedule.step(*first, target=target, losses=[], return_outputs=False, **_for_all_stages(batch))
+        if share.last:
             self._sum_tied_gradients()
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.placement.device)
+        return self._losses
 
     @torch.no_grad()
     def token_losses(self, batch: Tensors) -> Tensor:
-        """See `WholeModel.token_losses`."""
-        count = len(batch["tokens"])
-        rows = self.processes.data * self.num_microbatches
-        padded = {name: v if v is None else _padded(v, rows) for name, v in batch.items()}
-        own = self.processes.rows(len(padded["tokens"]))
-        padded = {name: v if v is None else v[own.start : own.stop] for name, v in padded.items()}
-        labels, tokens = padded.pop("labels"), padded.pop("tokens")
-        inputs = {name: value for name, value in padded.items() if value is not None}
+        """See `Passes`."""
+        own, num_rows = own_rows(batch, self.processes, self.processes.data * self.num_microbatches)
+        tokens, labels = own["tokens"], own["labels"]
+        tensor = self.processes.along("tensor")
         with self.placement.autocast():
-            schedule = self._schedule(tokens, padded["neighbors"], training=False)
-            hidden = schedule.eval(*([tokens] if self.place == 0 else []), **inputs)
+            schedule = self._schedule(tokens, own["neighbors"], training=False)
+            out = schedule.eval(*([tokens] if self.place == 0 else []), **_for_all_stages(own))
             if self._has_last:
                 unshard(self.stages[-1])
-                weight = self.stages[-1].model.output_weight
-                losses = token_losses(*own_tokens(self.processes.along("tensor"), hidden, weight, labels))
+                hidden = out[0] if isinstance(out, tuple) else out
+                losses = token_losses(*own_tokens(tensor, hidden, self.stages[-1].model.output_weight, labels))
             else:
-                tensor = self.processes.along("tensor")
-                losses = torch.zeros(labels.chunk(tensor.size(), 1)[0].shape if tensor else labels.shape)
-                losses = losses.to(labels.device)
+                share = labels if tensor is None else labels.chunk(tensor.size(), 1)[0]
+                losses = torch.zeros(share.shape, device=labels.device)
         for stage in self.stages:
             reshard(stage)
         dist.broadcast(losses, group=self.mesh.get_group(), group_src=self.mesh.size() - 1)
-        return self.processes.gathered(losses)[:count]
+        return self.processes.gathered(losses)[:num_rows]
+
+    def gradient_norm(self) -> Tensor:
+        """See `Passes`."""
+        # A table that several stages hold is one parameter: that of the first counts.
+        copies = {
+            id(part.embedding.weight) for n, part in zip(self.numbers, self.parts, strict=True) if n and part.embedding
+        }
+        own = [parameter for _, parameter in all_parameters(self.parts) if id(parameter) not in copies]
+        return self.processes.sum(squared_norm(gradients(own)), "pipeline").sqrt()
 
     @property
     def _has_last(self) -> bool:
         return self.stages[-1].is_last
 
-    def _loss(self, hidden: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        weight = self.stages[-1].model.output_weight
-        return summed_loss(*own_tokens(self.processes.along("tensor"), hidden, weight, labels)) * scale
+    def _loss(self, out: Any, labels: Tensor) -> Tensor:
+        """The objective of a microbatch, from what the last stage returns."""
+        hidden, routing = (
+            out if isinstance(out, tuple) and len(out) > 1 else (out[0] if isinstance(out, tuple) else out, None)
+        )
+        own = own_tokens(self.processes.along("tensor"), hidden, self.stages[-1].model.output_weight, labels)
+        objective, parts = part_of_loss(own, routing, self._share, self.settings, self.z_weight, self.compiled)
+        self._losses += parts
+        return objective
 
     def _schedule(self, tokens: Tensor, neighbors: Tensor | None, training: bool) -> Any:
         """The schedule for batches of this shape."""
@@ -189,9 +223,8 @@ class Pipeline:
         shape = None if neighbors is None else neighbors.shape[1:]
         key = tokens.shape, shape, training
         if key not in self._schedules:
-            stages = [
-                self._pipeline_stage(each, n, tokens, shape) for each, n in zip(self.stages, self.numbers, strict=True)
-            ]
+            numbered = zip(self.stages, self.numbers, strict=True)
+            stages = [self._pipeline_stage(stage, number, tokens, shape) for stage, number in numbered]
             loss = self._loss if training else None
             if len(stages) > 1:
                 made: Any = ScheduleInterleaved1F1B(stages, self.num_microbatches, loss, scale_grads=False)
@@ -206,17 +239,19 @@ class Pipeline:
 
         settings, (rows, num_tokens) = self.settings, tokens.shape
         rows, tensor = rows // self.num_microbatches, self.processes.settings.tensor
-        device = torch.device("meta")
-        h = torch.empty(rows, num_tokens // tensor, settings.d_model, device=device, requires_grad=True)
-        sent: list[Tensor] = []
-        if neighbors is not None:
-            sent.append(torch.empty(rows, *neighbors, settings.encoder_d_model, device=device, requires_grad=True))
         first_cca = min(settings.cca_layers, default=settings.num_layers + 1)
-        encoded_before = first_cca <= stage_layers(settings, number, self.num_stages).start
-        inputs = (h, *(sent if encoded_before else []))
-        outputs = (h, *(sent if stage.sends_encoded else []))
+        receives_encoded = first_cca <= stage_layers(settings, number, self.num_stages).start
+
+        def of(*shape: int) -> Tensor:
+            return torch.empty(shape, device="meta", requires_grad=True)
+
+        h = of(rows, num_tokens // tensor, settings.d_model)
+        encoded = [] if neighbors is None else [of(rows, *neighbors, settings.encoder_d_model)]
+        routing = [of(rows, len(ROUTING))]
+        inputs = (h, *encoded * receives_encoded, *routing * stage.receives_routing)
+        outputs = (h, *encoded * stage.sends_encoded, *routing * stage.sends_routing)
         if stage.is_first:
-            inputs = (torch.empty(rows, num_tokens, dtype=torch.int64, device=device),)
+            inputs = (torch.empty(rows, num_tokens, dtype=torch.int64, device="meta"),)
         return PipelineStage(
             stage,
             number,
@@ -232,12 +267,11 @@ class Pipeline:
     def _embedding_holders(self) -> Any:
         """The group of the processes of this pipeline that hold the embedding table; None for who does not, or is the only one."""
         holds = any(part.embedding is not None for part in self.parts)
-        found = [None] * self.processes.count
+        found: list[Any] = [None] * self.processes.count
         dist.all_gather_object(found, (holds, self.mesh.mesh.tolist()))
-        pipelines = {tuple(ranks) for _, ranks in found}  # type: ignore[misc]
         own = None
-        for ranks in sorted(pipelines):
-            holders = [rank for rank in ranks if found[rank][0]]  # type: ignore[index]
+        for ranks in sorted({tuple(pipeline) for _, pipeline in found}):
+            holders = [rank for rank in ranks if found[rank][0]]
             group = dist.new_group(holders) if len(holders) > 1 else None
             if self.processes.rank in holders:
                 own = group
@@ -264,10 +298,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _padded(rows: Tensor, multiple: int) -> Tensor:
-    """Rows repeated up to a multiple."""
-    missing = -len(rows) % multiple
-    return torch.cat((rows, rows[-1:].expand(missing, *rows.shape[1:]))) if missing else rows
+def _for_all_stages(batch: Tensors) -> Tensors:
+    """What every stage reads of a batch."""
+    wanted = ("documents", "neighbors", "neighbor_lengths")
+    return {name: batch[name] for name in wanted if batch[name] is not None}
 
 
 def _num_microbatches(settings: ParallelSettings, num_rows: int) -> int:
