@@ -139,7 +139,7 @@ def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], 
 def work(case: Case, device: str, steps: int, turns: Connection) -> None:
     """A process: make the model, then answer every request with the seconds of `steps` steps; at the end, its memory."""
     torch.manual_seed(0)
-    placement = Placement(torch.device(device), case.bfloat16)
+    placement = Placement(torch.device(device), torch.bfloat16 if case.bfloat16 else torch.float32)
     try:
         step, parameters = (our_step if case.ours else their_step)(case, placement)
         resting = _memory(placement)
@@ -176,7 +176,7 @@ def compare(chosen: list[Case], device: str, rounds: int, steps: int) -> list[di
     times: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
     peaks = []
     for _ in range(rounds):
-        peaks.append(peak_flops(Placement(torch.device(device), bfloat16=True)))  # drifts with the machine if measured
+        peaks.append(peak_flops(Placement(torch.device(device), torch.bfloat16)))  # drifts with the machine if measured
         for case, turns, _ in running:
             turns.send(True)
             times[case.name].append(turns.recv())

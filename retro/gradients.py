@@ -47,7 +47,7 @@ def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = N
 
 @torch.no_grad()
 def totals(groups: Sequence[Sequence[Tensor]], measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """What `measure` finds in the whole tensors of each group: float32 [groups, figures].
+    """What `measure` finds in the whole tensors of each group: [groups, figures] in its type.
 
     Args:
         groups: of tensors, in the same order in every process. Several cost no more all-reduces than one.

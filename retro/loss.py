@@ -14,6 +14,11 @@ from torch import Tensor
 
 from retro.batches import IGNORED_LABEL
 
+_LIFT = 2.0**15
+"""Of float16 slopes. They lie between -1 and 1, most of them near 1 over the size of the vocabulary, which float16 does not
+tell from 0 any more. The loss scale comes too late for them, as they are made in the forward pass: it is applied to what
+`backward` returns, which is float32. A power of two, and below the largest float16."""
+
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -49,14 +54,14 @@ class _SummedLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compiled: bool) -> Tensor:
         x, narrow, y = _flat(hidden, weight, labels)
         total = torch.zeros((), device=x.device)
-        to_hidden = torch.empty_like(x)
+        to_hidden = torch.empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype, device=x.device)
         to_weight = torch.zeros(weight.shape, device=x.device)  # float32, as blocks add up
         kernel = _compiled_slopes() if compiled else _slopes
         for rows in _blocks(x, len(weight)):
             losses, slopes = kernel(x[rows] @ narrow.T, y[rows])
             total += losses
-            torch.mm(slopes, narrow, out=to_hidden[rows])
-            to_weight += slopes.T @ x[rows]
+            to_hidden[rows] = _product(slopes, narrow)
+            to_weight += _product(slopes.T, x[rows])
         ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight)
         ctx.types = hidden.dtype, weight.dtype
         return total
@@ -97,11 +102,23 @@ def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slopes(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses, and its slope by every logit, softmax minus label: [rows, V] of the logits' type."""
+    """The sum of the losses, and its slope by every logit, softmax minus label: [rows, V] of the logits' type.
+
+    Slopes in float16 come `_LIFT` times as large; `_product` takes that back.
+    """
     losses, log_p = _losses(logits, labels)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     slopes = (log_p.exp() - is_label.float()).masked_fill((labels == IGNORED_LABEL)[:, None], 0.0)
-    return losses.sum(), slopes.to(logits.dtype)
+    return losses.sum(), (slopes * _LIFT if logits.dtype == torch.float16 else slopes).to(logits.dtype)
+
+
+def _product(slopes: Tensor, other: Tensor) -> Tensor:
+    """Slopes times a matrix: of their type, but float32 where they are float16, in which sums over many rows overflow."""
+    if slopes.dtype != torch.float16:
+        return slopes @ other
+    if slopes.device.type == "cuda":
+        return torch.mm(slopes, other, out_dtype=torch.float32).div_(_LIFT)
+    return (slopes.float() @ other.float()).div_(_LIFT)
 
 
 @functools.cache

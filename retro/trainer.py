@@ -9,7 +9,6 @@ order is a function of the step, and everything else that matters is in the chec
 import contextlib
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,6 +23,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from indexing.store.remote import absolute
 from retro import checkpoint as checkpoints
+from retro.bad_batch import name_batch
 from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, Tensors, place
 from retro.evaluation import EvaluationSettings, measure_sets
@@ -39,11 +39,13 @@ from retro.presets import count_parameters, resolve
 from retro.run import better, last_checkpoint, read_metrics
 from retro.saver import Saver
 from retro.start import start_from
-from retro.step import make_step
+from retro.step import GradScaler, StepResult, make_scaler, make_step
 from retro.stop import Stopped, signals_as_requests
 from retro.train_settings import TrainSettings
 
 log = logging.getLogger("retro")
+
+_MOST_REFUSED = 10  # batches in a row that are skipped: then it is not the batches
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def train(
 
     Raises:
         InputError: settings that do not fit together, the datastore, or the run's earlier settings.
-        FloatingPointError: the loss is not a number; the last checkpoint stays.
+        FloatingPointError: loss or gradient are not finite; a checkpoint of the step before is saved, and the batch named.
         Stopped: SIGTERM or SIGINT came; the step, and its evaluation if it has one, was finished and saved.
     """
     placement = _placement(settings)
@@ -103,12 +105,13 @@ def train(
         start_from(start, model, data.fingerprints)
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "settings.json", resolved)
-    position = Position()
+    position = Position(scaler=make_scaler(placement))
     facts = {"settings": resolved, "datastores": data.fingerprints, "started_from": start and start.fingerprint}
     if last is not None:
         checkpoints.restore(last, model, optimizer)
         checkpoints.name_best(run, last.best)
-        position = Position(last.step, last.tokens, last.best, Meter(**last.unlogged))
+        position.scaler.load_state_dict(last.scaler)
+        position = Position(last.step, last.tokens, last.best, Meter(**last.unlogged), position.scaler, last.skipped)
         facts["started_from"] = last.started_from
         advance(last.tokens)
         log.info("%s: going on from step %d", run, last.step)
@@ -119,7 +122,8 @@ def train(
         settings,
         position,
         facts,
-        make_step(model, optimizer, batches, placement, settings),
+        make_step(model, optimizer, batches, placement, settings, position.scaler),
+        partial(name_batch, run, data, settings),
         partial(
             measure_sets,
             model,
@@ -147,17 +151,43 @@ class Position:
         tokens: tokens seen.
         best: `step`, `metric` and `value` of the best evaluation, or None.
         meter: what the next line of metrics will say.
+        scaler: of the loss.
+        skipped: `steps` that the scaler has left out, and `batches` that were not finite.
     """
 
     step: int = 0
     tokens: int = 0
     best: dict[str, Any] | None = None
     meter: Meter = field(default_factory=Meter)
+    scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
+    skipped: dict[str, int] = field(default_factory=lambda: {"steps": 0, "batches": 0})
+
+    def take_in(self, result: StepResult) -> None:
+        """One optimizer step, with what was skipped of it."""
+        self.step, self.tokens = self.step + 1, self.tokens + result.num_tokens
+        if result.update == "refused":
+            self.meter.add_without_loss(result.num_tokens)
+        else:
+            self.meter.add(result.metrics["loss"], result.num_tokens)
+        self.skipped["steps"] += result.update == "overflow"
+        self.skipped["batches"] += result.update == "refused"
+
+    def counts(self, settings: TrainSettings) -> dict[str, float]:
+        """For a line of metrics: how often a step has left the weights as they were, where that can be."""
+        counted = {"skipped_steps": self.scaler.is_enabled(), "skipped_batches": settings.on_nan == "skip"}
+        return {name: self.skipped[name.removeprefix("skipped_")] for name, wanted in counted.items() if wanted}
 
     def as_json(self) -> dict[str, Any]:
         """As `state.json` holds it."""
         unlogged = {"loss": self.meter.loss, "steps": self.meter.steps}
-        return {"step": self.step, "tokens": self.tokens, "unlogged": unlogged, "best": self.best}
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "unlogged": unlogged,
+            "best": self.best,
+            "scaler": self.scaler.state_dict(),
+            "skipped": {**self.skipped},  # another thread writes it
+        }
 
 
 def _loop(
@@ -165,7 +195,8 @@ def _loop(
     settings: TrainSettings,
     at: Position,
     facts: dict[str, Any],
-    take_step: Callable[[int], tuple[dict[str, float], int]],
+    take_step: Callable[[int], StepResult],
+    name_refused: Callable[[int, StepResult], Path],
     measure: Callable[[], dict[str, float]],
     utilisation: Callable[[float], float],
     tensors: Callable[[], checkpoints.Tensors],
@@ -179,20 +210,34 @@ def _loop(
             stack.callback(logger.close)
         asked_to_stop = stack.enter_context(signals_as_requests())  # before the saver, so that its last write is safe
         saver = stack.enter_context(contextlib.closing(Saver()))
+
+        def save() -> None:
+            publish = partial(checkpoints.publish, run, {**at.as_json(), **facts}, keep=settings.keep_checkpoints)
+            saver.save(tensors(), publish)
+
+        refused_in_a_row = 0
         while at.step < settings.steps:
-            metrics, seen = take_step(at.step)
-            at.step, at.tokens = at.step + 1, at.tokens + seen
-            advance(seen)
-            if not math.isfinite(metrics["loss"]):
-                raise FloatingPointError(
-                    f"{run}: loss {metrics['loss']} at step {at.step}; lower train.lr and run again."
+            result = take_step(at.step)
+            refused_in_a_row = refused_in_a_row + 1 if result.update == "refused" else 0
+            if result.update == "refused":
+                problem = (
+                    f"step {at.step + 1}: {_not_finite(result)}; the batch is in {name_refused(at.step + 1, result)}"
                 )
-            at.meter.add(metrics["loss"], seen)
+                if settings.on_nan == "stop" or refused_in_a_row > _MOST_REFUSED:
+                    saver.wait()
+                    if not checkpoints.step_folder(run, at.step).exists():
+                        save()
+                    raise FloatingPointError(f"{run}: {problem}. {_what_now(settings, at.step)}")
+                log.warning("%s; it is skipped", problem)
+            at.take_in(result)
+            advance(result.num_tokens)
             due = partial(_due, at.step, settings.steps)
             record = partial(_record, loggers, {"step": at.step, "tokens": at.tokens})
             if due(settings.log_every):
-                line = {**metrics, **at.meter.read()}
+                line = {**result.metrics, **at.meter.read(), **at.counts(settings)}
                 record({**line, "mfu": utilisation(line["tokens_per_second"])})
+            if result.figures:
+                record(result.figures)
             if due(settings.eval_every):
                 with at.meter.paused():
                     figures = measure()
@@ -200,12 +245,29 @@ def _loop(
                 at.best = better(at.best, at.step, figures)
             signal = asked_to_stop()
             if due(settings.checkpoint_every) or (at.best and at.best["step"] == at.step) or signal:
-                publish = partial(checkpoints.publish, run, {**at.as_json(), **facts}, keep=settings.keep_checkpoints)
-                saver.save(tensors(), publish)
+                save()
             elif at.step == first_step:
                 saver.prepare(tensors())
             if signal and at.step < settings.steps:
                 raise Stopped(run, at.step, signal)
+
+
+def _not_finite(result: StepResult) -> str:
+    metrics = result.metrics
+    return f"loss {metrics['loss']:.4g}, norm of the gradient {metrics['gradient_norm']:.4g}"
+
+
+def _what_now(settings: TrainSettings, step: int) -> str:
+    """Advice for a run that has stopped after a step."""
+    saved = f"Nothing of it was applied: the checkpoint of step {step} is the last good state."
+    if settings.on_nan == "skip":
+        return (
+            f"{saved} More than {_MOST_REFUSED} batches in a row were so: train with a lower train.lr in another `run`."
+        )
+    return (
+        f"{saved} To go on without this batch, run the same command with --train.on_nan skip; to train with a lower "
+        "train.lr, choose another `run`."
+    )
 
 
 def _placement(settings: TrainSettings) -> Placement:

@@ -11,7 +11,7 @@ from retro.device import Placement, Tensors
 from retro.loader import load
 
 SETTINGS = DataSettings(sequence_length=32, k=2)
-HERE = Placement(torch.device("cpu"), bfloat16=False)
+HERE = Placement(torch.device("cpu"), torch.float32)
 
 
 def batches(folder: Path, numbers: range, workers: int) -> list[Tensors]:
