@@ -144,7 +144,7 @@ def routing_loss(routing: Tensor, settings: ModelSettings) -> Tensor:
     return settings.balance_weight * balance + settings.router_z_weight * z
 
 
-def routing_metrics(routing: Tensor, settings: ModelSettings) -> dict[str, float]:
+def routing_metrics(routing: Sequence[float], settings: ModelSettings) -> dict[str, float]:
     """What is logged, by name, from the means of `ROUTING` [4], summed over the layers: their mean. Nothing without experts."""
     if not settings.expert_layers:
         return {}

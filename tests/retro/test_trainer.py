@@ -250,26 +250,6 @@ def test_checkpoints_are_compared_with_retrieval_on_where_there_is_any(line, sco
     assert score_of(line) == score
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(config: Config, monkeypatch) -> None:
-    from retro import trainer
-
-    real = trainer.make_step
-
-    def poisoned(*arguments):
-        step = real(*arguments)
-
-        def take(number: int):
-            metrics, tokens = step(number)
-            return ({**metrics, "loss": float("nan")} if number == 5 else metrics), tokens
-
-        return take
-
-    monkeypatch.setattr(trainer, "make_step", poisoned)
-    with pytest.raises(FloatingPointError, match="step 6"):
-        run(config)
-    assert [path.name for path in checkpoints.finished(config.run)] == ["00000004"]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
 def test_a_compiled_model_learns_the_same_with_few_compilations(config: Config, tmp_path: Path) -> None:
