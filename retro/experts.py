@@ -18,6 +18,7 @@ C places in a queue, G queues of an expert (the sequences in training, one in ev
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 
 from indexing.store.errors import InputError
-from retro.feed_forward import FeedForward
+from retro.feed_forward import FEED_FORWARD
 from retro.model_settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class Experts(nn.Module):
         self.capacity_factor = settings.capacity_factor
         self.mesh: DeviceMesh | None = None  # of the devices that share the experts
         self.router = nn.Linear(settings.d_model, settings.num_experts, bias=False)
-        self.experts = FeedForward(settings.d_model, settings.d_ffw, partial(ExpertLinear, settings.num_experts))
+        stack = partial(ExpertLinear, settings.num_experts)
+        self.experts = FEED_FORWARD[settings.activation](settings.d_model, settings.d_ffw, stack)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] to [B, T, D], 0 for tokens whose choices were all dropped; and `ROUTING`, float32 [G, 4]."""
@@ -143,11 +145,10 @@ def routing_loss(routing: Tensor, settings: ModelSettings) -> Tensor:
     return settings.balance_weight * balance + settings.router_z_weight * z
 
 
-def routing_metrics(routing: Tensor, settings: ModelSettings) -> dict[str, float]:
-    """What is logged, by name, from the means of `ROUTING` [4], summed over the layers: their mean. Nothing without experts."""
-    if not settings.expert_layers:
-        return {}
-    return dict(zip(ROUTING, (routing / len(settings.expert_layers)).tolist(), strict=True))
+def routing_metrics(routing: Sequence[float], settings: ModelSettings) -> dict[str, float]:
+    """What is logged, by name: the mean over the layers of `ROUTING`, which is summed over them. Nothing without experts."""
+    num_layers = len(settings.expert_layers)
+    return {name: value / num_layers for name, value in zip(ROUTING, routing, strict=True)} if num_layers else {}
 
 
 def _product_type(x: Tensor) -> torch.dtype:

@@ -1,4 +1,7 @@
-"""The feed-forward blocks of decoder and encoder: what each token makes of itself."""
+"""The feed-forward blocks of decoder and encoder: what each token makes of itself.
+
+Letters of the shape comments as in `model.py`.
+"""
 
 from collections.abc import Callable
 
@@ -25,3 +28,21 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
         return self.out(F.gelu(self.up(x)))
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202): a third matrix says how much of each inner feature goes on."""
+
+    def __init__(self, width: int, inner_width: int, matrix: Matrix = linear) -> None:
+        super().__init__()
+        self.gate = matrix(width, inner_width)
+        self.up = matrix(width, inner_width)
+        self.out = matrix(inner_width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        return self.out(F.silu(self.gate(x)) * self.up(x))
+
+
+FEED_FORWARD = {"gelu": FeedForward, "swiglu": GatedFeedForward}
+"""By `ModelSettings.activation`."""

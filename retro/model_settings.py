@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 from indexing.store.errors import InputError
 
-PositionScheme = Literal["rope", "transformer-xl"]
+PositionScheme = Literal["rope", "transformer-xl", "alibi", "learned"]
+Activation = Literal["gelu", "swiglu"]
+Initialization = Literal["depth-scaled", "mup"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,22 @@ class ModelSettings:
     chunk_length: int = 64
     """Tokens of a chunk (m); must be the datastore's."""
     positions: PositionScheme = "rope"
-    """Relative positions: rotary ones, or Transformer-XL's as in the paper (slower, more parameters)."""
+    """Relative positions: `rope` (rotary), `alibi` (scores fall with the distance), or `transformer-xl` as in the paper
+    (slower, more parameters); or absolute ones, `learned`."""
+    max_positions: int = 2048
+    """Rows of the decoder's table of `learned` positions: tokens of the longest sequence."""
+    activation: Activation = "gelu"
+    """Of the feed-forward blocks. `swiglu` has three matrices: with two thirds of d_ffw it is as large as `gelu`."""
+    num_kv_heads: int = 0
+    """Heads of keys and values of every attention in the decoder, each read by num_heads / num_kv_heads heads of queries
+    (grouped-query attention: generation remembers less). 0 = num_heads. The encoder, which remembers nothing, has no such."""
+    qk_norm: bool = False
+    """Give the queries and keys of every head the same size (RMSNorm), so that no score can grow without bounds."""
+    init: Initialization = "depth-scaled"
+    """First weights. `depth-scaled`: what is added to the residual stream is the smaller, the more layers there are. `mup`:
+    this, and sizes and learning rates such that the best `train.lr` of a narrow model is that of a wide one."""
+    mup_base_width: int = 256
+    """With `mup`, inputs of a matrix that learns at `train.lr`; one with n inputs learns at mup_base_width / n of it."""
     smeared_keys: bool = False
     """Mix the key before into every key of the decoder's attentions (learned per head), so that one layer can find what
     followed a token, in the text before or in a neighbor. Not in the paper; it brings copying sooner (docs/results.md)."""
@@ -81,14 +98,17 @@ class ModelSettings:
             self._refuse("vocab_size", "a positive number, or 0 to take it from the datastore's tokenizer")
         sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers", "chunk_length")
         encoder_sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers")
-        for field in (*sizes, *(f"encoder_{size}" for size in encoder_sizes)):
+        for field in (*sizes, *(f"encoder_{size}" for size in encoder_sizes), "max_positions", "mup_base_width"):
             if getattr(self, field) < 1:
                 self._refuse(field, "a positive number")
-        if self.positions not in ("rope", "transformer-xl"):
-            self._refuse("positions", "rope or transformer-xl")
+        for field, choices in (("positions", PositionScheme), ("activation", Activation), ("init", Initialization)):
+            if getattr(self, field) not in get_args(choices):
+                self._refuse(field, f"one of {', '.join(get_args(choices))}")
+        if self.num_kv_heads < 0 or self.num_heads % self.kv_heads:
+            self._refuse("num_kv_heads", f"a divisor of model.num_heads = {self.num_heads}, or 0 for as many")
         # Sines and cosines come in pairs: per head with RoPE, over the whole width with Transformer-XL.
-        paired = ("head_dim", "encoder_head_dim") if self.positions == "rope" else ("d_model", "encoder_d_model")
-        for field in paired:
+        paired = {"rope": ("head_dim", "encoder_head_dim"), "transformer-xl": ("d_model", "encoder_d_model")}
+        for field in paired.get(self.positions, ()):
             if getattr(self, field) % 2:
                 self._refuse(field, f"an even number, as model.positions = {self.positions!r} pairs its features")
         for field in ("cca_layers", "encoder_cca_layers"):
@@ -118,6 +138,16 @@ class ModelSettings:
     def expert_layers(self) -> tuple[int, ...]:
         """Decoder layers with experts, counted from 1."""
         return tuple(range(self.experts_every, self.num_layers + 1, self.experts_every)) if self.num_experts else ()
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values in the decoder."""
+        return self.num_kv_heads or self.num_heads
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise InputError where sequences of so many tokens are longer than the table of learned positions."""
+        if self.positions == "learned" and num_tokens > self.max_positions:
+            self._refuse("max_positions", f"{num_tokens} or more, the tokens of a sequence")
 
     def _refuse(self, field: str, accepted: str) -> NoReturn:
         raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")

@@ -35,6 +35,12 @@ _OPEN = {
     "vocab_size",
     "chunk_length",
     "positions",
+    "max_positions",
+    "activation",
+    "num_kv_heads",
+    "qk_norm",
+    "init",
+    "mup_base_width",
     "num_experts",
     "experts_every",
     "experts_per_token",
@@ -74,7 +80,7 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
     plain = replace(settings, cca_layers=())
     surplus = _size(settings) - _size(plain)
     num_blocks = settings.num_layers + len(settings.expert_layers) * (settings.num_experts - 1)
-    per_unit = 2 * settings.d_model * num_blocks
+    per_unit = (3 if settings.activation == "swiglu" else 2) * settings.d_model * num_blocks
     return replace(plain, d_ffw=settings.d_ffw + round(surplus / per_unit))
 
 
@@ -85,8 +91,11 @@ def _size(settings: ModelSettings) -> int:
 
 def count_parameters(model: nn.Module, embeddings: bool = False) -> int:
     """The number of parameters, as table 10 counts them: without the embedding tables and the output layer."""
-    tables = ("embedding.weight", "encoder.embedding.weight", "head.weight")
-    return sum(p.numel() for name, p in model.named_parameters() if embeddings or name not in tables)
+    return sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if embeddings or not name.endswith(("embedding.weight", "head.weight"))
+    )
 
 
 def count_active_parameters(model: Retro) -> int:

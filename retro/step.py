@@ -10,7 +10,7 @@ from torch import Tensor
 from indexing.store.errors import InputError
 from retro.device import Placement, Tensors
 from retro.experts import ROUTING, routing_loss, routing_metrics
-from retro.loss import loss
+from retro.loss import losses
 from retro.model import Retro
 from retro.optimizer import learning_rate
 from retro.train_settings import Compile, TrainSettings
@@ -39,17 +39,17 @@ def make_step(
     if compiled:
         hidden_of = torch.compile(hidden_of, fullgraph=True, dynamic=False)
 
-    def forward_backward(batch: Tensors) -> tuple[Tensor, Tensor]:
-        """The parts of a batch in the step's loss, and in the means of `ROUTING`; zeros where there are no experts."""
+    def forward_backward(batch: Tensors) -> Tensor:
+        """The batch's part of the step's cross-entropy, its z-loss, and the means of `ROUTING` (zeros without experts)."""
         labels = batch.pop("labels")
         with placement.autocast():
             hidden, routing = hidden_of(**batch)
-            value = loss(hidden, model.output_weight, labels, compiled=compiled) / settings.accumulation
-        if routing is None:
-            value.backward()
-            return value.detach(), torch.zeros(len(ROUTING), device=value.device)
-        (value + routing_loss(routing, model.settings) / settings.accumulation).backward()
-        return value.detach(), routing.detach().mean(0) / settings.accumulation
+            found = losses(hidden, model.output_weight, labels, z_weight=settings.z_loss, compiled=compiled)
+        objective, routing_means = found.objective, found.z_loss.new_zeros(len(ROUTING))
+        if routing is not None:
+            objective, routing_means = objective + routing_loss(routing, model.settings), routing.detach().mean(0)
+        (objective / settings.accumulation).backward()
+        return torch.stack((found.cross_entropy, found.z_loss, *routing_means)) / settings.accumulation
 
     def step(number: int) -> tuple[dict[str, float], int]:
         lr = learning_rate(
@@ -62,19 +62,18 @@ def make_step(
             decay_share=settings.decay_share,
         )
         for group in optimizer.param_groups:
-            group["lr"] = lr
-        total, num_tokens = torch.zeros((), device=placement.device), 0
-        routing = torch.zeros(len(ROUTING), device=placement.device)
+            group["lr"] = lr * group["lr_factor"]
+        total, num_tokens = torch.zeros(2 + len(ROUTING), device=placement.device), 0
         for _ in range(settings.accumulation):
             batch = next(batches)
             num_tokens += batch["tokens"].numel()
-            value, routing_of_batch = forward_backward(batch)
-            total += value
-            routing += routing_of_batch
+            total += forward_backward(batch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        metrics = {"loss": total.item(), "lr": lr, "gradient_norm": norm.item()}
+        cross_entropy, z_loss, *routing = total.tolist()
+        metrics = {"loss": cross_entropy, "lr": lr, "gradient_norm": norm.item()}
+        metrics |= {"z_loss": z_loss} if settings.z_loss else {}
         return metrics | routing_metrics(routing, model.settings), num_tokens
 
     return step

@@ -34,6 +34,7 @@ from retro.loggers import Logger, open_loggers
 from retro.meter import Meter
 from retro.model import Retro
 from retro.model_settings import ModelSettings
+from retro.mup import learning_rate_factors
 from retro.neighbors import NeighborUse
 from retro.optimizer import make_optimizer
 from retro.presets import count_parameters, resolve
@@ -94,6 +95,7 @@ def train(
     data = TrainingData(datastores, data_settings, retrieval=retrieval)
     data.plan(settings.steps * settings.accumulation * settings.batch_size)
     model_settings = _fit_to(model_settings, data.datastores[0])
+    model_settings.check_length(data_settings.sequence_length)
     use = NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbors, seed=data_settings.seed)
     sets = open_sets(evaluation.sets, datastores, model_settings, use.k, data_settings.reading)
     resolved = _resolved(model_settings, data_settings, settings, datastores)
@@ -256,7 +258,14 @@ def _make(model: ModelSettings, settings: TrainSettings, placement: Placement) -
     torch.manual_seed(settings.seed)
     made = Retro(model).to(placement.device)
     betas = (settings.beta1, settings.beta2)
-    return made, make_optimizer(made, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True)
+    return made, make_optimizer(
+        made,
+        lr=settings.lr,
+        betas=betas,
+        weight_decay=settings.weight_decay,
+        fused=True,
+        factors=learning_rate_factors(made),
+    )
 
 
 def _batches(data: TrainingData, settings: TrainSettings, step: int, placement: Placement) -> Iterator[Tensors]:
