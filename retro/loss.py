@@ -55,9 +55,20 @@ def losses(hidden: Tensor, weight: Tensor, labels: Tensor, *, z_weight: float = 
         z_weight: of the z-loss.
         compiled: fuse the work between the matrix products with `torch.compile`.
     """
-    sums = _SummedLosses.apply(hidden, weight, labels, z_weight, compiled)
-    num_labels = (labels != IGNORED_LABEL).sum().clamp(min=1)
-    return Losses(*(each / num_labels for each in sums))
+    sums = summed_losses(hidden, weight, labels, z_weight=z_weight, compiled=compiled)
+    return Losses(*(each / num_labels(labels) for each in sums))
+
+
+def num_labels(labels: Tensor) -> Tensor:
+    """How many labels count, 1 at least."""
+    return (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def summed_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, z_weight: float = 0.0, compiled: bool = False
+) -> Losses:
+    """`losses` as sums, for who knows the number of labels of the whole."""
+    return Losses(*_SummedLosses.apply(hidden, weight, labels, z_weight, compiled))
 
 
 class _SummedLosses(torch.autograd.Function):

@@ -175,7 +175,7 @@ class Encoder(nn.Module):
                 e = self.cross[str(layer)](e, outer, source=chunks)
                 e = rearrange(e, "(b u) (k r) e -> (b u k) r e", u=num_chunks, k=k)
             e = feed_forward(e)
-        return rearrange(self.norm(e), "(b u k) r e -> b u k r e", u=num_chunks, k=k)
+        return self.norm(rearrange(e, "(b u k) r e -> b u k r e", u=num_chunks, k=k))
 
 
 # --------------------------------------------------------------------------------------- decoder (section 2.4, alg. 1)
@@ -213,9 +213,8 @@ class Retro(nn.Module):
             return ChunkedCrossAttention(attention(settings.encoder_d_model), settings.chunk_length)
 
         def feed_forward(layer: int) -> nn.Module:
-            if layer in settings.expert_layers:
-                return Experts(settings)
-            return FEED_FORWARD[settings.activation](width, settings.d_ffw)
+            dense = FEED_FORWARD[settings.activation]
+            return Experts(settings) if layer in settings.expert_layers else dense(width, settings.d_ffw)
 
         layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)

@@ -121,6 +121,16 @@ class ModelSettings:
         if not 0 <= self.dropout < 1:
             self._refuse("dropout", "a number from 0 up to, not including, 1")
 
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values in the decoder."""
+        return self.num_kv_heads or self.num_heads
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise InputError where sequences of so many tokens are longer than the table of learned positions."""
+        if self.positions == "learned" and num_tokens > self.max_positions:
+            self._refuse("max_positions", f"{num_tokens} or more, the tokens of a sequence")
+
     def _check_experts(self) -> None:
         if self.num_experts < 0 or self.num_experts == 1:
             self._refuse("num_experts", "2 or more, or 0 for none")
@@ -138,16 +148,6 @@ class ModelSettings:
     def expert_layers(self) -> tuple[int, ...]:
         """Decoder layers with experts, counted from 1."""
         return tuple(range(self.experts_every, self.num_layers + 1, self.experts_every)) if self.num_experts else ()
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values in the decoder."""
-        return self.num_kv_heads or self.num_heads
-
-    def check_length(self, num_tokens: int) -> None:
-        """Raise InputError where sequences of so many tokens are longer than the table of learned positions."""
-        if self.positions == "learned" and num_tokens > self.max_positions:
-            self._refuse("max_positions", f"{num_tokens} or more, the tokens of a sequence")
 
     def _refuse(self, field: str, accepted: str) -> NoReturn:
         raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")

@@ -7,8 +7,9 @@ either from its like, on other data or with another schedule.
 import logging
 
 from indexing.store.errors import InputError
-from retro.checkpoint import Checkpoint, read_tensors
+from retro.checkpoint import Checkpoint
 from retro.model import Retro
+from retro.tensor_files import fill, index
 
 log = logging.getLogger("retro")
 
@@ -29,7 +30,7 @@ def start_from(checkpoint: Checkpoint, model: Retro, datastores: list[str]) -> N
             encoder or cross-attention; or a setting that shapes do not show is another one.
     """
     path, ours = checkpoint.path, model.state_dict()
-    theirs = read_tensors(checkpoint.weights)
+    theirs = index(checkpoint.weights)
     advice = f"`retro inspect {path}` prints its model's settings."
     for name in ours:
         if name in theirs and theirs[name].shape != ours[name].shape:
@@ -40,7 +41,7 @@ def start_from(checkpoint: Checkpoint, model: Retro, datastores: list[str]) -> N
     if foreign:
         raise InputError(f"train.start_from: {path} has weights that this model lacks: {', '.join(foreign)}. {advice}")
     _check_meaning(checkpoint, model)
-    model.load_state_dict(theirs, strict=False)
+    fill({name: tensor for name, tensor in ours.items() if name in theirs}, theirs)
     if not set(checkpoint.datastores) & set(datastores):
         log.warning("%s was trained on another datastore: its tokenizer must be the same as here", path)
     log.info("starting from %s: step %d, %d weights", path, checkpoint.step, len(theirs) - len(left_out))

@@ -75,18 +75,12 @@ def test_of_the_experts_those_that_a_token_asks_are_active() -> None:
     assert count_active_parameters(dense) == count_parameters(dense)
 
 
+@pytest.mark.parametrize("num_experts", [0, 4])
 @pytest.mark.parametrize(
-    ("preset", "changes"),
-    [
-        ("tiny", {}),
-        ("small", {}),
-        ("172m", {}),
-        ("small", {"activation": "swiglu"}),
-        ("small", {"num_experts": 4}),
-    ],
+    ("preset", "activation"), [("tiny", "gelu"), ("small", "gelu"), ("172m", "gelu"), ("small", "swiglu")]
 )
-def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str, changes: Any) -> None:
-    settings = replace(PRESETS[preset], vocab_size=10, **changes)
+def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str, activation: Any, num_experts: int) -> None:
+    settings = replace(PRESETS[preset], vocab_size=10, activation=activation, num_experts=num_experts)
     with torch.device("meta"):
         ours, plain = Retro(settings), Retro(baseline_of(settings))
     assert not any(name.startswith(("encoder", "cross")) for name, _ in plain.named_parameters())
