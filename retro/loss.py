@@ -156,9 +156,10 @@ def _product(slopes: Tensor, other: Tensor) -> Tensor:
     """Slopes times a matrix: of their type, but float32 where they are float16, in which sums over many rows overflow."""
     if slopes.dtype != torch.float16:
         return slopes @ other
-    if slopes.device.type == "cuda":
-        return torch.mm(slopes, other, out_dtype=torch.float32).div_(_LIFT)
-    return (slopes.float() @ other.float()).div_(_LIFT)
+    with torch.autocast(slopes.device.type, enabled=False):
+        if slopes.device.type == "cuda":
+            return torch.mm(slopes, other, out_dtype=torch.float32).div_(_LIFT)
+        return (slopes.float() @ other.float()).div_(_LIFT)
 
 
 @functools.cache

@@ -57,7 +57,8 @@ class TrainSettings:
     way `bad_batches/` in the run's folder names the samples, chunks and documents."""
     monitor_every: int = 50
     """Steps between looks at gradient norm, update ratio, overflow and underflow of each layer group; loss and norm of the
-    whole gradient are looked at in every step. It warns of what foretells a divergence. 0 = never."""
+    whole gradient are looked at in every step. It warns of what foretells a divergence. 0 = never. (The first looks are
+    closer together: steps 1, 2, 4, 8 …)"""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` …"""
     compile: Compile = "auto"
