@@ -70,8 +70,14 @@ class ExecutorSettings:
     train_index: Resources = field(default_factory=Resources)
     add: Resources = field(default_factory=Resources)
     neighbors: Resources = field(default_factory=Resources)
+    train: Resources = field(default_factory=Resources)
+    """Training: with `workers` above 0, `retro train` runs on as many workers of Ray, one device each; 0 = in this process."""
+    train_failures: int = 8
+    """How often training is started anew from its last checkpoint when a worker of Ray fails."""
 
     def __post_init__(self) -> None:
+        if self.train_failures < 0:
+            raise InputError(f"executor.train_failures = {self.train_failures}: must be 0 or more.")
         if self.threads < 0:
             raise InputError(f"executor.threads = {self.threads}: must be 0 (all) or more.")
 

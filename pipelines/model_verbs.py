@@ -17,12 +17,28 @@ log = logging.getLogger("retro")
 
 
 def train(config: Config) -> int:
-    """`retro train CONFIG`."""
-    from pipelines.run_report import write_run_report
+    """`retro train CONFIG`: in this process, in several that torchrun has started, or on Ray.
 
-    outcome = run_training(config, "train")
-    print(as_line(outcome.metrics[-1]))
-    print(f"checkpoint: {outcome.checkpoint}")
+    Among several processes the first one speaks.
+    """
+    from pipelines.run_report import write_run_report
+    from retro.checkpoint import latest
+    from retro.processes import joined
+    from retro.run import read_metrics
+
+    if config.executor.train.workers:
+        from pipelines.ray_train import train_on_ray
+
+        train_on_ray(config)
+        first = True
+    else:
+        with joined() as rank:
+            run_training(config, "train")
+            first = rank == 0
+    if not first:
+        return 0
+    print(as_line(read_metrics(config.run)[-1]))
+    print(f"checkpoint: {latest(config.run)}")
     write_run_report([config.run], config.run / "report.html")
     print(f"report: {config.run / 'report.html'}")
     return 0

@@ -1,10 +1,12 @@
 """Training over many devices: how processes share a model and its batches, with PyTorch's own parts.
 
     processes  =  pipeline × data × tensor             one torch process for each device, numbered so that tensor varies fastest
+                             data = replica × expert
 
     tensor     heads and feed-forward features of every layer are divided; between blocks the sequence is (sequence parallel)
     pipeline   layers are divided (`pipeline.py`)
     data       sequences of a batch are divided, and with ZeRO (FSDP2) what is kept of optimizer, gradients and parameters
+    expert     the data-parallel processes that differ in this way share the experts (`experts.py`)
     checkpointing   activations are computed twice instead of kept
 
 What a step computes is the same however it is shared out: the mean over the labels of the whole batch. The model knows nothing
@@ -34,7 +36,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from indexing.store.errors import InputError
-from retro.attention import PerHead
+from retro.attention import Attention, PerHead
+from retro.experts import Experts, share_experts
 from retro.model import ChunkedCrossAttention, Retro
 from retro.model_settings import ModelSettings
 from retro.parallel_settings import Checkpointing, ParallelSettings
@@ -53,12 +56,18 @@ class Processes:
                 f"parallel: pipeline {settings.pipeline} × data {settings.data or 'any'} × tensor {settings.tensor} do not make "
                 f"{self.count} process{'es' * (self.count > 1)}; start as many with torchrun, or set parallel.data = 0."
             )
+        if self.data % settings.expert:
+            raise InputError(
+                f"parallel.expert = {settings.expert}: must divide the number of data-parallel processes, {self.data}."
+            )
         self.mesh: DeviceMesh | None = None
         self.data_rank = 0
         if self.count > 1:
-            shape, names = (settings.pipeline, self.data, settings.tensor), ("pipeline", "data", "tensor")
+            shape = (settings.pipeline, self.data // settings.expert, settings.expert, settings.tensor)
+            names = ("pipeline", "replica", "expert", "tensor")
             self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-            self.data_rank = self.mesh.get_local_rank("data")
+            self.mesh["replica", "expert"]._flatten("data")
+            self.data_rank = self.mesh["data"].get_local_rank()
 
     @property
     def is_first(self) -> bool:
@@ -98,6 +107,14 @@ class Processes:
                 losses = torch.cat(parts, dim)
         return losses
 
+    def merged(self, figures: dict[str, float]) -> dict[str, float]:
+        """Figures by name of all stages of a pipeline."""
+        if (mesh := self.along("pipeline")) is None:
+            return figures
+        found: list[dict[str, float]] = [{}] * mesh.size()
+        dist.all_gather_object(found, figures, group=mesh.get_group())
+        return {name: value for each in reversed(found) for name, value in each.items()}
+
     def largest(self, value: Tensor) -> Tensor:
         """The largest of all processes' values, in place."""
         if self.count > 1:
@@ -135,8 +152,12 @@ def _divide_layers(model: Retro, mesh: DeviceMesh) -> None:
 
 def _divide_block(block: nn.Module, mesh: DeviceMesh, output: Any, local: bool) -> None:
     """Matrices into heads and features by rows, the one back into the stream by columns, what heads have by head."""
+    if isinstance(block, Attention):
+        block.first_head = mesh.get_local_rank() * (block.num_heads // mesh.size())
     for name, module in block.named_modules():
-        if isinstance(module, PerHead):
+        if isinstance(module, nn.RMSNorm):  # of queries and keys [N, S, H, C], the same for all heads
+            parallelize_module(module, mesh, SequenceParallel(sequence_dim=2, use_local_output=True))
+        elif isinstance(module, PerHead):
             module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
             module.register_forward_hook(lambda _module, _inputs, weight: weight.to_local())
         elif isinstance(module, nn.Linear):
@@ -219,12 +240,14 @@ def _checkpoint_activations(model: Retro, how: Checkpointing) -> None:
 # ------------------------------------------------------------------------------------------------------- data parallel
 
 
-def _share_data(model: Retro, root: nn.Module, mesh: DeviceMesh, settings: ParallelSettings) -> None:
+def _share_data(model: Retro, root: nn.Module, processes: Processes) -> None:
     """Let gradients be summed over the data-parallel processes, and divide what ZeRO divides.
 
     A unit is gathered, and its gradients are summed, at a time: attention and feed-forward of a layer, a CCA, the encoder (a batch
     without neighbors passes neither), and what is left.
     """
+    assert processes.mesh is not None
+    settings, mesh = processes.settings, processes.mesh["data"]
     if settings.zero:
         offload = CPUOffloadPolicy(mesh.device_type != "cpu") if settings.offload else OffloadPolicy()
         share: Callable[..., Any] = partial(
@@ -232,6 +255,9 @@ def _share_data(model: Retro, root: nn.Module, mesh: DeviceMesh, settings: Paral
         )
     else:
         share = partial(replicate, mesh=mesh)
+    for module in model.modules() if settings.expert > 1 else ():
+        if isinstance(module, Experts):  # their gradients are already sums over the processes that share them
+            share(module.experts, mesh=processes.mesh["replica"])
     for name in model.attention:
         share([model.attention[name], model.feed_forward[name]])
     for cross in model.cross.values():
@@ -287,15 +313,19 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
     _check(model.settings, settings)
     if (mesh := processes.along("tensor")) is not None:
         _divide_layers(model, mesh)
+    if (mesh := processes.along("expert")) is not None:
+        share_experts(model, mesh)
     _checkpoint_activations(model, settings.checkpointing)
     if compiled and processes.count > 1:
         for block in _blocks(model):
             block.compile(dynamic=False)
     if processes.mesh is not None:
-        _share_data(model, root or model, processes.mesh["data"], settings)
+        _share_data(model, root or model, processes)
 
 
 def _check(model: ModelSettings, settings: ParallelSettings) -> None:
+    if settings.expert > 1 and not model.num_experts:
+        raise InputError(f"parallel.expert = {settings.expert}: the model has no experts (model.num_experts = 0).")
     for key in ("dropout", "num_experts"):
         if getattr(model, key) and settings.tensor > 1:
             raise InputError(

@@ -26,12 +26,14 @@ class ParallelSettings:
     """Of a pipeline: one run of layers for each process, or two (less waiting, more sending)."""
     microbatches: int = 0
     """Parts that pass through a pipeline one after another; 0 = twice as many as it has processes, if the batch can be cut so."""
+    expert: int = 1
+    """Data-parallel processes that share the experts of every layer that has some: tokens are sent to where theirs are."""
     checkpointing: Checkpointing = "none"
     """Activations computed again in the backward pass: `none`; `selective`: all but matrix products and attention; `full`:
     everything within a block."""
 
     def __post_init__(self) -> None:
-        for key, least in (("data", 0), ("tensor", 1), ("pipeline", 1), ("microbatches", 0)):
+        for key, least in (("data", 0), ("tensor", 1), ("pipeline", 1), ("microbatches", 0), ("expert", 1)):
             if getattr(self, key) < least:
                 raise InputError(f"parallel.{key} = {getattr(self, key)}: must be {least} or more.")
         if self.offload and not self.zero:

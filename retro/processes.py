@@ -4,9 +4,13 @@ Without a group there is one process, and everything is just called. Where there
 functions in the same order, or they wait for each other.
 """
 
-from collections.abc import Callable
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from indexing.store.errors import InputError
@@ -15,6 +19,25 @@ Result = TypeVar("Result")
 
 _KINDS: tuple[type[Exception], ...] = (InputError, OSError, RuntimeError)
 """What an error becomes in the processes that it did not happen in: the first that it is one of, else the last."""
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[int]:
+    """Inside, the processes that torchrun or Slurm have started are one group; yields the number of this one, 0 if it is alone.
+
+    Processes beyond the first say only what is wrong.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield dist.get_rank() if dist.is_initialized() else 0
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    rank = dist.get_rank()
+    if rank:
+        logging.getLogger("retro").setLevel(logging.ERROR)
+    try:
+        yield rank
+    finally:
+        dist.destroy_process_group()
 
 
 def open_group() -> dist.ProcessGroup | None:

@@ -107,6 +107,7 @@ def make_step(
             restore_random_state(placement.device, randomness)
         scaler.update(scale if update == "refused" else None)
         optimizer.zero_grad(set_to_none=True)
+        figures = processes.merged(figures) if looks else {}
         if monitor:
             monitor.watch(number + 1, loss, metrics["gradient_norm"], figures)
         metrics |= {"z_loss": z_loss} if settings.z_loss else {}

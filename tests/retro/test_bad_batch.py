@@ -14,7 +14,8 @@ from pipelines.config import Config
 from retro import checkpoint as checkpoints
 from retro import step as steps
 from retro.batches import TrainingData
-from retro.trainer import _MOST_REFUSED, Outcome, train
+from retro.loop import _MOST_REFUSED
+from retro.trainer import Outcome, train
 from tests.conftest import tiny_config
 
 BAD = 6  # the step whose batch is bad, counted from 1; there are 2 sequences in each

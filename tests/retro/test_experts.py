@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from indexing.store.errors import InputError
-from retro.device import Placement
 from retro.experts import ROUTING, ExpertLinear, Experts, places_in_queues, routing_loss, share_experts
 from retro.loss import loss
 from retro.model import ModelSettings, Retro
 from retro.optimizer import make_optimizer
-from retro.step import make_step
 from retro.train_settings import TrainSettings
-from tests.retro.small_model import SETTINGS, B, T, batch, build
+from tests.retro.small_model import SETTINGS, B, T, batch, build, step_of
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
 D, E = SETTINGS.d_model, 4
@@ -229,10 +227,8 @@ def test_a_step_learns_from_the_balance_loss_and_logs_the_routing() -> None:
     def step(batches: list[dict[str, Any]], **changes: Any) -> tuple[dict[str, float], Retro]:
         model = build(**{"num_experts": E, **changes}).train()
         settings = TrainSettings(steps=1, warmup_steps=0, accumulation=len(batches), clip=0.0)
-        optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        placement = Placement(torch.device("cpu"), bfloat16=False)
-        metrics, _ = make_step(model, optimizer, iter([dict(each) for each in batches]), placement, settings)(0)
-        return metrics, model
+        optimizer = make_optimizer(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        return step_of(model, optimizer, iter(batches), settings)(0).metrics, model
 
     together, model = step([whole])
     apart, other = step(halves)

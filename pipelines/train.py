@@ -1,0 +1,13 @@
+"""`python -m pipelines.train CONFIG …`: training by this process, by torchrun's, or by Ray's.
+
+torchrun --nproc-per-node 8 -m pipelines.train CONFIG        each process is one of many
+python -m pipelines.train CONFIG --ray.workers 8             workers of a Ray cluster; `ray job submit` takes this line
+python -m pipelines.train CONFIG                             alone, as `retro train CONFIG`
+"""
+
+import sys
+
+from pipelines.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,0 +1,229 @@
+"""However a run is shared out over processes, it has the losses of one process, step by step, and goes on with any others.
+
+Four processes are started once and do every run in turn, as a start of PyTorch takes longer than most of them.
+"""
+
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.config import Config
+from retro.parallel import Processes, distribute
+from retro.parallel_settings import ALONE, ParallelSettings
+from retro.passes import WholeModel
+from retro.trainer import train
+from tests.conftest import tiny_config
+from tests.retro.small_model import build
+
+WORLD = 4
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    # Every scheme of positions, grouped queries, tables of positions, and embeddings that three stages hold.
+    "learned": {
+        "positions": "learned",
+        "max_positions": 64,
+        "activation": "swiglu",
+        "qk_norm": True,
+        "num_kv_heads": 4,
+    },
+    "alibi": {"positions": "alibi", "smeared_keys": True, "shared_embeddings": True, "copying_init": True},
+    "transformer-xl": {"positions": "transformer-xl", "tied_embeddings": False},
+    "experts": {"num_experts": 4, "experts_every": 2},
+}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data": ("plain", {}),
+    "zero-1": ("plain", {"zero": 1}),
+    "zero-2": ("plain", {"zero": 2, "checkpointing": "selective"}),
+    "zero-3-offload": ("plain", {"zero": 3, "offload": True}),
+    "tensor": ("learned", {"tensor": 4}),
+    "tensor-zero-3": ("alibi", {"tensor": 2, "zero": 3, "checkpointing": "full"}),
+    "pipeline": ("alibi", {"pipeline": 4}),
+    "pipeline-zero-3": ("learned", {"pipeline": 2, "zero": 3}),
+    "interleaved-tensor": ("transformer-xl", {"pipeline": 2, "schedule": "interleaved", "tensor": 2}),
+    "interleaved-zero-1": ("experts", {"pipeline": 2, "schedule": "interleaved", "zero": 1, "checkpointing": "full"}),
+    "expert": ("experts", {"expert": 4}),
+    "expert-zero-3": ("experts", {"expert": 2, "zero": 3}),
+}
+"""By name: options of the model, and how four processes share it."""
+NUM_STEPS = 4
+
+
+def run_of(
+    config: Config, folder: Path, options: str, parallel: dict[str, Any], **changes: Any
+) -> list[dict[str, float]]:
+    """The metrics of a run of a few steps, whoever calls this."""
+    settings = replace(config.train, **changes)
+    outcome = train(
+        folder,
+        [config.datastore],
+        replace(config.model, **OPTIONS[options]),
+        config.data,
+        settings,
+        config.evaluation,
+        ParallelSettings(**parallel),
+    )
+    timed = ("tokens_per_second", "mfu")
+    return [{name: value for name, value in line.items() if name not in timed} for line in outcome.metrics]
+
+
+def process(rank: int, folder: Path, config: Config) -> None:
+    """One of the four: every run in turn; the first one writes what it has measured, each what went wrong."""
+    torch.set_num_threads(1)
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
+    for name, (options, parallel) in RUNS.items():
+        problem = ""
+        try:
+            metrics = run_of(config, folder / name, options, parallel)
+            if rank == 0:
+                (folder / f"{name}.json").write_text(json.dumps(metrics))
+        except BaseException:
+            problem = traceback.format_exc()
+        (folder / f"{name}.{rank}").write_text(problem)
+        if problem:
+            os._exit(1)  # what the others wait for will not come
+    # Half of a run in one way, the rest in another.
+    run_of(config, folder / "changed", "alibi", {"zero": 3}, checkpoint_every=2, steps=2)
+    metrics = run_of(config, folder / "changed", "alibi", {"pipeline": 2, "tensor": 2}, checkpoint_every=2)
+    if rank == 0:
+        (folder / "changed.json").write_text(json.dumps(metrics))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    config = replace(tiny_config(tmp_path_factory.mktemp("alone"), tiny_corpus), datastore=tiny_datastore.folder)
+    sizes = {"num_heads": 4, "head_dim": 8, "encoder_num_heads": 4, "encoder_head_dim": 4, "num_layers": 4}
+    train_settings = {
+        "steps": NUM_STEPS,
+        "batch_size": 8,
+        "accumulation": 2,
+        "precision": "float32",
+        "eval_every": NUM_STEPS,
+    }
+    train_settings |= {"checkpoint_every": NUM_STEPS, "schedule": "constant", "lr": 3e-3, "retrieval_dropout": 0.3}
+    return replace(
+        config,
+        model=replace(config.model, cca_layers=(2, 4), **sizes),
+        train=replace(config.train, **train_settings),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
+    """Where the four have been."""
+    folder = tmp_path_factory.mktemp("parallel")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])
+    processes = [context.Process(target=process, args=(rank, folder, config)) for rank in range(WORLD)]
+    for one in processes:
+        one.start()
+    end = time.monotonic() + 480
+    for one in processes:
+        one.join(max(0.0, end - time.monotonic()))
+        one.kill()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, config: Config) -> dict[str, list[dict[str, float]]]:
+    """What one process measures, by the options of the model."""
+    runs = tmp_path_factory.mktemp("one")
+    return {name: run_of(config, runs / name, name, {}) for name in OPTIONS}
+
+
+def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Losses within float32's rounding of sums in another order, and what follows of them."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=1e-3 if name == "gradient_norm" else 2e-5), (
+                name,
+                ours["step"],
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_four_processes_have_the_losses_of_one(
+    name: str, folder: Path, alone: dict[str, list[dict[str, float]]]
+) -> None:
+    for rank in range(WORLD):
+        file = folder / f"{name}.{rank}"
+        problem = file.read_text() if file.exists() else "it did not come so far"
+        assert not problem, f"process {rank}: {problem}"
+    assert_same(json.loads((folder / f"{name}.json").read_text()), alone[RUNS[name][0]])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_shared_out_in_another_way(
+    folder: Path, config: Config, alone: dict[str, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    expected = [line for line in alone["alibi"] if "loss" in line]
+    found = [line for line in json.loads((folder / "changed.json").read_text()) if "loss" in line]
+    assert_same(found, expected)
+    # What four have begun one can end: the last checkpoint is of four, and holds what one process would have.
+    for line in run_of(config, folder / "changed", "alibi", {}, steps=NUM_STEPS + 1)[-1:]:
+        assert line["step"] == NUM_STEPS + 1
+
+
+def refused(settings: ParallelSettings, **model: Any) -> str:
+    with pytest.raises(InputError) as refusal:
+        distribute(build(**model), Processes(settings, torch.device("cpu")))
+    return str(refusal.value)
+
+
+def test_processes_that_do_not_fit_are_refused() -> None:
+    assert "parallel: pipeline 1 × data any × tensor 2 do not make 1 process" in refused(ParallelSettings(tensor=2))
+    for key in ("data", "tensor", "pipeline", "microbatches", "expert"):
+        with pytest.raises(InputError, match=f"parallel.{key} = -1: must be"):
+            ParallelSettings(**{key: -1})
+    with pytest.raises(InputError, match=r"parallel.offload = true: needs parallel.zero"):
+        ParallelSettings(offload=True)
+
+
+def test_activation_checkpointing_keeps_less_and_changes_nothing() -> None:
+    from retro.device import place
+    from retro.passes import Share
+    from tests.retro.small_model import batch
+
+    tokens, neighbors, lengths = batch()
+    inputs = {
+        "tokens": tokens,
+        "documents": None,
+        "neighbors": neighbors,
+        "neighbor_lengths": lengths,
+        "labels": tokens,
+    }
+    kept, gradients = {}, {}
+    for how in ("none", "selective", "full"):
+        model, size = build(), 0
+        settings = replace(ALONE, checkpointing=how)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal size
+            size += tensor.nbytes
+            return tensor
+
+        passes = WholeModel(model, Processes(settings, torch.device("cpu")), place("cpu", "float32"))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden, _ = passes.hidden_and_routing(**{name: value for name, value in inputs.items() if name != "labels"})
+        del hidden
+        kept[how] = size
+        passes.forward_backward(inputs, Share(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True))
+        gradients[how] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert kept["full"] < kept["selective"] < kept["none"]
+    for how in ("selective", "full"):
+        torch.testing.assert_close(gradients[how], gradients["none"], rtol=1e-5, atol=1e-7)
