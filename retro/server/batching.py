@@ -7,11 +7,12 @@ are worked on together, and a key holds all that the answer depends on, so that 
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -25,7 +26,7 @@ _IDLE_SECONDS = 5.0
 class _Request(Generic[K, T, R]):
     key: K
     items: Sequence[T]
-    answer: "Future[list[R]]"
+    answer: "asyncio.Future[list[R]]"
 
 
 class Batcher(Generic[K, T, R]):
@@ -60,13 +61,13 @@ class Batcher(Generic[K, T, R]):
         """Results of the items in their order. Cancelled before its turn, a request is never worked on."""
         if not items:
             return []
-        request = _Request[K, T, R](key, items, Future())
+        request = _Request[K, T, R](key, items, asyncio.get_running_loop().create_future())
         with self._lock:
             self._waiting.put(request)
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        return await asyncio.wrap_future(request.answer)
+        return await request.answer
 
     def _run(self) -> None:
         while True:
@@ -80,7 +81,7 @@ class Batcher(Generic[K, T, R]):
                 continue
             by_key: dict[K, list[_Request[K, T, R]]] = {}
             for request in self._gathered(first):
-                if request.answer.set_running_or_notify_cancel():
+                if not request.answer.cancelled():
                     by_key.setdefault(request.key, []).append(request)
             for key, requests in by_key.items():
                 self._answer(key, requests)
@@ -101,15 +102,30 @@ class Batcher(Generic[K, T, R]):
         items = [item for request in requests for item in request.items]
         self._on_batch(len(items))
         try:
-            results = self._work(key, items)
+            results = iter(self._work(key, items))
+            answers: list[list[R] | Exception] = [list(islice(results, len(each.items))) for each in requests]
         except Exception as error:
-            if len(requests) == 1:
-                requests[0].answer.set_exception(error)
-            else:
+            if len(requests) > 1:
                 for request in requests:
                     self._answer(key, [request])
-            return
-        start = 0
-        for request in requests:
-            request.answer.set_result(list(results[start : start + len(request.items)]))
-            start += len(request.items)
+                return
+            answers = [error]
+        _hand_over(requests, answers)
+
+
+def _hand_over(requests: Sequence[_Request[K, T, R]], answers: Sequence[list[R] | Exception]) -> None:
+    """Give requests their answers, all of a loop at once: to wake it takes as long as a short search."""
+    for loop in {request.answer.get_loop() for request in requests}:
+        mine = [each for each in zip(requests, answers, strict=True) if each[0].answer.get_loop() is loop]
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+            loop.call_soon_threadsafe(_resume, mine)
+
+
+def _resume(answered: Sequence[tuple[_Request[K, T, R], list[R] | Exception]]) -> None:
+    for request, answer in answered:
+        if request.answer.done():
+            continue  # cancelled
+        if isinstance(answer, Exception):
+            request.answer.set_exception(answer)
+        else:
+            request.answer.set_result(answer)

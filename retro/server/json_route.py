@@ -7,6 +7,7 @@ answer these, and in the same way: but its layers, each of which can do more tha
 """
 
 from collections.abc import Callable, Coroutine, Iterable
+from functools import cached_property
 from typing import Any
 
 from fastapi import Request
@@ -36,6 +37,15 @@ class JsonRoute(APIRoute):
 
         return handler
 
+    @cached_property
+    def _request_model(self) -> type[BaseModel]:
+        (parameter,) = self.dependant.body_params
+        model = parameter.field_info.annotation
+        assert parameter.name == "request"
+        assert isinstance(model, type)
+        assert issubclass(model, BaseModel)
+        return model
+
     async def answer(self, scope: Scope, body: bytes) -> Response:
         """The answer to a request; raises RequestValidationError, and what the endpoint raises."""
         # A browser sends JSON to another origin only after asking: so no page but the server's own can ask.
@@ -43,13 +53,8 @@ class JsonRoute(APIRoute):
         if kind.partition(b";")[0].strip().lower() != b"application/json":
             problem = "the body must be JSON: send the header Content-Type: application/json"
             raise RequestValidationError([{"loc": ("body",), "msg": problem}])
-        (parameter,) = self.dependant.body_params
-        model = parameter.field_info.annotation
-        assert parameter.name == "request"
-        assert isinstance(model, type)
-        assert issubclass(model, BaseModel)
         try:
-            asked = model.model_validate_json(body)
+            asked = self._request_model.model_validate_json(body)
         except ValidationError as error:
             raise RequestValidationError(error.errors(include_url=False, include_input=False)) from error
         answer = await self.endpoint(request=asked, service=scope["app"].state.service)

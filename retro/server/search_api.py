@@ -80,7 +80,7 @@ def vectors_of(given: Sequence[schemas.Vector], dimension: int) -> list[np.ndarr
     for number, vector in enumerate(given):
         if isinstance(vector, str):
             try:
-                row = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4").astype(np.float32)
+                row = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4")
             except (binascii.Error, ValueError) as error:
                 message = f"vectors[{number}]: not the base64 of little-endian float32 ({error})."
                 raise Refused(message, param="vectors") from error
