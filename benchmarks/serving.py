@@ -5,7 +5,7 @@
 CONFIG is the TOML file of a datastore, which is built where it is not finished. `retro serve` runs as a process, and the clients,
 each with one connection and one request under way, are another process: one loop over plain sockets, which sends requests that
 are ready and looks for no more in an answer than its status and its length, so that it takes little from the cores that it shares
-with the server. What it takes is told. Bare is one call of the index after the other, each
+with the server: about 0.03 ms a request, and every line tells what it was. Bare is one call of the index after the other, each
 for as many queries as the clients have under way together, in a process that does nothing else; the two take turns in every
 round, and medians are told. Times are those of requests.
 

@@ -3,7 +3,7 @@
     bytes ─► pydantic ─► endpoint(request, service) ─► a Response, or a model that becomes one
 
 FastAPI still makes the OpenAPI description from the endpoint's parameters, and answers every other request. It would also
-answer these, and in the same way: but its layers, each of which can do more than is needed here, take as long as a search.
+answer these, and in the same way: but its layers, each of which can do more than is needed here, are much of what a request costs.
 """
 
 from collections.abc import Callable, Coroutine, Iterable

@@ -152,6 +152,8 @@ class Limits:
             if not gone:
                 raise
             task.uncancel()
+        except ApiError:
+            raise
         except Exception as error:
             answer = as_api_error(error)
             if begun:
