@@ -1,7 +1,8 @@
 """The HTTP application of a datastore and, where there is one, a checkpoint.
 
-    request ─► CORS (if set) ─► Limits ─► endpoint ─► Service ─► Retriever, LanguageModel
-                                             └ else a file of the page
+    request ─► CORS (if set) ─► Limits ─► Direct ───────────► endpoint with JSON ─┬─► Service ─► Retriever, LanguageModel
+                                             └─► FastAPI ─┬─► other endpoint ─────┘
+                                                          └─► else a file of the page
 
 It holds no state of the process: several apps live side by side, and an app is what uvicorn or Ray Serve runs.
 """
@@ -21,7 +22,8 @@ from starlette.staticfiles import StaticFiles
 from indexing.retriever import Retriever
 from retro.language_model import LanguageModel
 from retro.server import docs_page, model_api, openai_api, schemas, search_api
-from retro.server.errors import ApiError, declared, handle_errors
+from retro.server.errors import ApiError, declared, raise_errors
+from retro.server.json_route import Direct
 from retro.server.limits import Limits
 from retro.server.service import Service, Serving
 from retro.server.settings import ServeSettings
@@ -58,9 +60,11 @@ def make_app(
         redoc_url=None,
     )
     app.state.service = service
-    for each in (router, search_api.router, model_api.router, openai_api.router, docs_page.router):
+    routers = (router, search_api.router, model_api.router, openai_api.router, docs_page.router)
+    for each in routers:
         app.include_router(each)
-    handle_errors(app)
+    raise_errors(app)
+    app.add_middleware(Direct, routes=[route for each in routers for route in each.routes])
     app.add_middleware(
         Limits,
         settings=settings,

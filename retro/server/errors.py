@@ -88,9 +88,10 @@ def took_too_long(seconds: float) -> ApiError:
     return ApiError(504, f"the request took longer than {seconds:g} s (request_seconds).")
 
 
-def error_response(error: ApiError) -> Response:
-    """The answer that tells an error."""
-    return Response(error_json(error), error.status, error.headers, media_type="application/json")
+def error_response(error: ApiError, path: str) -> Response:
+    """The answer that tells an error to who asked for `path`."""
+    status = 400 if error.status == 422 and path.startswith("/v1/") else error.status
+    return Response(error_json(error), status, error.headers, media_type="application/json")
 
 
 def error_json(error: ApiError) -> bytes:
@@ -105,14 +106,14 @@ def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in every}
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Let an app answer errors as JSON."""
+def raise_errors(app: FastAPI) -> None:
+    """Let what FastAPI would answer in its own way be raised; `Limits` answers everything that is."""
 
-    async def answer(request: Request, error: Exception) -> Response:
-        return error_response(_under_v1(request, as_api_error(error)))
+    async def raise_on(_: Request, error: Exception) -> Response:
+        raise error
 
-    for kind in (ApiError, InputError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, answer)
+    for kind in (RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, raise_on)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -141,9 +142,3 @@ def _first_problem(problem: Mapping[str, Any]) -> tuple[str, str | None]:
     places = [str(part) for part in problem["loc"] if re.fullmatch(r"\w+", str(part)) and part not in _NO_PLACES]
     place, message = ".".join(places), str(problem["msg"]).removeprefix("Value error, ")
     return (f"{place}: {message}" if place else message), place or None
-
-
-def _under_v1(request: Request, error: ApiError) -> ApiError:
-    if error.status == 422 and request.url.path.startswith("/v1/"):
-        return ApiError(400, error.message, param=error.param, type=error.type)
-    return error

@@ -95,7 +95,7 @@ class Limits:
             finally:
                 self._admission.under_way -= 1
         except ApiError as error:
-            await error_response(error)(scope, receive, send_noting)
+            await error_response(error, scope["path"])(scope, receive, send_noting)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.count_request(scope["method"], route, status, time.perf_counter() - started)
@@ -152,6 +152,8 @@ class Limits:
             if not gone:
                 raise
             task.uncancel()
+        except ApiError:
+            raise
         except Exception as error:
             answer = as_api_error(error)
             if begun:

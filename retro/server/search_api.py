@@ -23,7 +23,7 @@ from retro.server import schemas
 from retro.server.datastore_facts import datastore_facts
 from retro.server.errors import Refused, declared
 from retro.server.json_route import JsonRoute, as_json
-from retro.server.service import Found, Kind, Search, Service, Serving
+from retro.server.service import BareHit, Found, Kind, Search, Service, Serving
 from retro.server.spans import characters, shared_runs, token_ends
 
 router = APIRouter(route_class=JsonRoute)
@@ -42,8 +42,7 @@ _NO_TEXT = {
 async def search(request: schemas.SearchRequest, service: Serving) -> Response:
     """The nearest chunks of texts, token ids or vectors; requests that come together are searched together."""
     found = await found_for(service, request)
-    fields = _hit_fields if request.text else _bare_hit_fields
-    results = [[fields(hit) for hit in each.hits] for each in found]
+    results = [[_hit_fields(hit) for hit in each.hits] for each in found]
     # Written as it is, without a model for each hit: that would cost more than a search.
     return Response(to_json({"results": results} | _missing(found)), media_type="application/json")
 
@@ -80,7 +79,7 @@ def vectors_of(given: Sequence[schemas.Vector], dimension: int) -> list[np.ndarr
     for number, vector in enumerate(given):
         if isinstance(vector, str):
             try:
-                row = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4").astype(np.float32)
+                row = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4")
             except (binascii.Error, ValueError) as error:
                 message = f"vectors[{number}]: not the base64 of little-endian float32 ({error})."
                 raise Refused(message, param="vectors") from error
@@ -110,7 +109,9 @@ def _of_document(found: Hit | StoredChunk) -> dict[str, Any]:
     }
 
 
-def _hit_fields(hit: Hit) -> dict[str, Any]:
+def _hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
+    if isinstance(hit, BareHit):
+        return _NO_TEXT | {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
     return {
         "chunk_id": hit.chunk_id,
         "score": hit.score,
@@ -119,10 +120,6 @@ def _hit_fields(hit: Hit) -> dict[str, Any]:
         "continuation": hit.continuation,
         **_of_document(hit),
     }
-
-
-def _bare_hit_fields(hit: Hit) -> dict[str, Any]:
-    return _NO_TEXT | {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
 
 
 @router.post("/embed", response_model=schemas.EmbedResponse, responses=declared(413, 422), tags=["search"])

@@ -42,10 +42,18 @@ class Search(NamedTuple):
     text: bool = True
 
 
-class Found(NamedTuple):
-    """What a search has found for one query, and the parts of the index that did not answer."""
+class BareHit(NamedTuple):
+    """A hit without text. `Hit` would do, but takes longer to make, and meanwhile no search runs."""
 
-    hits: list[Hit]
+    chunk_id: int
+    score: float
+    distance: float
+
+
+class Found(NamedTuple):
+    """What a search has found for one query, bare where `text` was not asked for, and the parts of the index that did not answer."""
+
+    hits: Sequence[Hit | BareHit]
     missing: tuple[str, ...]
 
 
@@ -196,8 +204,7 @@ def _search_with(retriever: Retriever) -> Callable[[Search, list[Query]], list[F
         ranked = retriever.rank(asked, search.k, filters=filters, rerank=search.rerank)
         rows = zip(ranked.ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
         return [
-            Found([Hit(*each, "", "", {}) for each in zip(*row, strict=True) if each[0] >= 0], ranked.missing)
-            for row in rows
+            Found([BareHit(*each) for each in zip(*row, strict=True) if each[0] >= 0], ranked.missing) for row in rows
         ]
 
     return work

@@ -1,0 +1,101 @@
+"""The short way of requests with JSON changes nothing: FastAPI's own layers would answer the same."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from retro.server.json_route import Direct
+from tests.retro.server.conftest import TEXT, Make
+
+TOKEN = {"Authorization": "Bearer right"}
+JSON = {**TOKEN, "Content-Type": "application/json"}
+GREEDY = {"prompt": TEXT, "max_tokens": 4, "temperature": 0}
+
+
+def post(path: str, json: Any) -> dict[str, Any]:
+    return {"method": "POST", "url": path, "json": json, "headers": TOKEN}
+
+
+def sent(content: bytes, headers: dict[str, str], path: str = "/search", method: str = "POST") -> dict[str, Any]:
+    return {"method": method, "url": path, "content": content, "headers": headers}
+
+
+GOOD = {
+    "search": post("/search", {"texts": [TEXT, "memory"], "k": 3}),
+    "ids alone": post("/search", {"texts": [TEXT], "text": False}),
+    "nothing to search": post("/search", {"texts": []}),
+    "kind with parameters": sent(b'{"texts": ["a"]}', {**TOKEN, "Content-Type": "Application/JSON; charset=utf-8"}),
+    "query string": post("/search?x=1", {"texts": [TEXT]}),
+    "embed": post("/embed", {"texts": [TEXT]}),
+    "neighbors": post("/neighbors", {"text": TEXT * 9}),
+    "score": post("/score", {"text": TEXT}),
+    "generate": post("/generate", GREEDY),
+    "stream": post("/generate", GREEDY | {"stream": True}),
+    "a model as the answer": post("/tokenize", {"prompt": TEXT}),
+    "embeddings": post("/v1/embeddings", {"model": "tiny:embedder", "input": TEXT}),
+}
+BAD = {
+    "no JSON": (422, sent(b"{", JSON)),
+    "no body": (422, sent(b"", JSON)),
+    "not UTF-8": (422, sent(b'{"texts": ["\xff"]}', JSON)),
+    "other kind": (422, sent(b'{"texts": ["a"]}', {**TOKEN, "Content-Type": "text/plain"})),
+    "no kind": (422, sent(b'{"texts": ["a"]}', TOKEN)),
+    "unknown field": (422, post("/search", {"texts": ["a"], "nonsense": 1})),
+    "wrong type": (422, post("/search", {"vectors": [["x"]]})),
+    "limit": (422, post("/search", {"texts": ["a"], "k": 1000})),
+    "user's mistake": (422, post("/search", {"texts": [" "]})),
+    "v1, no model of that name": (404, post("/v1/embeddings", {"model": "other", "input": "a"})),
+    "v1, wrong type": (400, post("/v1/embeddings", {"model": 1})),
+    "v1, limit": (400, post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 10**6})),
+    "no token": (401, sent(b'{"texts": ["a"]}', {"Content-Type": "application/json"})),
+    "too long": (413, sent(b" " * 2000, JSON)),
+    "other method": (405, sent(b'{"texts": ["a"]}', JSON, method="PUT")),
+    "GET": (404, sent(b"", JSON, method="GET")),
+    "slash": (405, post("/search/", {"texts": ["a"]})),
+    "nothing there": (404, sent(b"", JSON, path="/nothing", method="GET")),
+}
+
+
+@pytest.fixture(scope="module")
+def both(app_with: Make) -> Iterator[list[TestClient]]:
+    """Clients of an app, and of the same without the short way."""
+    direct, layers = (app_with(token="right", max_body_bytes=1000) for _ in range(2))
+    layers.user_middleware = [each for each in layers.user_middleware if each.cls is not Direct]
+    assert len(layers.user_middleware) == len(direct.user_middleware) - 1
+    with (
+        TestClient(direct, follow_redirects=False) as one,
+        TestClient(layers, follow_redirects=False) as other,
+    ):
+        yield [one, other]
+
+
+@pytest.mark.parametrize(
+    ("status", "request_"), [*((200, each) for each in GOOD.values()), *BAD.values()], ids=[*GOOD, *BAD]
+)
+def test_answers_are_those_of_fastapi(both: list[TestClient], status: int, request_: dict[str, Any]) -> None:
+    direct, layers = (client.request(**request_) for client in both)
+    assert direct.status_code == status, direct.text
+    assert (direct.status_code, direct.headers, direct.content) == (layers.status_code, layers.headers, layers.content)
+
+
+def test_they_are_counted_alike(both: list[TestClient]) -> None:
+    for client in both:
+        for request in (GOOD["embed"], BAD["no JSON"][1], BAD["v1, wrong type"][1], BAD["GET"][1], BAD["slash"][1]):
+            client.request(**request)
+    direct, layers = (
+        [line for line in client.get("/metrics", headers=TOKEN).text.splitlines() if "_requests_total{" in line]
+        for client in both
+    )
+    assert sorted(direct) == sorted(layers)
+    assert any('path="/v1/embeddings",status="400"' in line for line in direct)
+
+
+def test_the_short_way_is_gone_by_every_request_with_json(app_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No route with a body is left to FastAPI's layers."""
+    app = app_with()
+    (direct,) = (each for each in app.user_middleware if each.cls is Direct)
+    app_behind = Direct(app.router, **direct.kwargs)
+    with_body = {path for path, methods in app.openapi()["paths"].items() if "post" in methods}
+    assert set(app_behind._routes) == with_body
