@@ -98,21 +98,21 @@ def make_step(
             batch = next(batches)
             num_tokens += batch["tokens"].numel()
             total += forward_backward(batch)
-        looks = monitor is not None and monitor.due(number + 1)
-        figures = monitor.gradients(scaler.get_scale()) if monitor and looks else {}
+        looking = monitor if monitor and monitor.due(number + 1) else None
+        figures = looking.gradients(scaler.get_scale()) if looking else {}
         scaler.unscale_(optimizer)
         norm = clip_(model.parameters(), settings.clip or math.inf)
         metrics = {"loss": total.item(), "lr": lr, "gradient_norm": norm.item()}
         scale = scaler.get_scale()
         update = judge(metrics["loss"], metrics["gradient_norm"], scale if scaler.is_enabled() else None)
         if update == "applied":
-            before = monitor.weights() if monitor and looks else {}
+            before = looking.weights() if looking else {}
             optimizer.step()
-            if monitor and looks:
-                figures |= monitor.updates(before)
+            if looking:
+                figures |= looking.updates(before)
         elif update == "refused":
             restore_random_state(placement.device, randomness)
-        scaler.update(scale if update == "refused" else None)
+        scaler.update(scale if update == "refused" else None)  # a bad batch says nothing of the scale
         optimizer.zero_grad(set_to_none=True)
         if monitor:
             monitor.watch(number + 1, metrics["loss"], metrics["gradient_norm"], figures)
