@@ -27,7 +27,7 @@ PREFIX = "monitor/"
 
 _WINDOW = 50  # values that a new one is compared with, and
 _ENOUGH = 10  # how many there must be
-_DEVIATIONS = 8.0  # from the median that are far, where a deviation is that of a normal distribution
+_DEVIATIONS = 6.0  # from the median that are far, where a deviation is that of a normal distribution
 _LOSS_MARGIN = 0.1  # of the median, by which a loss must be above it too
 _NORM_FACTOR = 10.0  # of the median, by which the norm of a gradient must be above it too
 _IN_A_ROW = 3  # a single odd batch is not yet a divergence

@@ -91,23 +91,23 @@ def make_step(
         randomness = random_state(placement.device)
         parts, sizes = zip(*(forward_backward(number) for number in range(settings.accumulation)), strict=True)
         loss, z_loss, *routing = processes.sum(torch.stack(parts).sum(0)).tolist()
-        looks = monitor is not None and monitor.due(number + 1)
-        figures = monitor.gradients(scaler.get_scale()) if monitor and looks else {}
+        looking = monitor if monitor and monitor.due(number + 1) else None
+        figures = looking.gradients(scaler.get_scale()) if looking else {}
         _unscale(scaler, optimizer, processes)
         norm = clip_(parameters, settings.clip or math.inf, passes.gradient_norm())
         metrics = {"loss": loss, "lr": lr, "gradient_norm": norm.item()}
         scale = scaler.get_scale()
         update = judge(loss, metrics["gradient_norm"], scale if scaler.is_enabled() else None)
         if update == "applied":
-            before = monitor.weights() if monitor and looks else {}
+            before = looking.weights() if looking else {}
             optimizer.step()
-            if monitor and looks:
-                figures |= monitor.updates(before)
+            if looking:
+                figures |= looking.updates(before)
         elif update == "refused":
             restore_random_state(placement.device, randomness)
-        scaler.update(scale if update == "refused" else None)
+        scaler.update(scale if update == "refused" else None)  # a bad batch says nothing of the scale
         optimizer.zero_grad(set_to_none=True)
-        figures = processes.merged(figures) if looks else {}
+        figures = processes.merged(figures) if looking else {}
         if monitor:
             monitor.watch(number + 1, loss, metrics["gradient_norm"], figures)
         metrics |= {"z_loss": z_loss} if settings.z_loss else {}

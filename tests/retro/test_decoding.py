@@ -15,6 +15,7 @@ from tests.retro.small_model import M, R, T, V, build, every_scheme, model_of
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
 FLOAT32 = place("cpu", "float32")
+FLOAT16 = Placement(torch.device("cpu"), torch.float16)
 BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
 LENGTHS = (1, M - 1, M, M + 1, 2 * M, 3 * M - 1, 5 * M)  # shorter and longer than a chunk, and at its borders
 
@@ -159,15 +160,18 @@ def test_neighbors_of_every_complete_chunk_in_sight_are_asked_for_once() -> None
     assert asked == [text[0][2 * M :].tolist()]
 
 
-@pytest.mark.parametrize("scheme", ["rope", "alibi", "learned"])
-def test_bfloat16_differs_by_its_rounding_alone(scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "reduced", "rounding"),
+    [("rope", BFLOAT16, 0.2), ("alibi", BFLOAT16, 0.2), ("learned", BFLOAT16, 0.2), ("rope", FLOAT16, 0.025)],
+)
+def test_a_reduced_precision_differs_by_its_rounding_alone(scheme: str, reduced: Placement, rounding: float) -> None:
     model, retrieve = model_of(scheme), retriever(2)
-    decoder, plain = Decoder(model, BFLOAT16, 4 * T, retrieve), Decoder(model, FLOAT32, 4 * T, retrieve)
+    decoder, plain = Decoder(model, reduced, 4 * T, retrieve), Decoder(model, FLOAT32, 4 * T, retrieve)
     new, difference = rows(M, 3), 0.0
     for _ in range(M):
         difference = max(difference, float((decoder.read(new) - plain.read(new)).abs().max()))
         new = rows(1, 1)
-    assert 0 < difference < 0.2
+    assert 0 < difference < rounding
 
 
 @every_scheme

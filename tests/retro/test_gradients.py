@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from retro.gradients import clip_, squared_norm, totals
+from retro.monitor import gradient_figures, update_ratios
 
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:
@@ -66,12 +67,36 @@ def _in_process(rank: int, folder: str) -> None:
     torch.testing.assert_close(squared_norm(gradients).sqrt(), norm)
     parts = []
     for gradient in gradients:
-        parts.append(nn.Parameter(gradient.detach().clone()))
+        placements = getattr(gradient, "placements", None)
+        weight = whole[len(parts)].detach().clone()
+        if placements is not None:
+            placements = [Replicate() if each.is_partial() else each for each in placements]
+            weight = distribute_tensor(weight, gradient.device_mesh, placements)
+        parts.append(nn.Parameter(weight))
         parts[-1].grad = gradient
+    _check_monitor(whole, parts)
     torch.testing.assert_close(clip_(parts, 1.0), norm)
     torch.testing.assert_close(squared_norm([part.grad for part in parts]), torch.tensor(1.0))
     torch.distributed.destroy_process_group()
     Path(folder, f"done-{rank}").touch()
+
+
+def _check_monitor(whole: list[nn.Parameter], parts: list[nn.Parameter]) -> None:
+    """The figures of layer groups are those of whole tensors too, after an update that moves each entry by 0.1."""
+    cut = {"first": parts[:2], "second": parts[2:]}
+    uncut = {"first": whole[:2], "second": whole[2:]}
+    for name, figures in gradient_figures(uncut, tiny=0.1).items():
+        assert figures["underflow"] > 0
+        assert gradient_figures(cut, tiny=0.1)[name] == pytest.approx(figures)
+    found = []
+    for groups in (cut, uncut):
+        before = {name: [weight.detach().clone() for weight in weights] for name, weights in groups.items()}
+        with torch.no_grad():
+            for weight in groups["first"]:
+                weight += 0.1
+        found.append({name: ratio["update_ratio"] for name, ratio in update_ratios(groups, before).items()})
+    assert found[1]["first"] > 0 == found[1]["second"]
+    assert found[0] == pytest.approx(found[1])
 
 
 def test_what_is_spread_over_processes_has_the_norm_of_the_whole(tmp_path: Path) -> None:

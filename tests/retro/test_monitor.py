@@ -89,10 +89,10 @@ def test_it_looks_often_at_the_start_and_then_regularly() -> None:
 def test_a_normal_run_does_not_warn_and_measures_all_groups(
     config: Config, caplog: pytest.LogCaptureFixture, tiny_model: Retro
 ) -> None:
-    outcome = run(config, steps=60)
+    outcome = run(config)
     assert warnings_in(caplog) == []
     looked = [line for line in outcome.metrics if any(name.startswith(PREFIX) for name in line)]
-    assert [line["step"] for line in looked] == [1, 2, 4, 8, 10, 20, 30, 40, 50, 60]
+    assert [line["step"] for line in looked] == [1, 2, 4, 8, 10, 20, 30, 40]
     groups = list(Monitor.of(tiny_model, torch.float32, 1).groups)
     for figure in ("gradient_norm", "update_ratio", "overflow", "underflow", "zero"):
         for group in groups:
@@ -139,7 +139,7 @@ def test_a_loss_that_rises_and_stays_is_warned_of_once_and_a_single_spike_is_not
     for step in range(41, 60):
         monitor.watch(step, noisy(step, 6.0), 1.0, {})
     assert len(warnings_in(caplog)) == 1
-    assert warnings_in(caplog)[0].startswith("step 43: the loss is 6")
+    assert warnings_in(caplog)[0].startswith("step 43: the loss is 5.8")
 
 
 def test_a_gradient_that_grows_tenfold_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,5 +169,5 @@ def test_an_overflow_that_comes_again_and_again_is_warned_of_but_seldom(caplog: 
     assert warnings_in(caplog) == []
     for step in range(20, 20 + _QUIET_STEPS + 5):
         monitor.watch(step, 4.0, 1.0, {f"{PREFIX}overflow/head": 0.01, f"{PREFIX}overflow/encoder": 0.01})
-    assert [warning.split(":")[0] for warning in warnings_in(caplog)] == ["step 22", f"step {22 + _QUIET_STEPS}"]
+    assert [warning.split(":")[0] for warning in warnings_in(caplog)] == ["step 21", f"step {21 + _QUIET_STEPS}"]
     assert "head: 1.00% of the gradient overflowed" in warnings_in(caplog)[0]
