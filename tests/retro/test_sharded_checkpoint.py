@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from indexing.store.errors import InputError
@@ -69,7 +70,8 @@ class Case:
         mesh: all four in a row.
         model: trained for a step, sharded over all four.
         optimizer: of its parameters.
-        whole: its weights and the optimizer's state, whole.
+        held: its weights and the optimizer's state, what is here of them.
+        whole: all of them.
     """
 
     rank: int
@@ -78,6 +80,7 @@ class Case:
     mesh: DeviceMesh
     model: Retro
     optimizer: torch.optim.Optimizer
+    held: dict[str, Tensor]
     whole: dict[str, Tensor]
 
     @property
@@ -119,14 +122,25 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole(model: checkpoints.Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and the optimizer's state, each tensor whole."""
-    tensors = checkpoints.tensors_of(model, optimizer)
-    both = tensors["model.safetensors"] | tensors["optimizer.safetensors"]
+    """Weights and the optimizer's state, each tensor whole: many collectives, so `held` is better where it will do."""
     return {
-        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
-        for name, tensor in both.items()
-        if not name.startswith("rng.")
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in named(model, optimizer)
     }
+
+
+def held(model: checkpoints.Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What this process holds of weights and optimizer state."""
+    return {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in named(model, optimizer)
+    }
+
+
+@torch.no_grad()
+def named(model: checkpoints.Model, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    files = checkpoints.tensors_of(model, optimizer).values()
+    return [(name, tensor) for file in files for name, tensor in file.items() if not name.startswith("rng.")]
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -148,12 +162,12 @@ def resumed_by_four(case: Case) -> None:
     optimizer = new_optimizer(model)
     checkpoints.restore(checkpoints.open_checkpoint(case.run), model, optimizer, case.group)
     assert torch.equal(torch.get_rng_state(), random_state(case.rank))
-    assert_equal(whole(model, optimizer), case.whole)
+    assert_equal(held(model, optimizer), case.held)
     step(model, optimizer)
     step(case.model, case.optimizer)
-    assert_equal(whole(model, optimizer), whole(case.model, case.optimizer))
+    assert_equal(held(model, optimizer), held(case.model, case.optimizer))
     checkpoints.restore(checkpoints.open_checkpoint(case.run), case.model, case.optimizer, case.group)  # back again
-    assert_equal(whole(case.model, case.optimizer), case.whole)
+    assert_equal(held(case.model, case.optimizer), case.held)
 
 
 def random_state(rank: int) -> Tensor:
@@ -265,7 +279,7 @@ def saved_in_the_background(case: Case) -> None:
         checkpoints.publish(run, {**STATE, "step": number}, copies, keep=2, group=case.group)
 
     for number in (1, 2):
-        states.append(whole(case.model, case.optimizer))
+        states.append(held(case.model, case.optimizer))
         saver.save(checkpoints.tensors_of(case.model, case.optimizer, case.rank), partial(late, number))
         step(case.model, case.optimizer)
         assert goes_on.is_set() == (number == 2)
@@ -277,18 +291,17 @@ def saved_in_the_background(case: Case) -> None:
         optimizer = new_optimizer(model)
         opened = checkpoints.open_checkpoint(checkpoints.step_folder(run, number))
         checkpoints.restore(opened, model, optimizer, case.group)
-        assert_equal(whole(model, optimizer), expected)
+        assert_equal(held(model, optimizer), expected)
 
 
 def saved_after_an_evaluation(case: Case) -> None:
     """FSDP leaves the outermost parameters whole after a forward pass without a backward pass."""
-    before = whole(case.model, case.optimizer)
+    before = held(case.model, case.optimizer)
     tokens, neighbors, lengths = batch()
     with torch.no_grad():
         case.model(tokens, None, neighbors, lengths)
-    tensors = checkpoints.tensors_of(case.model, case.optimizer, case.rank)
-    assert {type(tensor).__name__ for tensor in tensors["model.safetensors"].values()} == {"DTensor"}
-    assert_equal(whole(case.model, case.optimizer), before)
+    assert not isinstance(case.model.norm.weight, DTensor)
+    assert_equal(held(case.model, case.optimizer), before)
 
 
 def rotated(case: Case) -> None:
@@ -423,7 +436,7 @@ def process(rank: int, folder: Path) -> None:
     torch.manual_seed(100 + rank)
     for run in (folder / "run", folder / "again"):
         checkpoints.write(run, STATE, checkpoints.tensors_of(model, optimizer, rank), group)
-    case = Case(rank, folder, group, mesh, model, optimizer, whole(model, optimizer))
+    case = Case(rank, folder, group, mesh, model, optimizer, held(model, optimizer), whole(model, optimizer))
     if rank == 0:
         save_file(case.whole, folder / "whole.safetensors")
     for act in CASES:
