@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 
 from retro import checkpoint as checkpoints
 from retro.device import place
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.optimizer import make_optimizer
 from retro.presets import count_parameters
 from retro.processes import on_first, open_group, rank_in
@@ -52,7 +53,7 @@ def main() -> None:
         for layer in (*model.attention.values(), *model.feed_forward.values()):
             fully_shard(layer)
         fully_shard(model)
-    optimizer = make_optimizer(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(model.named_parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.randint(sizes.vocab_size, (4, 128), device=placement.device)
 
     def step() -> None:

@@ -26,7 +26,8 @@ from indexing.retriever import Retriever
 from retro.decoding import Decoder, Retrieve
 from retro.device import Placement, place
 from retro.generation import GenerationSettings, generate
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.text_stream import Decode
 
 THEIRS = "retro-pytorch 0.3.9"
@@ -91,7 +92,7 @@ def cases(datastore: Path, tokens: int) -> dict[str, Run]:
     return found | {
         "retro": ours(settings, placement, tokens, retrieve, decode),
         "retro, retrieval OFF": ours(settings, placement, tokens, None, decode),
-        "retro, float32": ours(settings, replace(placement, bfloat16=False), tokens, retrieve, decode),
+        "retro, float32": ours(settings, replace(placement, dtype=torch.float32), tokens, retrieve, decode),
     }
 
 

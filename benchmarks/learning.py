@@ -25,7 +25,7 @@ from indexing.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.settings import to_toml
 from retro.batches import DataSettings
-from retro.model import ModelSettings
+from retro.model_settings import ModelSettings
 from retro.presets import PRESETS, baseline_of
 from retro.train_settings import TrainSettings
 

@@ -127,7 +127,7 @@ def _config(options: DemoOptions) -> Config:
     from indexing.readers import CorpusSettings
     from indexing.tokenizer import TokenizerSettings
     from retro.batches import DataSettings
-    from retro.model import ModelSettings
+    from retro.model_settings import ModelSettings
     from retro.train_settings import TrainSettings
 
     out = options.out

@@ -36,7 +36,14 @@ def run_training(config: Config, name: str) -> Any:
     per_step = config.train.batch_size * config.train.accumulation * config.data.sequence_length
     with progress(name, total=config.train.steps * per_step, unit="tokens") as advance:
         return trainer.train(
-            config.run, folders, config.model, config.data, config.train, config.evaluation, advance=advance
+            config.run,
+            folders,
+            config.model,
+            config.data,
+            config.train,
+            config.evaluation,
+            config.parallel,
+            advance=advance,
         )
 
 
@@ -122,7 +129,7 @@ def inspect_checkpoint(path: Path) -> int:
 
     from retro.checkpoint import open_checkpoint
     from retro.model import Retro
-    from retro.presets import count_parameters
+    from retro.presets import count_active_parameters, count_parameters
 
     opened = open_checkpoint(path)
     with torch.device("meta"):
@@ -132,6 +139,8 @@ def inspect_checkpoint(path: Path) -> int:
     rows.append(
         ["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"]
     )
+    if opened.model.num_experts:
+        rows.append(["parameters of a token", f"{count_active_parameters(model):,}"])
     rows.append(["datastores", ", ".join(opened.settings["data"]["datastores"])])
     rows += [
         [f"{section}.{key}", str(value)] for section, values in opened.settings.items() for key, value in values.items()

@@ -29,7 +29,8 @@ from torch import nn
 from indexing.store.artefact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, sync_folder, write_json
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.processes import on_all, on_first, rank_in
 from retro.tensor_files import Stored, fill, index, read_tensors, save_tensors
 
@@ -59,6 +60,8 @@ class Checkpoint:
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
         best: `step`, `metric` and `value` of the best evaluation so far, or None.
         started_from: fingerprint of the checkpoint whose weights the run began with, or None.
+        scaler: state of the loss scale; empty where there is none.
+        skipped: `steps` that a loss scale has left out, and `batches` that were not finite.
     """
 
     path: Path
@@ -73,6 +76,8 @@ class Checkpoint:
     unlogged: dict[str, Any]
     best: dict[str, Any] | None
     started_from: str | None
+    scaler: dict[str, Any]
+    skipped: dict[str, int]
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -305,6 +310,8 @@ def _checkpoint(
         unlogged=state.get("unlogged", {}),
         best=state.get("best"),
         started_from=state.get("started_from"),
+        scaler=state.get("scaler", {}),
+        skipped=state.get("skipped", {"steps": 0, "batches": 0}),
     )
 
 

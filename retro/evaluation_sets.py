@@ -22,7 +22,7 @@ from indexing.store.reading import Reading
 from indexing.store.remote import url_of
 from indexing.store.retrieval import check_tokenizer
 from indexing.tokenizer import read_token_bytes
-from retro.model import ModelSettings
+from retro.model_settings import ModelSettings
 
 log = logging.getLogger("retro")
 

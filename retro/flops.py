@@ -13,9 +13,9 @@ import time
 import torch
 
 from retro.device import Placement
-from retro.model import ModelSettings
+from retro.model_settings import ModelSettings
 
-# Dense bfloat16 matrix products, in 10^12 operations per second, from the makers' data sheets.
+# Dense matrix products in bfloat16, and alike in float16, in 10^12 operations per second, from the makers' data sheets.
 _PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71}
 
 
@@ -29,28 +29,36 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
         retrieved_length: r, tokens of a neighbor; 0 = 2m.
     """
     s, t, m = settings, num_tokens, settings.chunk_length
-    relative = int(s.positions == "transformer-xl")
-    width = s.num_heads * s.head_dim
-    decoder = _attention(t, t, s.d_model, s.d_model, width, relative * (2 * t - 1)) + 4 * t * s.d_model * s.d_ffw
-    total = s.num_layers * decoder + 2 * t * s.d_model * s.vocab_size
+    relative, matrices = int(s.positions == "transformer-xl"), 3 if s.activation == "swiglu" else 2
+    width, kv_width = s.num_heads * s.head_dim, s.kv_heads * s.head_dim
+    attention = _attention(t, t, s.d_model, s.d_model, width, kv_width, relative * (2 * t - 1))
+    # Of experts, those that a token asks, and the router; not the empty places in their queues.
+    num_routers = len(s.expert_layers)
+    num_feed_forwards = s.num_layers - num_routers + s.experts_per_token * num_routers
+    total = s.num_layers * attention + num_feed_forwards * 2 * matrices * t * s.d_model * s.d_ffw
+    total += 2 * t * s.d_model * (s.vocab_size + num_routers * s.num_experts)
     num_chunks = t // m
     if not (k and s.cca_layers and num_chunks):
         return total
     r, d, inner = retrieved_length or 2 * m, s.encoder_d_model, s.encoder_num_heads * s.encoder_head_dim
-    encoder = _attention(r, r, d, d, inner, relative * (2 * r - 1)) + 4 * r * d * s.encoder_d_ffw
+    encoder = _attention(r, r, d, d, inner, inner, relative * (2 * r - 1)) + 2 * matrices * r * d * s.encoder_d_ffw
     # Neighbors side by side stand at the same positions: the distances are those of one.
-    query = _attention(k * r, m, d, s.d_model, inner, relative * (r + m - 1))
-    cross = _attention(m, k * r, s.d_model, d, width, relative * (r + m - 1))
+    query = _attention(k * r, m, d, s.d_model, inner, inner, relative * (r + m - 1))
+    cross = _attention(m, k * r, s.d_model, d, width, kv_width, relative * (r + m - 1))
     per_chunk = k * s.encoder_num_layers * encoder + len(s.encoder_cca_layers) * query + len(s.cca_layers) * cross
+    if s.shared_embeddings:
+        per_chunk += 2 * k * r * s.d_model * d
     return total + num_chunks * per_chunk
 
 
-def _attention(num_queries: int, num_keys: int, width: int, key_width: int, inner: int, num_distances: int) -> int:
+def _attention(
+    num_queries: int, num_keys: int, width: int, key_width: int, inner: int, kv_inner: int, num_distances: int
+) -> int:
     """Of one attention: projections of queries, keys, values and output; scores and sums; Transformer-XL's distances.
 
     The projection of the distances themselves (W_kR) is left out: it is made once for a whole batch.
     """
-    projections = 4 * inner * (num_queries * width + num_keys * key_width)
+    projections = 4 * (inner * num_queries * width + kv_inner * num_keys * key_width)
     return projections + 4 * num_queries * num_keys * inner + 2 * num_queries * num_distances * inner
 
 
@@ -59,15 +67,16 @@ def peak_flops(placement: Placement) -> float:
     if placement.device.type == "cuda":
         name = torch.cuda.get_device_name(placement.device)
         for part, peak in _PEAKS.items():
-            if part in name and placement.bfloat16:
+            if part in name and placement.dtype != torch.float32:
                 return peak * 1e12
-    return measured_flops(placement)
+    # No CPU multiplies float16 fast: the large product would take minutes.
+    slow = placement.device.type == "cpu" and placement.dtype == torch.float16
+    return measured_flops(placement, 256 if slow else 2048)
 
 
 def measured_flops(placement: Placement, size: int = 2048, repeats: int = 5) -> float:
     """The best rate of a square matrix product in the placement's precision, in operations per second."""
-    dtype = torch.bfloat16 if placement.bfloat16 else torch.float32
-    a = torch.ones(size, size, device=placement.device, dtype=dtype)  # no random draw: those are the model's
+    a = torch.ones(size, size, device=placement.device, dtype=placement.dtype)  # no random draw: those are the model's
     best = float("inf")
     for _ in range(repeats + 1):  # the first one warms up, and is never the best
         started = time.perf_counter()

@@ -6,8 +6,8 @@
     neighbors of chunk u ─ bidirectional encoder ──────────────────────┘ encoded once
 
 Notable: retrieval OFF is the same weights with `neighbors=None`; RMSNorm before each block; no biases; rotary positions
-(ours) or Transformer-XL's (the paper's); one class is every attention (`attention.py`); no loop over chunks; no buffers,
-so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
+(ours), Transformer-XL's (the paper's) or others; one class is every attention (`attention.py`); no loop over chunks; no
+buffers, so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
 freezes the rest. The model knows nothing of meshes, shards, optimizers or caches (`decoding.py`).
 
 Letters of the shape comments:
@@ -16,8 +16,7 @@ Letters of the shape comments:
     N attentions side by side    Q queries    S keys    H heads    C features of a head    X distances
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,109 +25,12 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.attention import Attention, Places, place
-from retro.masks import document_mask, document_starts, neighbor_mask, some_key
-
-# ---------------------------------------------------------------------------------------------------------- settings
-
-PositionScheme = Literal["rope", "transformer-xl"]
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """The sizes of a model; `retro/presets.py` holds the paper's four and three for a CPU."""
-
-    vocab_size: int = 0
-    """Rows of the embedding tables; 0 takes the number from the datastore's tokenizer."""
-    d_model: int = 256
-    """Width of the decoder."""
-    d_ffw: int = 1024
-    """Inner width of the decoder's feed-forward blocks."""
-    num_heads: int = 4
-    """Heads of every attention in the decoder."""
-    head_dim: int = 64
-    """Features of a decoder head; the attention's width is num_heads * head_dim, whatever d_model is."""
-    num_layers: int = 6
-    """Layers of the decoder."""
-    cca_layers: tuple[int, ...] = (3, 6)
-    """Decoder layers with chunked cross-attention, counted from 1 (P in the paper); none = a plain decoder."""
-    encoder_d_model: int = 128
-    """Width of the encoder of neighbors."""
-    encoder_d_ffw: int = 512
-    """Inner width of the encoder's feed-forward blocks."""
-    encoder_num_heads: int = 2
-    """Heads of every attention in the encoder."""
-    encoder_head_dim: int = 64
-    """Features of an encoder head."""
-    encoder_num_layers: int = 2
-    """Layers of the encoder."""
-    encoder_cca_layers: tuple[int, ...] = (1,)
-    """Encoder layers that read the querying chunk, counted from 1; none = neighbors encoded without their query."""
-    chunk_length: int = 64
-    """Tokens of a chunk (m); must be the datastore's."""
-    positions: PositionScheme = "rope"
-    """Relative positions: rotary ones, or Transformer-XL's as in the paper (slower, more parameters)."""
-    smeared_keys: bool = False
-    """Mix the key before into every key of the decoder's attentions (learned per head), so that one layer can find what
-    followed a token, in the text before or in a neighbor. Not in the paper; it brings copying sooner (docs/results.md)."""
-    copying_init: bool = False
-    """Begin the decoder's attentions as ones that copy: queries look for tokens like their own, and what is read is said
-    again. Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results.md)."""
-    dropout: float = 0.0
-    """Share of the features dropped from the output of every block in training."""
-    tied_embeddings: bool = True
-    """Use the decoder's embedding table as its output layer too."""
-    shared_embeddings: bool = False
-    """Let the encoder read the decoder's embedding table, through a projection, instead of one of its own (the paper's)."""
-    preset: str = ""
-    """A row of the table in `retro/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) for all sizes."""
-
-    def __post_init__(self) -> None:
-        """Refuse what no model can have.
-
-        Raises:
-            InputError: (a ValueError) naming the key, the value found, and what is accepted.
-        """
-        if self.vocab_size < 0:
-            self._refuse("vocab_size", "a positive number, or 0 to take it from the datastore's tokenizer")
-        sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers", "chunk_length")
-        encoder_sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers")
-        for field in (*sizes, *(f"encoder_{size}" for size in encoder_sizes)):
-            if getattr(self, field) < 1:
-                self._refuse(field, "a positive number")
-        if self.positions not in ("rope", "transformer-xl"):
-            self._refuse("positions", "rope or transformer-xl")
-        # Sines and cosines come in pairs: per head with RoPE, over the whole width with Transformer-XL.
-        paired = ("head_dim", "encoder_head_dim") if self.positions == "rope" else ("d_model", "encoder_d_model")
-        for field in paired:
-            if getattr(self, field) % 2:
-                self._refuse(field, f"an even number, as model.positions = {self.positions!r} pairs its features")
-        for field in ("cca_layers", "encoder_cca_layers"):
-            layers, count = getattr(self, field), field.replace("cca", "num")
-            if list(layers) != sorted({layer for layer in layers if 1 <= layer <= getattr(self, count)}):
-                self._refuse(field, f"increasing numbers from 1 to model.{count} = {getattr(self, count)}, or nothing")
-        if self.copying_init and self.cca_layers and not self.shared_embeddings:
-            self._refuse("copying_init", "false, or set model.shared_embeddings")
-        if not 0 <= self.dropout < 1:
-            self._refuse("dropout", "a number from 0 up to, not including, 1")
-
-    def _refuse(self, field: str, accepted: str) -> NoReturn:
-        raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")
-
+from retro.experts import ExpertLinear, Experts
+from retro.feed_forward import FEED_FORWARD
+from retro.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key
+from retro.model_settings import ModelSettings
 
 # ------------------------------------------------------------------------------------------------------------ blocks
-
-
-class FeedForward(nn.Module):
-    """Two matrices and a GELU, for each token by itself."""
-
-    def __init__(self, width: int, inner_width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, inner_width, bias=False)
-        self.out = nn.Linear(inner_width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
-        return self.out(F.gelu(self.up(x)))
 
 
 class Residual(nn.Module):
@@ -140,9 +42,10 @@ class Residual(nn.Module):
         self.block = block
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., D] to [..., D]; what else the block takes follows x."""
-        return x + self.dropout(self.block(self.norm(x), *args, **kwargs))
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[..., D] to [..., D]; what else the block takes follows x, and what else it returns follows the sum."""
+        y = self.block(self.norm(x), *args, **kwargs)
+        return (x + self.dropout(y[0]), *y[1:]) if isinstance(y, tuple) else x + self.dropout(y)
 
 
 # ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
@@ -212,17 +115,23 @@ class Encoder(nn.Module):
 
         def attention(source_width: int) -> Residual:
             heads, head_dim = settings.encoder_num_heads, settings.encoder_head_dim
-            return Residual(width, Attention(width, source_width, heads, head_dim, settings.positions), dropout)
+            scale = 1 / head_dim if settings.init == "mup" else None
+            block = Attention(
+                width, source_width, heads, head_dim, settings.positions, normed=settings.qk_norm, scale=scale
+            )
+            return Residual(width, block, dropout)
 
         if settings.shared_embeddings:
             self.project = nn.Linear(settings.d_model, width, bias=False)
         else:
             self.embedding = nn.Embedding(settings.vocab_size, width)
-        layers = range(settings.encoder_num_layers)
+        if settings.positions == "learned":
+            self.position_embedding = nn.Embedding(2 * settings.chunk_length, width)  # a chunk and its continuation
+        layers, feed_forward = range(settings.encoder_num_layers), FEED_FORWARD[settings.activation]
         self.attention = nn.ModuleList(attention(width) for _ in layers)
         self.cross = nn.ModuleDict({str(layer): attention(settings.d_model) for layer in settings.encoder_cca_layers})
         self.feed_forward = nn.ModuleList(
-            Residual(width, FeedForward(width, settings.encoder_d_ffw), dropout) for _ in layers
+            Residual(width, feed_forward(width, settings.encoder_d_ffw), dropout) for _ in layers
         )
         if settings.encoder_cca_layers:
             self.query_norm = nn.RMSNorm(settings.d_model, eps=1e-6)
@@ -246,6 +155,13 @@ class Encoder(nn.Module):
             e = self.project(F.rms_norm(table(tokens), table.weight.shape[1:])).to(table.weight.dtype)
         else:
             e = self.embedding(tokens)
+        if hasattr(self, "position_embedding"):
+            if r > (longest := 2 * self.chunk_length):
+                raise InputError(
+                    f"neighbors of {r} tokens: with model.positions = 'learned' they may have {longest}, twice "
+                    f"model.chunk_length = {self.chunk_length}."
+                )
+            e = e + self.position_embedding.weight[:r]
         mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
         inner = place(*self.scheme, range(r), range(r), tokens.device)
         if self.cross:
@@ -259,7 +175,7 @@ class Encoder(nn.Module):
                 e = self.cross[str(layer)](e, outer, source=chunks)
                 e = rearrange(e, "(b u) (k r) e -> (b u k) r e", u=num_chunks, k=k)
             e = feed_forward(e)
-        return rearrange(self.norm(e), "(b u k) r e -> b u k r e", u=num_chunks, k=k)
+        return self.norm(rearrange(e, "(b u k) r e -> b u k r e", u=num_chunks, k=k))
 
 
 # --------------------------------------------------------------------------------------- decoder (section 2.4, alg. 1)
@@ -278,20 +194,36 @@ class Retro(nn.Module):
         self.settings = settings
         width, heads, head_dim, dropout = settings.d_model, settings.num_heads, settings.head_dim, settings.dropout
         self.scheme = (settings.positions, width, head_dim)
+        self.base_width = settings.mup_base_width if settings.init == "mup" else width
 
         def attention(source_width: int) -> Attention:
-            return Attention(width, source_width, heads, head_dim, settings.positions, settings.smeared_keys)
+            return Attention(
+                width,
+                source_width,
+                heads,
+                head_dim,
+                settings.positions,
+                num_kv_heads=settings.kv_heads,
+                smeared=settings.smeared_keys,
+                normed=settings.qk_norm,
+                scale=1 / head_dim if settings.init == "mup" else None,
+            )
 
         def cross() -> ChunkedCrossAttention:
             return ChunkedCrossAttention(attention(settings.encoder_d_model), settings.chunk_length)
 
+        def feed_forward(layer: int) -> nn.Module:
+            dense = FEED_FORWARD[settings.activation]
+            return Experts(settings) if layer in settings.expert_layers else dense(width, settings.d_ffw)
+
         layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)
+        if settings.positions == "learned":
+            self.position_embedding = nn.Embedding(settings.max_positions, width)
+            self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
         # By number, as a device may hold some of the layers only.
         self.attention = nn.ModuleDict({str(n): Residual(width, attention(width), dropout) for n in layers})
-        self.feed_forward = nn.ModuleDict(
-            {str(n): Residual(width, FeedForward(width, settings.d_ffw), dropout) for n in layers}
-        )
+        self.feed_forward = nn.ModuleDict({str(n): Residual(width, feed_forward(n + 1), dropout) for n in layers})
         self.cross = nn.ModuleDict({str(layer): Residual(width, cross(), dropout) for layer in settings.cca_layers})
         if settings.cca_layers:
             self.encoder = Encoder(settings)
@@ -307,15 +239,18 @@ class Retro(nn.Module):
         residual stream is scaled down by the number of additions, so its variance at the top does not grow with depth.
         Tokens enter both streams about as loud as the blocks speak: with 0.02 as it stands (GPT-2's choice) they are
         drowned by the first block, and learning to copy from neighbors took more than twice the steps.
+
+        What `init` = mup changes stands in `mup.py`: here, only the output layer's size.
         """
         num_blocks = 2 * self.settings.num_layers + len(self.settings.cca_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
-                # The decoder's rows are small, as they are the output layer too; `hidden` multiplies them.
-                nn.init.normal_(module.weight, std=0.02 if module is self.embedding else 1.0)
-            elif isinstance(module, nn.Linear):
+                # The decoder's rows are small, as they are the output layer too; `embed` multiplies them.
+                nn.init.normal_(module.weight, std=1.0 if name.startswith("encoder.") else 0.02)
+            elif isinstance(module, nn.Linear | ExpertLinear):
                 into_stream = name.endswith(".out")
-                nn.init.normal_(module.weight, std=(module.in_features * (num_blocks if into_stream else 1)) ** -0.5)
+                fan_in = self.base_width if module is self.head else module.in_features
+                nn.init.normal_(module.weight, std=(fan_in * (num_blocks if into_stream else 1)) ** -0.5)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, Attention):
@@ -367,6 +302,16 @@ class Retro(nn.Module):
             neighbor_lengths: int64 [B, U, K], how many of the R tokens are real, from the first on; 0 = no neighbor,
                 K zeros = retrieval off for this chunk. None means all R.
         """
+        return self.hidden_and_routing(tokens, documents, neighbors, neighbor_lengths)[0]
+
+    def hidden_and_routing(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `hidden`, and what training needs of the experts: see `run_layers`."""
         (_, num_tokens), m = tokens.shape, self.settings.chunk_length
         if documents is not None and documents.shape[1] != -(-num_tokens // m):
             raise ValueError(f"documents has {documents.shape[1]} columns; {num_tokens} tokens begin one every {m}")
@@ -374,12 +319,39 @@ class Retro(nn.Module):
             raise ValueError(
                 f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_tokens // m}"
             )
-        h, _ = self.run_layers(self.embed(tokens), None, documents, neighbors, neighbor_lengths)
-        return self.norm(h)
+        h, _, routing = self.run_layers(self.embed(tokens, documents), None, documents, neighbors, neighbor_lengths)
+        return self.finish(h), routing
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Where the residual stream begins: [B, T] to [B, T, D]."""
-        return self.embedding(tokens) * self.settings.d_model**0.5
+    def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Where the residual stream begins: [B, T] to [B, T, D]; the documents as in `hidden`.
+
+        Raises:
+            InputError: learned positions are too few.
+        """
+        num_tokens, positions = tokens.shape[1], None
+        if self.settings.positions == "learned":
+            self.settings.check_length(num_tokens)
+            positions = torch.arange(num_tokens, device=tokens.device)
+            if documents is not None:
+                positions = document_positions(documents, self.settings.chunk_length, num_tokens)
+        return self.embed_at(tokens, positions)
+
+    def embed_at(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """The same of tokens that stand at some positions of their documents, [T] or [B, T]: learned ones alone look.
+
+        A second table says where a token stands in its chunk. So the stream itself tells chunked cross-attention, and the
+        encoder that reads the chunk, how far from a neighbor's token it is: those have a table of their own.
+        """
+        h = self.embedding(tokens)
+        if self.settings.positions == "learned":
+            assert positions is not None
+            h = h + self.position_embedding(positions) + self.chunk_embedding(positions % self.settings.chunk_length)
+        return h * self.base_width**0.5
+
+    def finish(self, h: Tensor) -> Tensor:
+        """The end of the residual stream as the output layer reads it: [..., D] to [..., D]."""
+        h = self.norm(h)
+        return h if self.base_width == self.settings.d_model else h * (self.base_width / self.settings.d_model)
 
     def run_layers(
         self,
@@ -388,10 +360,11 @@ class Retro(nn.Module):
         documents: Tensor | None,
         neighbors: Tensor | None,
         neighbor_lengths: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The layers that this device holds: the residual stream h [B, T, D], and the encoded neighbors [B, U, K, R, E].
 
         The encoder, which stands in the first layer with CCA, makes the latter of the neighbors; the rest as in `hidden`.
+        The third is `experts.ROUTING` of each sequence, float32 [B, 4], summed over the layers with experts, if there are any.
         """
         num_tokens, m = h.shape[1], self.settings.chunk_length
         here = place(*self.scheme, range(num_tokens), range(num_tokens), h.device)
@@ -403,6 +376,7 @@ class Retro(nn.Module):
             cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
             there = place(*self.scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
             real = neighbor_mask(neighbors, neighbor_lengths, documents)
+        expert_layers, routing = self.settings.expert_layers, None
         for name, attention in self.attention.items():
             layer = int(name) + 1
             h = attention(h, here, mask=mask, causal=True, starts=starts)
@@ -411,4 +385,7 @@ class Retro(nn.Module):
             if layer in cca_layers:
                 h = self.cross[str(layer)](h, there, encoded, real)
             h = self.feed_forward[name](h)
-        return h, encoded
+            if layer in expert_layers:
+                h, routed = h
+                routing = routed if routing is None else routing + routed
+        return h, encoded, routing

@@ -24,7 +24,8 @@ from pipelines.config import Config
 from pipelines.executors import ExecutorSettings, make_executor
 from pipelines.stages import build
 from retro.batches import DataSettings
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.train_settings import TrainSettings
 
 # Ray reads its token once in a process: all tests that start a cluster share one.

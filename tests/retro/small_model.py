@@ -1,6 +1,6 @@
 """A model small enough for loops and gradients, and a batch for it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,14 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from retro.model import ModelSettings, Retro
+from retro.device import Tensors, place
+from retro.model import Retro
+from retro.model_settings import ModelSettings
+from retro.parallel import Processes
+from retro.parallel_settings import ALONE
+from retro.passes import WholeModel
+from retro.step import StepResult, make_step
+from retro.train_settings import TrainSettings
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
 T = U * M
@@ -27,7 +34,13 @@ SETTINGS = ModelSettings(
     encoder_head_dim=8,
     chunk_length=M,
 )
-SCHEMES = {"rope": {}, "transformer-xl": {"positions": "transformer-xl"}, "smeared": {"smeared_keys": True}}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "rope": {},
+    "transformer-xl": {"positions": "transformer-xl"},
+    "smeared": {"smeared_keys": True},
+    "alibi": {"positions": "alibi", "num_kv_heads": 1, "activation": "swiglu", "smeared_keys": True},
+    "learned": {"positions": "learned", "max_positions": 4 * T, "qk_norm": True, "init": "mup", "mup_base_width": 16},
+}
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 few = settings(max_examples=8, deadline=None, derandomize=True)
 MODELS: dict[str, Retro] = {}
@@ -45,7 +58,7 @@ def one_thread() -> Iterator[None]:
 def build(scheme: str = "rope", **changes: Any) -> Retro:
     """A small model whose every part matters: the biases u and v start at zero, so they are moved off it."""
     torch.manual_seed(0)
-    model = Retro(replace(SETTINGS, **SCHEMES[scheme], **changes)).eval()  # type: ignore[arg-type]
+    model = Retro(replace(SETTINGS, **SCHEMES[scheme], **changes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -63,6 +76,16 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.randint(V, (B, T), generator=generator)
     neighbors = torch.randint(V, (B, U, K, R), generator=generator)
     return tokens, neighbors, torch.randint(1, R + 1, (B, U, K), generator=generator)
+
+
+def step_of(
+    model: Retro, optimizer: torch.optim.Optimizer, batches: Iterator[Tensors], settings: TrainSettings
+) -> Callable[[int], StepResult]:
+    """The trainer's step, of a model that is trained by one process in float32."""
+    placement = place("cpu", "float32")
+    processes = Processes(ALONE, placement.device)
+    passes = WholeModel(model, processes, placement, z_weight=settings.z_loss)
+    return make_step(passes, optimizer, batches, processes, placement, settings)
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ from indexing.store.files import read_json, write_json
 from retro.device import place
 from retro.evaluation import EvaluationSettings, measure_sets
 from retro.evaluation_sets import EvaluationSet, open_sets, parse_set, short_names
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 from retro.neighbors import NeighborUse
 from retro.trainer import Outcome, train
 from tests.conftest import tiny_config

@@ -8,7 +8,8 @@ from indexing.store.errors import InputError
 from retro.decoding import Decoder
 from retro.device import place
 from retro.generation import GenerationSettings, Piece, draw, generate
-from retro.model import ModelSettings, Retro
+from retro.model import Retro
+from retro.model_settings import ModelSettings
 
 M = 4
 FLOAT32 = place("cpu", "float32")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retro import loss as module
 from retro.batches import IGNORED_LABEL
-from retro.loss import loss, token_losses
+from retro.loss import loss, losses, token_losses
 
 B, T, D, V = 3, 7, 12, 50
 
@@ -52,6 +52,21 @@ def test_losses_of_tokens_are_those_of_cross_entropy(parts) -> None:
     torch.testing.assert_close(each, flat.view(B, T))
 
 
+@pytest.mark.usefixtures("block_rows")
+def test_the_z_loss_is_the_square_of_log_z_and_cross_entropy_is_told_apart(parts) -> None:
+    hidden, weight, labels = parts
+    log_z = (hidden @ weight.T)[labels != IGNORED_LABEL].logsumexp(-1)
+    expected = reference(hidden, weight, labels) + 0.1 * log_z.square().mean()
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    found = losses(hidden, weight, labels, z_weight=0.1)
+    torch.testing.assert_close(found.objective, expected)
+    torch.testing.assert_close(found.cross_entropy, loss(hidden, weight, labels).detach())
+    torch.testing.assert_close(found.z_loss, 0.1 * log_z.square().mean().detach())
+    assert not found.cross_entropy.requires_grad
+    for ours, theirs in zip(torch.autograd.grad(found.objective / 4, (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs / 4)
+
+
 def test_without_any_label_the_loss_is_zero_and_so_are_its_gradients(parts) -> None:
     hidden, weight, labels = parts
     value = loss(hidden, weight, torch.full_like(labels, IGNORED_LABEL))
@@ -69,6 +84,28 @@ def test_in_bfloat16_it_stays_close(parts) -> None:
     value.backward()
     assert value.dtype == weight.grad.dtype == torch.float32
     torch.testing.assert_close(value, exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float16_keeps_slopes_that_it_could_not_hold_and_sums_that_it_could_not(device: str) -> None:
+    """Probabilities of 1/30,000 are below its normal numbers, and 2,000 rows of the same label add up to more than 65,504."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 2000, 8, device=device), 0.02 * torch.randn(30_000, 8, device=device)
+    hidden += 40  # with 1,000 of each label, its sum over rows is 80,000
+    labels = torch.zeros(1, 2000, dtype=torch.int64, device=device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    wanted = torch.autograd.grad(2000 * reference(hidden, weight, labels), (hidden, weight))
+    with torch.autocast(device, torch.float16):
+        value = loss(hidden, weight, labels)
+    found = torch.autograd.grad(2000 * value, (hidden, weight))
+    assert wanted[1].abs().max() > torch.finfo(torch.float16).max
+    assert wanted[1][1:].abs().max() < 60_000 / 30_000 * 40  # of labels that are never met: the tails
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+    tails, exact = found[1][1:], wanted[1][1:]
+    assert (tails - exact).norm() < 0.01 * exact.norm()
 
 
 class _Largest(TorchDispatchMode):
