@@ -45,7 +45,9 @@ WORLD = 4
 MODEL = replace(
     SETTINGS, num_layers=3, cca_layers=(2,), encoder_num_layers=1, positions="transformer-xl", smeared_keys=True
 )
+LAYOUT = {"data": WORLD}
 STATE: dict[str, Any] = {
+    "layout": LAYOUT,
     "step": 1,
     "tokens": 128,
     "settings": {"model": json.loads(json.dumps(asdict(MODEL))), "train": {"seed": 3}, "data": {}},
@@ -160,7 +162,7 @@ def resumed_by_four(case: Case) -> None:
     """Another model, without a step: weights, moments and random states are those that were saved, and so is what follows."""
     model = shard(new_model(seed=1), case.mesh)
     optimizer = new_optimizer(model)
-    checkpoints.restore(checkpoints.open_checkpoint(case.run), model, optimizer, case.group)
+    checkpoints.restore(checkpoints.open_checkpoint(case.run), model, optimizer, case.group, layout=LAYOUT)
     assert torch.equal(torch.get_rng_state(), random_state(case.rank))
     assert_equal(held(model, optimizer), case.held)
     step(model, optimizer)
@@ -493,23 +495,24 @@ def test_one_process_reads_what_four_have_written(folder: Path, tmp_path: Path) 
         optimizer = new_optimizer(model)
         checkpoints.restore(opened, model, optimizer)
         assert_equal(whole(model, optimizer), expected)
-        assert run != "run" or torch.equal(torch.get_rng_state(), random_state(0))
         assert_equal(dict(checkpoints.load_model(opened, torch.device("cpu")).state_dict()), weights)
         checkpoints.export(opened, tmp_path / f"{run}.safetensors")
         exported = checkpoints.open_checkpoint(tmp_path / f"{run}.safetensors")
         assert_equal(dict(checkpoints.load_model(exported, torch.device("cpu")).state_dict()), weights)
 
 
-def test_a_process_too_many_is_seeded_from_seed_step_and_number(folder: Path) -> None:
+def test_where_work_is_shared_out_otherwise_processes_are_seeded_from_seed_step_and_stream(folder: Path) -> None:
     opened = checkpoints.open_checkpoint(folder / "run")
-    states = []
-    for rank, step_number in ((4, 1), (4, 1), (5, 1), (4, 2)):
-        model = new_model(seed=1)
-        checkpoints._restore(replace(opened, step=step_number), model, new_optimizer(model), rank)
+    model, states = new_model(seed=1), []
+    for stream, step_number in ((0, 1), (0, 1), (1, 1), (0, 2)):
+        checkpoints.restore(
+            replace(opened, step=step_number), model, new_optimizer(model), layout={"data": 2}, stream=stream
+        )
         states.append(torch.get_rng_state())
     assert torch.equal(states[0], states[1])
     assert not torch.equal(states[0], states[2])
     assert not torch.equal(states[0], states[3])
+    assert not torch.equal(states[0], random_state(0))
 
 
 def test_equal_tensors_give_equal_bytes_no_pickle_among_them(folder: Path) -> None:
