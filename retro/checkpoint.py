@@ -62,6 +62,7 @@ class Checkpoint:
         started_from: fingerprint of the checkpoint whose weights the run began with, or None.
         scaler: state of the loss scale; empty where there is none.
         skipped: `steps` that a loss scale has left out, and `batches` that were not finite.
+        layout: how many processes shared the work in each way; empty if one did it all.
     """
 
     path: Path
@@ -78,6 +79,7 @@ class Checkpoint:
     started_from: str | None
     scaler: dict[str, Any]
     skipped: dict[str, int]
+    layout: dict[str, int]
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -189,7 +191,13 @@ def name_best(run: Path, best: dict[str, Any] | None) -> None:
 
 
 def restore(
-    checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    checkpoint: Checkpoint,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup | None = None,
+    *,
+    layout: dict[str, int] | None = None,
+    stream: int = 0,
 ) -> None:
     """Put weights, optimizer state and random state back, to the bit, whoever wrote them.
 
@@ -198,28 +206,38 @@ def restore(
         model: of its sizes, plain or sharded, the whole or parts of it.
         optimizer: of its parameters; it need not have done a step.
         group: of the processes that go on together; each reads what it needs.
+        layout: how these processes share the work, as `Checkpoint.layout` has it; None = one does it all.
+        stream: number of this process's random numbers: the same in those that must drop the same features.
 
-    Random states are those of as many processes as wrote. A process beyond them is seeded from seed, step and its number;
-    which states fit which shards of data only matters for dropout.
+    Random states go back to the processes that they were of. Where the work is shared out in another way than it was, they
+    fit nobody, and each process is seeded from the run's seed, the step and `stream`: that matters to dropout alone.
     """
-    on_all(group, lambda: _restore(checkpoint, model, optimizer, rank_in(group)))
+    on_all(group, lambda: _restore_tensors(checkpoint, model, optimizer))
+    _restore_random_state(checkpoint, _parameters(model)[0][1].device, rank_in(group), layout or {}, stream)
 
 
-def _restore(checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer, rank: int) -> None:
+def _restore_tensors(checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer) -> None:
     load_weights(checkpoint, model)
     stored = index(checkpoint.training)
     for part in _parts(model):
         named = dict(part.named_parameters())
         fill(_optimizer_state(optimizer, named, stored), stored)
-    device = _parameters(model)[0][1].device
-    seed = np.random.SeedSequence([checkpoint.settings["train"]["seed"], checkpoint.step, rank])
+
+
+def _restore_random_state(
+    checkpoint: Checkpoint, device: torch.device, rank: int, layout: dict[str, int], stream: int
+) -> None:
+    seed = np.random.SeedSequence([checkpoint.settings["train"]["seed"], checkpoint.step, stream])
     torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
-    names = [_random_state(kind, rank) for kind in ("cpu", "cuda")]
-    cpu, cuda = (read_tensors({name: stored[name]})[name] if name in stored else None for name in names)
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    if cuda is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, device)
+    if layout != checkpoint.layout:
+        return
+    names = {_random_state(kind, rank) for kind in ("cpu", device.type)}
+    states = read_tensors({name: one for name, one in index(checkpoint.training).items() if name in names})
+    for name, state in states.items():
+        if name == _random_state("cpu", rank):
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
 
 
 def _optimizer_state(
@@ -312,6 +330,7 @@ def _checkpoint(
         started_from=state.get("started_from"),
         scaler=state.get("scaler", {}),
         skipped=state.get("skipped", {"steps": 0, "batches": 0}),
+        layout=state.get("layout", {}),
     )
 
 

@@ -156,6 +156,7 @@ def _check(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
         if stored[name].shape != tensor.shape:
             shapes = f"the shape {list(stored[name].shape)}, here it has {list(tensor.shape)}"
             raise InputError(f"{where}: {name} has {shapes}: it is the checkpoint of another model.")
+        assert not tensor.is_meta, name  # nothing could be copied into it
 
 
 def _described(stored: Mapping[str, Stored]) -> "Metadata":

@@ -118,9 +118,12 @@ def train(
     optimizer = _optimizer(passes, factors, settings)
     on_first(group, lambda: _begin(run, {**resolved, "parallel": asdict(parallel)}))
     position = Position(scaler=make_scaler(placement))
-    facts = {"settings": resolved, "datastores": data.fingerprints, "started_from": start and start.fingerprint}
+    ways = {"pipeline": parallel.pipeline, "data": processes.data, "tensor": parallel.tensor}
+    layout = ways if processes.count > 1 else {}
+    facts: dict[str, Any] = {"settings": resolved, "datastores": data.fingerprints, "layout": layout}
+    facts["started_from"] = start and start.fingerprint
     if last is not None:
-        checkpoints.restore(last, passes.parts, optimizer, group)
+        checkpoints.restore(last, passes.parts, optimizer, group, layout=layout, stream=processes.data_rank)
         on_first(group, partial(checkpoints.name_best, run, last.best))
         position.scaler.load_state_dict(last.scaler)
         position = Position(last.step, last.tokens, last.best, Meter(**last.unlogged), position.scaler, last.skipped)
