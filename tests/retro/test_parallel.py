@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
+from retro.device import place
 from retro.parallel import Processes, distribute
 from retro.parallel_settings import ALONE, ParallelSettings
-from retro.passes import WholeModel
+from retro.passes import Share, WholeModel
 from retro.trainer import train
 from tests.conftest import tiny_config
-from tests.retro.small_model import build
+from tests.retro.small_model import batch, build
 
 WORLD = 4
 
@@ -195,35 +197,27 @@ def test_processes_that_do_not_fit_are_refused() -> None:
 
 
 def test_activation_checkpointing_keeps_less_and_changes_nothing() -> None:
-    from retro.device import place
-    from retro.passes import Share
-    from tests.retro.small_model import batch
-
     tokens, neighbors, lengths = batch()
-    inputs = {
-        "tokens": tokens,
-        "documents": None,
-        "neighbors": neighbors,
-        "neighbor_lengths": lengths,
-        "labels": tokens,
-    }
-    kept, gradients = {}, {}
+    inputs = {"tokens": tokens, "documents": None, "neighbors": neighbors, "neighbor_lengths": lengths}
+    kept, operations, gradients = {}, {}, {}
     for how in ("none", "selective", "full"):
-        model, size = build(), 0
-        settings = replace(ALONE, checkpointing=how)
+        model, sizes = build(), []
+        processes = Processes(replace(ALONE, checkpointing=how), torch.device("cpu"))
+        passes = WholeModel(model, processes, place("cpu", "float32"))
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal size
-            size += tensor.nbytes
+        def pack(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
             return tensor
 
-        passes = WholeModel(model, Processes(settings, torch.device("cpu")), place("cpu", "float32"))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            hidden, _ = passes.hidden_and_routing(**{name: value for name, value in inputs.items() if name != "labels"})
-        del hidden
-        kept[how] = size
-        passes.forward_backward(inputs, Share(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True))
+            passes.hidden_and_routing(**inputs)
+        kept[how] = sum(sizes)
+        with FlopCounterMode(display=False) as counter:
+            share = Share(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True)
+            passes.forward_backward({**inputs, "labels": tokens}, share)
+        operations[how] = counter.get_total_flops()
         gradients[how] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert kept["full"] < kept["selective"] < kept["none"]
+    assert kept["full"] < kept["none"] / 2
+    assert operations["selective"] == operations["none"] < operations["full"]  # products are made once
     for how in ("selective", "full"):
         torch.testing.assert_close(gradients[how], gradients["none"], rtol=1e-5, atol=1e-7)
