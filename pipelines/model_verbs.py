@@ -122,7 +122,7 @@ def inspect_checkpoint(path: Path) -> int:
 
     from retro.checkpoint import open_checkpoint
     from retro.model import Retro
-    from retro.presets import count_parameters
+    from retro.presets import count_active_parameters, count_parameters
 
     opened = open_checkpoint(path)
     with torch.device("meta"):
@@ -132,6 +132,8 @@ def inspect_checkpoint(path: Path) -> int:
     rows.append(
         ["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"]
     )
+    if opened.model.num_experts:
+        rows.append(["parameters of a token", f"{count_active_parameters(model):,}"])
     rows.append(["datastores", ", ".join(opened.settings["data"]["datastores"])])
     rows += [
         [f"{section}.{key}", str(value)] for section, values in opened.settings.items() for key, value in values.items()

@@ -1,7 +1,8 @@
 """Attention with relative positions (Borgeaud et al. 2022, section 2.4): one class is every attention of the model.
 
-Rotary positions (ours) or Transformer-XL's (the paper's), computed once for each kind of attention by `place`. Letters of the
-shape comments as in `model.py`.
+Rotary positions (ours), Transformer-XL's (the paper's) or ALiBi's, computed once for each kind of attention by `place`; learned
+positions stand in what is read, and are nothing here. Letters of the shape comments as in `model.py`; G heads of keys and
+values, each of which H / G heads of queries read (Ainslie et al. 2023).
 """
 
 import math
@@ -28,6 +29,16 @@ class Relative(NamedTuple):
     lookup: Tensor  # [Q, S]
 
 
+class Distances(NamedTuple):
+    """ALiBi (Press et al. 2022): scores fall with the distance of query and key, more or less steeply by head."""
+
+    apart: Tensor  # [1 or N, 1, Q, S], not negative
+
+
+class Nowhere(NamedTuple):
+    """Nothing: what is read says itself where it stands (learned positions)."""
+
+
 def waves(positions: Tensor, num_frequencies: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions [S] at geometrically falling frequencies, both [S, num_frequencies] float32."""
     steps = torch.arange(num_frequencies, device=positions.device, dtype=torch.float32)
@@ -35,7 +46,7 @@ def waves(positions: Tensor, num_frequencies: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-Places = Rotary | Relative
+Places = Rotary | Relative | Distances | Nowhere
 
 
 def place(
@@ -52,10 +63,14 @@ def place(
     `scheme` is `ModelSettings.positions`, `width` that of what asks. The copies are the K neighbors side by side, which
     stand at the same r positions.
     """
+    if scheme == "learned":
+        return Nowhere()
     query_at = torch.arange(query.start, query.stop, device=device).repeat(copies[0])  # [Q]
     key_at = torch.arange(key.start, key.stop, device=device).repeat(copies[1])  # [S]
     if scheme == "rope":
         return Rotary(*(torch.stack(waves(at, head_dim // 2))[:, :, None] for at in (query_at, key_at)))
+    if scheme == "alibi":
+        return Distances((query_at[:, None] - key_at).abs()[None, None])
     lowest = query.start - key.stop + 1
     distances = torch.arange(lowest, query.stop - key.start, device=device)  # [X]
     return Relative(torch.cat(waves(distances, width // 2), dim=-1), query_at[:, None] - key_at - lowest)
@@ -71,21 +86,29 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------- attention
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """softmax(q·k / sqrt(C) + bias) v of [N, H, Q, C] and twice [N, H, S, C]; a bool bias is True where q may look.
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None = None) -> Tensor:
+    """softmax(scale q·k + bias) v of [N, H, Q, C] and twice [N, G, S, C]; a bool bias is True where q may look.
 
-    If it is causal (Q = S), a bias must say so too; without one the triangle is added. Keys that were kept in float32 are
-    read in float32, whatever the queries are.
+    If it is causal (Q = S), a bias must say so too; without one the triangle is added. The scale is 1/sqrt(C) where none is
+    given. Keys that were kept in float32 are read in float32, whatever the queries are.
     """
     if k.dtype != q.dtype:
         with torch.autocast(q.device.type, enabled=False):
             bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
-            return attend(q.to(k.dtype), k, v, bias, causal)
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or not q.requires_grad:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal and bias is None)
+            return attend(q.to(k.dtype), k, v, bias, causal, scale)
+    on_cpu = q.device.type == "cpu"
     # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long as this.
+    plainly = on_cpu and q.dtype == torch.bfloat16 and q.requires_grad
+    if k.shape[1] < q.shape[1] and (plainly or (bias is not None and not on_cpu)):
+        # Of a GPU's kernels, the one that takes a bias wants keys for every head.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if not plainly:
+        grouped = k.shape[1] < q.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=causal and bias is None, scale=scale, enable_gqa=grouped
+        )
     if not causal:
-        return _attend_plainly(q, k, v, bias)
+        return _attend_plainly(q, k, v, bias, scale)
     num_tokens = q.shape[2]
     if bias is None:
         bias = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q.device).tril()
@@ -93,12 +116,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
     for start in range(0, num_tokens, block):
         stop = min(start + block, num_tokens)
         visible = bias[..., start:stop, :stop]
-        out.append(_attend_plainly(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], visible))
+        out.append(_attend_plainly(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], visible, scale))
     return torch.cat(out, dim=2)
 
 
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)  # [N, H, Q, S]
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    scores = q * (scale or q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # [N, H, Q, S]
     if bias is not None:
         scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
     return scores.softmax(-1) @ v
@@ -119,21 +142,51 @@ class PerHead(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention with relative positions (section 2.4): self- and cross-, in decoder and encoder.
 
-    With Transformer-XL positions the score of query i and key j is (q_i + u)·k_j + (q_i + v)·W_kR R_{i-j}.
+    With Transformer-XL positions the score of query i and key j is (q_i + u)·k_j + (q_i + v)·W_kR R_{i-j}; with ALiBi's it is
+    q_i·k_j - s |i - j|, the slopes s being 2^(-8/H), 2^(-16/H) … 2^-8 (its formula where H is a power of 2, here for any H).
+
+    Attributes:
+        first_head: which of all heads the first one here is: not 0 where a device holds later ones.
     """
 
     def __init__(
-        self, query_width: int, key_width: int, num_heads: int, head_dim: int, scheme: str, smeared: bool = False
+        self,
+        query_width: int,
+        key_width: int,
+        num_heads: int,
+        head_dim: int,
+        scheme: str,
+        *,
+        num_kv_heads: int = 0,
+        smeared: bool = False,
+        normed: bool = False,
+        scale: float | None = None,
     ) -> None:
+        """An attention.
+
+        Args:
+            query_width: features of what asks.
+            key_width: features of what is read.
+            num_heads: H.
+            head_dim: C.
+            scheme: `ModelSettings.positions`.
+            num_kv_heads: G; 0 = H.
+            smeared: mix the key before into every key.
+            normed: give queries and keys the same size, before positions (Henry et al. 2020; Dehghani et al. 2023).
+            scale: of the products of queries and keys; None = 1/sqrt(C).
+        """
         super().__init__()
-        self.head_dim = head_dim
-        width = num_heads * head_dim
+        self.head_dim, self.num_heads, self.first_head, self.scale = head_dim, num_heads, 0, scale
+        width, num_kv_heads = num_heads * head_dim, num_kv_heads or num_heads
         self.query = nn.Linear(query_width, width, bias=False)
-        self.key = nn.Linear(key_width, width, bias=False)
-        self.value = nn.Linear(key_width, width, bias=False)
+        self.key = nn.Linear(key_width, num_kv_heads * head_dim, bias=False)
+        self.value = nn.Linear(key_width, num_kv_heads * head_dim, bias=False)
         self.out = nn.Linear(width, query_width, bias=False)
+        if normed:
+            self.query_norm = nn.RMSNorm(head_dim, eps=1e-6)
+            self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
         if smeared:
-            self.smear = PerHead(num_heads, 1)
+            self.smear = PerHead(num_kv_heads, 1)
         if scheme == "transformer-xl":
             self.distance = nn.Linear(query_width, width, bias=False)  # W_kR
             self.content_bias = PerHead(num_heads, 1, head_dim)  # u
@@ -163,15 +216,18 @@ class Attention(nn.Module):
         return self.read(x, places, self.placed(k, places, starts), v, mask, causal)
 
     def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of what is read [N, S, E], wherever it stands: [N, S, H, C] twice."""
-        return self._heads(self.key(source)), self._heads(self.value(source))
+        """Keys and values of what is read [N, S, E], wherever it stands: [N, S, G, C] twice."""
+        k = self._heads(self.key(source))
+        if hasattr(self, "key_norm"):
+            k = self.key_norm(k.float()).to(k.dtype)
+        return k, self._heads(self.value(source))
 
     def _heads(self, x: Tensor) -> Tensor:
         """[..., H·C] to [..., H, C], for as many heads as this device holds."""
         return x.unflatten(-1, (-1, self.head_dim))
 
     def placed(self, k: Tensor, places: Places, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-        """Projected keys [N, S, H, C] as `read` wants them; `before` [N, 1, H, C] is the projected key before the first."""
+        """Projected keys [N, S, G, C] as `read` wants them; `before` [N, 1, G, C] is the projected key before the first."""
         if hasattr(self, "smear"):
             k = smear(k, self.smear().sigmoid().to(k.dtype), starts, before)
         return rotate(k, places.key) if isinstance(places, Rotary) else k
@@ -186,23 +242,24 @@ class Attention(nn.Module):
         causal: bool = False,
         distance_keys: Tensor | None = None,
     ) -> Tensor:
-        """Attend from x [N, Q, D] to placed keys and their values [N, S, H, C]; the rest as in `forward`.
+        """Attend from x [N, Q, D] to placed keys and their values [N, S, G, C]; the rest as in `forward`.
 
         Whoever reads again and again gives the `distance_keys` of the same places too.
         """
         q, bias = self._heads(self.query(x)), mask
+        if hasattr(self, "query_norm"):
+            q = self.query_norm(q.float()).to(q.dtype)
         if isinstance(places, Rotary):
             q = rotate(q, places.query)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, H, S, C] twice
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, G, S, C] twice
         if isinstance(places, Relative):
             if distance_keys is None:
                 distance_keys = self.distance_keys(places.waves.to(q.dtype))
-            q, bias = q + self.content_bias().to(q.dtype), self.distance_scores(q, distance_keys, places.lookup)
-            if causal and mask is None:
-                mask = torch.ones_like(places.lookup, dtype=torch.bool).tril()
-            if mask is not None:
-                bias = bias.masked_fill(~mask, -math.inf)
-        return self.out(attend(q, k, v, bias, causal).transpose(1, 2).flatten(2))
+            bias = hidden_from(self.distance_scores(q, distance_keys, places.lookup), mask, causal)
+            q = q + self.content_bias().to(q.dtype)
+        elif isinstance(places, Distances):
+            bias = hidden_from((places.apart * -self.slopes(q)).to(q.dtype), mask, causal)
+        return self.out(attend(q, k, v, bias, causal, self.scale).transpose(1, 2).flatten(2))
 
     @torch.no_grad()
     def begin_copying(self, projection: Tensor | None = None) -> None:
@@ -213,11 +270,20 @@ class Attention(nn.Module):
         Args:
             projection: [E, D], how the source's stream was made of the asking one's; None where they are one.
         """
-        key, value = self.key.weight, self.value.weight  # [H·C, E] twice
+        queries_of_key = len(self.query.weight) // len(self.key.weight)
+        key, value = (  # [H·C, E] twice
+            weight.unflatten(0, (-1, self.head_dim)).repeat_interleave(queries_of_key, dim=0).flatten(0, 1)
+            for weight in (self.key.weight, self.value.weight)
+        )
         if projection is not None:
             key, value = key @ projection, value @ projection
         for weight, tied in ((self.query.weight, key), (self.out.weight, value.T)):
             weight.copy_(tied * (weight.std() / tied.std()))
+
+    def slopes(self, q: Tensor) -> Tensor:
+        """How much the scores fall with every token of distance, by head of q [N, H, Q, C]: [H, 1, 1]."""
+        number = torch.arange(self.first_head + 1, self.first_head + 1 + q.shape[1], device=q.device)
+        return (number * (-8 / self.num_heads)).exp2()[:, None, None]
 
     def distance_keys(self, waves: Tensor) -> Tensor:
         """W_kR R of the sinusoids [X, D] of all distances: [H, C, X]."""
@@ -228,17 +294,24 @@ class Attention(nn.Module):
 
         The lookup [Q, S], or [N, 1, Q, S], says which of the keys [H, C, X] lies between query and key.
         """
-        scores = (q + self.distance_bias().to(q.dtype)) @ keys * self.head_dim**-0.5  # [N, H, Q, X]
+        scores = (q + self.distance_bias().to(q.dtype)) @ keys * (self.scale or self.head_dim**-0.5)  # [N, H, Q, X]
         return scores.gather(-1, lookup.expand(*scores.shape[:2], -1, -1))
 
 
+def hidden_from(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """What is added to scores, [1 or N, H, Q, S], with -inf where the query may not look; mask and causal as in `attend`."""
+    if causal and mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask, -math.inf)
+
+
 def smear(k: Tensor, share: Tensor, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-    """Each key of k [N, S, H, C] moved by a share [H, 1] towards the one before it, unless it starts something new.
+    """Each key of k [N, S, G, C] moved by a share [G, 1] towards the one before it, unless it starts something new.
 
     Smeared keys are of Olsson et al. (2022), who found that with them one layer forms induction heads. What stands before
-    the first is `before` [N, 1, H, C]; without it the first stays as it is.
+    the first is `before` [N, 1, G, C]; without it the first stays as it is.
     """
     earlier = torch.cat((k[:, :1] if before is None else before, k[:, :-1]), dim=1)
     if starts is not None:
-        share = share.masked_fill(starts[:, :, None, None], 0)  # [1 or N, S, H, 1]
+        share = share.masked_fill(starts[:, :, None, None], 0)  # [1 or N, S, G, 1]
     return torch.lerp(k, earlier, share)

@@ -3,22 +3,27 @@
     run/checkpoints/00000200/   model.safetensors  optimizer.safetensors  state.json  manifest.json
     run/checkpoints/best.json   step, metric and value of the best evaluation
 
+Several processes write `model-00001-of-00004.safetensors` … instead, each its part, and read what they need of any of
+them: a checkpoint does not know how its tensors will be shared out by those who go on from it.
+
 Where a checkpoint is asked for, its folder may be named, or `RUN` for the newest one of a run, or `RUN@best`, or a file
 that `export` has written: weights and metadata in one.
 """
 
-import errno
+import contextlib
 import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from indexing.store.artefact import MANIFEST, Recipe, create, read_manifest, remove, verify
@@ -26,11 +31,16 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, sync_folder, write_json
 from retro.model import Retro
 from retro.model_settings import ModelSettings
+from retro.processes import on_all, on_first, rank_in
+from retro.tensor_files import Stored, fill, index, read_tensors, save_tensors
 
 FORMAT_VERSION = 1
 
 Tensors = dict[str, dict[str, torch.Tensor]]
-"""Tensors by the file that holds them, and by name."""
+"""Tensors by the file that holds them, and by name: plain ones, or DTensors of which this process holds a shard."""
+
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the parts of one that this process holds; what stands in several parts has one name."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,8 @@ class Checkpoint:
 
     Attributes:
         path: its folder, or the exported file.
-        weights: the file that holds its weights.
+        weights: the files that hold its weights.
+        training: the files that hold moments and random state; an exported checkpoint has none.
         fingerprint: to stand beside every result.
         step: optimizer steps done.
         tokens: tokens seen.
@@ -52,7 +63,8 @@ class Checkpoint:
     """
 
     path: Path
-    weights: Path
+    weights: tuple[Path, ...]
+    training: tuple[Path, ...]
     fingerprint: str
     step: int
     tokens: int
@@ -67,25 +79,51 @@ class Checkpoint:
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Weights, the optimizer's moments and the random state. All but the random state are the live tensors."""
-    device = next(model.parameters()).device
-    training = {"rng.cpu": torch.get_rng_state()}
+def tensors_of(model: Model, optimizer: torch.optim.Optimizer, rank: int = 0) -> Tensors:
+    """Weights, the optimizer's moments and the random state. All but the random state are the live tensors.
+
+    Args:
+        model: the whole or parts of it.
+        optimizer: of its parameters.
+        rank: number of this process: each has a random state of its own.
+    """
+    # FSDP gives shards for whole parameters when it is asked for a state: before parameters are asked for by name.
+    weights = {name: tensor for part in _parts(model) for name, tensor in part.state_dict().items()}
+    parameters = _parameters(model)
+    device = parameters[0][1].device
+    training = {_random_state("cpu", rank): torch.get_rng_state()}
     if device.type == "cuda":
-        training["rng.cuda"] = torch.cuda.get_rng_state(device)
-    for name, parameter in model.named_parameters():
+        training[_random_state("cuda", rank)] = torch.cuda.get_rng_state(device)
+    for name, parameter in parameters:
         for key, value in optimizer.state.get(parameter, {}).items():
             training[f"{key}/{name}"] = value
-    return {"model.safetensors": dict(model.state_dict()), "optimizer.safetensors": training}
+    return {"model.safetensors": weights, "optimizer.safetensors": training}
 
 
-def write(run: Path, state: dict[str, Any], tensors: Tensors) -> Path:
+def _parts(model: Model) -> Sequence[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else model
+
+
+def _parameters(model: Model) -> list[tuple[str, nn.Parameter]]:
+    return [named for part in _parts(model) for named in part.named_parameters()]
+
+
+def _random_state(kind: str, rank: int) -> str:
+    """The name of a process's random state."""
+    return f"rng.{kind}.{rank}" if rank else f"rng.{kind}"
+
+
+def write(run: Path, state: dict[str, Any], tensors: Tensors, group: dist.ProcessGroup | None = None) -> Path:
     """Write a checkpoint atomically and return its folder. Equal states and tensors give equal bytes.
 
     Args:
-        run: folder of the run.
-        state: what `Checkpoint` says, from `step` on and without `model`.
+        run: folder of the run; where several processes write, on a file system that all of them share.
+        state: what `Checkpoint` says, from `step` on and without `model`; that of the first process is written.
         tensors: from `tensors_of`, or copies of them.
+        group: of the processes that write it together, used by nothing else meanwhile; None = this one writes it alone.
+
+    Raises:
+        OSError: no space left …; if one process fails, all of them raise and nothing stays.
     """
     folder = step_folder(run, state["step"])
     inputs = {str(number): fingerprint for number, fingerprint in enumerate(state["datastores"])}
@@ -97,36 +135,38 @@ def write(run: Path, state: dict[str, Any], tensors: Tensors) -> Path:
         settings={"step": state["step"], **state["settings"]},
         inputs=inputs,
     )
-    with create(folder, recipe) as (work, counts):
+    with contextlib.ExitStack() as made:
+        work, counts = on_first(group, lambda: made.enter_context(create(folder, recipe)))
         for file, values in tensors.items():
-            save_tensors(values, work / file)
-        write_json(work / "state.json", state)
-        counts |= {"step": state["step"], "tokens": state["tokens"]}
+            if group is None:
+                save_tensors(values, work / file)
+            else:
+                from retro.parts import save_parts
+
+                save_parts(values, work / file, group)
+
+        def finish() -> None:
+            write_json(work / "state.json", state)
+            counts.update({"step": state["step"], "tokens": state["tokens"]})
+            made.close()
+
+        on_first(group, finish)
     return folder
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """`safetensors.torch.save_file`, with the permissions of any new file instead of the owner's alone.
-
-    Raises:
-        OSError: a full disk, a folder that is not there …
-    """
-    file.touch()
-    permissions = file.stat().st_mode
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata)
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(file)) from error
-    file.chmod(permissions)
-
-
-def publish(run: Path, state: dict[str, Any], tensors: Tensors, *, keep: int) -> None:
+def publish(
+    run: Path, state: dict[str, Any], tensors: Tensors, *, keep: int, group: dist.ProcessGroup | None = None
+) -> None:
     """`write`, name the best checkpoint, and remove all others but the newest `keep`, and what kills have left."""
-    write(run, state, tensors)
-    name_best(run, state["best"])
+    write(run, state, tensors, group)
+    on_first(group, lambda: _rotate(run, state["best"], keep))
+
+
+def _rotate(run: Path, best: dict[str, Any] | None, keep: int) -> None:
+    name_best(run, best)
     kept = finished(run)[-keep:]
-    if state["best"]:
-        kept.append(step_folder(run, state["best"]["step"]))
+    if best:
+        kept.append(step_folder(run, best["step"]))
     for folder in (run / "checkpoints").iterdir():
         if re.fullmatch(r"\d{8,}|\.\d{8,}(\.[0-9a-f]{8})?\.tmp", folder.name) and folder not in kept:
             remove(folder)
@@ -144,42 +184,69 @@ def name_best(run: Path, best: dict[str, Any] | None) -> None:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put weights, optimizer state and random state back, to the bit."""
-    load_weights(checkpoint, model)
-    tensors = read_tensors(checkpoint.path / "optimizer.safetensors")
-    torch.set_rng_state(tensors["rng.cpu"])
-    parameters = dict(model.named_parameters())
-    device = next(iter(parameters.values())).device
-    if device.type == "cuda" and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
-    for full_name, tensor in tensors.items():
-        key, _, name = full_name.partition("/")
-        if name:
-            on_cpu = key == "step" and not optimizer.defaults.get("fused")
-            optimizer.state[parameters[name]][key] = tensor if on_cpu else tensor.to(device)
+def restore(
+    checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+) -> None:
+    """Put weights, optimizer state and random state back, to the bit, whoever wrote them.
 
+    Args:
+        checkpoint: of one process or of several, however they shared out the tensors.
+        model: of its sizes, plain or sharded, the whole or parts of it.
+        optimizer: of its parameters; it need not have done a step.
+        group: of the processes that go on together; each reads what it needs.
 
-def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Load the weights into a model of the checkpoint's sizes."""
-    model.load_state_dict(read_tensors(checkpoint.weights))
-
-
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file by today's names.
-
-    Attentions once had one matrix for keys and values, keys first, and their parameters by head had shorter names.
+    Random states are those of as many processes as wrote. A process beyond them is seeded from seed, step and its number;
+    which states fit which shards of data only matters for dropout.
     """
-    out: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(file).items():
-        if name.endswith(".key_value.weight"):
-            halves = tensor.chunk(2) if tensor.ndim else (tensor, tensor)  # the optimizer's `step` is one number
-            out |= {name.replace("key_value", part): half for part, half in zip(("key", "value"), halves, strict=True)}
-        elif name.endswith((".smear", ".content_bias", ".distance_bias")):
-            out[f"{name}.weight"] = tensor
-        else:
-            out[name] = tensor
-    return out
+    on_all(group, lambda: _restore(checkpoint, model, optimizer, rank_in(group)))
+
+
+def _restore(checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    load_weights(checkpoint, model)
+    stored = index(checkpoint.training)
+    for part in _parts(model):
+        named = dict(part.named_parameters())
+        fill(_optimizer_state(optimizer, named, stored), stored)
+    device = _parameters(model)[0][1].device
+    seed = np.random.SeedSequence([checkpoint.settings["train"]["seed"], checkpoint.step, rank])
+    torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
+    names = [_random_state(kind, rank) for kind in ("cpu", "cuda")]
+    cpu, cuda = (read_tensors({name: stored[name]})[name] if name in stored else None for name in names)
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    if cuda is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], stored: dict[str, Stored]
+) -> dict[str, torch.Tensor]:
+    """The optimizer's live state of parameters by the names of files; what is stored and not yet there is made first."""
+    state = {}
+    for full_name, one in stored.items():
+        key, _, name = full_name.partition("/")
+        if name not in parameters:
+            continue
+        parameter = parameters[name]
+        values = optimizer.state[parameter]
+        if key not in values and one.shape == parameter.shape:
+            values[key] = torch.zeros_like(parameter, dtype=one.dtype, requires_grad=False)
+        elif key not in values:  # `step`
+            on = parameter.device if optimizer.defaults.get("fused") or optimizer.defaults.get("capturable") else "cpu"
+            values[key] = torch.zeros(one.shape, dtype=one.dtype, device=on)
+        state[full_name] = values[key]
+    return state
+
+
+def load_weights(checkpoint: Checkpoint, model: Model) -> None:
+    """Load the weights into a model of the checkpoint's sizes; each process reads what it holds.
+
+    Raises:
+        InputError: a tensor has another name or shape.
+    """
+    stored = index(checkpoint.weights)
+    for part in _parts(model):
+        fill(dict(part.state_dict()), stored)
 
 
 def locate(path: Path) -> Path | None:
@@ -213,16 +280,23 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def read(folder: Path) -> Checkpoint:
     """What a checkpoint says of itself, taken on trust."""
-    fingerprint = read_manifest(folder)["fingerprint"]
-    return _checkpoint(folder, folder / "model.safetensors", fingerprint, read_json(folder / "state.json"))
+    manifest = read_manifest(folder)
+    weights, training = (
+        tuple(folder / name for name in sorted(manifest["files"]) if name.startswith(stem))
+        for stem in ("model", "optimizer")
+    )
+    return _checkpoint(folder, weights, training, manifest["fingerprint"], read_json(folder / "state.json"))
 
 
-def _checkpoint(path: Path, weights: Path, fingerprint: str, state: dict[str, Any]) -> Checkpoint:
+def _checkpoint(
+    path: Path, weights: tuple[Path, ...], training: tuple[Path, ...], fingerprint: str, state: dict[str, Any]
+) -> Checkpoint:
     settings = {**state["settings"]["model"]}
     settings |= {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}
     return Checkpoint(
         path=path,
         weights=weights,
+        training=training,
         fingerprint=fingerprint,
         step=state["step"],
         tokens=state["tokens"],
@@ -286,12 +360,14 @@ def export(checkpoint: Checkpoint, file: Path) -> None:
         raise InputError(f"to = {str(file)!r}: the name must end in .safetensors, by which such a file is known.")
     state = {key: getattr(checkpoint, key) for key in ("step", "tokens", "settings", "datastores", "fingerprint")}
     state["format_version"] = FORMAT_VERSION
-    state["checksum"] = _checksum(state, checkpoint.weights)
-    metadata = {"retro": json.dumps(state, sort_keys=True)}  # one entry: safetensors writes several in any order
+    tensors = read_tensors(index(checkpoint.weights))
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.tmp")
     try:
-        save_tensors(load_file(checkpoint.weights), temporary, metadata)
+        save_tensors(tensors, temporary)
+        state["checksum"] = _checksum(state, temporary)
+        # One entry: safetensors writes several in any order.
+        save_tensors(tensors, temporary, {"retro": json.dumps(state, sort_keys=True)})
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, file)
@@ -321,7 +397,7 @@ def _read_exported(file: Path) -> Checkpoint:
         raise InputError(
             f"{file} has format version {state['format_version']}, this program reads {FORMAT_VERSION}: use its version."
         )
-    return _checkpoint(file, file, state["fingerprint"], state)
+    return _checkpoint(file, (file,), (), state["fingerprint"], state)
 
 
 def _checksum(state: dict[str, Any], file: Path) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.attention import Attention, Places, Relative, Rotary, place
+from retro.attention import Attention, Distances, Nowhere, Places, Relative, Rotary, place
 from retro.device import Placement
 from retro.masks import neighbor_mask
 from retro.model import Retro
@@ -32,11 +32,11 @@ Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 class Cache(NamedTuple):
     """What is kept of the tokens that rows have read. S and K·R grow when more is needed."""
 
-    keys: Tensor  # [B, L, H, S, C] of every layer, as attention reads them
+    keys: Tensor  # [B, L, G, S, C] of every layer, as attention reads them
     values: Tensor  # the same
-    last_keys: Tensor  # [B, L, 1, H, C], the last token's as projected: smeared keys mix it into the next one
+    last_keys: Tensor  # [B, L, 1, G, C], the last token's as projected: smeared keys mix it into the next one
     chunk: Tensor  # [B, M, D], what the encoder is given: activations of token t of the current chunk at t % m
-    neighbor_keys: Tensor  # [B, P, H, K·R, C] of every layer with cross-attention, for the last complete chunk
+    neighbor_keys: Tensor  # [B, P, G, K·R, C] of every layer with cross-attention, for the last complete chunk
     neighbor_values: Tensor  # the same
     readable: Tensor  # bool [B, K, R], which tokens of its neighbors are real
 
@@ -77,7 +77,11 @@ class Decoder:
             placement: device and precision.
             context: tokens that the model sees at most, a multiple of the chunk length.
             retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
+
+        Raises:
+            InputError: the model has learned positions for fewer tokens than the context.
         """
+        model.settings.check_length(context)
         self.model, self.placement, self.context, self.retrieve = model, placement, context, retrieve
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(self.m, context // 4 // self.m * self.m)
@@ -110,7 +114,7 @@ class Decoder:
                 hidden[reading] = self._read(reading)
             while reading := [number for number, row in enumerate(self.rows) if row.num_read < len(row.tokens)]:
                 hidden[reading] = self._read(reading)
-            return F.linear(self.model.norm(hidden), self.output_weight).float()
+            return F.linear(self.model.finish(hidden), self.output_weight).float()
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
@@ -151,8 +155,9 @@ class Decoder:
             row.num_read += count
         span = self._span(numbers, starts, np.array(counts))
         cca_layers = model.settings.cca_layers if self.retrieve is not None else ()
+        expert_layers = model.settings.expert_layers
 
-        h = model.embedding(self._put(tokens)) * model.settings.d_model**0.5
+        h = model.embed_at(self._put(tokens), span.positions)
         here, there = self._here(span), None
         for layer, (attention, feed_forward) in enumerate(self.layers, start=1):
             h = h + self._attend(layer - 1, attention.block, attention.norm(h), here, span)
@@ -162,6 +167,8 @@ class Decoder:
             if there is not None and layer in cca_layers:
                 h = h + self._cross_attend(cca_layers.index(layer), h, there, span)
             h = feed_forward(h)
+            if layer in expert_layers:  # in evaluation they take every token for itself
+                h, _ = h
         return h[torch.arange(len(rows), device=h.device), span.last]
 
     def _span(self, numbers: list[int], starts: np.ndarray, counts: np.ndarray) -> _Pass:
@@ -230,19 +237,26 @@ class Decoder:
         if isinstance(self.here, Rotary):
             turned = self.here.query[:, span.positions]  # [2, N, n, 1, C/2]
             return Rotary(turned, turned)
+        if isinstance(self.here, Nowhere):
+            return self.here
         keys_at = torch.arange(span.stop, device=span.positions.device)
-        return Relative(self.here.waves, (span.positions[:, :, None] - keys_at).clamp(min=0)[:, None])
+        apart = (span.positions[:, :, None] - keys_at).clamp(min=0)[:, None]  # [N, 1, n, stop]; later keys are masked
+        return Distances(apart) if isinstance(self.here, Distances) else Relative(self.here.waves, apart)
 
     def _there(self, span: _Pass) -> Places | None:
         """Positions of cross-attention: the last token of a chunk is the first of its window."""
         places = (span.positions + 1) % self.m
         if isinstance(self.there, Rotary):
             return Rotary(self.there.query[:, places], self.there.key)
-        return self.there and Relative(self.there.waves, self.there.lookup[places][:, None])
+        if isinstance(self.there, Distances):
+            return Distances(self.there.apart[0, 0, places][:, None])
+        if isinstance(self.there, Relative):
+            return Relative(self.there.waves, self.there.lookup[places][:, None])
+        return self.there
 
     def _distance_keys(self, places: Places, attentions: Sequence[Attention]) -> Sequence[Tensor | None]:
-        """What each attention makes of the distances, which are the same at every step; None for rotary positions."""
-        if isinstance(places, Rotary):
+        """What each attention makes of the distances, which are the same at every step; Transformer-XL's alone does."""
+        if not isinstance(places, Relative):
             return [None] * len(attentions)
         with torch.inference_mode(), self.placement.autocast():
             return [attention.distance_keys(places.waves.to(self.dtype)) for attention in attentions]
@@ -261,7 +275,7 @@ class Decoder:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=self.placement.device)
 
-        layers, cca_layers, heads = s.num_layers, len(s.cca_layers), s.num_heads
+        layers, cca_layers, heads = s.num_layers, len(s.cca_layers), s.kv_heads
         return Cache(
             keys=zeros(layers, heads, 0, s.head_dim),
             values=zeros(layers, heads, 0, s.head_dim),

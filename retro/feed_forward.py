@@ -1,17 +1,48 @@
-"""The feed-forward blocks of decoder and encoder: what each token makes of itself."""
+"""The feed-forward blocks of decoder and encoder: what each token makes of itself.
+
+Letters of the shape comments as in `model.py`.
+"""
+
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Matrix = Callable[[int, int], nn.Module]
+"""Makes a module that multiplies by a matrix, from the number of features before and after."""
+
+
+def linear(in_features: int, out_features: int) -> nn.Module:
+    """A matrix without a bias."""
+    return nn.Linear(in_features, out_features, bias=False)
+
 
 class FeedForward(nn.Module):
-    """Two matrices and a GELU, for each token by itself."""
+    """Two matrices and a GELU, for each token by itself; experts bring matrices of their own (`experts.py`)."""
+
+    def __init__(self, width: int, inner_width: int, matrix: Matrix = linear) -> None:
+        super().__init__()
+        self.up = matrix(width, inner_width)
+        self.out = matrix(inner_width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        return self.out(F.gelu(self.up(x)))
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202): a third matrix says how much of each inner feature goes on."""
 
     def __init__(self, width: int, inner_width: int) -> None:
         super().__init__()
+        self.gate = nn.Linear(width, inner_width, bias=False)
         self.up = nn.Linear(width, inner_width, bias=False)
         self.out = nn.Linear(inner_width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return self.out(F.gelu(self.up(x)))
+        return self.out(F.silu(self.gate(x)) * self.up(x))
+
+
+FEED_FORWARD = {"gelu": FeedForward, "swiglu": GatedFeedForward}
+"""By `ModelSettings.activation`."""

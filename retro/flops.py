@@ -29,28 +29,36 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
         retrieved_length: r, tokens of a neighbor; 0 = 2m.
     """
     s, t, m = settings, num_tokens, settings.chunk_length
-    relative = int(s.positions == "transformer-xl")
-    width = s.num_heads * s.head_dim
-    decoder = _attention(t, t, s.d_model, s.d_model, width, relative * (2 * t - 1)) + 4 * t * s.d_model * s.d_ffw
-    total = s.num_layers * decoder + 2 * t * s.d_model * s.vocab_size
+    relative, matrices = int(s.positions == "transformer-xl"), 3 if s.activation == "swiglu" else 2
+    width, kv_width = s.num_heads * s.head_dim, s.kv_heads * s.head_dim
+    attention = _attention(t, t, s.d_model, s.d_model, width, kv_width, relative * (2 * t - 1))
+    # Of experts, those that a token asks, and the router; not the empty places in their queues.
+    num_routers = len(s.expert_layers)
+    num_feed_forwards = s.num_layers - num_routers + s.experts_per_token * num_routers
+    total = s.num_layers * attention + num_feed_forwards * 2 * matrices * t * s.d_model * s.d_ffw
+    total += 2 * t * s.d_model * (s.vocab_size + num_routers * s.num_experts)
     num_chunks = t // m
     if not (k and s.cca_layers and num_chunks):
         return total
     r, d, inner = retrieved_length or 2 * m, s.encoder_d_model, s.encoder_num_heads * s.encoder_head_dim
-    encoder = _attention(r, r, d, d, inner, relative * (2 * r - 1)) + 4 * r * d * s.encoder_d_ffw
+    encoder = _attention(r, r, d, d, inner, inner, relative * (2 * r - 1)) + 2 * matrices * r * d * s.encoder_d_ffw
     # Neighbors side by side stand at the same positions: the distances are those of one.
-    query = _attention(k * r, m, d, s.d_model, inner, relative * (r + m - 1))
-    cross = _attention(m, k * r, s.d_model, d, width, relative * (r + m - 1))
+    query = _attention(k * r, m, d, s.d_model, inner, inner, relative * (r + m - 1))
+    cross = _attention(m, k * r, s.d_model, d, width, kv_width, relative * (r + m - 1))
     per_chunk = k * s.encoder_num_layers * encoder + len(s.encoder_cca_layers) * query + len(s.cca_layers) * cross
+    if s.shared_embeddings:
+        per_chunk += 2 * k * r * s.d_model * d
     return total + num_chunks * per_chunk
 
 
-def _attention(num_queries: int, num_keys: int, width: int, key_width: int, inner: int, num_distances: int) -> int:
+def _attention(
+    num_queries: int, num_keys: int, width: int, key_width: int, inner: int, kv_inner: int, num_distances: int
+) -> int:
     """Of one attention: projections of queries, keys, values and output; scores and sums; Transformer-XL's distances.
 
     The projection of the distances themselves (W_kR) is left out: it is made once for a whole batch.
     """
-    projections = 4 * inner * (num_queries * width + num_keys * key_width)
+    projections = 4 * (inner * num_queries * width + kv_inner * num_keys * key_width)
     return projections + 4 * num_queries * num_keys * inner + 2 * num_queries * num_distances * inner
 
 

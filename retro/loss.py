@@ -3,11 +3,14 @@
 The output layer is the widest of all: 16,384 tokens of a 128k vocabulary are 8 GB of float32 logits, and as much again for
 their gradient. So rows are taken a block at a time, and training makes the gradient of a block while its logits are there
 (a softmax minus the label), instead of keeping or recomputing them.
+
+The z-loss (Chowdhery et al. 2022, PaLM, section 5) is the square of log Z, the logarithm of the softmax's denominator, times
+a weight. It holds logits near 0, which cross-entropy leaves free to drift together until they are too large for bfloat16.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,42 +32,73 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return torch.cat(losses).view(labels.shape)
 
 
+class Losses(NamedTuple):
+    """Means over the labels that count; 0, not NaN, where none does."""
+
+    objective: Tensor  # what training lowers, cross-entropy and z-loss: the only one with gradients
+    cross_entropy: Tensor
+    z_loss: Tensor  # with its weight
+
+
 def loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
-    """The mean of the losses over the labels that count; 0, not NaN, where none does.
+    """The mean cross-entropy, to be lowered by itself; the arguments are those of `losses`."""
+    return losses(hidden, weight, labels, compiled=compiled).objective
+
+
+def losses(hidden: Tensor, weight: Tensor, labels: Tensor, *, z_weight: float = 0.0, compiled: bool = False) -> Losses:
+    """What a batch is worth.
 
     Args:
         hidden: [B, T, D]; gradients reach it and the weight.
         weight: [V, D].
         labels: int64 [B, T].
+        z_weight: of the z-loss.
         compiled: fuse the work between the matrix products with `torch.compile`.
     """
-    total = _SummedLoss.apply(hidden, weight, labels, compiled)
-    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+    sums = summed_losses(hidden, weight, labels, z_weight=z_weight, compiled=compiled)
+    return Losses(*(each / num_labels(labels) for each in sums))
 
 
-class _SummedLoss(torch.autograd.Function):
-    """The sum of all losses. Its gradients are made in the forward pass, block by block."""
+def num_labels(labels: Tensor) -> Tensor:
+    """How many labels count, 1 at least."""
+    return (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def summed_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, z_weight: float = 0.0, compiled: bool = False
+) -> Losses:
+    """`losses` as sums, for who knows the number of labels of the whole."""
+    return Losses(*_SummedLosses.apply(hidden, weight, labels, z_weight, compiled))
+
+
+class _SummedLosses(torch.autograd.Function):
+    """`Losses` as sums. The gradients of the objective are made in the forward pass, block by block."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compiled: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z_weight: float, compiled: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         x, narrow, y = _flat(hidden, weight, labels)
-        total = torch.zeros((), device=x.device)
+        cross_entropy, z_loss = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
         to_hidden = torch.empty_like(x)
         to_weight = torch.zeros(weight.shape, device=x.device)  # float32, as blocks add up
         kernel = _compiled_slopes() if compiled else _slopes
         for rows in _blocks(x, len(weight)):
-            losses, slopes = kernel(x[rows] @ narrow.T, y[rows])
-            total += losses
+            nats, z, slopes = kernel(x[rows] @ narrow.T, y[rows], z_weight)
+            cross_entropy += nats
+            z_loss += z
             torch.mm(slopes, narrow, out=to_hidden[rows])
             to_weight += slopes.T @ x[rows]
         ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight)
         ctx.types = hidden.dtype, weight.dtype
-        return total
+        ctx.mark_non_differentiable(cross_entropy, z_loss)
+        return cross_entropy + z_loss, cross_entropy, z_loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         to_hidden, to_weight = ctx.saved_tensors
-        return (to_hidden * upstream[0]).to(ctx.types[0]), (to_weight * upstream[0]).to(ctx.types[1]), None, None
+        gradients = (to_hidden * upstream[0]).to(ctx.types[0]), (to_weight * upstream[0]).to(ctx.types[1])
+        return *gradients, None, None, None
 
 
 def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,14 +130,21 @@ def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return losses.masked_fill(labels == IGNORED_LABEL, 0.0), log_p
 
 
-def _slopes(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses, and its slope by every logit, softmax minus label: [rows, V] of the logits' type."""
+def _slopes(logits: Tensor, labels: Tensor, z_weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of the cross-entropies and of the z-losses, and the slope of both by every logit: [rows, V] of the logits' type.
+
+    The slope of a cross-entropy is softmax minus label, that of log Z is the softmax.
+    """
     losses, log_p = _losses(logits, labels)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    slopes = (log_p.exp() - is_label.float()).masked_fill((labels == IGNORED_LABEL)[:, None], 0.0)
-    return losses.sum(), slopes.to(logits.dtype)
+    p, ignored = log_p.exp(), labels == IGNORED_LABEL
+    slopes, z_loss = p - is_label.float(), torch.zeros((), device=logits.device)
+    if z_weight:
+        log_z = (logits[:, 0].float() - log_p[:, 0]).masked_fill(ignored, 0.0)
+        slopes, z_loss = slopes + 2 * z_weight * log_z[:, None] * p, z_weight * log_z.square().sum()
+    return losses.sum(), z_loss, slopes.masked_fill(ignored[:, None], 0.0).to(logits.dtype)
 
 
 @functools.cache
-def _compiled_slopes() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _compiled_slopes() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
     return torch.compile(_slopes, fullgraph=True, dynamic=False)

@@ -21,6 +21,13 @@ def document_starts(documents: Tensor, chunk_length: int, num_tokens: int) -> Te
     return first.repeat_interleave(chunk_length, dim=1)[:, :num_tokens] & begins
 
 
+def document_positions(documents: Tensor, chunk_length: int, num_tokens: int) -> Tensor:
+    """How many tokens of its document stand before each token in its row: [B, ceil(T/m)] to int64 [B, T]."""
+    starts = document_starts(documents, chunk_length, num_tokens)
+    at = torch.arange(num_tokens, device=documents.device)
+    return at - (starts * at).cummax(dim=1).values
+
+
 def neighbor_mask(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:
     """Which tokens of the neighbors [B, U, K, R] may be read: bool [B, U, K, R].
 

@@ -6,8 +6,8 @@
     neighbors of chunk u ─ bidirectional encoder ──────────────────────┘ encoded once
 
 Notable: retrieval OFF is the same weights with `neighbors=None`; RMSNorm before each block; no biases; rotary positions
-(ours) or Transformer-XL's (the paper's); one class is every attention (`attention.py`); no loop over chunks; no buffers,
-so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
+(ours), Transformer-XL's (the paper's) or others; one class is every attention (`attention.py`); no loop over chunks; no
+buffers, so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
 freezes the rest. The model knows nothing of meshes, shards, optimizers or caches (`decoding.py`).
 
 Letters of the shape comments:
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.attention import Attention, Places, place
-from retro.feed_forward import FeedForward
-from retro.masks import document_mask, document_starts, neighbor_mask, some_key
+from retro.experts import ExpertLinear, Experts
+from retro.feed_forward import FEED_FORWARD
+from retro.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key
 from retro.model_settings import ModelSettings
 
 # ------------------------------------------------------------------------------------------------------------ blocks
@@ -41,9 +42,10 @@ class Residual(nn.Module):
         self.block = block
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., D] to [..., D]; what else the block takes follows x."""
-        return x + self.dropout(self.block(self.norm(x), *args, **kwargs))
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[..., D] to [..., D]; what else the block takes follows x, and what else it returns follows the sum."""
+        y = self.block(self.norm(x), *args, **kwargs)
+        return (x + self.dropout(y[0]), *y[1:]) if isinstance(y, tuple) else x + self.dropout(y)
 
 
 # ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
@@ -113,17 +115,23 @@ class Encoder(nn.Module):
 
         def attention(source_width: int) -> Residual:
             heads, head_dim = settings.encoder_num_heads, settings.encoder_head_dim
-            return Residual(width, Attention(width, source_width, heads, head_dim, settings.positions), dropout)
+            scale = 1 / head_dim if settings.init == "mup" else None
+            block = Attention(
+                width, source_width, heads, head_dim, settings.positions, normed=settings.qk_norm, scale=scale
+            )
+            return Residual(width, block, dropout)
 
         if settings.shared_embeddings:
             self.project = nn.Linear(settings.d_model, width, bias=False)
         else:
             self.embedding = nn.Embedding(settings.vocab_size, width)
-        layers = range(settings.encoder_num_layers)
+        if settings.positions == "learned":
+            self.position_embedding = nn.Embedding(2 * settings.chunk_length, width)  # a chunk and its continuation
+        layers, feed_forward = range(settings.encoder_num_layers), FEED_FORWARD[settings.activation]
         self.attention = nn.ModuleList(attention(width) for _ in layers)
         self.cross = nn.ModuleDict({str(layer): attention(settings.d_model) for layer in settings.encoder_cca_layers})
         self.feed_forward = nn.ModuleList(
-            Residual(width, FeedForward(width, settings.encoder_d_ffw), dropout) for _ in layers
+            Residual(width, feed_forward(width, settings.encoder_d_ffw), dropout) for _ in layers
         )
         if settings.encoder_cca_layers:
             self.query_norm = nn.RMSNorm(settings.d_model, eps=1e-6)
@@ -147,6 +155,13 @@ class Encoder(nn.Module):
             e = self.project(F.rms_norm(table(tokens), table.weight.shape[1:])).to(table.weight.dtype)
         else:
             e = self.embedding(tokens)
+        if hasattr(self, "position_embedding"):
+            if r > (longest := 2 * self.chunk_length):
+                raise InputError(
+                    f"neighbors of {r} tokens: with model.positions = 'learned' they may have {longest}, twice "
+                    f"model.chunk_length = {self.chunk_length}."
+                )
+            e = e + self.position_embedding.weight[:r]
         mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
         inner = place(*self.scheme, range(r), range(r), tokens.device)
         if self.cross:
@@ -160,7 +175,7 @@ class Encoder(nn.Module):
                 e = self.cross[str(layer)](e, outer, source=chunks)
                 e = rearrange(e, "(b u) (k r) e -> (b u k) r e", u=num_chunks, k=k)
             e = feed_forward(e)
-        return rearrange(self.norm(e), "(b u k) r e -> b u k r e", u=num_chunks, k=k)
+        return self.norm(rearrange(e, "(b u k) r e -> b u k r e", u=num_chunks, k=k))
 
 
 # --------------------------------------------------------------------------------------- decoder (section 2.4, alg. 1)
@@ -179,20 +194,36 @@ class Retro(nn.Module):
         self.settings = settings
         width, heads, head_dim, dropout = settings.d_model, settings.num_heads, settings.head_dim, settings.dropout
         self.scheme = (settings.positions, width, head_dim)
+        self.base_width = settings.mup_base_width if settings.init == "mup" else width
 
         def attention(source_width: int) -> Attention:
-            return Attention(width, source_width, heads, head_dim, settings.positions, settings.smeared_keys)
+            return Attention(
+                width,
+                source_width,
+                heads,
+                head_dim,
+                settings.positions,
+                num_kv_heads=settings.kv_heads,
+                smeared=settings.smeared_keys,
+                normed=settings.qk_norm,
+                scale=1 / head_dim if settings.init == "mup" else None,
+            )
 
         def cross() -> ChunkedCrossAttention:
             return ChunkedCrossAttention(attention(settings.encoder_d_model), settings.chunk_length)
 
+        def feed_forward(layer: int) -> nn.Module:
+            dense = FEED_FORWARD[settings.activation]
+            return Experts(settings) if layer in settings.expert_layers else dense(width, settings.d_ffw)
+
         layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)
+        if settings.positions == "learned":
+            self.position_embedding = nn.Embedding(settings.max_positions, width)
+            self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
         # By number, as a device may hold some of the layers only.
         self.attention = nn.ModuleDict({str(n): Residual(width, attention(width), dropout) for n in layers})
-        self.feed_forward = nn.ModuleDict(
-            {str(n): Residual(width, FeedForward(width, settings.d_ffw), dropout) for n in layers}
-        )
+        self.feed_forward = nn.ModuleDict({str(n): Residual(width, feed_forward(n + 1), dropout) for n in layers})
         self.cross = nn.ModuleDict({str(layer): Residual(width, cross(), dropout) for layer in settings.cca_layers})
         if settings.cca_layers:
             self.encoder = Encoder(settings)
@@ -208,15 +239,18 @@ class Retro(nn.Module):
         residual stream is scaled down by the number of additions, so its variance at the top does not grow with depth.
         Tokens enter both streams about as loud as the blocks speak: with 0.02 as it stands (GPT-2's choice) they are
         drowned by the first block, and learning to copy from neighbors took more than twice the steps.
+
+        What `init` = mup changes stands in `mup.py`: here, only the output layer's size.
         """
         num_blocks = 2 * self.settings.num_layers + len(self.settings.cca_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
-                # The decoder's rows are small, as they are the output layer too; `hidden` multiplies them.
-                nn.init.normal_(module.weight, std=0.02 if module is self.embedding else 1.0)
-            elif isinstance(module, nn.Linear):
+                # The decoder's rows are small, as they are the output layer too; `embed` multiplies them.
+                nn.init.normal_(module.weight, std=1.0 if name.startswith("encoder.") else 0.02)
+            elif isinstance(module, nn.Linear | ExpertLinear):
                 into_stream = name.endswith(".out")
-                nn.init.normal_(module.weight, std=(module.in_features * (num_blocks if into_stream else 1)) ** -0.5)
+                fan_in = self.base_width if module is self.head else module.in_features
+                nn.init.normal_(module.weight, std=(fan_in * (num_blocks if into_stream else 1)) ** -0.5)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, Attention):
@@ -268,6 +302,16 @@ class Retro(nn.Module):
             neighbor_lengths: int64 [B, U, K], how many of the R tokens are real, from the first on; 0 = no neighbor,
                 K zeros = retrieval off for this chunk. None means all R.
         """
+        return self.hidden_and_routing(tokens, documents, neighbors, neighbor_lengths)[0]
+
+    def hidden_and_routing(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `hidden`, and what training needs of the experts: see `run_layers`."""
         (_, num_tokens), m = tokens.shape, self.settings.chunk_length
         if documents is not None and documents.shape[1] != -(-num_tokens // m):
             raise ValueError(f"documents has {documents.shape[1]} columns; {num_tokens} tokens begin one every {m}")
@@ -275,12 +319,39 @@ class Retro(nn.Module):
             raise ValueError(
                 f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_tokens // m}"
             )
-        h, _ = self.run_layers(self.embed(tokens), None, documents, neighbors, neighbor_lengths)
-        return self.norm(h)
+        h, _, routing = self.run_layers(self.embed(tokens, documents), None, documents, neighbors, neighbor_lengths)
+        return self.finish(h), routing
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Where the residual stream begins: [B, T] to [B, T, D]."""
-        return self.embedding(tokens) * self.settings.d_model**0.5
+    def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Where the residual stream begins: [B, T] to [B, T, D]; the documents as in `hidden`.
+
+        Raises:
+            InputError: learned positions are too few.
+        """
+        num_tokens, positions = tokens.shape[1], None
+        if self.settings.positions == "learned":
+            self.settings.check_length(num_tokens)
+            positions = torch.arange(num_tokens, device=tokens.device)
+            if documents is not None:
+                positions = document_positions(documents, self.settings.chunk_length, num_tokens)
+        return self.embed_at(tokens, positions)
+
+    def embed_at(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """The same of tokens that stand at some positions of their documents, [T] or [B, T]: learned ones alone look.
+
+        A second table says where a token stands in its chunk. So the stream itself tells chunked cross-attention, and the
+        encoder that reads the chunk, how far from a neighbor's token it is: those have a table of their own.
+        """
+        h = self.embedding(tokens)
+        if self.settings.positions == "learned":
+            assert positions is not None
+            h = h + self.position_embedding(positions) + self.chunk_embedding(positions % self.settings.chunk_length)
+        return h * self.base_width**0.5
+
+    def finish(self, h: Tensor) -> Tensor:
+        """The end of the residual stream as the output layer reads it: [..., D] to [..., D]."""
+        h = self.norm(h)
+        return h if self.base_width == self.settings.d_model else h * (self.base_width / self.settings.d_model)
 
     def run_layers(
         self,
@@ -289,10 +360,11 @@ class Retro(nn.Module):
         documents: Tensor | None,
         neighbors: Tensor | None,
         neighbor_lengths: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The layers that this device holds: the residual stream h [B, T, D], and the encoded neighbors [B, U, K, R, E].
 
         The encoder, which stands in the first layer with CCA, makes the latter of the neighbors; the rest as in `hidden`.
+        The third is `experts.ROUTING` of each sequence, float32 [B, 4], summed over the layers with experts, if there are any.
         """
         num_tokens, m = h.shape[1], self.settings.chunk_length
         here = place(*self.scheme, range(num_tokens), range(num_tokens), h.device)
@@ -304,6 +376,7 @@ class Retro(nn.Module):
             cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
             there = place(*self.scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
             real = neighbor_mask(neighbors, neighbor_lengths, documents)
+        expert_layers, routing = self.settings.expert_layers, None
         for name, attention in self.attention.items():
             layer = int(name) + 1
             h = attention(h, here, mask=mask, causal=True, starts=starts)
@@ -312,4 +385,7 @@ class Retro(nn.Module):
             if layer in cca_layers:
                 h = self.cross[str(layer)](h, there, encoded, real)
             h = self.feed_forward[name](h)
-        return h, encoded
+            if layer in expert_layers:
+                h, routed = h
+                routing = routed if routing is None else routing + routed
+        return h, encoded, routing

@@ -1,11 +1,14 @@
 """What a model is told: its sizes and its options."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 from indexing.store.errors import InputError
 
-PositionScheme = Literal["rope", "transformer-xl"]
+PositionScheme = Literal["rope", "transformer-xl", "alibi", "learned"]
+Activation = Literal["gelu", "swiglu"]
+Initialization = Literal["depth-scaled", "mup"]
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,41 @@ class ModelSettings:
     chunk_length: int = 64
     """Tokens of a chunk (m); must be the datastore's."""
     positions: PositionScheme = "rope"
-    """Relative positions: rotary ones, or Transformer-XL's as in the paper (slower, more parameters)."""
+    """Relative positions: `rope` (rotary), `alibi` (scores fall with the distance), or `transformer-xl` as in the paper
+    (slower, more parameters); or absolute ones, `learned`."""
+    max_positions: int = 2048
+    """Rows of the decoder's table of `learned` positions: tokens of the longest sequence."""
+    activation: Activation = "gelu"
+    """Of the feed-forward blocks. `swiglu` has three matrices: with two thirds of d_ffw it is as large as `gelu`."""
+    num_kv_heads: int = 0
+    """Heads of keys and values of every attention in the decoder, each read by num_heads / num_kv_heads heads of queries
+    (grouped-query attention: generation remembers less). 0 = num_heads. The encoder, which remembers nothing, has no such."""
+    qk_norm: bool = False
+    """Give the queries and keys of every head the same size (RMSNorm), so that no score can grow without bounds."""
+    init: Initialization = "depth-scaled"
+    """First weights. `depth-scaled`: what is added to the residual stream is the smaller, the more layers there are. `mup`:
+    this, and sizes and learning rates such that the best `train.lr` of a narrow model is that of a wide one."""
+    mup_base_width: int = 256
+    """With `mup`, inputs of a matrix that learns at `train.lr`; one with n inputs learns at mup_base_width / n of it."""
     smeared_keys: bool = False
     """Mix the key before into every key of the decoder's attentions (learned per head), so that one layer can find what
     followed a token, in the text before or in a neighbor. Not in the paper; it brings copying sooner (docs/results.md)."""
     copying_init: bool = False
     """Begin the decoder's attentions as ones that copy: queries look for tokens like their own, and what is read is said
     again. Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results.md)."""
+    num_experts: int = 0
+    """Experts of a decoder layer, of which each token asks a few, in the place of its feed-forward block; 0 = none."""
+    experts_every: int = 2
+    """Every so many decoder layers one has experts: 1 = all; 2 = layers 2, 4, 6 … (GShard)."""
+    experts_per_token: int = 2
+    """Experts that a token asks."""
+    capacity_factor: float = 1.25
+    """Tokens of a sequence that an expert takes in training, over an even share; those that come later are dropped. From
+    num_experts / experts_per_token on, and in evaluation, none is."""
+    balance_weight: float = 0.01
+    """Weight in the loss of what keeps the experts evenly busy (Switch Transformer)."""
+    router_z_weight: float = 0.0
+    """Weight in the loss of what keeps the routers' logits small (ST-MoE: 0.001)."""
     dropout: float = 0.0
     """Share of the features dropped from the output of every block in training."""
     tied_embeddings: bool = True
@@ -67,14 +98,17 @@ class ModelSettings:
             self._refuse("vocab_size", "a positive number, or 0 to take it from the datastore's tokenizer")
         sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers", "chunk_length")
         encoder_sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers")
-        for field in (*sizes, *(f"encoder_{size}" for size in encoder_sizes)):
+        for field in (*sizes, *(f"encoder_{size}" for size in encoder_sizes), "max_positions", "mup_base_width"):
             if getattr(self, field) < 1:
                 self._refuse(field, "a positive number")
-        if self.positions not in ("rope", "transformer-xl"):
-            self._refuse("positions", "rope or transformer-xl")
+        for field, choices in (("positions", PositionScheme), ("activation", Activation), ("init", Initialization)):
+            if getattr(self, field) not in get_args(choices):
+                self._refuse(field, f"one of {', '.join(get_args(choices))}")
+        if self.num_kv_heads < 0 or self.num_heads % self.kv_heads:
+            self._refuse("num_kv_heads", f"a divisor of model.num_heads = {self.num_heads}, or 0 for as many")
         # Sines and cosines come in pairs: per head with RoPE, over the whole width with Transformer-XL.
-        paired = ("head_dim", "encoder_head_dim") if self.positions == "rope" else ("d_model", "encoder_d_model")
-        for field in paired:
+        paired = {"rope": ("head_dim", "encoder_head_dim"), "transformer-xl": ("d_model", "encoder_d_model")}
+        for field in paired.get(self.positions, ()):
             if getattr(self, field) % 2:
                 self._refuse(field, f"an even number, as model.positions = {self.positions!r} pairs its features")
         for field in ("cca_layers", "encoder_cca_layers"):
@@ -83,8 +117,37 @@ class ModelSettings:
                 self._refuse(field, f"increasing numbers from 1 to model.{count} = {getattr(self, count)}, or nothing")
         if self.copying_init and self.cca_layers and not self.shared_embeddings:
             self._refuse("copying_init", "false, or set model.shared_embeddings")
+        self._check_experts()
         if not 0 <= self.dropout < 1:
             self._refuse("dropout", "a number from 0 up to, not including, 1")
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values in the decoder."""
+        return self.num_kv_heads or self.num_heads
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise InputError where sequences of so many tokens are longer than the table of learned positions."""
+        if self.positions == "learned" and num_tokens > self.max_positions:
+            self._refuse("max_positions", f"{num_tokens} or more, the tokens of a sequence")
+
+    def _check_experts(self) -> None:
+        if self.num_experts < 0 or self.num_experts == 1:
+            self._refuse("num_experts", "2 or more, or 0 for none")
+        if self.experts_every < 1 or (self.num_experts and not self.preset and self.experts_every > self.num_layers):
+            self._refuse("experts_every", f"a number from 1 to model.num_layers = {self.num_layers}")
+        if self.experts_per_token < 1 or self.experts_per_token > (self.num_experts or math.inf):
+            self._refuse("experts_per_token", f"a number from 1 to model.num_experts = {self.num_experts}")
+        if self.capacity_factor <= 0:
+            self._refuse("capacity_factor", "a number above 0")
+        for field in ("balance_weight", "router_z_weight"):
+            if getattr(self, field) < 0:
+                self._refuse(field, "0 or more")
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Decoder layers with experts, counted from 1."""
+        return tuple(range(self.experts_every, self.num_layers + 1, self.experts_every)) if self.num_experts else ()
 
     def _refuse(self, field: str, accepted: str) -> NoReturn:
         raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")

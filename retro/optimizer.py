@@ -1,6 +1,8 @@
 """AdamW with decay groups and the learning-rate schedules (paper, section 3 and table 11)."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -10,23 +12,34 @@ Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
 def make_optimizer(
-    model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float, fused: bool
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    fused: bool,
+    factors: Mapping[str, float] = MappingProxyType({}),
 ) -> torch.optim.AdamW:
     """AdamW whose decay spares what is not a matrix: norm gains and biases.
 
     Args:
-        model: its parameters are grouped by their number of dimensions.
+        model: its parameters are grouped by their number of dimensions, and by their factors.
         lr: peak learning rate.
         betas: of the two moments (paper: 0.9, 0.95).
         weight_decay: of matrices and embeddings (paper: 0.1).
         fused: one kernel for the whole step.
+        factors: learning rates over that of the schedule, by the parameters' names; 1 where it says nothing
+            (`mup.learning_rate_factors`). A group has its factor as `lr_factor`. All matrices decay at one pace.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, fused=fused)
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    for decays in (True, False):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (parameter.ndim >= 2) == decays:
+                factor = factors.get(name, 1.0)
+                decay = weight_decay / factor if decays else 0.0  # AdamW multiplies it by the learning rate
+                new = {"params": [], "weight_decay": decay, "lr": lr * factor, "lr_factor": factor}
+                groups.setdefault((decays, factor), new)["params"].append(parameter)
+    return torch.optim.AdamW(list(groups.values()), lr=lr, betas=betas, fused=fused)
 
 
 def learning_rate(

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from indexing.store.errors import InputError
+from retro.experts import ExpertLinear
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 
@@ -34,6 +35,18 @@ _OPEN = {
     "vocab_size",
     "chunk_length",
     "positions",
+    "max_positions",
+    "activation",
+    "num_kv_heads",
+    "qk_norm",
+    "init",
+    "mup_base_width",
+    "num_experts",
+    "experts_every",
+    "experts_per_token",
+    "capacity_factor",
+    "balance_weight",
+    "router_z_weight",
     "dropout",
     "tied_embeddings",
     "shared_embeddings",
@@ -66,7 +79,8 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
     settings = resolve(settings)
     plain = replace(settings, cca_layers=())
     surplus = _size(settings) - _size(plain)
-    per_unit = 2 * settings.d_model * settings.num_layers
+    num_blocks = settings.num_layers + len(settings.expert_layers) * (settings.num_experts - 1)
+    per_unit = (3 if settings.activation == "swiglu" else 2) * settings.d_model * num_blocks
     return replace(plain, d_ffw=settings.d_ffw + round(surplus / per_unit))
 
 
@@ -77,5 +91,15 @@ def _size(settings: ModelSettings) -> int:
 
 def count_parameters(model: nn.Module, embeddings: bool = False) -> int:
     """The number of parameters, as table 10 counts them: without the embedding tables and the output layer."""
-    tables = ("embedding.weight", "encoder.embedding.weight", "head.weight")
-    return sum(p.numel() for name, p in model.named_parameters() if embeddings or name not in tables)
+    return sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if embeddings or not name.endswith(("embedding.weight", "head.weight"))
+    )
+
+
+def count_active_parameters(model: Retro) -> int:
+    """As `count_parameters`, but of the experts of a layer only as many as a token asks."""
+    stacks = [module.weight for module in model.modules() if isinstance(module, ExpertLinear)]
+    idle = sum(stack[0].numel() * (len(stack) - model.settings.experts_per_token) for stack in stacks)
+    return count_parameters(model) - idle

@@ -2,12 +2,15 @@
 
 loop      step step step copy step step step step step step copy step …
 thread                       └ files ─ fsync ─ checksums ─ rename ┘   └ files …
+
+Where processes train together each has a saver; of a DTensor it copies the shard that is here.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from retro.checkpoint import Tensors
 
@@ -29,23 +32,25 @@ class Saver:
         self.wait()
         self._running = self._thread.submit(self._allocate, tensors)
 
+    @torch.no_grad()
     def save(self, tensors: Tensors, write: Callable[[Tensors], object]) -> None:
         """Copy the tensors, then call `write` with the copies in the background. Waits for the save before it."""
         self.wait()
         self._allocate(tensors)
         for file, values in tensors.items():
             for name, value in values.items():
-                self._buffers[file][name].copy_(value, non_blocking=True)
+                _local(self._buffers[file][name]).copy_(_local(value), non_blocking=True)
         for device in {value.device for values in tensors.values() for value in values.values() if value.is_cuda}:
             torch.cuda.synchronize(device)
         self._running = self._thread.submit(write, self._buffers)
 
+    @torch.no_grad()
     def _allocate(self, tensors: Tensors) -> None:
         for file, values in tensors.items():
             buffers = self._buffers.setdefault(file, {})
             for name, value in values.items():
                 if name not in buffers:
-                    buffers[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).zero_()
+                    buffers[name] = _on_host(value)
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -63,3 +68,18 @@ class Saver:
             self.wait()
         finally:
             self._thread.shutdown()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A new tensor in the host's memory, pinned where that helps; of a DTensor one with the same shard here."""
+    from torch.distributed.tensor import DTensor
+
+    local = _local(tensor)
+    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda).zero_()
+    # `DTensor.from_local` would move it to the mesh's device.
+    return DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from retro.device import Placement, Tensors
-from retro.loss import loss
+from retro.experts import ROUTING, routing_loss, routing_metrics
+from retro.loss import losses
 from retro.model import Retro
 from retro.optimizer import learning_rate
 from retro.train_settings import Compile, TrainSettings
@@ -34,14 +35,21 @@ def make_step(
     compiled = wants_compilation(settings.compile, placement)
     # Whole, so that a graph break is an error and not a slow step. Shapes are few: one for each number of neighbors,
     # with and without document borders. Each is compiled once.
-    hidden_of: Any = torch.compile(model.hidden, fullgraph=True, dynamic=False) if compiled else model.hidden
+    hidden_of: Any = model.hidden_and_routing
+    if compiled:
+        hidden_of = torch.compile(hidden_of, fullgraph=True, dynamic=False)
 
     def forward_backward(batch: Tensors) -> Tensor:
+        """The batch's part of the step's cross-entropy, z-loss and `ROUTING`, [2 + 4]; zeros where there are no experts."""
         labels = batch.pop("labels")
         with placement.autocast():
-            value = loss(hidden_of(**batch), model.output_weight, labels, compiled=compiled) / settings.accumulation
-        value.backward()
-        return value.detach()
+            hidden, routing = hidden_of(**batch)
+            found = losses(hidden, model.output_weight, labels, z_weight=settings.z_loss, compiled=compiled)
+        objective, routed = found.objective, torch.zeros(len(ROUTING), device=placement.device)
+        if routing is not None:
+            objective, routed = objective + routing_loss(routing, model.settings), routing.detach().mean(0)
+        (objective / settings.accumulation).backward()
+        return torch.cat((torch.stack((found.cross_entropy, found.z_loss)), routed)) / settings.accumulation
 
     def step(number: int) -> tuple[dict[str, float], int]:
         lr = learning_rate(
@@ -54,8 +62,8 @@ def make_step(
             decay_share=settings.decay_share,
         )
         for group in optimizer.param_groups:
-            group["lr"] = lr
-        total, num_tokens = torch.zeros((), device=placement.device), 0
+            group["lr"] = lr * group["lr_factor"]
+        total, num_tokens = torch.zeros(2 + len(ROUTING), device=placement.device), 0
         for _ in range(settings.accumulation):
             batch = next(batches)
             num_tokens += batch["tokens"].numel()
@@ -63,7 +71,10 @@ def make_step(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"loss": total.item(), "lr": lr, "gradient_norm": norm.item()}, num_tokens
+        cross_entropy, z_loss, *routing = total.tolist()
+        metrics = {"loss": cross_entropy, "lr": lr, "gradient_norm": norm.item()}
+        metrics |= {"z_loss": z_loss} if settings.z_loss else {}
+        return metrics | routing_metrics(routing, model.settings), num_tokens
 
     return step
 

@@ -39,6 +39,8 @@ class TrainSettings:
     """Of the second moment."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 = no clipping."""
+    z_loss: float = 0.0
+    """Weight of the z-loss, which holds the logits near 0 (PaLM: 1e-4); metrics have it beside `loss`."""
     retrieval_dropout: float = 0.1
     """Share of the sequences trained with retrieval OFF, so that the model stays good without."""
     seed: int = 0
@@ -76,7 +78,16 @@ class TrainSettings:
         for key in ("steps", "batch_size", "accumulation", "checkpoint_every", "keep_checkpoints", "log_every"):
             if getattr(self, key) < 1:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be at least 1.")
-        for key in ("warmup_steps", "eval_every", "eval_tokens", "threads", "clip", "weight_decay", "peak_tflops"):
+        for key in (
+            "warmup_steps",
+            "eval_every",
+            "eval_tokens",
+            "threads",
+            "clip",
+            "weight_decay",
+            "z_loss",
+            "peak_tflops",
+        ):
             if getattr(self, key) < 0:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be 0 or more.")
         for key in ("retrieval_dropout", "min_lr_ratio", "beta1", "beta2"):

@@ -34,9 +34,11 @@ from retro.loggers import Logger, open_loggers
 from retro.meter import Meter
 from retro.model import Retro
 from retro.model_settings import ModelSettings
+from retro.mup import learning_rate_factors
 from retro.neighbors import NeighborUse
 from retro.optimizer import make_optimizer
 from retro.presets import count_parameters, resolve
+from retro.processes import on_first, open_group, rank_in
 from retro.run import better, last_checkpoint, read_metrics
 from retro.saver import Saver
 from retro.start import start_from
@@ -94,11 +96,15 @@ def train(
     data = TrainingData(datastores, data_settings, retrieval=retrieval)
     data.plan(settings.steps * settings.accumulation * settings.batch_size)
     model_settings = _fit_to(model_settings, data.datastores[0])
+    model_settings.check_length(data_settings.sequence_length)
     use = NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbors, seed=data_settings.seed)
     sets = open_sets(evaluation.sets, datastores, model_settings, use.k, data_settings.reading)
     resolved = _resolved(model_settings, data_settings, settings, datastores)
-    last = last_checkpoint(run, resolved, data.fingerprints)
-    start = checkpoints.open_checkpoint(Path(settings.start_from)) if settings.start_from and last is None else None
+    group = open_group()
+    last = on_first(group, lambda: last_checkpoint(run, resolved, data.fingerprints))
+    start = None
+    if settings.start_from and last is None:
+        start = on_first(group, lambda: checkpoints.open_checkpoint(Path(settings.start_from)))
     model, optimizer = _make(model_settings, settings, placement)
     if start is not None:
         start_from(start, model, data.fingerprints)
@@ -107,8 +113,8 @@ def train(
     position = Position()
     facts = {"settings": resolved, "datastores": data.fingerprints, "started_from": start and start.fingerprint}
     if last is not None:
-        checkpoints.restore(last, model, optimizer)
-        checkpoints.name_best(run, last.best)
+        checkpoints.restore(last, model, optimizer, group)
+        on_first(group, partial(checkpoints.name_best, run, last.best))
         position = Position(last.step, last.tokens, last.best, Meter(**last.unlogged))
         facts["started_from"] = last.started_from
         advance(last.tokens)
@@ -131,7 +137,8 @@ def train(
             sequence_length=data_settings.sequence_length,
         ),
         _utilisation(model_settings, data_settings, settings, placement),
-        partial(checkpoints.tensors_of, model, optimizer),
+        partial(checkpoints.tensors_of, model, optimizer, rank_in(group)),
+        partial(checkpoints.publish, run, keep=settings.keep_checkpoints, group=group),
         advance,
     )
     newest = checkpoints.latest(run)
@@ -170,6 +177,7 @@ def _loop(
     measure: Callable[[], dict[str, float]],
     utilisation: Callable[[float], float],
     tensors: Callable[[], checkpoints.Tensors],
+    publish: Callable[[dict[str, Any], checkpoints.Tensors], None],
     advance: Callable[[int], None],
 ) -> None:
     """Step, log, evaluate, save, until the run is complete or asked to stop."""
@@ -201,8 +209,7 @@ def _loop(
                 at.best = better(at.best, at.step, figures)
             signal = asked_to_stop()
             if due(settings.checkpoint_every) or (at.best and at.best["step"] == at.step) or signal:
-                publish = partial(checkpoints.publish, run, {**at.as_json(), **facts}, keep=settings.keep_checkpoints)
-                saver.save(tensors(), publish)
+                saver.save(tensors(), partial(publish, {**at.as_json(), **facts}))
             elif at.step == first_step:
                 saver.prepare(tensors())
             if signal and at.step < settings.steps:
@@ -256,7 +263,14 @@ def _make(model: ModelSettings, settings: TrainSettings, placement: Placement) -
     torch.manual_seed(settings.seed)
     made = Retro(model).to(placement.device)
     betas = (settings.beta1, settings.beta2)
-    return made, make_optimizer(made, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True)
+    return made, make_optimizer(
+        made,
+        lr=settings.lr,
+        betas=betas,
+        weight_decay=settings.weight_decay,
+        fused=True,
+        factors=learning_rate_factors(made),
+    )
 
 
 def _batches(data: TrainingData, settings: TrainSettings, step: int, placement: Placement) -> Iterator[Tensors]:

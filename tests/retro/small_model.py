@@ -28,7 +28,13 @@ SETTINGS = ModelSettings(
     encoder_head_dim=8,
     chunk_length=M,
 )
-SCHEMES = {"rope": {}, "transformer-xl": {"positions": "transformer-xl"}, "smeared": {"smeared_keys": True}}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "rope": {},
+    "transformer-xl": {"positions": "transformer-xl"},
+    "smeared": {"smeared_keys": True},
+    "alibi": {"positions": "alibi", "num_kv_heads": 1, "activation": "swiglu", "smeared_keys": True},
+    "learned": {"positions": "learned", "max_positions": 4 * T, "qk_norm": True, "init": "mup", "mup_base_width": 16},
+}
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 few = settings(max_examples=8, deadline=None, derandomize=True)
 MODELS: dict[str, Retro] = {}
@@ -46,7 +52,7 @@ def one_thread() -> Iterator[None]:
 def build(scheme: str = "rope", **changes: Any) -> Retro:
     """A small model whose every part matters: the biases u and v start at zero, so they are moved off it."""
     torch.manual_seed(0)
-    model = Retro(replace(SETTINGS, **SCHEMES[scheme], **changes)).eval()  # type: ignore[arg-type]
+    model = Retro(replace(SETTINGS, **SCHEMES[scheme], **changes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from retro import checkpoint as checkpoints
+from retro.tensor_files import index, read_tensors, save_tensors
 from retro.trainer import train
 from tests.conftest import tiny_config
 
@@ -42,7 +43,7 @@ def test_a_loaded_model_computes_what_was_saved(run: Path, tmp_path: Path) -> No
 
 
 def test_names_of_before_are_read_as_todays(run: Path, tmp_path: Path) -> None:
-    now = checkpoints.read_tensors(run / "checkpoints/00000008/model.safetensors")
+    now = read_tensors(index([run / "checkpoints/00000008/model.safetensors"]))
     before = {}
     for name, tensor in now.items():
         if name.endswith(".key.weight"):
@@ -52,7 +53,7 @@ def test_names_of_before_are_read_as_todays(run: Path, tmp_path: Path) -> None:
             before[name.replace("smear.weight", "smear").replace("_bias.weight", "_bias")] = tensor
     before["step/attention.0.block.key_value.weight"] = torch.tensor(8.0)
     save_file(before, tmp_path / "before.safetensors")
-    read = checkpoints.read_tensors(tmp_path / "before.safetensors")
+    read = read_tensors(index([tmp_path / "before.safetensors"]))
     assert read.pop("step/attention.0.block.key.weight") == read.pop("step/attention.0.block.value.weight") == 8
     assert read.keys() == now.keys()
     assert all(torch.equal(read[name], now[name]) for name in now)
@@ -169,4 +170,4 @@ def test_files_have_the_permissions_of_any_new_file(run: Path, exported: Path, t
 
 def test_a_full_disk_or_a_missing_folder_is_an_error_of_the_system(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
-        checkpoints.save_tensors({"a": torch.zeros(3)}, tmp_path / "nowhere" / "a.safetensors")
+        save_tensors({"a": torch.zeros(3)}, tmp_path / "nowhere" / "a.safetensors")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from indexing.store.errors import InputError
 from retro.decoding import Decoder, Retrieve
 from retro.device import Placement, place
 from retro.model import Retro
@@ -76,6 +77,7 @@ def test_every_step_gives_the_logits_of_the_whole_forward_pass(scheme: str, k: i
     "changes",
     [
         {"cca_layers": ()},
+        {"num_experts": 4, "experts_every": 2, "capacity_factor": 0.5},
         {"cca_layers": (1,), "encoder_cca_layers": (), "tied_embeddings": False},
         {"cca_layers": (3,), "shared_embeddings": True, "encoder_cca_layers": (1, 2)},
     ],
@@ -93,6 +95,11 @@ def test_a_full_context_is_read_again_from_what_is_left(scheme: str, context: in
     decoder = Decoder(model, FLOAT32, context, retrieve)
     prompts = rows(3, context - 1, context, context + 1, 3 * context + 2)
     check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 3 * M)
+
+
+def test_a_context_longer_than_the_table_of_positions_is_refused() -> None:
+    with pytest.raises(InputError, match=r"model\.max_positions is 64: set it to 68 or more"):
+        Decoder(model_of("learned"), FLOAT32, 4 * T + M)
 
 
 def test_a_quarter_of_the_context_is_dropped_at_once_and_at_least_a_chunk() -> None:
@@ -152,8 +159,9 @@ def test_neighbors_of_every_complete_chunk_in_sight_are_asked_for_once() -> None
     assert asked == [text[0][2 * M :].tolist()]
 
 
-def test_bfloat16_differs_by_its_rounding_alone() -> None:
-    model, retrieve = model_of("rope"), retriever(2)
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "learned"])
+def test_bfloat16_differs_by_its_rounding_alone(scheme: str) -> None:
+    model, retrieve = model_of(scheme), retriever(2)
     decoder, plain = Decoder(model, BFLOAT16, 4 * T, retrieve), Decoder(model, FLOAT32, 4 * T, retrieve)
     new, difference = rows(M, 3), 0.0
     for _ in range(M):

@@ -1,6 +1,7 @@
 """Operations by formula equal those that torch counts."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,18 @@ SETTINGS = ModelSettings(
 )
 
 
-@pytest.mark.parametrize("positions", ["rope", "transformer-xl"])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rope": {},
+    "transformer-xl": {"positions": "transformer-xl"},
+    "grouped": {"positions": "alibi", "num_kv_heads": 1, "activation": "swiglu"},
+    "learned": {"positions": "learned", "qk_norm": True, "init": "mup", "shared_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_the_formula_counts_what_torch_counts(positions: str, k: int) -> None:
-    settings = replace(SETTINGS, positions=positions)
+def test_the_formula_counts_what_torch_counts(option: str, k: int) -> None:
+    settings = replace(SETTINGS, **OPTIONS[option])
     model = Retro(settings)
     tokens = torch.zeros(1, 12, dtype=torch.int64)
     neighbors = torch.zeros(1, 3, k, 8, dtype=torch.int64) if k else None
@@ -42,8 +51,20 @@ def test_the_formula_counts_what_torch_counts(positions: str, k: int) -> None:
         model(tokens, neighbors=neighbors)
     # Transformer-XL's projections of distances, made once for a batch, are left out of the formula.
     decoder, encoder, asking = 3 * 23 * 32 * 24, 2 * 15 * 24 * 12 + 11 * 24 * 12, 2 * 11 * 32 * 24
-    left_out = 2 * (decoder + (encoder + asking if k else 0)) if positions == "transformer-xl" else 0
+    left_out = 2 * (decoder + (encoder + asking if k else 0)) if option == "transformer-xl" else 0
     assert forward_flops(settings, 12, k) + left_out == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("experts_per_token", [1, 2])
+def test_of_experts_those_that_a_token_asks_are_counted(experts_per_token: int) -> None:
+    """In training with a capacity factor of 1 their queues have as many places."""
+    settings = replace(
+        SETTINGS, num_experts=4, experts_every=1, experts_per_token=experts_per_token, capacity_factor=1.0
+    )
+    model = Retro(settings).train()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 12, dtype=torch.int64))
+    assert forward_flops(settings, 12, 0) == counter.get_total_flops()
 
 
 def test_of_large_models_it_is_about_two_for_each_parameter() -> None:

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retro import loss as module
 from retro.batches import IGNORED_LABEL
-from retro.loss import loss, token_losses
+from retro.loss import loss, losses, token_losses
 
 B, T, D, V = 3, 7, 12, 50
 
@@ -50,6 +50,21 @@ def test_losses_of_tokens_are_those_of_cross_entropy(parts) -> None:
     assert (each[0, 3:] == 0).all()
     flat = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none")
     torch.testing.assert_close(each, flat.view(B, T))
+
+
+@pytest.mark.usefixtures("block_rows")
+def test_the_z_loss_is_the_square_of_log_z_and_cross_entropy_is_told_apart(parts) -> None:
+    hidden, weight, labels = parts
+    log_z = (hidden @ weight.T)[labels != IGNORED_LABEL].logsumexp(-1)
+    expected = reference(hidden, weight, labels) + 0.1 * log_z.square().mean()
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    found = losses(hidden, weight, labels, z_weight=0.1)
+    torch.testing.assert_close(found.objective, expected)
+    torch.testing.assert_close(found.cross_entropy, loss(hidden, weight, labels).detach())
+    torch.testing.assert_close(found.z_loss, 0.1 * log_z.square().mean().detach())
+    assert not found.cross_entropy.requires_grad
+    for ours, theirs in zip(torch.autograd.grad(found.objective / 4, (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs / 4)
 
 
 def test_without_any_label_the_loss_is_zero_and_so_are_its_gradients(parts) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from indexing.store.errors import InputError
 from retro.batches import IGNORED_LABEL
 from retro.loss import loss
 from retro.model import Retro
@@ -323,6 +324,12 @@ def test_a_model_from_the_meta_device_is_the_model():
         {"dropout": -0.1},
         {"vocab_size": -1},
         {"positions": "absolute"},
+        {"activation": "relu"},
+        {"init": "zero"},
+        {"num_kv_heads": 3},
+        {"num_kv_heads": -1},
+        {"max_positions": 0},
+        {"mup_base_width": 0},
     ],
 )
 def test_impossible_settings_are_refused_by_name(wrong):
@@ -350,6 +357,36 @@ def test_inputs_of_the_wrong_number_of_chunks_are_refused():
         model_of("rope")(tokens, None, neighbors[:, :3])
     with pytest.raises(ValueError, match="4 columns; 11 tokens"):
         model_of("rope")(tokens[:, :11], DOCUMENTS)
+
+
+def test_what_is_longer_than_a_table_of_positions_is_refused_by_the_name_of_its_setting():
+    model = build(positions="learned", max_positions=T - 1)
+    tokens, neighbors, _ = batch()
+    with pytest.raises(InputError, match=r"model\.max_positions is 15: set it to 16 or more"):
+        model(tokens)
+    with pytest.raises(InputError, match=r"neighbors of 9 tokens.*learned.*they may have 8.*chunk_length = 4"):
+        model(tokens[:, :M], None, neighbors[:, :1, :, :1].expand(-1, -1, -1, 9))
+
+
+def test_learned_positions_are_what_tells_the_order_of_a_neighbors_tokens():
+    model = build(positions="learned")
+    tokens, neighbors, _ = batch()
+    turned = neighbors.flip(-1)
+    before, after = (logits(model, tokens, None, each) for each in (neighbors, turned))
+    assert first_difference(before, after) == M - 1
+    torch.nn.init.zeros_(model.encoder.position_embedding.weight)
+    before, after = (logits(model, tokens, None, each) for each in (neighbors, turned))
+    torch.testing.assert_close(before, after)
+
+
+@pytest.mark.slow
+@every_scheme
+def test_every_option_compiles_without_a_graph_break(scheme):
+    model, (tokens, neighbors, lengths) = build(scheme), batch()
+    compiled = torch.compile(model.hidden, fullgraph=True, dynamic=False)
+    for documents in (None, DOCUMENTS):
+        expected = model.hidden(tokens, documents, neighbors, lengths)
+        torch.testing.assert_close(compiled(tokens, documents, neighbors, lengths), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_baseline_has_no_encoder_and_ignores_neighbors():

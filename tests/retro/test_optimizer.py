@@ -35,3 +35,22 @@ def test_matrices_decay_and_norms_do_not() -> None:
         "1.weight": 0.0,
     }
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_parameters_with_a_factor_learn_and_decay_as_they_should() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    factors = {"1.weight": 0.25}
+    optimizer = make_optimizer(model, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=False, factors=factors)
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert {name: found[id(p)]["lr_factor"] for name, p in model.named_parameters()} == {
+        "0.weight": 1,
+        "0.bias": 1,
+        "1.weight": 0.25,
+        "1.bias": 1,
+    }
+    before = [layer.weight.detach().clone() for layer in model]
+    for layer in model:
+        layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer.step()
+    for layer, weight in zip(model, before, strict=True):  # without a slope only the decay is left, at one pace
+        torch.testing.assert_close(layer.weight.detach(), weight * (1 - 1e-2 * 0.1))

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from indexing.store.errors import InputError
 from retro.model import Retro
 from retro.model_settings import ModelSettings
-from retro.presets import PRESETS, baseline_of, count_parameters, resolve
+from retro.presets import PRESETS, baseline_of, count_active_parameters, count_parameters, resolve
 
 
 @pytest.mark.parametrize(
@@ -48,9 +49,38 @@ def test_a_wrong_preset_or_a_size_beside_it_is_refused(changes, named: str) -> N
         resolve(ModelSettings(**changes))
 
 
-@pytest.mark.parametrize("preset", ["tiny", "small", "172m"])
-def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str) -> None:
-    settings = replace(PRESETS[preset], vocab_size=10)
+def test_every_option_may_be_set_beside_a_preset() -> None:
+    options = {"positions": "learned", "max_positions": 512, "activation": "swiglu", "num_kv_heads": 1}
+    options |= {"qk_norm": True, "init": "mup", "mup_base_width": 64}
+    assert resolve(ModelSettings(preset="tiny", **options)) == replace(PRESETS["tiny"], **options)
+
+
+def test_tables_of_positions_count_as_embeddings() -> None:
+    with torch.device("meta"):
+        plain, learned = (Retro(ModelSettings(10, positions=positions)) for positions in ("rope", "learned"))
+    assert count_parameters(learned) == count_parameters(plain)
+    tables = (2048 + 64) * 256 + 128 * 128
+    assert count_parameters(learned, embeddings=True) == count_parameters(plain, embeddings=True) + tables
+
+
+def test_of_the_experts_those_that_a_token_asks_are_active() -> None:
+    sizes = replace(PRESETS["tiny"], vocab_size=10)
+    chosen = {"num_experts": 8, "experts_per_token": 3, "experts_every": 2}
+    assert resolve(ModelSettings(preset="tiny", vocab_size=10, **chosen)) == replace(sizes, **chosen)
+    with torch.device("meta"):
+        model, dense = Retro(replace(sizes, **chosen)), Retro(sizes)
+    block, router = 2 * sizes.d_model * sizes.d_ffw, 8 * sizes.d_model
+    assert count_parameters(model) == count_parameters(dense) + 2 * (7 * block + router)
+    assert count_active_parameters(model) == count_parameters(dense) + 2 * (2 * block + router)
+    assert count_active_parameters(dense) == count_parameters(dense)
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+@pytest.mark.parametrize(
+    ("preset", "activation"), [("tiny", "gelu"), ("small", "gelu"), ("172m", "gelu"), ("small", "swiglu")]
+)
+def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str, activation: Any, num_experts: int) -> None:
+    settings = replace(PRESETS[preset], vocab_size=10, activation=activation, num_experts=num_experts)
     with torch.device("meta"):
         ours, plain = Retro(settings), Retro(baseline_of(settings))
     assert not any(name.startswith(("encoder", "cross")) for name, _ in plain.named_parameters())

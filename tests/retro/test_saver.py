@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from retro import checkpoint as checkpoints
 from retro.checkpoint import Tensors
@@ -93,11 +95,24 @@ def test_what_the_writer_raises_is_raised_in_the_loop_once(tmp_path: Path, end: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_copies_of_cuda_tensors_are_pinned_and_hold_what_was_there() -> None:
-    tensors = {"file": {"a": torch.arange(1000.0, device="cuda")}}
-    saver, seen = Saver(), []
-    saver.save(tensors, lambda copies: seen.append((copies["file"]["a"].is_pinned(), copies["file"]["a"].clone())))
-    tensors["file"]["a"].zero_()
-    saver.close()
-    assert seen[0][0]
-    assert torch.equal(seen[0][1], torch.arange(1000.0))
+def test_copies_of_cuda_tensors_are_pinned_and_hold_what_was_there(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        plain = torch.arange(1000.0, device="cuda")
+        tensors = {"file": {"plain": plain, "sharded": DTensor.from_local(plain.clone(), mesh, [Shard(0)])}}
+        saver, seen = Saver(), []
+
+        def look(copies: Tensors) -> None:
+            for copy in copies["file"].values():
+                local = copy.to_local() if isinstance(copy, DTensor) else copy
+                seen.append((local.is_pinned(), local.clone()))
+
+        saver.save(tensors, look)
+        for tensor in tensors["file"].values():
+            tensor.zero_()
+        saver.close()
+    finally:
+        dist.destroy_process_group()
+    assert len(seen) == 2
+    assert all(pinned and torch.equal(copy, torch.arange(1000.0)) for pinned, copy in seen)

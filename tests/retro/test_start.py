@@ -87,6 +87,7 @@ def test_a_baseline_starts_from_a_retro_without_its_encoder(retro: Checkpoint, b
         ({"num_layers": 2, "cca_layers": (2,)}, [r"weights that this model lacks: attention\.2\."]),
         ({"num_heads": 1, "head_dim": 32}, [r"model\.num_heads = 2, this model 1"]),
         ({"encoder_num_heads": 2, "encoder_head_dim": 8}, [r"model\.encoder_num_heads = 1, this model 2"]),
+        ({"positions": "alibi"}, [r"model\.positions = 'rope', this model 'alibi'"]),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(retro: Checkpoint, change, words: list[str]) -> None:

@@ -1,0 +1,359 @@
+"""Training over many devices: how processes share a model and its batches, with PyTorch's own parts.
+
+    processes  =  pipeline × data × tensor             one torch process for each device, numbered so that tensor varies fastest
+
+    tensor     heads and feed-forward features of every layer are divided; between blocks the sequence is (sequence parallel)
+    pipeline   layers are divided (`pipeline.py`)
+    data       sequences of a batch are divided, and with ZeRO (FSDP2) what is kept of optimizer, gradients and parameters
+    checkpointing   activations are computed twice instead of kept
+
+What a step computes is the same however it is shared out: the mean over the labels of the whole batch. The model knows nothing
+of it: everything here works on its modules from outside.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from indexing.store.errors import InputError
+from retro.attention import PerHead
+from retro.model import ChunkedCrossAttention, Retro
+from retro.model_settings import ModelSettings
+
+Checkpointing = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """How the processes of a run share its work. What a run computes does not depend on it."""
+
+    data: int = 0
+    """Processes that share the sequences of a batch; 0 = as many as the other ways leave."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is divided over them (ZeRO): 0 nothing, 1 the optimizer's moments, 2 gradients too, 3 parameters too."""
+    offload: bool = False
+    """Keep the divided parameters, gradients and moments in the host's memory, and step there; with `zero` from 1 on."""
+    tensor: int = 1
+    """Processes that share heads and feed-forward features of every layer, and the sequence between blocks."""
+    pipeline: int = 1
+    """Processes that share the layers, one after another."""
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """Of a pipeline: one run of layers for each process, or two (less waiting, more sending)."""
+    microbatches: int = 0
+    """Parts that pass through a pipeline one after another; 0 = twice as many as it has processes, if the batch can be cut so."""
+    checkpointing: Checkpointing = "none"
+    """Activations computed again in the backward pass: `none`; `selective`: all but matrix products and attention; `full`:
+    everything within a block."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("data", 0), ("tensor", 1), ("pipeline", 1), ("microbatches", 0)):
+            if getattr(self, key) < least:
+                raise InputError(f"parallel.{key} = {getattr(self, key)}: must be {least} or more.")
+        if self.offload and not self.zero:
+            raise InputError(
+                "parallel.offload = true: needs parallel.zero from 1 on, as only what is divided is offloaded."
+            )
+
+
+class Processes:
+    """The processes of a run, and this one's place among them. One that is alone needs no process group."""
+
+    def __init__(self, settings: ParallelSettings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        others = settings.pipeline * settings.tensor
+        self.data = settings.data or max(1, self.count // others)
+        if self.data * others != self.count:
+            raise InputError(
+                f"parallel: pipeline {settings.pipeline} × data {settings.data or 'any'} × tensor {settings.tensor} do not make "
+                f"{self.count} process{'es' * (self.count > 1)}; start as many with torchrun, or set parallel.data = 0."
+            )
+        self.mesh: DeviceMesh | None = None
+        self.data_rank = 0
+        if self.count > 1:
+            shape, names = (settings.pipeline, self.data, settings.tensor), ("pipeline", "data", "tensor")
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            self.data_rank = self.mesh.get_local_rank("data")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all: logs, reports, decides."""
+        return self.rank == 0
+
+    def along(self, name: str) -> DeviceMesh | None:
+        """The processes that differ from this one in one way alone; None where it is the only one."""
+        return self.mesh[name] if self.mesh is not None and self.mesh[name].size() > 1 else None
+
+    def rows(self, batch_size: int) -> range:
+        """Which sequences of a batch are this process's.
+
+        Raises:
+            InputError: the batch cannot be divided.
+        """
+        share, rest = divmod(batch_size, self.data)
+        if rest:
+            raise InputError(
+                f"train.batch_size = {batch_size}: must be a multiple of the {self.data} data-parallel processes."
+            )
+        return range(self.data_rank * share, (self.data_rank + 1) * share)
+
+    def sum(self, value: Tensor, *names: str) -> Tensor:
+        """A value summed over processes that differ in the ways named; in all by default."""
+        for name in names or ("pipeline", "data", "tensor"):
+            if (mesh := self.along(name)) is not None:
+                dist.all_reduce(value, group=mesh.get_group())
+        return value
+
+    def gathered(self, losses: Tensor) -> Tensor:
+        """Losses of every token of a batch [B, T] from each process's [B / data, T / tensor]."""
+        for name, dim in (("tensor", 1), ("data", 0)):
+            if (mesh := self.along(name)) is not None:
+                parts = [torch.empty_like(losses) for _ in range(mesh.size())]
+                dist.all_gather(parts, losses.contiguous(), group=mesh.get_group())
+                losses = torch.cat(parts, dim)
+        return losses
+
+    def agreed(self, value: int) -> int:
+        """The largest of all processes' values."""
+        if self.count == 1:
+            return value
+        found = torch.tensor(value, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+
+# ---------------------------------------------------------------------------------------------------- tensor parallel
+
+
+def _divide_layers(model: Retro, mesh: DeviceMesh) -> None:
+    """Divide every block of decoder and encoder; the decoder's stream is divided by token between them.
+
+    Embeddings, and what the encoder does between its blocks, every process computes in full.
+    """
+    for block in _blocks(model.encoder) if hasattr(model, "encoder") else ():
+        _divide_block(block.block, mesh, Replicate(), local=True)
+    for name, residual in _named_blocks(model):
+        parallelize_module(residual.norm, mesh, SequenceParallel(use_local_output=False))
+        if isinstance(residual.block, ChunkedCrossAttention):
+            # It cuts windows out of the whole sequence, of any tokens: what it adds up is put in its places, then divided.
+            _divide_block(residual.block.attention, mesh, Partial(), local=True)
+            residual.block.register_forward_pre_hook(partial(_whole, mesh, True))
+            residual.block.register_forward_hook(partial(_divided, mesh))
+        else:
+            _divide_block(residual.block, mesh, Shard(1), local=False)
+            residual.block.register_forward_pre_hook(partial(_whole, mesh, False))
+        if name == "attention.0":
+            residual.register_forward_pre_hook(partial(_first, mesh))
+    if model.norm is not None:  # the last stage of a pipeline has it
+        parallelize_module(model.norm, mesh, SequenceParallel(use_local_output=False))
+    if hasattr(model, "encoder"):
+        model.encoder.register_forward_pre_hook(partial(_encoder_input, mesh))
+
+
+def _divide_block(block: nn.Module, mesh: DeviceMesh, output: Any, local: bool) -> None:
+    """Matrices into heads and features by rows, the one back into the stream by columns, what heads have by head."""
+    for name, module in block.named_modules():
+        if isinstance(module, PerHead):
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+            module.register_forward_hook(lambda _module, _inputs, weight: weight.to_local())
+        elif isinstance(module, nn.Linear):
+            into_stream = name.endswith("out")
+            style = RowwiseParallel(output_layouts=output, use_local_output=local) if into_stream else ColwiseParallel()
+            parallelize_module(module, mesh, style)
+
+
+def _whole(mesh: DeviceMesh, local: bool, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gather what a block reads, [B, T / tensor, D] to [B, T, D]."""
+    x = inputs[0].redistribute(mesh, [Replicate()])
+    return (x.to_local() if local else x, *inputs[1:])
+
+
+def _divided(mesh: DeviceMesh, _: nn.Module, __: Any, added: Tensor) -> DTensor:
+    """Add up what processes have read [B, T, D], and leave each its tokens."""
+    return DTensor.from_local(added, mesh, [Partial()], run_check=False).redistribute(mesh, [Shard(1)])
+
+
+def _first(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The embedded tokens, which all processes have, divided."""
+    if isinstance(inputs[0], DTensor):  # a checkpointed block, computed again
+        return inputs
+    whole = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+    return (whole.redistribute(mesh, [Shard(1)]), *inputs[1:])
+
+
+def _encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The encoder's third input is the stream."""
+    tokens, mask, h, table = inputs
+    return tokens, mask, h.redistribute(mesh, [Replicate()]).to_local(), table
+
+
+def own_tokens(
+    mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Activations [B, T', D], output layer and labels [B, T'] of the tokens whose loss is this process's.
+
+    Args:
+        mesh: of tensor parallelism, or None.
+        hidden: from `Retro.hidden`.
+        weight: [V, D], the same in all processes; each adds a part to its gradient.
+        labels: [B, T].
+    """
+    if mesh is None:
+        return hidden, weight, labels
+    assert isinstance(hidden, DTensor)
+    shared = DTensor.from_local(weight, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    return hidden.to_local(), shared, labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+
+
+# ------------------------------------------------------------------------------------------- activation checkpointing
+
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+"""What selective checkpointing does not compute again."""
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpoint_activations(model: Retro, how: Checkpointing) -> None:
+    """Keep only the input of every block, and with `selective` the outcomes of matrix products in it."""
+    contexts = (
+        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
+    )
+    encoder = list(_blocks(model.encoder)) if hasattr(model, "encoder") else []
+    for block in [*_blocks(model), *encoder] if how != "none" else []:
+        checkpoint(block, **contexts)
+
+
+# ------------------------------------------------------------------------------------------------------- data parallel
+
+
+def _share_data(model: Retro, root: nn.Module, mesh: DeviceMesh, settings: ParallelSettings) -> None:
+    """Let gradients be summed over the data-parallel processes, and divide what ZeRO divides.
+
+    A unit is gathered, and its gradients are summed, at a time: attention and feed-forward of a layer, a CCA, the encoder (a batch
+    without neighbors passes neither), and what is left.
+    """
+    if settings.zero:
+        offload = CPUOffloadPolicy(mesh.device_type != "cpu") if settings.offload else OffloadPolicy()
+        share: Callable[..., Any] = partial(
+            fully_shard, mesh=mesh, offload_policy=offload, reshard_after_forward=settings.zero == 3
+        )
+    else:
+        share = partial(replicate, mesh=mesh)
+    for name in model.attention:
+        share([model.attention[name], model.feed_forward[name]])
+    for cross in model.cross.values():
+        share(cross)
+    if hasattr(model, "encoder"):
+        share(model.encoder)
+    # The output layer is used after the model has run, by the loss.
+    share(root, **({"reshard_after_forward": False} if settings.zero else {}))
+    if root is model:
+        register_fsdp_forward_method(model, "hidden_and_routing")
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # the loss is already a part of the mean over all
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def sync_gradients(model: nn.Module, settings: ParallelSettings, last: bool) -> None:
+    """Before a pass: gradients of several batches are summed over processes once, but where ZeRO-2 keeps only parts of them."""
+    if isinstance(model, FSDPModule) and settings.zero < 2:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+def unshard(root: nn.Module) -> None:
+    """After a pass without a backward pass: hold the output layer whole."""
+    if isinstance(root, FSDPModule):
+        root.unshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """After a pass without a backward pass: hold no more than the own part of the parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# ----------------------------------------------------------------------------------------------------------- the whole
+
+
+def distribute(model: Retro, processes: Processes, root: nn.Module | None = None, compiled: bool = False) -> None:
+    """Share a model, or a stage's part of one, out, in place. It is the same in all processes before.
+
+    Args:
+        model: what is divided.
+        processes: how.
+        root: what is called with the model inside, if that is not its `hidden`.
+        compiled: whether blocks are to be compiled, where several processes share the model.
+
+    Raises:
+        InputError: it cannot be divided so.
+    """
+    settings = processes.settings
+    _check(model.settings, settings)
+    if (mesh := processes.along("tensor")) is not None:
+        _divide_layers(model, mesh)
+    _checkpoint_activations(model, settings.checkpointing)
+    if compiled and processes.count > 1:
+        for block in _blocks(model):
+            block.compile(dynamic=False)
+    if processes.mesh is not None:
+        _share_data(model, root or model, processes.mesh["data"], settings)
+
+
+def _check(model: ModelSettings, settings: ParallelSettings) -> None:
+    for key in ("dropout", "num_experts"):
+        if getattr(model, key) and settings.tensor > 1:
+            raise InputError(
+                f"model.{key} = {getattr(model, key)}: must be 0 with parallel.tensor = {settings.tensor}."
+            )
+    sizes = ["num_heads", "kv_heads", "d_ffw"] + ["encoder_num_heads", "encoder_d_ffw"] * bool(model.cca_layers)
+    for key in sizes:
+        if getattr(model, key) % settings.tensor:
+            raise InputError(
+                f"parallel.tensor = {settings.tensor}: model.{key} = {getattr(model, key)} cannot be divided by it."
+            )
+
+
+def _named_blocks(model: Retro) -> Iterator[tuple[str, Any]]:
+    """Every residual block of a decoder by name."""
+    for kind in ("attention", "cross", "feed_forward"):
+        for name, block in getattr(model, kind).items():
+            yield f"{kind}.{name}", block
+
+
+def _blocks(stack: nn.Module) -> Iterator[Any]:
+    """Every residual block of a decoder or an encoder."""
+    for kind in ("attention", "cross", "feed_forward"):
+        children: Any = getattr(stack, kind)
+        yield from children.values() if isinstance(children, nn.ModuleDict) else children
