@@ -40,7 +40,7 @@ def main() -> None:
         vocab_size=32_768, d_model=512, d_ffw=2048, num_heads=8, num_layers=options.layers, cca_layers=()
     )
     model = Retro(sizes).to(placement.device)
-    optimizer = make_optimizer(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(model.named_parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.randint(sizes.vocab_size, (4, 128), device=placement.device)
 
     def step() -> None:

@@ -92,7 +92,7 @@ def cases(datastore: Path, tokens: int) -> dict[str, Run]:
     return found | {
         "retro": ours(settings, placement, tokens, retrieve, decode),
         "retro, retrieval OFF": ours(settings, placement, tokens, None, decode),
-        "retro, float32": ours(settings, replace(placement, bfloat16=False), tokens, retrieve, decode),
+        "retro, float32": ours(settings, replace(placement, dtype=torch.float32), tokens, retrieve, decode),
     }
 
 

@@ -31,8 +31,11 @@ from retro.flops import forward_flops, peak_flops
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.optimizer import make_optimizer
+from retro.parallel import Processes
+from retro.parallel_settings import ALONE
+from retro.passes import WholeModel
 from retro.presets import PRESETS, count_parameters
-from retro.step import make_step
+from retro.step import make_step, wants_compilation
 from retro.train_settings import TrainSettings
 
 # The sizes that design and documents speak of: as in retro-pytorch, whose attentions all have 8 heads of 64.
@@ -90,12 +93,14 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     if placement.device.type == "cpu" and case.keeps_memory:
         keep_freed_memory()
     model = Retro(case.settings).to(placement.device)
-    optimizer = make_optimizer(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(model.named_parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     data = batch(case, placement)
     both = data.pop("tokens")
     data |= {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
     settings = TrainSettings(lr=1e-4, schedule="constant", compile="yes" if case.compiled else "no")
-    step = make_step(model, optimizer, map(dict, repeat(data)), placement, settings)
+    processes = Processes(ALONE, placement.device)
+    passes = WholeModel(model, processes, placement, compiled=wants_compilation(settings.compile, placement))
+    step = make_step(passes, optimizer, map(dict, repeat(data)), processes, placement, settings)
     return lambda: step(settings.warmup_steps), count_parameters(model, embeddings=True)
 
 
@@ -140,7 +145,7 @@ def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], 
 def work(case: Case, device: str, steps: int, turns: Connection) -> None:
     """A process: make the model, then answer every request with the seconds of `steps` steps; at the end, its memory."""
     torch.manual_seed(0)
-    placement = Placement(torch.device(device), case.bfloat16)
+    placement = Placement(torch.device(device), torch.bfloat16 if case.bfloat16 else torch.float32)
     try:
         step, parameters = (our_step if case.ours else their_step)(case, placement)
         resting = _memory(placement)
@@ -177,7 +182,7 @@ def compare(chosen: list[Case], device: str, rounds: int, steps: int) -> list[di
     times: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
     peaks = []
     for _ in range(rounds):
-        peaks.append(peak_flops(Placement(torch.device(device), bfloat16=True)))  # drifts with the machine if measured
+        peaks.append(peak_flops(Placement(torch.device(device), torch.bfloat16)))  # drifts with the machine if measured
         for case, turns, _ in running:
             turns.send(True)
             times[case.name].append(turns.recv())

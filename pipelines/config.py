@@ -16,6 +16,7 @@ from pipelines.executors import ExecutorSettings
 from retro.batches import DataSettings
 from retro.evaluation import EvaluationSettings
 from retro.model_settings import ModelSettings
+from retro.parallel_settings import ParallelSettings
 from retro.train_settings import TrainSettings
 
 
@@ -38,6 +39,7 @@ class Config:
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
     def __post_init__(self) -> None:

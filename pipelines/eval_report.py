@@ -15,7 +15,7 @@ from indexing.store.errors import InputError
 from pipelines.progress import progress
 from pipelines.report import Table
 from retro.checkpoint import Checkpoint, load_model
-from retro.device import Placement, place
+from retro.device import Placement, place_trained
 from retro.evaluation import EvaluationSettings, Result, compare, evaluate
 from retro.evaluation_sets import EvaluationSet, short_names
 from retro.leakage import by_leakage, check_source, leakage_of
@@ -136,7 +136,7 @@ def measure_checkpoints(
             each.check(checkpoint.model, max(settings.k, default=0) if checkpoint.model.cca_layers else 0)
         if source is not None:
             check_source(each, source)
-    placement = place(device, checkpoints[0].settings["train"]["precision"])
+    placement = place_trained(device, checkpoints[0].settings["train"]["precision"])
     measured: list[list[Measured]] = [[] for _ in sets]
     for name, checkpoint in zip(names, checkpoints, strict=True):
         model = load_model(checkpoint, placement.device)

@@ -15,7 +15,7 @@ from pipelines.progress import progress
 from pipelines.report import Table
 from retro.checkpoint import Checkpoint, load_model
 from retro.datastore_shares import search_shares
-from retro.device import place
+from retro.device import place_trained
 from retro.evaluation import EvaluationSettings
 from retro.evaluation_sets import EvaluationSet
 from retro.neighbors import NeighborUse
@@ -77,7 +77,7 @@ def measure_shares(
         settings: shares, k, windows.
         device: `auto`, `cpu`, `cuda` …
     """
-    placement = place(device, checkpoints[0].settings["train"]["precision"])
+    placement = place_trained(device, checkpoints[0].settings["train"]["precision"])
     models = [load_model(checkpoint, placement.device) for checkpoint in checkpoints]
     names = list(dict.fromkeys(each.model for each in measured))
     off = [each for each in measured if not each.result.k]

@@ -36,7 +36,14 @@ def run_training(config: Config, name: str) -> Any:
     per_step = config.train.batch_size * config.train.accumulation * config.data.sequence_length
     with progress(name, total=config.train.steps * per_step, unit="tokens") as advance:
         return trainer.train(
-            config.run, folders, config.model, config.data, config.train, config.evaluation, advance=advance
+            config.run,
+            folders,
+            config.model,
+            config.data,
+            config.train,
+            config.evaluation,
+            config.parallel,
+            advance=advance,
         )
 
 

@@ -18,6 +18,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from pipelines.report import Line, Section, Table, line_plot, write_report
 from retro.evaluation_sets import short_names
+from retro.monitor import PREFIX
 from retro.run import read_metrics
 
 # Metrics with a place of their own: title and unit. Their order is that of the page.
@@ -26,6 +27,13 @@ _KNOWN = {
     "lr": ("Learning rate", ""),
     "gradient_norm": ("Norm of the gradient, before clipping", ""),
     "tokens_per_second": ("Speed", "tokens per second"),
+}
+# What the monitor measures in every layer group: title and unit.
+_GROUP_FIGURES = {
+    "gradient_norm": ("Norm of the gradient", ""),
+    "update_ratio": ("Update over weights", ""),
+    "underflow": ("Underflow", "share of the gradient"),
+    "overflow": ("Overflow", "share of the gradient"),
 }
 _POSITION = ("step", "tokens")
 _HELD_OUT = re.compile(r"(.+)_bits_per_byte_(on|off)")
@@ -120,6 +128,7 @@ def write_run_report(folders: Sequence[Path], path: Path) -> list[list[str]]:
         Section(
             "Training", plots=[metric_plot(runs, name, *texts) for name, texts in _KNOWN.items() if _has(runs, name)]
         ),
+        Section("Layer groups", text=_GROUPS_TEXT, table=groups_table(runs), plots=group_plots(runs)),
         Section("More", plots=[metric_plot(runs, name, name, "") for name in more_metrics(runs)]),
         *settings_sections(runs),
     ]
@@ -140,7 +149,7 @@ def _has(runs: Sequence[Run], metric: str) -> bool:
 def more_metrics(runs: Sequence[Run]) -> list[str]:
     """Names of metrics that have no place of their own."""
     names = dict.fromkeys(name for run in runs for name in run.metrics)
-    return [name for name in names if name not in _KNOWN and not _HELD_OUT.fullmatch(name)]
+    return [name for name in names if not (name in _KNOWN or _HELD_OUT.fullmatch(name) or name.startswith(PREFIX))]
 
 
 # --- figures and tables --------------------------------------------------------------------------------------------
@@ -226,6 +235,63 @@ def settings_sections(runs: Sequence[Run]) -> list[Section]:
 
 def _shown(value: Any) -> str:
     return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+
+
+# --- layer groups --------------------------------------------------------------------------------------------------
+
+_GROUPS_TEXT = (
+    "Of decoder layers the plots show the one with the largest value, of each kind. Update over weights: the norm of what a "
+    "step changes over the norm of what it changes. Overflow: entries that are no finite numbers. Underflow: entries below "
+    "the smallest normal number of the precision, as they stand under the loss scale."
+)
+
+
+def groups_of(run: Run) -> list[str]:
+    """The layer groups that the monitor has looked at: embedding, encoder and head, then the layers by kind."""
+    names = {name.split("/")[2] for name in run.metrics if name.startswith(PREFIX)}
+    return sorted(names, key=lambda name: (kind_of(name) != name, name))
+
+
+def kind_of(group: str) -> str:
+    """`attention` of `attention_03`; other groups are kinds of their own."""
+    return re.sub(r"_\d+$", "", group)
+
+
+def groups_table(runs: Sequence[Run]) -> Table:
+    """The last and the largest values of every layer group."""
+    rows = []
+    for run in runs:
+        for group in groups_of(run):
+            curves = [run.curve(f"{PREFIX}{figure}/{group}")[1] for figure in _GROUP_FIGURES]
+            norms, ratios, underflow, overflow = (
+                [f"{v[-1]:.3g}", f"{v.max():.3g}"] if len(v) else ["–"] * 2 for v in curves
+            )
+            rows.append([run.name, group, *norms, *ratios, underflow[1], overflow[1]])
+    header = ["gradient norm", "largest", "update ratio", "largest", "largest underflow", "largest overflow"]
+    return Table(["run", "group", *header], rows)
+
+
+def group_plots(runs: Sequence[Run]) -> list[str]:
+    """For each run and figure a line for each kind of group: of its layers the largest value. Shares that stay 0 are left out."""
+    plots = []
+    for run in runs:
+        kinds = list(dict.fromkeys(map(kind_of, groups_of(run))))
+        for figure, (title, unit) in _GROUP_FIGURES.items():
+            lines = {kind: Line(*thinned(*largest_of(run, figure, kind))) for kind in kinds}
+            if any(np.any(line.ys) for line in lines.values()):
+                name = f"{title}, {run.name}" if len(runs) > 1 else title
+                plots.append(line_plot(lines, "tokens", unit, f"{name}, by layer group", log_y=not unit))
+    return plots
+
+
+def largest_of(run: Run, figure: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and the largest value of a figure among the layer groups of a kind: each [n] float64."""
+    names = [f"{PREFIX}{figure}/{group}" for group in groups_of(run) if kind_of(group) == kind]
+    found: dict[float, float] = {}
+    for tokens, values in map(run.curve, names):
+        for at, value in zip(tokens.tolist(), values.tolist(), strict=True):
+            found[at] = max(value, found.get(at, value))
+    return np.array(sorted(found)), np.array([found[at] for at in sorted(found)])
 
 
 # --- plots ---------------------------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ class Checkpoint:
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
         best: `step`, `metric` and `value` of the best evaluation so far, or None.
         started_from: fingerprint of the checkpoint whose weights the run began with, or None.
+        scaler: state of the loss scale; empty where there is none.
+        skipped: `steps` that a loss scale has left out, and `batches` that were not finite.
     """
 
     path: Path
@@ -74,6 +76,8 @@ class Checkpoint:
     unlogged: dict[str, Any]
     best: dict[str, Any] | None
     started_from: str | None
+    scaler: dict[str, Any]
+    skipped: dict[str, int]
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -306,6 +310,8 @@ def _checkpoint(
         unlogged=state.get("unlogged", {}),
         best=state.get("best"),
         started_from=state.get("started_from"),
+        scaler=state.get("scaler", {}),
+        skipped=state.get("skipped", {"steps": 0, "batches": 0}),
     )
 
 

@@ -85,7 +85,7 @@ class Decoder:
         self.model, self.placement, self.context, self.retrieve = model, placement, context, retrieve
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(self.m, context // 4 // self.m * self.m)
-        self.dtype = torch.bfloat16 if placement.bfloat16 else torch.float32
+        self.dtype = placement.dtype
         self.output_weight = model.output_weight.to(self.dtype)
         self.here = place(*model.scheme, range(context), range(1), placement.device)
         self.there: Places | None = None  # once the size of neighbors is known

@@ -1,6 +1,7 @@
 """Where tensors live and in what precision they are multiplied."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,10 @@ from torch import nn
 from indexing.device import has_bfloat16, resolve
 from indexing.store.errors import InputError
 
-Precision = Literal["auto", "float32", "bfloat16"]
+log = logging.getLogger("retro")
+
+Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Tensors = dict[str, Any]
 """A batch: the model's arguments by name, and `labels`; tensors, or None for what it lacks."""
 
@@ -22,19 +26,19 @@ class Placement:
 
     Attributes:
         device: of parameters and batches.
-        bfloat16: whether matrix products run under autocast to bfloat16; parameters stay float32.
+        dtype: of matrix products, float32, bfloat16 or float16; reduced ones by autocast, as parameters stay float32.
     """
 
     device: torch.device
-    bfloat16: bool
+    dtype: torch.dtype
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
         """The precision of the forward pass."""
-        if not self.bfloat16:
+        if self.dtype == torch.float32:
             yield
             return
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, self.dtype):
             yield
 
     def cast(self, model: nn.Module) -> None:
@@ -42,10 +46,9 @@ class Placement:
 
         For a model that trains no more, and is called under `autocast` alone: it computes what it did.
         """
-        if self.bfloat16:
-            for module in model.modules():
-                if isinstance(module, nn.Linear):
-                    module.to(torch.bfloat16)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.to(self.dtype)
 
     def put(self, tensors: Tensors) -> Tensors:
         """A batch's tensors on the device; pinned ones are copied while the host goes on."""
@@ -59,11 +62,51 @@ def place(device: str, precision: Precision) -> Placement:
     """Resolve `auto`: CUDA where there is one; bfloat16 where it is multiplied in hardware, CPUs included (AMX or
     AVX512-BF16: a training step takes less than half the time, docs/benchmarks.md).
 
+    On CUDA this also decides for the process whether products of float32 are taken in TensorFloat-32.
+
     Raises:
-        InputError: a CUDA device is asked for and there is none.
+        InputError: a CUDA device is asked for and there is none, or tf32 of a device that has none.
     """
     chosen = resolve(device)
     if chosen.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device = {device!r}: this machine has no CUDA device; use 'auto' or 'cpu'.")
-    fast = precision == "auto" and has_bfloat16(chosen)
-    return Placement(torch.device(chosen), precision == "bfloat16" or fast)
+    if precision == "tf32" and not _has_tf32(chosen):
+        raise InputError(
+            f"train.precision = 'tf32': the device {chosen!r} has no TensorFloat-32, NVIDIA GPUs since Ampere have; use "
+            "'auto' or 'float32'."
+        )
+    if precision == "float16" and chosen == "cpu":
+        log.warning("float16 is slow on a CPU, by a factor of a hundred or more: it is there for tests")
+    if chosen.startswith("cuda"):
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if precision == "auto":
+        precision = "bfloat16" if has_bfloat16(chosen) else "float32"
+    return Placement(torch.device(chosen), _TYPES.get(precision, torch.float32))
+
+
+def place_trained(device: str, precision: Precision) -> Placement:
+    """As `place`, for a model that has been trained in a precision. Where there is no tf32, float32 is finer still."""
+    if precision == "tf32" and not _has_tf32(resolve(device)):
+        precision = "float32"
+    return place(device, precision)
+
+
+def _has_tf32(device: str) -> bool:
+    if not device.startswith("cuda") or not torch.cuda.is_available() or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
+
+
+# --- random state ----------------------------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """Of the generators that a training step on this device draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def restore_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
+    """Back to what `random_state` has returned."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -9,17 +9,19 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval import RetrievalSet
 from retro.batches import IGNORED_LABEL, Batch, Window, window_batches, windows
-from retro.device import Placement
+from retro.device import Placement, Tensors
 from retro.evaluation_sets import EvaluationSet, check_entries
 from retro.loader import as_tensors
 from retro.loss import token_losses
@@ -155,6 +157,7 @@ def evaluate(
     use: NeighborUse,
     sequence_length: int,
     by_chunk: bool = False,
+    token_losses_of: Callable[[Tensors], Tensor] | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Score the documents of an evaluation set.
@@ -167,6 +170,7 @@ def evaluate(
         use: how many neighbors each chunk is given, and which; k = 0 is retrieval OFF.
         sequence_length: window where the settings leave it open.
         by_chunk: whether the result says what each chunk cost; 24 bytes for each chunk of the set.
+        token_losses_of: a batch's, for a model that is not whole in this process; see `passes.Passes`.
         advance: told of scored tokens.
 
     Raises:
@@ -182,6 +186,7 @@ def evaluate(
     tokens, started, mode = 0, time.perf_counter(), model.training
     table = np.zeros((3, split.num_chunks if by_chunk else 0))
     model.eval()
+    nats_of = token_losses_of or partial(_token_losses, model, placement)
     wanted = windows(split, num_chunks, stride)
     full = settings.max_tokens or math.inf
     while tokens < full and (group := list(islice(wanted, _BUFFERED_WINDOWS))):
@@ -189,7 +194,7 @@ def evaluate(
             group = _first_windows(group, int(full - tokens), m)
         for part, batch in window_batches(split, retrieval, group, settings.batch_size, use):
             documents = split.documents_of(np.array([window.first for window in part]))[0]
-            scores = _score(model, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
+            scores = _score(nats_of, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
             np.add.at(nats, documents, scores[0].sum(1))
             np.add.at(sizes, documents, scores[2].sum(1))
             for row, window in enumerate(part if by_chunk else ()):
@@ -220,10 +225,19 @@ def measure_sets(
     *,
     use: NeighborUse,
     sequence_length: int,
+    token_losses_of: Callable[[Tensors], Tensor] | None = None,
 ) -> dict[str, float]:
     """Bits-per-byte of several sets as metrics: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if `use.k` is not 0."""
     results = [
-        evaluate(model, each, settings, placement, use=replace(use, k=k), sequence_length=sequence_length)
+        evaluate(
+            model,
+            each,
+            settings,
+            placement,
+            use=replace(use, k=k),
+            sequence_length=sequence_length,
+            token_losses_of=token_losses_of,
+        )
         for each in sets
         for k in ((0, use.k) if use.k else (0,))
     ]
@@ -248,12 +262,18 @@ def _first_windows(group: list[Window], tokens: int, m: int) -> list[Window]:
 
 
 @torch.inference_mode()
-def _score(model: Retro, batch: Batch, token_bytes: np.ndarray, placement: Placement, m: int) -> np.ndarray:
-    """Nats, tokens and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
-    tensors = placement.put(as_tensors(batch))
-    labels = tensors.pop("labels")
+def _token_losses(model: Retro, placement: Placement, batch: Tensors) -> Tensor:
+    labels = batch["labels"]
     with placement.autocast():
-        nats = token_losses(model.hidden(**tensors), model.output_weight, labels).double().cpu().numpy()
+        hidden = model.hidden(**{name: value for name, value in batch.items() if name != "labels"})
+        return token_losses(hidden, model.output_weight, labels)
+
+
+def _score(
+    token_losses_of: Callable[[Tensors], Tensor], batch: Batch, token_bytes: np.ndarray, placement: Placement, m: int
+) -> np.ndarray:
+    """Nats, tokens and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
+    nats = token_losses_of(placement.put(as_tensors(batch))).double().cpu().numpy()
     scored = batch.labels != IGNORED_LABEL
     sizes = np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0)
     by_position = np.stack([nats, scored, sizes])  # [3, B, T]

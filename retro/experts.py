@@ -18,6 +18,7 @@ C places in a queue, G queues of an expert (the sequences in training, one in ev
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -144,11 +145,10 @@ def routing_loss(routing: Tensor, settings: ModelSettings) -> Tensor:
     return settings.balance_weight * balance + settings.router_z_weight * z
 
 
-def routing_metrics(routing: Tensor, settings: ModelSettings) -> dict[str, float]:
-    """What is logged, by name, from the means of `ROUTING` [4], summed over the layers: their mean. Nothing without experts."""
-    if not settings.expert_layers:
-        return {}
-    return dict(zip(ROUTING, (routing / len(settings.expert_layers)).tolist(), strict=True))
+def routing_metrics(routing: Sequence[float], settings: ModelSettings) -> dict[str, float]:
+    """What is logged, by name: the mean over the layers of `ROUTING`, which is summed over them. Nothing without experts."""
+    num_layers = len(settings.expert_layers)
+    return {name: value / num_layers for name, value in zip(ROUTING, routing, strict=True)} if num_layers else {}
 
 
 def _product_type(x: Tensor) -> torch.dtype:

@@ -33,11 +33,11 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv 2002.05202): a third matrix says how much of each inner feature goes on."""
 
-    def __init__(self, width: int, inner_width: int) -> None:
+    def __init__(self, width: int, inner_width: int, matrix: Matrix = linear) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, inner_width, bias=False)
-        self.up = nn.Linear(width, inner_width, bias=False)
-        self.out = nn.Linear(inner_width, width, bias=False)
+        self.gate = matrix(width, inner_width)
+        self.up = matrix(width, inner_width)
+        self.out = matrix(inner_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""

@@ -15,7 +15,7 @@ import torch
 from retro.device import Placement
 from retro.model_settings import ModelSettings
 
-# Dense bfloat16 matrix products, in 10^12 operations per second, from the makers' data sheets.
+# Dense matrix products in bfloat16, and alike in float16, in 10^12 operations per second, from the makers' data sheets.
 _PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71}
 
 
@@ -67,15 +67,16 @@ def peak_flops(placement: Placement) -> float:
     if placement.device.type == "cuda":
         name = torch.cuda.get_device_name(placement.device)
         for part, peak in _PEAKS.items():
-            if part in name and placement.bfloat16:
+            if part in name and placement.dtype != torch.float32:
                 return peak * 1e12
-    return measured_flops(placement)
+    # No CPU multiplies float16 fast: the large product would take minutes.
+    slow = placement.device.type == "cpu" and placement.dtype == torch.float16
+    return measured_flops(placement, 256 if slow else 2048)
 
 
 def measured_flops(placement: Placement, size: int = 2048, repeats: int = 5) -> float:
     """The best rate of a square matrix product in the placement's precision, in operations per second."""
-    dtype = torch.bfloat16 if placement.bfloat16 else torch.float32
-    a = torch.ones(size, size, device=placement.device, dtype=dtype)  # no random draw: those are the model's
+    a = torch.ones(size, size, device=placement.device, dtype=placement.dtype)  # no random draw: those are the model's
     best = float("inf")
     for _ in range(repeats + 1):  # the first one warms up, and is never the best
         started = time.perf_counter()

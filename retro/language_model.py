@@ -14,7 +14,7 @@ from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
 from retro.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.decoding import Decoder, Retrieve
-from retro.device import Placement, place
+from retro.device import Placement, place_trained
 from retro.generation import GenerationSettings, Piece, generate
 from retro.model import Retro
 from retro.scoring import Scores, score
@@ -61,7 +61,7 @@ class LanguageModel:
             InputError: one of them cannot be opened, or they do not fit each other.
         """
         opened = open_checkpoint(Path(checkpoint))
-        placement = place(device, opened.settings["train"]["precision"])
+        placement = place_trained(device, opened.settings["train"]["precision"])
         source = opened.settings["data"]["datastores"][0] if datastore is None else datastore
         retriever: Retriever | None = None
         if isinstance(source, Retriever):

@@ -17,12 +17,13 @@ from retro.device import Placement, Tensors
 class _Batches(Dataset):
     """The batches of a run by number. In a worker process the data opens its files itself."""
 
-    def __init__(self, data: TrainingData, size: int, dropped: float) -> None:
-        self.data, self.size, self.dropped = data, size, dropped
+    def __init__(self, data: TrainingData, size: int, rows: range, dropped: float) -> None:
+        self.data, self.size, self.rows, self.dropped = data, size, rows, dropped
 
     def __getitem__(self, number: int) -> Tensors:
-        samples = range(number * self.size, (number + 1) * self.size)
-        return as_tensors(self.data.batch(samples, self.dropped))
+        first = number * self.size
+        samples = range(first + self.rows.start, first + self.rows.stop)
+        return as_tensors(self.data.batch(samples, self.dropped, self.data.neighbor_use(first)))
 
 
 def as_tensors(batch: Batch) -> Tensors:
@@ -36,6 +37,7 @@ def load(
     *,
     batches: range,
     batch_size: int,
+    rows: range,
     dropped: float,
     workers: int,
     placement: Placement,
@@ -46,12 +48,13 @@ def load(
         data: what they are made of.
         batches: their numbers.
         batch_size: sequences of a batch; batch n holds the samples from n · batch_size on.
+        rows: of each batch that are wanted; processes that share batches take different ones.
         dropped: share of the sequences without neighbors.
         workers: processes that make batches; 0 makes them here, when they are asked for.
         placement: of the tensors.
     """
     loader: DataLoader = DataLoader(
-        _Batches(data, batch_size, dropped),
+        _Batches(data, batch_size, rows, dropped),
         batch_size=None,
         sampler=batches,
         generator=torch.Generator(),  # it draws a seed for its workers, which must not come from the model's

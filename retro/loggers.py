@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
+from retro.monitor import PREFIX
 
 log = logging.getLogger("retro")
 
@@ -53,7 +54,10 @@ class Console:
         self._next = 0
 
     def write(self, values: dict[str, Any]) -> None:
-        """`step 200  loss 5.1234  …`."""
+        """`step 200  loss 5.1234  …`. Figures of single layer groups are too many to be read here."""
+        values = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+        if values.keys() <= {"step", "tokens"}:
+            return
         if "loss" in values and values["step"] < self._next:
             return
         if "loss" in values:

@@ -17,6 +17,11 @@ from torch import Tensor
 
 from retro.batches import IGNORED_LABEL
 
+_LIFT = 2.0**15
+"""Of float16 slopes. They lie between -1 and 1, most of them near 1 over the size of the vocabulary, which float16 does not
+tell from 0 any more. The loss scale comes too late for them, as they are made in the forward pass: it is applied to what
+`backward` returns, which is float32. A power of two, and below the largest float16."""
+
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -80,15 +85,15 @@ class _SummedLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, narrow, y = _flat(hidden, weight, labels)
         cross_entropy, z_loss = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
-        to_hidden = torch.empty_like(x)
+        to_hidden = torch.empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype, device=x.device)
         to_weight = torch.zeros(weight.shape, device=x.device)  # float32, as blocks add up
         kernel = _compiled_slopes() if compiled else _slopes
         for rows in _blocks(x, len(weight)):
             nats, z, slopes = kernel(x[rows] @ narrow.T, y[rows], z_weight)
             cross_entropy += nats
             z_loss += z
-            torch.mm(slopes, narrow, out=to_hidden[rows])
-            to_weight += slopes.T @ x[rows]
+            to_hidden[rows] = _product(slopes, narrow)
+            to_weight += _product(slopes.T, x[rows])
         ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight)
         ctx.types = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(cross_entropy, z_loss)
@@ -133,7 +138,8 @@ def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def _slopes(logits: Tensor, labels: Tensor, z_weight: float) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of the cross-entropies and of the z-losses, and the slope of both by every logit: [rows, V] of the logits' type.
 
-    The slope of a cross-entropy is softmax minus label, that of log Z is the softmax.
+    The slope of a cross-entropy is softmax minus label, that of log Z is the softmax. Slopes in float16 come `_LIFT` times as
+    large; `_product` takes that back.
     """
     losses, log_p = _losses(logits, labels)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
@@ -142,7 +148,18 @@ def _slopes(logits: Tensor, labels: Tensor, z_weight: float) -> tuple[Tensor, Te
     if z_weight:
         log_z = (logits[:, 0].float() - log_p[:, 0]).masked_fill(ignored, 0.0)
         slopes, z_loss = slopes + 2 * z_weight * log_z[:, None] * p, z_weight * log_z.square().sum()
-    return losses.sum(), z_loss, slopes.masked_fill(ignored[:, None], 0.0).to(logits.dtype)
+    slopes = slopes.masked_fill(ignored[:, None], 0.0)
+    return losses.sum(), z_loss, (slopes * _LIFT if logits.dtype == torch.float16 else slopes).to(logits.dtype)
+
+
+def _product(slopes: Tensor, other: Tensor) -> Tensor:
+    """Slopes times a matrix: of their type, but float32 where they are float16, in which sums over many rows overflow."""
+    if slopes.dtype != torch.float16:
+        return slopes @ other
+    with torch.autocast(slopes.device.type, enabled=False):
+        if slopes.device.type == "cuda":
+            return torch.mm(slopes, other, out_dtype=torch.float32).div_(_LIFT)
+        return (slopes.float() @ other.float()).div_(_LIFT)
 
 
 @functools.cache

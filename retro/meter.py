@@ -1,6 +1,7 @@
 """What a line of training metrics says of the steps since the line before it."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,10 +28,14 @@ class Meter:
         self.steps += 1
         self.tokens += tokens
 
+    def add_without_loss(self, tokens: int) -> None:
+        """A step whose loss is not a number."""
+        self.tokens += tokens
+
     def read(self) -> dict[str, float]:
-        """The figures of a line; then everything starts anew."""
+        """The figures of a line; then everything starts anew. The loss of no step at all is not a number."""
         figures = {
-            "loss": self.loss / self.steps,
+            "loss": self.loss / self.steps if self.steps else math.nan,
             "tokens_per_second": self.tokens / (time.perf_counter() - self.started),
         }
         self.loss, self.steps, self.tokens, self.started = 0.0, 0, 0, time.perf_counter()

@@ -10,6 +10,7 @@ A step moves every activation as far in a wide model as in a narrow one. With `i
 
 from torch import nn
 
+from retro.experts import ExpertLinear
 from retro.model import Retro
 
 
@@ -21,5 +22,5 @@ def learning_rate_factors(model: Retro) -> dict[str, float]:
     return {
         f"{name}.weight": settings.mup_base_width / module.in_features
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not model.head
+        if isinstance(module, nn.Linear | ExpertLinear) and module is not model.head
     }

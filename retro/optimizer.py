@@ -1,7 +1,7 @@
 """AdamW with decay groups and the learning-rate schedules (paper, section 3 and table 11)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
 def make_optimizer(
-    model: nn.Module,
+    parameters: Iterable[tuple[str, nn.Parameter]],
     *,
     lr: float,
     betas: tuple[float, float],
@@ -23,7 +23,7 @@ def make_optimizer(
     """AdamW whose decay spares what is not a matrix: norm gains and biases.
 
     Args:
-        model: its parameters are grouped by their number of dimensions, and by their factors.
+        parameters: by name; they are grouped by their number of dimensions, and by their factors.
         lr: peak learning rate.
         betas: of the two moments (paper: 0.9, 0.95).
         weight_decay: of matrices and embeddings (paper: 0.1).
@@ -32,8 +32,9 @@ def make_optimizer(
             (`mup.learning_rate_factors`). A group has its factor as `lr_factor`. All matrices decay at one pace.
     """
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    named = list(parameters)
     for decays in (True, False):
-        for name, parameter in model.named_parameters():
+        for name, parameter in named:
             if parameter.requires_grad and (parameter.ndim >= 2) == decays:
                 factor = factors.get(name, 1.0)
                 decay = weight_decay / factor if decays else 0.0  # AdamW multiplies it by the learning rate

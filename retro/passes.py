@@ -41,8 +41,9 @@ class Share:
 class Passes(Protocol):
     """What the training loop asks of a model, however it is shared out."""
 
-    parts: Sequence[Retro]
-    """What this process holds of the model."""
+    @property
+    def parts(self) -> Sequence[Retro]:
+        """What this process holds of the model."""
 
     def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
         """Gradients of a batch's own rows; this process's part of its cross-entropy, z-loss and `ROUTING`: float32 [2 + 4]."""
@@ -72,11 +73,16 @@ class WholeModel:
         """
         self.processes, self.placement, self.z_weight, self.compiled = processes, placement, z_weight, compiled
         distribute(model, processes, compiled=compiled)
-        self.model, self.parts = model.to(placement.device), (model,)
+        self.model = model.to(placement.device)
         # Shapes are few: one for each number of neighbors, with and without document borders. Each is compiled once.
         whole = compiled and processes.count == 1
         run = model.hidden_and_routing
         self.hidden_and_routing: Any = torch.compile(run, fullgraph=True, dynamic=False) if whole else run
+
+    @property
+    def parts(self) -> Sequence[Retro]:
+        """See `Passes`."""
+        return [self.model]
 
     def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
         """See `Passes`."""

@@ -24,7 +24,8 @@ from retro.gradients import squared_norm
 from retro.loss import token_losses
 from retro.model import Retro
 from retro.model_settings import ModelSettings
-from retro.parallel import ParallelSettings, Processes, distribute, own_tokens, reshard, unshard
+from retro.parallel import Processes, distribute, own_tokens, reshard, unshard
+from retro.parallel_settings import ParallelSettings
 from retro.passes import Share, all_parameters, gradients, own_rows, part_of_loss
 
 
@@ -155,8 +156,8 @@ class Pipeline:
         self._schedules: dict[Any, Any] = {}
 
     @property
-    def parts(self) -> list[Retro]:
-        """What this process holds of the model."""
+    def parts(self) -> Sequence[Retro]:
+        """See `Passes`."""
         return [stage.model for stage in self.stages]
 
     def forward_backward(self, batch: Tensors, share: Share) -> Tensor:

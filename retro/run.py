@@ -23,7 +23,8 @@ log = logging.getLogger("retro")
 
 _SECTIONS = {"model": ModelSettings, "data": DataSettings, "train": TrainSettings}
 
-# Settings that change neither weights nor losses: a run may be resumed with other values of these.
+# Settings that change neither weights nor losses: a run may be resumed with other values of these. `on_nan` changes what
+# comes of a batch that a run has stopped at, which is what it is for.
 # Where a datastore lies is free too: its fingerprint is compared.
 _FREE = {
     "train": [
@@ -38,6 +39,8 @@ _FREE = {
         "keep_checkpoints",
         "log_every",
         "log_to",
+        "monitor_every",
+        "on_nan",
     ],
     "data": ["datastores", "reading", "materialised"],
 }

@@ -1,82 +1,153 @@
-"""One optimizer step: forward and backward passes over its batches, clipping, AdamW."""
+"""One optimizer step: forward and backward passes over its batches, clipping, AdamW.
+
+batches ─ loss · scale ─ gradients / scale ─ clip ─ is all of it finite? ─ AdamW
+                                                        └ no: the weights stay as they were
+"""
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from indexing.store.errors import InputError
-from retro.device import Placement, Tensors
-from retro.experts import ROUTING, routing_loss, routing_metrics
-from retro.loss import losses
-from retro.model import Retro
+from retro.batches import IGNORED_LABEL
+from retro.device import Placement, Tensors, random_state, restore_random_state
+from retro.experts import routing_metrics
+from retro.gradients import clip_
+from retro.monitor import Monitor
 from retro.optimizer import learning_rate
+from retro.parallel import Processes
+from retro.passes import Passes, Share, all_parameters
 from retro.train_settings import Compile, TrainSettings
+
+Update = Literal["applied", "overflow", "refused"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did.
+
+    Attributes:
+        metrics: `loss`, `lr`, `gradient_norm`; and `loss_scale` where there is one.
+        figures: of the monitor; empty but in the steps in which it looks.
+        num_tokens: seen.
+        update: `applied`; `overflow`, left out because the gradient was too large for float16, which a lower loss scale
+            cures; `refused`: the loss or the gradient is not finite, and all is as before the step, the random state too.
+    """
+
+    metrics: dict[str, float]
+    figures: dict[str, float]
+    num_tokens: int
+    update: Update
+
+
+def make_scaler(placement: Placement) -> GradScaler:
+    """The dynamic loss scale of float16: halved when a gradient overflows, doubled after 2,000 steps without. Else none."""
+    return GradScaler(placement.device.type, enabled=placement.dtype == torch.float16)
 
 
 def make_step(
-    model: Retro,
+    passes: Passes,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Tensors],
+    processes: Processes,
     placement: Placement,
     settings: TrainSettings,
-) -> Callable[[int], tuple[dict[str, float], int]]:
-    """A function that does the step of a number, counted from 0, and returns its metrics and its number of tokens.
+    scaler: GradScaler | None = None,
+) -> Callable[[int], StepResult]:
+    """A function that does the step of a number, counted from 0.
 
     Args:
-        model: in training mode.
+        passes: of a model in training mode.
         optimizer: of its parameters.
-        batches: `settings.accumulation` of them are taken for each step.
+        batches: this process's rows; `settings.accumulation` of them are taken for each step.
+        processes: that do the step together.
         placement: device and precision.
-        settings: schedule, clipping, compilation.
+        settings: schedule, clipping, monitor.
+        scaler: of the loss; None: a new one.
     """
-    compiled = wants_compilation(settings.compile, placement)
-    # Whole, so that a graph break is an error and not a slow step. Shapes are few: one for each number of neighbors,
-    # with and without document borders. Each is compiled once.
-    hidden_of: Any = model.hidden_and_routing
-    if compiled:
-        hidden_of = torch.compile(hidden_of, fullgraph=True, dynamic=False)
+    scaler = scaler or make_scaler(placement)
+    named = all_parameters(passes.parts)
+    parameters = [parameter for _, parameter in named]
+    model = passes.parts[0].settings
+    monitor = Monitor.of(named, placement.dtype, settings.monitor_every) if settings.monitor_every else None
 
-    def forward_backward(batch: Tensors) -> Tensor:
-        """The batch's part of the step's cross-entropy, z-loss and `ROUTING`, [2 + 4]; zeros where there are no experts."""
-        labels = batch.pop("labels")
-        with placement.autocast():
-            hidden, routing = hidden_of(**batch)
-            found = losses(hidden, model.output_weight, labels, z_weight=settings.z_loss, compiled=compiled)
-        objective, routed = found.objective, torch.zeros(len(ROUTING), device=placement.device)
-        if routing is not None:
-            objective, routed = objective + routing_loss(routing, model.settings), routing.detach().mean(0)
-        (objective / settings.accumulation).backward()
-        return torch.cat((torch.stack((found.cross_entropy, found.z_loss)), routed)) / settings.accumulation
+    def forward_backward(number: int) -> tuple[Tensor, int]:
+        batch = next(batches)
+        num_labels = processes.sum((batch["labels"] != IGNORED_LABEL).sum(), "data").clamp(min=1)
+        num_tokens, num_sequences = (size * processes.data for size in (batch["tokens"].numel(), len(batch["tokens"])))
+        last = number + 1 == settings.accumulation
+        share = Share(num_labels, num_sequences, scaler.get_scale() / settings.accumulation, last)
+        return passes.forward_backward(batch, share) / settings.accumulation, num_tokens
 
-    def step(number: int) -> tuple[dict[str, float], int]:
-        lr = learning_rate(
-            number,
-            schedule=settings.schedule,
-            steps=settings.steps,
-            warmup_steps=settings.warmup_steps,
-            lr=settings.lr,
-            min_lr_ratio=settings.min_lr_ratio,
-            decay_share=settings.decay_share,
-        )
+    def step(number: int) -> StepResult:
+        lr = _schedule(number, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
-        total, num_tokens = torch.zeros(2 + len(ROUTING), device=placement.device), 0
-        for _ in range(settings.accumulation):
-            batch = next(batches)
-            num_tokens += batch["tokens"].numel()
-            total += forward_backward(batch)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
-        optimizer.step()
+        randomness = random_state(placement.device)
+        parts, sizes = zip(*(forward_backward(number) for number in range(settings.accumulation)), strict=True)
+        loss, z_loss, *routing = processes.sum(torch.stack(parts).sum(0)).tolist()
+        looks = monitor is not None and monitor.due(number + 1)
+        figures = monitor.gradients(scaler.get_scale()) if monitor and looks else {}
+        _unscale(scaler, optimizer, processes)
+        norm = clip_(parameters, settings.clip or math.inf, passes.gradient_norm())
+        metrics = {"loss": loss, "lr": lr, "gradient_norm": norm.item()}
+        scale = scaler.get_scale()
+        update = judge(loss, metrics["gradient_norm"], scale if scaler.is_enabled() else None)
+        if update == "applied":
+            before = monitor.weights() if monitor and looks else {}
+            optimizer.step()
+            if monitor and looks:
+                figures |= monitor.updates(before)
+        elif update == "refused":
+            restore_random_state(placement.device, randomness)
+        scaler.update(scale if update == "refused" else None)
         optimizer.zero_grad(set_to_none=True)
-        cross_entropy, z_loss, *routing = total.tolist()
-        metrics = {"loss": cross_entropy, "lr": lr, "gradient_norm": norm.item()}
+        if monitor:
+            monitor.watch(number + 1, loss, metrics["gradient_norm"], figures)
         metrics |= {"z_loss": z_loss} if settings.z_loss else {}
-        return metrics | routing_metrics(routing, model.settings), num_tokens
+        metrics |= {"loss_scale": scale} if scaler.is_enabled() else {}
+        return StepResult(metrics | routing_metrics(routing, model), figures, sum(sizes), update)
 
     return step
+
+
+def _schedule(number: int, settings: TrainSettings) -> float:
+    """The learning rate of a step."""
+    return learning_rate(
+        number,
+        schedule=settings.schedule,
+        steps=settings.steps,
+        warmup_steps=settings.warmup_steps,
+        lr=settings.lr,
+        min_lr_ratio=settings.min_lr_ratio,
+        decay_share=settings.decay_share,
+    )
+
+
+def _unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer, processes: Processes) -> None:
+    """True gradients. That one process's overflow is all processes' affair, torch leaves to its caller."""
+    scaler.unscale_(optimizer)
+    if scaler.is_enabled():
+        for found in scaler._found_inf_per_device(optimizer).values():
+            processes.largest(found)
+
+
+def judge(loss: float, gradient_norm: float, scale: float | None) -> Update:
+    """What becomes of an update: the one place that decides, by figures that are the same in every process.
+
+    Args:
+        loss: mean over the step.
+        gradient_norm: of the true gradient.
+        scale: of the loss; None: there is none. Below 1 the true gradient is too large for float16: no scale cures that.
+    """
+    if math.isfinite(loss) and math.isfinite(gradient_norm):
+        return "applied"
+    return "overflow" if math.isfinite(loss) and scale is not None and scale >= 1 else "refused"
 
 
 def wants_compilation(choice: Compile, placement: Placement) -> bool:

@@ -8,6 +8,7 @@ from retro.device import Precision
 from retro.optimizer import Schedule
 
 Compile = Literal["auto", "yes", "no"]
+OnNan = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,15 @@ class TrainSettings:
     """Weights to begin with: a checkpoint, `RUN`, `RUN@best` or an exported file; empty = random ones. Encoder and
     cross-attention may be missing in it, or be too many."""
     precision: Precision = "auto"
-    """`auto`: bfloat16 products where the hardware has fast ones, else float32."""
+    """Of matrix products, weights stay float32. `auto`: bfloat16 where the hardware has fast ones, else float32; `tf32`:
+    TensorFloat-32, NVIDIA GPUs since Ampere; `float16` with a loss scale that finds itself."""
+    on_nan: OnNan = "stop"
+    """When loss or gradient are not finite: `stop` before the update, with a checkpoint, or `skip` the batch and go on. Either
+    way `bad_batches/` in the run's folder names the samples, chunks and documents."""
+    monitor_every: int = 50
+    """Steps between looks at gradient norm, update ratio, overflow and underflow of each layer group; loss and norm of the
+    whole gradient are looked at in every step. It warns of what foretells a divergence. 0 = never. (The first looks are
+    closer together: steps 1, 2, 4, 8 …)"""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` …"""
     compile: Compile = "auto"
@@ -78,16 +87,8 @@ class TrainSettings:
         for key in ("steps", "batch_size", "accumulation", "checkpoint_every", "keep_checkpoints", "log_every"):
             if getattr(self, key) < 1:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be at least 1.")
-        for key in (
-            "warmup_steps",
-            "eval_every",
-            "eval_tokens",
-            "threads",
-            "clip",
-            "weight_decay",
-            "z_loss",
-            "peak_tflops",
-        ):
+        not_negative = ("warmup_steps", "eval_every", "eval_tokens", "threads", "clip", "weight_decay", "peak_tflops")
+        for key in (*not_negative, "monitor_every", "z_loss"):
             if getattr(self, key) < 0:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be 0 or more.")
         for key in ("retrieval_dropout", "min_lr_ratio", "beta1", "beta2"):

@@ -10,7 +10,9 @@ import pytest
 from indexing.store.errors import InputError
 from pipelines.run_report import (
     gain_curve,
+    groups_table,
     held_out_table,
+    largest_of,
     more_metrics,
     open_run,
     smoothed,
@@ -156,3 +158,30 @@ def test_what_is_no_run_and_a_run_named_twice_are_refused(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"metrics\.jsonl:2: not JSON"):
         write_run_report([folder], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+def test_layer_groups_have_a_table_and_a_line_for_each_kind(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "retro")
+    with open(folder / "metrics.jsonl", "a") as file:
+        for step in (1, 2):
+            line: dict[str, float] = {"step": step, "tokens": 100 * step}
+            for number, group in enumerate(("attention_01", "attention_02", "embedding"), start=1):
+                shares = {"underflow": 0.25 * (number == 3), "overflow": 0.0, "zero": 0.0}
+                for name, value in {"gradient_norm": number * step, "update_ratio": 0.5 / step, **shares}.items():
+                    line[f"monitor/{name}/{group}"] = value
+            file.write(json.dumps(line) + "\n")
+    run = open_run(folder, "retro")
+    assert groups_table([run]).rows == [
+        ["retro", "embedding", "6", "6", "0.25", "0.5", "0.25", "0"],
+        ["retro", "attention_01", "2", "2", "0.25", "0.5", "0", "0"],
+        ["retro", "attention_02", "4", "4", "0.25", "0.5", "0", "0"],
+    ]
+    tokens, values = largest_of(run, "gradient_norm", "attention")
+    assert (tokens.tolist(), values.tolist()) == ([100, 200], [2, 4])
+    html = page_of(folder)
+    assert [title for title in titles(html) if title.endswith("by layer group")] == [
+        "Norm of the gradient, by layer group",
+        "Update over weights, by layer group",
+        "Underflow, by layer group",  # nothing overflowed
+    ]
+    assert not any(title.startswith("monitor/") for title in titles(html))

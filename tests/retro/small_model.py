@@ -1,6 +1,6 @@
 """A model small enough for loops and gradients, and a batch for it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +9,14 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from retro.device import Tensors, place
 from retro.model import Retro
 from retro.model_settings import ModelSettings
+from retro.parallel import Processes
+from retro.parallel_settings import ALONE
+from retro.passes import WholeModel
+from retro.step import StepResult, make_step
+from retro.train_settings import TrainSettings
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
 T = U * M
@@ -70,6 +76,16 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.randint(V, (B, T), generator=generator)
     neighbors = torch.randint(V, (B, U, K, R), generator=generator)
     return tokens, neighbors, torch.randint(1, R + 1, (B, U, K), generator=generator)
+
+
+def step_of(
+    model: Retro, optimizer: torch.optim.Optimizer, batches: Iterator[Tensors], settings: TrainSettings
+) -> Callable[[int], StepResult]:
+    """The trainer's step, of a model that is trained by one process in float32."""
+    placement = place("cpu", "float32")
+    processes = Processes(ALONE, placement.device)
+    passes = WholeModel(model, processes, placement, z_weight=settings.z_loss)
+    return make_step(passes, optimizer, batches, processes, placement, settings)
 
 
 @torch.no_grad()

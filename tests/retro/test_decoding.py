@@ -15,7 +15,7 @@ from tests.retro.small_model import M, R, T, V, build, every_scheme, model_of
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
 FLOAT32 = place("cpu", "float32")
-BFLOAT16 = Placement(torch.device("cpu"), bfloat16=True)
+BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
 LENGTHS = (1, M - 1, M, M + 1, 2 * M, 3 * M - 1, 5 * M)  # shorter and longer than a chunk, and at its borders
 
 

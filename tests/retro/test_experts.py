@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -41,8 +42,11 @@ def activations(rows: int = 3, seed: int = 1) -> Tensor:
 
 def answer(experts: Experts, expert: int, token: Tensor) -> Tensor:
     """What one expert makes of one token [D]."""
-    stacks = {name: stack.weight[expert] for name, stack in experts.experts.named_children()}
-    return stacks["out"] @ torch.nn.functional.gelu(stacks["up"] @ token)
+    matrices = {name: stack.weight[expert] for name, stack in experts.experts.named_children()}
+    inner = matrices["up"] @ token
+    if "gate" in matrices:
+        return matrices["out"] @ (F.silu(matrices["gate"] @ token) * inner)
+    return matrices["out"] @ F.gelu(inner)
 
 
 def slow(experts: Experts, x: Tensor, capacity: int) -> tuple[Tensor, int]:
@@ -68,9 +72,10 @@ def slow(experts: Experts, x: Tensor, capacity: int) -> tuple[Tensor, int]:
 
 
 @top_k
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @torch.no_grad()
-def test_in_evaluation_every_token_is_answered_by_all_it_asks(k: int) -> None:
-    experts, x = made(k).eval(), activations()
+def test_in_evaluation_every_token_is_answered_by_all_it_asks(k: int, activation: str) -> None:
+    experts, x = made(k, activation=activation).eval(), activations()
     y, routing = experts(x)
     torch.testing.assert_close(y, slow(experts, x, capacity=T)[0], rtol=1e-4, atol=1e-3)
     assert routing[:, ROUTING.index("dropped_choices")].eq(0).all()
@@ -283,7 +288,9 @@ def objective(model: Retro, rows: slice) -> Tensor:
 
 
 def shared_model(k: int) -> Retro:
-    return build(num_experts=E, experts_per_token=k, balance_weight=0.5, router_z_weight=0.01).train()
+    return build(
+        num_experts=E, activation="swiglu", experts_per_token=k, balance_weight=0.5, router_z_weight=0.01
+    ).train()
 
 
 def share_and_save(rank: int, folder: Path) -> None:
@@ -315,6 +322,7 @@ def share_and_save(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as is meant
 def test_two_processes_that_share_the_experts_learn_what_one_does(tmp_path: Path) -> None:
     """And what they save, a single process loads."""

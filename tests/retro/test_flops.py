@@ -74,6 +74,6 @@ def test_of_large_models_it_is_about_two_for_each_parameter() -> None:
 
 
 def test_the_peak_of_a_device_without_a_data_sheet_is_measured() -> None:
-    placement = Placement(torch.device("cpu"), bfloat16=False)
+    placement = Placement(torch.device("cpu"), torch.float32)
     assert 1e8 < peak_flops(placement) < 1e14
     assert measured_flops(placement, size=64, repeats=1) > 0

@@ -11,7 +11,7 @@ from retro.device import Placement, Tensors
 from retro.loader import load
 
 SETTINGS = DataSettings(sequence_length=32, k=2)
-HERE = Placement(torch.device("cpu"), bfloat16=False)
+HERE = Placement(torch.device("cpu"), torch.float32)
 
 
 def batches(folder: Path, numbers: range, workers: int) -> list[Tensors]:
@@ -20,6 +20,7 @@ def batches(folder: Path, numbers: range, workers: int) -> list[Tensors]:
             TrainingData([folder], SETTINGS, retrieval=True),
             batches=numbers,
             batch_size=3,
+            rows=range(3),
             dropped=0.3,
             workers=workers,
             placement=HERE,

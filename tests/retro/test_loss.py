@@ -86,6 +86,28 @@ def test_in_bfloat16_it_stays_close(parts) -> None:
     torch.testing.assert_close(value, exact, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float16_keeps_slopes_that_it_could_not_hold_and_sums_that_it_could_not(device: str) -> None:
+    """Probabilities of 1/30,000 are below its normal numbers, and 2,000 rows of the same label add up to more than 65,504."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 2000, 8, device=device), 0.02 * torch.randn(30_000, 8, device=device)
+    hidden += 40  # with 1,000 of each label, its sum over rows is 80,000
+    labels = torch.zeros(1, 2000, dtype=torch.int64, device=device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    wanted = torch.autograd.grad(2000 * reference(hidden, weight, labels), (hidden, weight))
+    with torch.autocast(device, torch.float16):
+        value = loss(hidden, weight, labels)
+    found = torch.autograd.grad(2000 * value, (hidden, weight))
+    assert wanted[1].abs().max() > torch.finfo(torch.float16).max
+    assert wanted[1][1:].abs().max() < 60_000 / 30_000 * 40  # of labels that are never met: the tails
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+    tails, exact = found[1][1:], wanted[1][1:]
+    assert (tails - exact).norm() < 0.01 * exact.norm()
+
+
 class _Largest(TorchDispatchMode):
     """Remembers the number of elements of the largest tensor that any operation returned."""
 

@@ -27,7 +27,7 @@ def test_a_schedule_warms_up_and_ends_where_it_should(schedule, middle: float, e
 
 def test_matrices_decay_and_norms_do_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
-    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    optimizer = make_optimizer(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
         "0.weight": 0.1,
@@ -40,7 +40,9 @@ def test_matrices_decay_and_norms_do_not() -> None:
 def test_parameters_with_a_factor_learn_and_decay_as_they_should() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     factors = {"1.weight": 0.25}
-    optimizer = make_optimizer(model, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=False, factors=factors)
+    optimizer = make_optimizer(
+        model.named_parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=False, factors=factors
+    )
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert {name: found[id(p)]["lr_factor"] for name, p in model.named_parameters()} == {
         "0.weight": 1,

@@ -1,17 +1,15 @@
-"""What a step logs and sets."""
+"""What a step logs and sets, in float32; `test_float16.py` has the loss scale."""
 
 from dataclasses import replace
 
 import pytest
 
-from retro.device import place
 from retro.loss import losses
 from retro.model import Retro
 from retro.mup import learning_rate_factors
 from retro.optimizer import make_optimizer
-from retro.step import make_step
 from retro.train_settings import TrainSettings
-from tests.retro.small_model import batch, build
+from tests.retro.small_model import batch, build, step_of
 
 
 def test_the_loss_is_the_cross_entropy_and_the_z_loss_stands_beside_it() -> None:
@@ -19,10 +17,11 @@ def test_the_loss_is_the_cross_entropy_and_the_z_loss_stands_beside_it() -> None
     model = build()
     settings = TrainSettings(steps=10, warmup_steps=0, z_loss=0.01, accumulation=2, lr=1e-3)
     expected = losses(model.hidden(tokens), model.output_weight, tokens, z_weight=0.01)
-    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = iter([{"tokens": tokens, "labels": tokens} for _ in range(2)])
-    metrics, num_tokens = make_step(model, optimizer, batches, place("cpu", "float32"), settings)(0)
-    assert num_tokens == 2 * tokens.numel()
+    result = step_of(model, optimizer, batches, settings)(0)
+    metrics = result.metrics
+    assert result.num_tokens == 2 * tokens.numel()
     assert metrics["loss"] == pytest.approx(expected.cross_entropy.item())
     assert metrics["z_loss"] == pytest.approx(expected.z_loss.item())
     assert metrics["z_loss"] > 0
@@ -33,10 +32,14 @@ def test_groups_learn_at_their_share_of_the_schedule() -> None:
     model = Retro(replace(build().settings, init="mup", mup_base_width=16))
     settings = TrainSettings(steps=10, warmup_steps=2, lr=1e-3)
     optimizer = make_optimizer(
-        model, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True, factors=learning_rate_factors(model)
+        model.named_parameters(),
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
+        factors=learning_rate_factors(model),
     )
-    step = make_step(model, optimizer, iter([{"tokens": tokens, "labels": tokens}]), place("cpu", "float32"), settings)
-    metrics, _ = step(0)
+    metrics = step_of(model, optimizer, iter([{"tokens": tokens, "labels": tokens}]), settings)(0).metrics
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert metrics["lr"] == pytest.approx(5e-4, rel=1e-3)
     assert rates[id(model.embedding.weight)] == rates[id(model.norm.weight)] == metrics["lr"]
