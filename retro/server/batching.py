@@ -26,7 +26,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _IDLE_SECONDS = 5.0
-_SHARE_WAITED = 1 / 8  # of the time that the last requests took
+_SHARE_WAITED = 1 / 3
 
 
 @dataclass(frozen=True)
