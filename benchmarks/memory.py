@@ -119,7 +119,7 @@ def planned(size: str, num_sequences: int) -> Any:
     """The plan of a size on 8 devices of 80 GB with so many sequences each."""
     return plan_training(
         PlanTrainOptions(
-            model=ModelSettings(preset=size, vocab_size=128_000, positions="transformer-xl"),
+            model=ModelSettings(preset=size, vocab_size=128_000),
             data=DataSettings(sequence_length=2048),
             train=TrainSettings(batch_size=8 * num_sequences, device="cuda"),
         )
