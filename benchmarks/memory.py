@@ -21,10 +21,11 @@ from pipelines.plan_train import PlanTrainOptions, plan_training
 from retro.activations import Pass, trace
 from retro.batches import DataSettings
 from retro.loss import loss
-from retro.memory import Sharing, parameter_units, state_bytes
+from retro.memory import parameter_units, state_bytes
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.optimizer import make_optimizer
+from retro.parallel_settings import ParallelSettings
 from retro.presets import PRESETS
 from retro.train_settings import TrainSettings
 
@@ -58,7 +59,7 @@ def measured(preset: str, num_sequences: int) -> dict[str, Any]:
     settings = replace(PRESETS[preset], vocab_size=8192)
     run = Pass(num_sequences, 512, 2, gpu=False)
     model = Retro(settings).train()
-    optimizer = make_optimizer(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(model.named_parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.zeros(num_sequences, 512, dtype=torch.int64)
     documents = torch.zeros(num_sequences, 8, dtype=torch.int64)
     neighbors = torch.zeros(num_sequences, 8, 2, 128, dtype=torch.int64)
@@ -76,7 +77,7 @@ def measured(preset: str, num_sequences: int) -> dict[str, Any]:
     activations = resident() - before
     value.backward()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    predicted = state_bytes(parameter_units(settings, Sharing()), Sharing())
+    predicted = state_bytes(parameter_units(settings, ParallelSettings()), ParallelSettings())
     names = ("parameters", "gradients", "optimizer")
     pairs = dict(zip(names, zip(predicted, (parameters, gradients, moments), strict=True), strict=True))
     return {"preset": preset, "bytes": {**pairs, "activations": (trace(settings, run).kept("none"), activations)}}
@@ -100,11 +101,11 @@ def print_sizes() -> None:
         one, five = (planned(size, count) for count in (1, 5))
         rows: dict[int, list[str]] = {}
         for few, many in zip(one.modes, five.modes, strict=True):
-            if few.sharing.offload or few.sharing.zero == 2:  # with one pass of a step ZeRO-2 is as ZeRO-1
+            if few.parallel.offload or few.parallel.zero == 2:  # with one pass of a step ZeRO-2 is as ZeRO-1
                 continue
             each = (many.memory.device - few.memory.device) / 4
             room = int(max(0, 1 + (0.9 * 80e9 - few.memory.device) // each))
-            rows.setdefault(few.sharing.zero, []).append(f"{few.memory.device / 1e9:.1f} GB ({room})")
+            rows.setdefault(few.parallel.zero, []).append(f"{few.memory.device / 1e9:.1f} GB ({room})")
         for zero, cells in rows.items():
             first = (
                 (size, f"{one.parameters / 1e6:,.0f}M", f"{one.flops_per_token / 1e9:.2f}")
@@ -118,7 +119,7 @@ def planned(size: str, num_sequences: int) -> Any:
     """The plan of a size on 8 devices of 80 GB with so many sequences each."""
     return plan_training(
         PlanTrainOptions(
-            model=ModelSettings(preset=size, vocab_size=128_000, positions="transformer-xl"),
+            model=ModelSettings(preset=size, vocab_size=128_000),
             data=DataSettings(sequence_length=2048),
             train=TrainSettings(batch_size=8 * num_sequences, device="cuda"),
         )

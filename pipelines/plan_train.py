@@ -12,17 +12,18 @@ import re
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from pipelines.config import Config
 from pipelines.plan_report import long_time
 from pipelines.progress import human_bytes, human_count, print_rows
-from retro.activations import Checkpointing, Pass
+from retro.activations import Pass
 from retro.batches import DataSettings
-from retro.memory import Memory, Sharing, Zero, memory_of, sent_bytes
+from retro.memory import Memory, memory_of, sent_bytes
 from retro.model_settings import ModelSettings
+from retro.parallel_settings import Checkpointing, ParallelSettings, Zero, num_microbatches
 
 _RECOMPUTATION: dict[Checkpointing, float] = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
 """Operations over those without checkpointing: a forward pass more beside three; products that are kept cost none."""
@@ -44,29 +45,25 @@ class PlanTrainOptions(Config):
     """Share of the peak that training reaches (model-FLOPs utilisation)."""
     measured: str = ""
     """Folder of a run on devices of this kind: its `tokens_per_second` takes the place of `peak_tflops` and `mfu`."""
-    tensor: int = 1
-    """Devices that share heads and features of every layer."""
-    pipeline: int = 1
-    """Devices that share the layers."""
-    schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    """Of a pipeline."""
-    microbatches: int = 0
-    """Parts of a batch in a pipeline; 0 = twice as many as it has devices."""
+    measured_devices: int = 1
+    """Devices that it ran on."""
     json: str = ""
     """File to write the plan to, in bytes and seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, least in (("devices", 1), ("tokens", 0), ("tensor", 1), ("pipeline", 1), ("microbatches", 0)):
+        for key, least in (("devices", 1), ("measured_devices", 1), ("tokens", 0)):
             if not least <= getattr(self, key) < float("inf"):
                 raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least}.")
         if not 0 < self.peak_tflops < float("inf"):
             raise InputError(f"peak_tflops = {self.peak_tflops:g}: must be above 0.")
         if not 0 < self.mfu <= 1:
             raise InputError(f"mfu = {self.mfu:g}: must be above 0 and at most 1.")
-        if self.devices % (self.tensor * self.pipeline):
+        others, data = self.parallel.tensor * self.parallel.pipeline, self.parallel.data
+        if self.devices % others or data * others not in (0, self.devices):
             raise InputError(
-                f"devices = {self.devices}: must be a multiple of tensor × pipeline = {self.tensor * self.pipeline}."
+                f"devices = {self.devices}: must be pipeline {self.parallel.pipeline} × data {data or 'any'} × tensor {self.parallel.tensor} "
+                "of [parallel]."
             )
         _size(self.device_memory)
 
@@ -76,7 +73,7 @@ class Mode:
     """One way to train.
 
     Attributes:
-        sharing: how devices share the run.
+        parallel: how devices share the run.
         memory: of the device that holds most.
         sent_bytes: by a device in a step, for parameters and gradients.
         step_seconds: of an optimizer step.
@@ -84,7 +81,7 @@ class Mode:
         fits: whether it fits into a device.
     """
 
-    sharing: Sharing
+    parallel: ParallelSettings
     memory: Memory
     sent_bytes: int
     step_seconds: float
@@ -159,7 +156,11 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         made = Retro(model)
     per_token = flops_per_token(model, data)
     per_step = train.batch_size * train.accumulation * data.sequence_length
-    rate = measured_flops(Path(options.measured)) if options.measured else options.peak_tflops * 1e12 * options.mfu
+    rate = (
+        measured_flops(Path(options.measured), options.measured_devices)
+        if options.measured
+        else options.peak_tflops * 1e12 * options.mfu
+    )
     tokens = options.tokens or float(train.steps * per_step)
     step_seconds = per_step * per_token / (options.devices * rate) / _busy(options)
     gpu = train.device != "cpu"
@@ -167,35 +168,39 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         train.batch_size, data.sequence_length, max(data.k_choices or (data.k,)), train.precision != "float32", gpu
     )
     budget, modes = 0.9 * _size(options.device_memory), []
-    for sharing in sharings(options):
-        memory = memory_of(model, run, sharing, accumulation=train.accumulation, compiled=gpu and train.compile != "no")
-        seconds = step_seconds * _RECOMPUTATION[sharing.checkpointing]
-        sent = sent_bytes(model, sharing, train.accumulation)
+    for parallel in modes_of(options):
+        memory = memory_of(
+            model, run, parallel, accumulation=train.accumulation, compiled=gpu and train.compile != "no"
+        )
+        seconds = step_seconds * _RECOMPUTATION[parallel.checkpointing]
+        sent = sent_bytes(model, parallel, train.accumulation)
         days = seconds * tokens / per_step / 86_400
-        modes.append(Mode(sharing, memory, sent, seconds, days, memory.device <= budget))
+        modes.append(Mode(parallel, memory, sent, seconds, days, memory.device <= budget))
     return TrainPlan(
         parameters=count_parameters(made),
         all_parameters=count_parameters(made, embeddings=True),
         flops_per_token=per_token,
         tokens=tokens,
         tokens_per_step=per_step,
-        num_sequences=train.batch_size // (options.devices // (options.tensor * options.pipeline)),
+        num_sequences=train.batch_size // _num_data(options),
         device_flops=rate,
         modes=modes,
     )
 
 
-def sharings(options: PlanTrainOptions) -> list[Sharing]:
+def modes_of(options: PlanTrainOptions) -> list[ParallelSettings]:
     """Every mode, cheapest first: what is sent to the host costs most, then what is computed again, then what is sent to others."""
-    data = options.devices // (options.tensor * options.pipeline)
+    data = _num_data(options)
     zeros: tuple[Zero, ...] = get_args(Zero) if data > 1 else (0,)
     return [
-        Sharing(
-            data, zero, offload, options.tensor, options.pipeline, options.schedule, options.microbatches, checkpointing
-        )
+        replace(options.parallel, data=data, zero=zero, offload=offload, checkpointing=checkpointing)
         for offload, checkpointing, zero in itertools.product((False, True), get_args(Checkpointing), zeros)
         if zero or not offload
     ]
+
+
+def _num_data(options: PlanTrainOptions) -> int:
+    return options.devices // (options.parallel.tensor * options.parallel.pipeline)
 
 
 def flops_per_token(model: ModelSettings, data: DataSettings) -> float:
@@ -206,7 +211,7 @@ def flops_per_token(model: ModelSettings, data: DataSettings) -> float:
     return 3 * sum(forward_flops(model, data.sequence_length, k) for k in ks) / len(ks) / data.sequence_length
 
 
-def measured_flops(run: Path) -> float:
+def measured_flops(run: Path, num_devices: int) -> float:
     """Operations per second of a device in a run that was made: the median of its rates, times what a token of its model takes.
 
     Raises:
@@ -221,7 +226,7 @@ def measured_flops(run: Path) -> float:
         raise InputError(f"{run / 'metrics.jsonl'}: no line has tokens_per_second yet; let the run log a step first.")
     told: dict[str, dict[str, Any]] = read_json(run / "settings.json")
     model, data = (_without_lists(told[section]) for section in ("model", "data"))
-    return statistics.median(rates) * flops_per_token(ModelSettings(**model), DataSettings(**data))
+    return statistics.median(rates) * flops_per_token(ModelSettings(**model), DataSettings(**data)) / num_devices
 
 
 def _without_lists(section: dict[str, Any]) -> dict[str, Any]:
@@ -230,9 +235,12 @@ def _without_lists(section: dict[str, Any]) -> dict[str, Any]:
 
 def _busy(options: PlanTrainOptions) -> float:
     """Share of the time in which a device of a pipeline computes: it waits for the first microbatch and after the last."""
-    microbatches = options.microbatches or 2 * options.pipeline
-    rounds = 2 if options.schedule == "interleaved" else 1
-    return microbatches * rounds / (microbatches * rounds + options.pipeline - 1)
+    parallel = options.parallel
+    if parallel.pipeline == 1:
+        return 1.0
+    runs = num_microbatches(parallel, options.train.batch_size // _num_data(options))
+    runs *= 2 if parallel.schedule == "interleaved" else 1
+    return runs / (runs + parallel.pipeline - 1)
 
 
 def _size(text: str) -> float:
@@ -272,11 +280,11 @@ def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
     head = ["ZeRO", "checkpointing", "offload", "parameters", "gradients", "optimizer", "gathered", "activations"]
     modes = [[*head, "working", "device", "host", "sent a step", "step", "all tokens", "fits"]]
     for mode in plan.modes:
-        sharing, memory = mode.sharing, mode.memory
+        parallel, memory = mode.parallel, mode.memory
         parts = (memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.activations)
         modes.append(
             [
-                *(str(sharing.zero), sharing.checkpointing, "yes" if sharing.offload else ""),
+                *(str(parallel.zero), parallel.checkpointing, "yes" if parallel.offload else ""),
                 *map(human_bytes, (*parts, memory.working, memory.device, memory.host, mode.sent_bytes)),
                 *(_short_time(mode.step_seconds), long_time(86_400 * mode.days), "yes" if mode.fits else "no"),
             ]
@@ -291,10 +299,10 @@ def advice(plan: TrainPlan, options: PlanTrainOptions) -> str:
         least = min(plan.modes, key=lambda mode: mode.memory.device)
         return (
             f"Nothing fits into {options.device_memory}: the least is {human_bytes(least.memory.device)}. Lower train.batch_size (and raise "
-            "train.accumulation), share layers (--tensor, --pipeline), or take more devices."
+            "train.accumulation), share layers (--parallel.tensor, --parallel.pipeline), or take more devices."
         )
-    sharing = mode.sharing
-    told = f'zero = {sharing.zero}, checkpointing = "{sharing.checkpointing}"' + ", offload = true" * sharing.offload
+    parallel = mode.parallel
+    told = f'zero = {parallel.zero}, checkpointing = "{parallel.checkpointing}"' + ", offload = true" * parallel.offload
     return (
         f"The cheapest that fits: {told}: {human_bytes(mode.memory.device)} on a device, {_short_time(mode.step_seconds)} a step, "
         f"{long_time(86_400 * mode.days)} for all tokens."

@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from retro.experts import ExpertLinear
 from retro.loss import loss
 from retro.model import Encoder, Residual, Retro
 from retro.model_settings import ModelSettings
-
-Checkpointing = Literal["none", "selective", "full"]
+from retro.parallel_settings import Checkpointing
 
 _PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product")
 """Operations whose outcomes selective checkpointing keeps, by the beginning of their names."""
@@ -193,7 +193,9 @@ class _Seen:
         self._inside.append(self.names[block])
         if isinstance(block, Encoder):
             return
-        self.copies[self.names[block]] = 2 * sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
+        self.copies[self.names[block]] = 2 * sum(
+            module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear | ExpertLinear)
+        )
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 # Beside the stream a block takes what all blocks take: positions, masks, encoded neighbors.

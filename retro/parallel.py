@@ -39,8 +39,7 @@ from indexing.store.errors import InputError
 from retro.attention import Attention, PerHead
 from retro.experts import Experts, share_experts
 from retro.model import ChunkedCrossAttention, Retro
-from retro.model_settings import ModelSettings
-from retro.parallel_settings import Checkpointing, ParallelSettings
+from retro.parallel_settings import Checkpointing, ParallelSettings, divided
 
 
 class Processes:
@@ -310,7 +309,9 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
         InputError: it cannot be divided so.
     """
     settings = processes.settings
-    _check(model.settings, settings)
+    divided(model.settings, settings.tensor)  # raises where it cannot be
+    if settings.expert > 1 and not model.settings.num_experts:
+        raise InputError(f"parallel.expert = {settings.expert}: the model has no experts (model.num_experts = 0).")
     if (mesh := processes.along("tensor")) is not None:
         _divide_layers(model, mesh)
     if (mesh := processes.along("expert")) is not None:
@@ -321,22 +322,6 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
             block.compile(dynamic=False)
     if processes.mesh is not None:
         _share_data(model, root or model, processes)
-
-
-def _check(model: ModelSettings, settings: ParallelSettings) -> None:
-    if settings.expert > 1 and not model.num_experts:
-        raise InputError(f"parallel.expert = {settings.expert}: the model has no experts (model.num_experts = 0).")
-    for key in ("dropout", "num_experts"):
-        if getattr(model, key) and settings.tensor > 1:
-            raise InputError(
-                f"model.{key} = {getattr(model, key)}: must be 0 with parallel.tensor = {settings.tensor}."
-            )
-    sizes = ["num_heads", "kv_heads", "d_ffw"] + ["encoder_num_heads", "encoder_d_ffw"] * bool(model.cca_layers)
-    for key in sizes:
-        if getattr(model, key) % settings.tensor:
-            raise InputError(
-                f"parallel.tensor = {settings.tensor}: model.{key} = {getattr(model, key)} cannot be divided by it."
-            )
 
 
 def _named_blocks(model: Retro) -> Iterator[tuple[str, Any]]:

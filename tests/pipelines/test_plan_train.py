@@ -49,7 +49,7 @@ def test_time_is_operations_over_what_the_devices_do() -> None:
 
     per_token = 3 * forward_flops(resolve(ModelSettings(**sizes)), 128, 2) / 128  # type: ignore[arg-type]
     assert plan.flops_per_token == per_token
-    by_checkpointing = {mode.sharing.checkpointing: mode for mode in plan.modes}
+    by_checkpointing = {mode.parallel.checkpointing: mode for mode in plan.modes}
     assert by_checkpointing["none"].days == pytest.approx(1e9 * per_token / (2 * 50e12) / 86_400)
     assert by_checkpointing["none"].step_seconds == pytest.approx(8 * 128 * per_token / (2 * 50e12))
     assert by_checkpointing["full"].days == pytest.approx(by_checkpointing["none"].days * 4 / 3)
@@ -58,7 +58,7 @@ def test_time_is_operations_over_what_the_devices_do() -> None:
 
 def test_a_pipeline_waits_at_its_ends() -> None:
     alone, four = (
-        planned("--devices", "4", "--pipeline", p, "--train.batch_size", "32")[1]["plan"] for p in ("1", "4")
+        planned("--devices", "4", "--parallel.pipeline", p, "--train.batch_size", "32")[1]["plan"] for p in ("1", "4")
     )
     assert four.modes[0].step_seconds == pytest.approx(alone.modes[0].step_seconds * (8 + 3) / 8)
 
@@ -80,7 +80,7 @@ def test_a_run_that_was_measured_says_what_a_device_does(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = ModelSettings(vocab_size=500, num_layers=2, cca_layers=(2,))
     expected = 1000.0 * flops_per_token(model, DataSettings(sequence_length=128, k=1))
-    assert measured_flops(tmp_path) == pytest.approx(expected)
+    assert measured_flops(tmp_path, 1) == pytest.approx(expected)
     assert planned("--measured", str(tmp_path))[1]["plan"].device_flops == pytest.approx(expected)
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_was_measured_says_what_a_device_does(tmp_path: Path) -> None
     ("arguments", "told"),
     [
         (["--devices", "0"], "devices = 0: must be at least 1"),
-        (["--devices", "3", "--tensor", "2"], "devices = 3: must be a multiple of tensor × pipeline = 2"),
+        (["--devices", "3", "--parallel.tensor", "2"], "devices = 3: must be pipeline 1 × data any × tensor 2"),
         (["--device-memory", "much"], "device_memory = 'much': must be a size such as"),
         (["--mfu", "40"], "mfu = 40: must be above 0 and at most 1"),
         (["--peak-tflops", "0"], "peak_tflops = 0: must be above 0"),

@@ -16,8 +16,8 @@ COMMANDS = {
     # One task of the step, here; its process is the one that Slurm signals.
     "srun": 'while [ "$1" != bash ]; do shift; done; echo $$ > task; exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then echo node3; echo node4; else echo "$@" >> scontrol; fi',
-    "torchrun": 'echo "$@" > started; trap "sleep 0.2; echo saved; exit 1" TERM; [ -e finishes ] && exit 0; [ -e fails ] && exit 3; '
-    "for _ in $(seq 100); do sleep 0.05; done",
+    "torchrun": 'trap "sleep 0.2; echo saved; exit 1" TERM; echo "$@" > writing; mv writing started; [ -e finishes ] && exit 0; '
+    "[ -e fails ] && exit 3; for _ in $(seq 2000); do sleep 0.05; done",
 }
 
 
@@ -46,7 +46,7 @@ def run(folder: Path, *arguments: str, **changes: str) -> subprocess.CompletedPr
         env=environment(folder, **changes),
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=100,
         check=False,
     )
 
@@ -144,13 +144,13 @@ def test_a_job_that_was_told_to_save_is_queued_again_if_its_time_is_over(
         stdout=subprocess.PIPE,
         text=True,
     )
-    until = time.monotonic() + 10
-    while not (folder / "started").exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    time.sleep(0.2)  # until its trap is set
-    assert "--rdzv-id=4711-1" in (folder / "started").read_text()
-    os.kill(int((folder / "task").read_text()), signal.SIGTERM)
-    said = script.communicate(timeout=20)[0]
+    with script:
+        until = time.monotonic() + 60
+        while not (folder / "started").exists() and script.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        assert "--rdzv-id=4711-1" in (folder / "started").read_text()
+        os.kill(int((folder / "task").read_text()), signal.SIGTERM)
+        said = script.communicate(timeout=100)[0]
     assert script.returncode == 143
     assert "saved\n" in said  # what it trained was waited for
     assert (folder / "scontrol").exists() == requeued

@@ -56,24 +56,25 @@ def hooked_bytes(model: Retro, run: Pass) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    "run",
-    [
-        ON_CPU,
-        replace(ON_CPU, narrow=False),
-        replace(ON_CPU, k=0, num_sequences=3),
-        replace(ON_CPU, documents=False, sequence_length=32, k=3),
-    ],
-    ids=["bfloat16", "float32", "off", "one document"],
-)
-def test_fake_tensors_tell_what_real_ones_keep(scheme: str, run: Pass) -> None:
-    settings = replace(WIDER, **SCHEMES[scheme])  # type: ignore[arg-type]
+CASES: dict[str, tuple[dict[str, Any], Pass]] = {
+    **{scheme: (dict(changes), ON_CPU) for scheme, changes in SCHEMES.items()},
+    "float32": ({}, replace(ON_CPU, narrow=False)),
+    "off": ({}, replace(ON_CPU, k=0, num_sequences=3)),
+    "one document": ({}, replace(ON_CPU, documents=False, sequence_length=32, k=3)),
+    "heads": ({"activation": "swiglu", "num_kv_heads": 1, "qk_norm": True}, ON_CPU),
+    "experts": ({"num_experts": 4}, ON_CPU),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fake_tensors_tell_what_real_ones_keep(name: str) -> None:
+    changes, run = CASES[name]
+    settings = replace(WIDER, **changes)
     model = Retro(settings).train()
-    assert trace(settings, run).kept("none") == pytest.approx(hooked_bytes(model, run), rel=0.02)
-    ours = observe(model, run)
+    predicted, ours = trace(settings, run), observe(model, run)
+    assert predicted.kept("none") == pytest.approx(hooked_bytes(model, run), rel=0.02)
     for checkpointing in ("none", "selective", "full"):
-        assert trace(settings, run).kept(checkpointing) == ours.kept(checkpointing)
+        assert predicted.kept(checkpointing) == ours.kept(checkpointing)
 
 
 def test_full_checkpointing_keeps_what_a_real_checkpoint_keeps() -> None:

@@ -9,9 +9,12 @@ from torch import nn
 
 from indexing.store.errors import InputError
 from retro.activations import Pass
-from retro.memory import Memory, Sharing, divided_settings, memory_of, parameter_units, sent_bytes, state_bytes
+from retro.memory import Memory, memory_of, parameter_units, sent_bytes, state_bytes
 from retro.model import Retro
 from retro.optimizer import make_optimizer
+from retro.parallel import Processes
+from retro.parallel_settings import ParallelSettings, divided
+from retro.pipeline import Stage
 from tests.retro.small_model import SETTINGS, build
 
 RUN = Pass(8, 16, 2)
@@ -23,14 +26,14 @@ def tensor_bytes(tensors: Any) -> int:
 
 def test_whole_states_are_what_a_real_step_leaves() -> None:
     model = build()
-    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     neighbors = torch.zeros(1, 4, 2, 8, dtype=torch.int64)
     model(torch.zeros(1, 16, dtype=torch.int64), neighbors=neighbors).sum().backward()
     gradients = tensor_bytes(parameter.grad for parameter in model.parameters())
     optimizer.step()
     moments = tensor_bytes(value for state in optimizer.state.values() for value in state.values())
     found = (tensor_bytes(model.parameters()), gradients, moments)
-    assert state_bytes(parameter_units(SETTINGS, Sharing()), Sharing()) == found
+    assert state_bytes(parameter_units(SETTINGS, ParallelSettings()), ParallelSettings()) == found
 
 
 def part_bytes(model: nn.Module, num_processes: int) -> int:
@@ -42,41 +45,38 @@ def part_bytes(model: nn.Module, num_processes: int) -> int:
 def test_zero_divides_moments_then_gradients_then_parameters_by_rows(num_processes: int) -> None:
     model = build()
     part, whole = part_bytes(model, num_processes), tensor_bytes(model.parameters())
-    units, count = parameter_units(SETTINGS, Sharing()), len(list(model.parameters()))
+    units, count = parameter_units(SETTINGS, ParallelSettings()), len(list(model.parameters()))
     for zero in (1, 2, 3):
-        sharing = Sharing(num_processes, zero)  # type: ignore[arg-type]
-        assert state_bytes(units, sharing) == (part, part, 2 * part + 4 * count)
-        assert state_bytes(units, sharing, accumulation=2)[1] == (whole if zero == 1 else part)
+        parallel = ParallelSettings(num_processes, zero)  # type: ignore[arg-type]
+        assert state_bytes(units, parallel) == (part, part, 2 * part + 4 * count)
+        assert state_bytes(units, parallel, accumulation=2)[1] == (whole if zero == 1 else part)
 
 
 def test_tensor_parallelism_divides_what_the_blocks_hold_and_nothing_else() -> None:
-    model, halves = build("smeared"), Retro(divided_settings(replace(SETTINGS, smeared_keys=True), 2))
+    model, halves = build("smeared"), Retro(divided(replace(SETTINGS, smeared_keys=True), 2))
     for (name, whole), half in zip(model.named_parameters(), halves.parameters(), strict=True):
         is_divided = ".block." in name
         assert half.numel() * (2 if is_divided else 1) == whole.numel(), name
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_every_parameter_has_a_place_in_a_pipeline_and_tied_embeddings_two(schedule: str) -> None:
-    table = SETTINGS.vocab_size * SETTINGS.d_model
-    sharing = Sharing(pipeline=2, schedule=schedule)  # type: ignore[arg-type]
-    held = sum(
-        shape.numel()
-        for stage in range(2)
-        for unit in parameter_units(SETTINGS, sharing, stage).values()
-        for shape in unit
-    )
-    assert held == sum(parameter.numel() for parameter in build().parameters()) + table
-    stages = {"1f1b": ({"0", "1"}, {"2", "3"}), "interleaved": ({"0", "2"}, {"1", "3"})}[schedule]
-    for stage, layers in enumerate(stages):
-        units = parameter_units(SETTINGS, sharing, stage)
-        assert {name.removeprefix("layer ") for name in units if name.startswith("layer")} == layers
-    # The encoder stands where the first CCA does: layer 2, which is number 1 from 0.
-    assert "encoder" in parameter_units(SETTINGS, sharing, 1 if schedule == "interleaved" else 0)
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "learned", "shared_embeddings": True}, {"tied_embeddings": False}]
+)
+def test_a_process_of_a_pipeline_holds_what_its_stages_hold(schedule: str, changes: dict[str, Any]) -> None:
+    settings = replace(SETTINGS, **changes)
+    parallel = ParallelSettings(pipeline=2, schedule=schedule)  # type: ignore[arg-type]
+    alone, rounds = Processes(ParallelSettings(), torch.device("cpu")), 1 if schedule == "1f1b" else 2
+    for process in range(2):
+        stages = [Stage(Retro(settings), process + 2 * r, 2 * rounds, alone) for r in range(rounds)]
+        # Two stages that both read the decoder's table share it.
+        found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+        units = parameter_units(settings, parallel, process)
+        assert sum(shape.numel() for unit in units.values() for shape in unit) == sum(p.numel() for p in found.values())
 
 
 def of(**changes: Any) -> Memory:
-    return memory_of(SETTINGS, RUN, Sharing(**{"data": 4, **changes}))
+    return memory_of(SETTINGS, RUN, ParallelSettings(**{"data": 4, **changes}))
 
 
 def test_each_stage_of_zero_and_each_checkpointing_takes_less() -> None:
@@ -94,7 +94,7 @@ def test_each_stage_of_zero_and_each_checkpointing_takes_less() -> None:
 
 def test_activations_follow_the_sequences_that_a_process_has() -> None:
     run = replace(RUN, num_sequences=32)
-    alone, four = memory_of(SETTINGS, run, Sharing()), memory_of(SETTINGS, run, Sharing(4))
+    alone, four = memory_of(SETTINGS, run, ParallelSettings()), memory_of(SETTINGS, run, ParallelSettings(4))
     assert 3 < alone.activations / four.activations < 4  # copies of weights and the loss's gradient stay
     assert alone.gathered == 0
 
@@ -102,31 +102,35 @@ def test_activations_follow_the_sequences_that_a_process_has() -> None:
 def test_a_pipeline_keeps_most_in_its_first_process_and_interleaving_takes_more() -> None:
     run = replace(RUN, num_sequences=16)
     decoder = replace(SETTINGS, cca_layers=())
-    plain = memory_of(decoder, run, Sharing(pipeline=2, microbatches=8, checkpointing="full"))
-    interleaved = Sharing(pipeline=2, microbatches=8, checkpointing="full", schedule="interleaved")
+    plain = memory_of(decoder, run, ParallelSettings(pipeline=2, microbatches=8, checkpointing="full"))
+    interleaved = ParallelSettings(pipeline=2, microbatches=8, checkpointing="full", schedule="interleaved")
     assert memory_of(decoder, run, interleaved).activations > plain.activations
     # Two microbatches are under way at most, so more of them, and smaller, take less.
-    fewer = Sharing(pipeline=2, microbatches=4, checkpointing="full")
+    fewer = ParallelSettings(pipeline=2, microbatches=4, checkpointing="full")
     assert memory_of(decoder, run, fewer).activations > plain.activations
 
 
 def test_what_is_sent_is_two_or_three_times_the_parameters() -> None:
     whole = tensor_bytes(build().parameters())
-    sent = [sent_bytes(SETTINGS, Sharing(4, zero)) for zero in (0, 1, 2, 3)]  # type: ignore[arg-type]
+    sent = [sent_bytes(SETTINGS, ParallelSettings(4, zero)) for zero in (0, 1, 2, 3)]  # type: ignore[arg-type]
     assert sent == [round(times * whole * 3 / 4) for times in (2, 2, 2, 3)]
-    assert sent_bytes(SETTINGS, Sharing(4, 1), accumulation=5) == sent[1]
-    assert sent_bytes(SETTINGS, Sharing(4, 3), accumulation=5) == 5 * sent[3]
-    assert sent_bytes(SETTINGS, Sharing()) == 0
+    assert sent_bytes(SETTINGS, ParallelSettings(4, 1), accumulation=5) == sent[1]
+    assert sent_bytes(SETTINGS, ParallelSettings(4, 3), accumulation=5) == 5 * sent[3]
+    assert sent_bytes(SETTINGS, ParallelSettings()) == 0
 
 
 @pytest.mark.parametrize(
-    ("sharing", "told"),
+    ("parallel", "told"),
     [
-        (Sharing(3), "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
-        (Sharing(2, pipeline=2, microbatches=8), "2 data-parallel processes × 8 microbatches"),
-        (Sharing(tensor=3), "parallel.tensor = 3: model.num_heads = 2"),
+        (ParallelSettings(3), "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
+        (
+            ParallelSettings(2, pipeline=2, microbatches=8),
+            "parallel.microbatches = 8: train.batch_size leaves 4 sequences",
+        ),
+        (ParallelSettings(pipeline=8), "make 8 stages of model.num_layers = 4"),
+        (ParallelSettings(tensor=3), "parallel.tensor = 3: model.num_heads = 2"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(sharing: Sharing, told: str) -> None:
+def test_what_cannot_be_divided_is_refused(parallel: ParallelSettings, told: str) -> None:
     with pytest.raises(InputError, match=told):
-        memory_of(SETTINGS, RUN, sharing)
+        memory_of(SETTINGS, RUN, parallel)
