@@ -85,7 +85,9 @@ def _memory_of_stage(
     states = state_bytes(units, parallel, accumulation)
     own, at_once = _own_pass(run, parallel, stage)
     checkpointing, tensor = parallel.checkpointing, parallel.tensor
-    seen = _trace(divided(settings, tensor), own).only(lambda name: _is_held(settings, name, parallel, stage))
+    seen = _trace(_with_own_experts(divided(settings, tensor), parallel), own).only(
+        lambda name: _is_held(settings, name, parallel, stage)
+    )
     # Autocast holds one copy of each weight while it lasts: through a forward pass, or through all of a pipeline's step.
     copies, kept = sum(seen.copies.values()), seen.kept(checkpointing, tensor)
     shared = copies if checkpointing == "none" else 0
@@ -110,8 +112,12 @@ def _holds_loss(parallel: ParallelSettings, stage: int) -> bool:
 def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: int = 0) -> dict[str, list[torch.Size]]:
     """Shapes of the parameters of a process before ZeRO divides them, by what is gathered at a time.
 
-    Units are attention and feed-forward of a layer, a CCA, the encoder, and (empty name) what is left.
+    Units are attention and feed-forward of a layer, experts that processes share, a CCA, the encoder, and (empty name) what is left.
+
+    Raises:
+        InputError: the model cannot be divided so.
     """
+    _check_experts(settings, parallel)
     units: dict[str, list[torch.Size]] = {}
     for name, shape in _shapes(divided(settings, parallel.tensor)).items():
         if not _is_held(settings, name, parallel, stage):
@@ -120,6 +126,8 @@ def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: 
         unit = {"attention": f"layer {number}", "feed_forward": f"layer {number}", "cross": f"cross {number}"}.get(
             kind, "encoder" if kind == "encoder" else ""
         )
+        if parallel.expert > 1 and ".experts." in name:
+            unit, shape = f"experts {number}", torch.Size((shape[0] // parallel.expert, *shape[1:]))
         units.setdefault(unit, []).append(shape)
     return units
 
@@ -137,12 +145,38 @@ def state_bytes(
 
     FSDP2 divides every tensor by rows and pads the last part, so the first process holds most.
     """
-    shapes = [shape for unit in units.values() for shape in unit]
-    whole = sum(shape.numel() for shape in shapes)
-    part = sum(-(-shape[0] // num_data(parallel)) * shape[1:].numel() for shape in shapes) if parallel.zero else whole
+    shapes = [(shape, _num_holders(name, parallel)) for name, unit in units.items() for shape in unit]
+    whole = sum(shape.numel() for shape, _ in shapes)
+    part = sum(-(-shape[0] // holders) * shape[1:].numel() for shape, holders in shapes) if parallel.zero else whole
     # With ZeRO-1 the gradients of several passes are summed in full before they are divided.
     gradients = whole if parallel.zero == 1 and accumulation > 1 else part
     return 4 * part, 4 * gradients, 8 * part + 4 * len(shapes)  # two moments, and the number of steps for each tensor
+
+
+def _num_holders(unit: str, parallel: ParallelSettings) -> int:
+    """Data-parallel processes that have the same part of a unit: of experts only those that do not share them."""
+    return num_data(parallel) // (parallel.expert if unit.startswith("experts ") else 1)
+
+
+def _check_experts(settings: ModelSettings, parallel: ParallelSettings) -> None:
+    """Raise InputError where experts cannot be shared so."""
+    expert = parallel.expert
+    if expert > 1 and not settings.num_experts:
+        raise InputError(f"parallel.expert = {expert}: the model has no experts (model.num_experts = 0).")
+    if num_data(parallel) % expert:
+        raise InputError(
+            f"parallel.expert = {expert}: must divide the number of data-parallel processes, {num_data(parallel)}."
+        )
+    if settings.num_experts % expert:
+        raise InputError(
+            f"model.num_experts is {settings.num_experts}: set it to a multiple of {expert}, the number of devices that share the experts."
+        )
+
+
+def _with_own_experts(settings: ModelSettings, parallel: ParallelSettings) -> ModelSettings:
+    """A model that takes as much for its experts as a process that holds some of them: fewer queues are as much longer."""
+    own = settings.num_experts // parallel.expert
+    return replace(settings, num_experts=own) if own >= max(2, settings.experts_per_token) else settings
 
 
 def _gathered_bytes(units: dict[str, list[torch.Size]], parallel: ParallelSettings) -> int:
@@ -164,12 +198,14 @@ def sent_bytes(settings: ModelSettings, parallel: ParallelSettings, accumulation
     A sum over N processes, in a ring, is a division and a gathering, each of X (N - 1) / N. ZeRO-0 and -1 sum once a step, ZeRO-2 and -3
     in every pass of it; ZeRO-3 gathers once more in the backward pass. Tensor and pipeline parallelism send activations, not counted here.
     """
-    sizes = [
-        4 * sum(shape.numel() for unit in parameter_units(settings, parallel, stage).values() for shape in unit)
-        for stage in range(parallel.pipeline)
-    ]
     times = 3 * accumulation if parallel.zero == 3 else 2 * accumulation if parallel.zero == 2 else 2
-    return round(times * max(sizes) * (num_data(parallel) - 1) / num_data(parallel))
+
+    def summed(stage: int) -> float:
+        units = parameter_units(settings, parallel, stage).items()
+        holders = {name: _num_holders(name, parallel) for name, _ in units}
+        return sum(4 * shape.numel() * (1 - 1 / holders[name]) for name, shapes in units for shape in shapes)
+
+    return round(times * max(map(summed, range(parallel.pipeline))))
 
 
 # --------------------------------------------------------------------------------------------------------- pipelines

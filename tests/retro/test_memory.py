@@ -75,6 +75,29 @@ def test_a_process_of_a_pipeline_holds_what_its_stages_hold(schedule: str, chang
         assert sum(shape.numel() for unit in units.values() for shape in unit) == sum(p.numel() for p in found.values())
 
 
+def test_shared_experts_are_divided_by_themselves_and_zero_divides_what_is_left() -> None:
+    settings = replace(SETTINGS, num_experts=8)
+    named = dict(Retro(settings).named_parameters())
+    experts = tensor_bytes(parameter for name, parameter in named.items() if ".experts." in name)
+    rest = tensor_bytes(named.values()) - experts
+    shared = ParallelSettings(4, expert=2)
+    assert state_bytes(parameter_units(settings, shared), shared)[0] == rest + experts // 2
+    parts = sum(
+        torch.chunk(p.detach()[: len(p) // 2] if ".experts." in name else p.detach(), 2 if ".experts." in name else 4)[
+            0
+        ].nbytes
+        for name, p in named.items()
+    )
+    zero = replace(shared, zero=3)
+    assert state_bytes(parameter_units(settings, zero), zero)[0] == parts
+    # Two processes hold the same experts, four the same of all else.
+    assert sent_bytes(settings, shared) == round(2 * (rest * 3 / 4 + experts / 2 / 2))
+    apart, together = (memory_of(settings, RUN, each) for each in (ParallelSettings(4), shared))
+    assert together.activations < apart.activations  # copies of weights; queues take the same
+    with pytest.raises(InputError, match="num_experts is 8: set it to a multiple of 3"):
+        memory_of(settings, replace(RUN, num_sequences=9), ParallelSettings(3, expert=3))
+
+
 def of(**changes: Any) -> Memory:
     return memory_of(SETTINGS, RUN, ParallelSettings(**{"data": 4, **changes}))
 
@@ -128,6 +151,7 @@ def test_what_is_sent_is_two_or_three_times_the_parameters() -> None:
             "parallel.microbatches = 8: train.batch_size leaves 4 sequences",
         ),
         (ParallelSettings(pipeline=8), "make 8 stages of model.num_layers = 4"),
+        (ParallelSettings(4, expert=2), "parallel.expert = 2: the model has no experts"),
         (ParallelSettings(tensor=3), "parallel.tensor = 3: model.num_heads = 2"),
     ],
 )
