@@ -134,8 +134,7 @@ class Pipeline:
         settings = processes.settings
         self.processes, self.placement, self.settings = processes, placement, model.settings
         self.z_weight, self.compiled = z_weight, compiled
-        assert processes.mesh is not None
-        self.mesh = processes.mesh["pipeline"]
+        self.mesh = processes.mesh("pipeline")
         self.place, size = self.mesh.get_local_rank(), self.mesh.size()
         self.num_stages = num_stages(settings, model.settings.num_layers)
         self.num_microbatches = num_microbatches(settings, len(processes.rows(batch_size)))
