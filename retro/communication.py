@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -86,9 +86,9 @@ class Communication(TorchDispatchMode):
 
 def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
     """The processes of an operation, which names them or holds them."""
-    group = arguments.get("process_group", arguments.get("group_name"))
+    group: Any = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, str):
-        return _resolve_process_group(group)
+        return _resolve_process_group(GroupName(group))
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
