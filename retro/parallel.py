@@ -279,9 +279,12 @@ def _share_data(model: Retro, root: nn.Module, processes: Processes) -> None:
 
 
 def sync_gradients(model: nn.Module, settings: ParallelSettings, last: bool) -> None:
-    """Before a pass: gradients of several batches are summed over processes once, but where ZeRO-2 keeps only parts of them."""
-    if isinstance(model, FSDPModule) and settings.zero < 2:
-        model.set_requires_gradient_sync(last)
+    """Before a pass: gradients of several batches are summed over processes once, but where ZeRO-2 keeps only parts of them.
+
+    Parameters, which only ZeRO-3 keeps in parts, are gathered once for all batches of a step.
+    """
+    if isinstance(model, FSDPModule) and settings.zero < 3:
+        model.set_requires_gradient_sync(last or settings.zero == 2)
         model.set_reshard_after_backward(last)
 
 

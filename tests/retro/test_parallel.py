@@ -3,6 +3,7 @@
 Four processes are started once and do every run in turn, as a start of PyTorch takes longer than most of them.
 """
 
+import itertools
 import json
 import os
 import time
@@ -20,10 +21,15 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro.checkpoint import finished
+from retro.communication import Communication
 from retro.device import place
+from retro.experts import Experts
+from retro.model import Retro
 from retro.parallel import Processes, distribute
 from retro.parallel_settings import ALONE, ParallelSettings
 from retro.passes import Share, WholeModel
+from retro.step import make_step
+from retro.train_settings import TrainSettings
 from retro.trainer import train
 from tests.conftest import forkserver, tiny_config
 from tests.retro.small_model import batch, build
@@ -62,6 +68,12 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: options of the model, and how four processes share it."""
 NUM_STEPS = 4
+COUNTED: list[tuple[ParallelSettings, int]] = [
+    (ParallelSettings(zero=zero), accumulation)  # type: ignore[arg-type]
+    for zero in (0, 1, 2, 3)
+    for accumulation in (1, 2)
+] + [(ParallelSettings(zero=3, checkpointing="full"), 1), (ParallelSettings(expert=4), 1)]
+"""What is counted of how many batches' step."""
 
 
 def run_of(
@@ -81,6 +93,28 @@ def run_of(
     )
     timed = ("tokens_per_second", "mfu")
     return [{name: value for name, value in line.items() if name not in timed} for line in outcome.metrics]
+
+
+def outermost_bytes(model: Retro) -> int:
+    """Of the parameters that are in no layer and not in the encoder: a unit that ZeRO-3 gathers once."""
+    inner = ("attention.", "cross.", "feed_forward.", "encoder.")
+    return sum(value.nbytes for name, value in model.named_parameters() if not name.startswith(inner))
+
+
+def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dict[str, int]]:
+    """Bytes by kind that a step moves, and that this process sends."""
+    model, placement = build(num_experts=4 if parallel.expert > 1 else 0).train(), place("cpu", "float32")
+    processes = Processes(parallel, placement.device)
+    tokens, neighbors, _ = batch()
+    own = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
+    passes = WholeModel(model, processes, placement)
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr_factor": 1.0}])
+    settings = TrainSettings(accumulation=accumulation, monitor_every=0)
+    step = make_step(passes, optimizer, map(dict, itertools.repeat(own)), processes, placement, settings)
+    step(0)
+    with Communication() as communication:
+        step(1)
+    return {"volume": dict(communication.volume), "sent": dict(communication.sent)}
 
 
 def process(rank: int, folder: Path, config: Config) -> None:
@@ -108,6 +142,8 @@ def process(rank: int, folder: Path, config: Config) -> None:
     metrics = run_of(config, folder / "changed", "alibi", {"pipeline": 2, "tensor": 2}, checkpoint_every=2)
     if rank == 0:
         (folder / "changed.json").write_text(json.dumps(metrics))
+    counted = [communicated(parallel, accumulation) for parallel, accumulation in COUNTED]
+    (folder / f"communicated.{rank}.json").write_text(json.dumps(counted))
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +230,36 @@ def test_a_run_goes_on_shared_out_in_another_way(
     # What four have begun one can end: the last checkpoint is of four, and holds what one process would have.
     for line in run_of(config, folder / "changed", "alibi", {}, steps=NUM_STEPS + 1)[-1:]:
         assert line["step"] == NUM_STEPS + 1
+
+
+@pytest.mark.slow
+def test_communication_is_as_the_formulas_say(folder: Path) -> None:
+    model = build()
+    whole, outermost = sum(value.nbytes for value in model.parameters()), outermost_bytes(model)
+    for rank in range(WORLD):
+        for (parallel, batches), found in zip(
+            COUNTED, json.loads((folder / f"communicated.{rank}.json").read_text()), strict=True
+        ):
+            if parallel.expert > 1:
+                continue
+            # Each process's whole gradients are summed once; its parts are after every batch; ZeRO-3 holds parts of
+            # parameters too, all but those of the outermost unit gathered a second time for the backward pass.
+            formula = (2, 2, 1 + batches, batches * (3 - outermost / whole))[parallel.zero] * whole
+            assert sum(found["volume"].values()) == pytest.approx(formula, rel=0.02), (parallel, batches)
+            assert sum(found["sent"].values()) == pytest.approx(formula * (WORLD - 1) / WORLD, rel=0.02)
+            assert ("reduce-scatter" in found["volume"]) == (parallel.zero > 0)
+
+
+@pytest.mark.slow
+def test_experts_exchange_their_queues_twice_a_pass(folder: Path) -> None:
+    found = json.loads((folder / "communicated.0.json").read_text())[-1]
+    model = build(num_experts=4).train()
+    layer = model.feed_forward["1"].block
+    assert isinstance(layer, Experts)
+    tokens = batch()[0]
+    num_places = len(tokens) * layer.capacity(torch.zeros(4), tokens.shape[1])
+    queues = 4 * num_places * model.settings.d_model * 4  # of 4 experts, in bytes of float32
+    assert found["volume"]["all-to-all"] == len(model.settings.expert_layers) * 4 * queues
 
 
 def refused(settings: ParallelSettings, **model: Any) -> str:
