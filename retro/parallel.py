@@ -326,6 +326,7 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
         share_experts(model, mesh)
     _checkpoint_activations(model, settings.checkpointing)
     if compiled and processes.count > 1:
+        torch._dynamo.config.recompile_limit = 64  # blocks share code: every kind of them, for every shape of batch
         for block in _blocks(model):
             block.compile(dynamic=False)
     if processes.count > 1:
