@@ -9,9 +9,9 @@ with the server: about 0.03 ms a request, and every line tells what it was. Bare
 for as many queries as the clients have under way together, in a process that does nothing else; the two take turns in every
 round, and medians are told. Times are those of requests.
 
-Three kinds of requests: `vectors` (as base64, ids and distances are answered), `vectors, text` (the hits' texts and metadata
-too) and `texts` (embedded by the server, texts and metadata answered). For `texts` bare is the embedder and the index. Queries
-are chunks of held-out documents, and of training documents where those are few. The server's processor time for a query is
+Three kinds of requests: `vectors` (as base64; ids and distances are answered, which is what Faiss does too), `texts` (embedded by
+the server; the same is answered) and `texts, text` (the hits' texts and metadata are answered too). For texts bare is the
+embedder and the index. Queries are chunks of held-out documents, and of training documents where those are few. The server's processor time for a query is
 told too: with the clients on the same cores, it says more than a rate about what a server of its own would do.
 """
 
@@ -70,7 +70,7 @@ def main() -> None:
         "vectors": lambda rows: index.search(vectors[rows], options.k),
         "texts": lambda rows: index.search(retriever.embed(texts[rows]), options.k),
     }
-    bare["vectors, text"] = bare["vectors"]
+    bare["texts, text"] = bare["texts"]
     with serving(folder) as server:
         check(
             server.url, requests_of("vectors", texts[:8], vectors[:8], options.k, 1), retriever, vectors[:8], options.k
@@ -157,10 +157,10 @@ def query_texts(retriever: Retriever) -> list[str]:
 def requests_of(kind: str, texts: list[str], vectors: np.ndarray, k: int, queries: int) -> list[bytes]:
     """HTTP requests as they go over the wire, with so many queries each."""
     rows = [slice(start, start + queries) for start in range(0, len(texts) - queries + 1, queries)]
-    if kind == "texts":
-        return [_post({"texts": texts[each], "k": k}) for each in rows]
+    if kind != "vectors":
+        return [_post({"texts": texts[each], "k": k, "text": kind == "texts, text"}) for each in rows]
     coded = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
-    return [_post({"vectors": coded[each], "k": k, "text": kind == "vectors, text"}) for each in rows]
+    return [_post({"vectors": coded[each], "k": k, "text": False}) for each in rows]
 
 
 def _post(body: dict[str, Any]) -> bytes:

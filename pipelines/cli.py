@@ -2,6 +2,7 @@
 
     retro demo                        the whole thing, from no data to a measured answer
     retro plan [CONFIG] --tokens 2e12 bytes, hours, memory and cost of a datastore
+    retro plan train [CONFIG]         memory by mode, and time of a training run
     retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
@@ -60,11 +61,13 @@ def table() -> dict[str, Verb]:
     from pipelines import datastore_verbs, evaluation_verbs, model_verbs, question_verbs
     from pipelines.config import Config
     from pipelines.demo import DemoOptions, demo
+    from pipelines.plan_train import PlanTrainOptions, plan_train
     from pipelines.serve_verb import ServeOptions, serve
 
     return {
         "demo": Verb(demo, DemoOptions),
         "plan": Verb(datastore_verbs.plan, datastore_verbs.PlanOptions, ("[CONFIG]",)),
+        "plan train": Verb(plan_train, PlanTrainOptions, ("[CONFIG]",)),
         "index": Verb(datastore_verbs.index, datastore_verbs.IndexOptions, ("CONFIG",)),
         "train": Verb(model_verbs.train, Config, ("CONFIG",)),
         "eval": Verb(evaluation_verbs.evaluate, evaluation_verbs.EvalOptions, ("CHECKPOINT",)),
@@ -130,6 +133,8 @@ def run_verb(name: str, arguments: list[str]) -> int:
         close = difflib.get_close_matches(name, verbs, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise InputError(f"unknown verb {name!r}.{hint} Verbs: {', '.join(verbs)}.")
+    if arguments and f"{name} {arguments[0]}" in verbs:  # a verb of two words; a file of that name is ./train
+        name, arguments = f"{name} {arguments[0]}", arguments[1:]
     verb = verbs[name]
     wanted = len(verb.positional)
     several = wanted == 1 and verb.positional[0].endswith("…")

@@ -115,17 +115,17 @@ def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 def _blocks(x: Tensor, vocab_size: int) -> list[slice]:
     """Equal blocks of rows, so that they compile once."""
-    count = -(-len(x) // _block_rows(x.device, vocab_size))
+    count = -(-len(x) // block_rows(x.device.type, vocab_size))
     size = -(-len(x) // count)
     return [slice(start, start + size) for start in range(0, len(x), size)]
 
 
-def _block_rows(device: torch.device, vocab_size: int) -> int:
+def block_rows(device_type: str, vocab_size: int) -> int:
     """Rows whose float32 logits take 1 GiB of a GPU, or 32 MiB on a CPU, where they stay near its cache.
 
     But 512 at least: every block reads the whole weight, which must be worth its while.
     """
-    return max(512, (1 << 30 if device.type == "cuda" else 1 << 25) // (4 * vocab_size))
+    return max(512, (1 << 30 if device_type == "cuda" else 1 << 25) // (4 * vocab_size))
 
 
 def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,8 +39,7 @@ from indexing.store.errors import InputError
 from retro.attention import Attention, PerHead
 from retro.experts import Experts, share_experts
 from retro.model import ChunkedCrossAttention, Retro
-from retro.model_settings import ModelSettings
-from retro.parallel_settings import Checkpointing, ParallelSettings
+from retro.parallel_settings import Checkpointing, ParallelSettings, divided
 
 
 class Processes:
@@ -60,14 +59,15 @@ class Processes:
             raise InputError(
                 f"parallel.expert = {settings.expert}: must divide the number of data-parallel processes, {self.data}."
             )
-        self.mesh: DeviceMesh | None = None
+        self._meshes: dict[str, DeviceMesh] = {}
         self.data_rank = 0
         if self.count > 1:
             shape = (settings.pipeline, self.data // settings.expert, settings.expert, settings.tensor)
             names = ("pipeline", "replica", "expert", "tensor")
-            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-            self.mesh["replica", "expert"]._flatten("data")
-            self.data_rank = self.mesh["data"].get_local_rank()
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            self._meshes = {name: mesh[name] for name in names}
+            self._meshes["data"] = mesh["replica", "expert"]._flatten("data")
+            self.data_rank = self._meshes["data"].get_local_rank()
 
     @property
     def is_first(self) -> bool:
@@ -76,7 +76,12 @@ class Processes:
 
     def along(self, name: str) -> DeviceMesh | None:
         """The processes that differ from this one in one way alone; None where it is the only one."""
-        return self.mesh[name] if self.mesh is not None and self.mesh[name].size() > 1 else None
+        mesh = self._meshes.get(name)
+        return mesh if mesh is not None and mesh.size() > 1 else None
+
+    def mesh(self, name: str) -> DeviceMesh:
+        """As `along`, also of one process; for several processes only."""
+        return self._meshes[name]
 
     def rows(self, batch_size: int) -> range:
         """Which sequences of a batch are this process's.
@@ -246,8 +251,7 @@ def _share_data(model: Retro, root: nn.Module, processes: Processes) -> None:
     A unit is gathered, and its gradients are summed, at a time: attention and feed-forward of a layer, a CCA, the encoder (a batch
     without neighbors passes neither), and what is left.
     """
-    assert processes.mesh is not None
-    settings, mesh = processes.settings, processes.mesh["data"]
+    settings, mesh = processes.settings, processes.mesh("data")
     if settings.zero:
         offload = CPUOffloadPolicy(mesh.device_type != "cpu") if settings.offload else OffloadPolicy()
         share: Callable[..., Any] = partial(
@@ -257,7 +261,7 @@ def _share_data(model: Retro, root: nn.Module, processes: Processes) -> None:
         share = partial(replicate, mesh=mesh)
     for module in model.modules() if settings.expert > 1 else ():
         if isinstance(module, Experts):  # their gradients are already sums over the processes that share them
-            share(module.experts, mesh=processes.mesh["replica"])
+            share(module.experts, mesh=processes.mesh("replica"))
     for name in model.attention:
         share([model.attention[name], model.feed_forward[name]])
     for cross in model.cross.values():
@@ -275,9 +279,12 @@ def _share_data(model: Retro, root: nn.Module, processes: Processes) -> None:
 
 
 def sync_gradients(model: nn.Module, settings: ParallelSettings, last: bool) -> None:
-    """Before a pass: gradients of several batches are summed over processes once, but where ZeRO-2 keeps only parts of them."""
-    if isinstance(model, FSDPModule) and settings.zero < 2:
-        model.set_requires_gradient_sync(last)
+    """Before a pass: gradients of several batches are summed over processes once, but where ZeRO-2 keeps only parts of them.
+
+    Parameters, which only ZeRO-3 keeps in parts, are gathered once for all batches of a step.
+    """
+    if isinstance(model, FSDPModule) and settings.zero < 3:
+        model.set_requires_gradient_sync(last or settings.zero == 2)
         model.set_reshard_after_backward(last)
 
 
@@ -310,7 +317,9 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
         InputError: it cannot be divided so.
     """
     settings = processes.settings
-    _check(model.settings, settings)
+    divided(model.settings, settings.tensor)  # raises where it cannot be
+    if settings.expert > 1 and not model.settings.num_experts:
+        raise InputError(f"parallel.expert = {settings.expert}: the model has no experts (model.num_experts = 0).")
     if (mesh := processes.along("tensor")) is not None:
         _divide_layers(model, mesh)
     if (mesh := processes.along("expert")) is not None:
@@ -319,24 +328,8 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
     if compiled and processes.count > 1:
         for block in _blocks(model):
             block.compile(dynamic=False)
-    if processes.mesh is not None:
+    if processes.count > 1:
         _share_data(model, root or model, processes)
-
-
-def _check(model: ModelSettings, settings: ParallelSettings) -> None:
-    if settings.expert > 1 and not model.num_experts:
-        raise InputError(f"parallel.expert = {settings.expert}: the model has no experts (model.num_experts = 0).")
-    for key in ("dropout", "num_experts"):
-        if getattr(model, key) and settings.tensor > 1:
-            raise InputError(
-                f"model.{key} = {getattr(model, key)}: must be 0 with parallel.tensor = {settings.tensor}."
-            )
-    sizes = ["num_heads", "kv_heads", "d_ffw"] + ["encoder_num_heads", "encoder_d_ffw"] * bool(model.cca_layers)
-    for key in sizes:
-        if getattr(model, key) % settings.tensor:
-            raise InputError(
-                f"parallel.tensor = {settings.tensor}: model.{key} = {getattr(model, key)} cannot be divided by it."
-            )
 
 
 def _named_blocks(model: Retro) -> Iterator[tuple[str, Any]]:

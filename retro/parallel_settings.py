@@ -1,11 +1,13 @@
 """How the processes of a training run share its work: what `retro/parallel.py` and `retro/pipeline.py` are told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from indexing.store.errors import InputError
+from retro.model_settings import ModelSettings
 
 Checkpointing = Literal["none", "selective", "full"]
+Zero = Literal[0, 1, 2, 3]
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class ParallelSettings:
 
     data: int = 0
     """Processes that share the sequences of a batch; 0 = as many as the other ways leave."""
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Zero = 0
     """What is divided over them (ZeRO): 0 nothing, 1 the optimizer's moments, 2 gradients too, 3 parameters too."""
     offload: bool = False
     """Keep the divided parameters, gradients and moments in the host's memory, and step there; with `zero` from 1 on."""
@@ -44,3 +46,53 @@ class ParallelSettings:
 
 ALONE = ParallelSettings()
 """One process, which does everything."""
+
+
+def divided(model: ModelSettings, tensor: int) -> ModelSettings:
+    """What a process of tensor parallelism holds: all widths, but some of the heads and features.
+
+    Raises:
+        InputError: the model cannot be divided so.
+    """
+    for key in ("dropout", "num_experts"):
+        if getattr(model, key) and tensor > 1:
+            raise InputError(f"model.{key} = {getattr(model, key)}: must be 0 with parallel.tensor = {tensor}.")
+    sizes = ["num_heads", "kv_heads", "d_ffw"] + ["encoder_num_heads", "encoder_d_ffw"] * bool(model.cca_layers)
+    for key in sizes:
+        if getattr(model, key) % tensor:
+            raise InputError(
+                f"parallel.tensor = {tensor}: model.{key} = {getattr(model, key)} cannot be divided by it."
+            )
+    parts = {key: getattr(model, key) // tensor for key in sizes if key != "kv_heads"}
+    return replace(model, **parts, num_kv_heads=model.num_kv_heads // tensor)
+
+
+def num_stages(settings: ParallelSettings, num_layers: int) -> int:
+    """Runs of layers that a pipeline consists of, one or two for each process.
+
+    Raises:
+        InputError: there are not as many layers.
+    """
+    stages = settings.pipeline * (2 if settings.schedule == "interleaved" and settings.pipeline > 1 else 1)
+    if stages > num_layers:
+        raise InputError(
+            f"parallel.pipeline = {settings.pipeline}, parallel.schedule = {settings.schedule!r}: make {stages} stages of "
+            f"model.num_layers = {num_layers}, one layer each at least."
+        )
+    return stages
+
+
+def num_microbatches(settings: ParallelSettings, num_rows: int) -> int:
+    """Into how many parts the sequences of a data-parallel process are cut, so that they pass through a pipeline.
+
+    Raises:
+        InputError: they cannot be cut so.
+    """
+    fitting = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n >= settings.pipeline]
+    if not fitting or settings.microbatches not in (0, *fitting):
+        raise InputError(
+            f"parallel.microbatches = {settings.microbatches}: train.batch_size leaves {num_rows} sequences to each data-parallel "
+            f"process, to be cut into equal parts, parallel.pipeline = {settings.pipeline} at least"
+            + (f": {', '.join(map(str, fitting))}." if fitting else "; raise train.batch_size.")
+        )
+    return settings.microbatches or max([n for n in fitting if n <= 2 * settings.pipeline], default=min(fitting))

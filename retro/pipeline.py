@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from indexing.store.errors import InputError
 from retro.device import Placement, Tensors
 from retro.experts import ROUTING
 from retro.gradients import squared_norm
@@ -25,7 +24,7 @@ from retro.loss import token_losses
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.parallel import Processes, distribute, own_tokens, reshard, unshard
-from retro.parallel_settings import ParallelSettings
+from retro.parallel_settings import num_microbatches, num_stages
 from retro.passes import Share, all_parameters, gradients, own_rows, part_of_loss
 
 
@@ -135,17 +134,10 @@ class Pipeline:
         settings = processes.settings
         self.processes, self.placement, self.settings = processes, placement, model.settings
         self.z_weight, self.compiled = z_weight, compiled
-        assert processes.mesh is not None
-        self.mesh = processes.mesh["pipeline"]
+        self.mesh = processes.mesh("pipeline")
         self.place, size = self.mesh.get_local_rank(), self.mesh.size()
-        rounds = 2 if settings.schedule == "interleaved" else 1
-        self.num_stages = size * rounds
-        self.num_microbatches = _num_microbatches(settings, len(processes.rows(batch_size)))
-        if self.num_stages > model.settings.num_layers:
-            raise InputError(
-                f"parallel.pipeline = {size}, parallel.schedule = {settings.schedule!r}: make {self.num_stages} stages of "
-                f"model.num_layers = {model.settings.num_layers}, one layer each at least."
-            )
+        self.num_stages = num_stages(settings, model.settings.num_layers)
+        self.num_microbatches = num_microbatches(settings, len(processes.rows(batch_size)))
         self.numbers = range(self.place, self.num_stages, size)
         self.stages = []
         for number in self.numbers:
@@ -303,15 +295,3 @@ def _for_all_stages(batch: Tensors) -> Tensors:
     """What every stage reads of a batch."""
     wanted = ("documents", "neighbors", "neighbor_lengths")
     return {name: batch[name] for name in wanted if batch[name] is not None}
-
-
-def _num_microbatches(settings: ParallelSettings, num_rows: int) -> int:
-    """Into how many parts the sequences of a data-parallel process are cut."""
-    fitting = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n >= settings.pipeline]
-    if not fitting or settings.microbatches not in (0, *fitting):
-        raise InputError(
-            f"parallel.microbatches = {settings.microbatches}: train.batch_size leaves {num_rows} sequences to each data-parallel "
-            f"process, to be cut into equal parts, parallel.pipeline = {settings.pipeline} at least"
-            + (f": {', '.join(map(str, fitting))}." if fitting else "; raise train.batch_size.")
-        )
-    return settings.microbatches or max([n for n in fitting if n <= 2 * settings.pipeline], default=min(fitting))

@@ -76,12 +76,12 @@ def make_step(
     model = passes.parts[0].settings
     monitor = Monitor.of(named, placement.dtype, settings.monitor_every) if settings.monitor_every else None
 
-    def forward_backward(number: int) -> tuple[Tensor, int]:
+    def forward_backward(number: int, scale: float) -> tuple[Tensor, int]:
         batch = next(batches)
         num_labels = processes.sum((batch["labels"] != IGNORED_LABEL).sum(), "data").clamp(min=1)
         num_tokens, num_sequences = (size * processes.data for size in (batch["tokens"].numel(), len(batch["tokens"])))
         last = number + 1 == settings.accumulation
-        share = Share(num_labels, num_sequences, scaler.get_scale() / settings.accumulation, last)
+        share = Share(num_labels, num_sequences, scale / settings.accumulation, last)
         return passes.forward_backward(batch, share) / settings.accumulation, num_tokens
 
     def step(number: int) -> StepResult:
@@ -89,14 +89,14 @@ def make_step(
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         randomness = random_state(placement.device)
-        parts, sizes = zip(*(forward_backward(number) for number in range(settings.accumulation)), strict=True)
+        scale = float(scaler.scale(torch.ones((), device=placement.device)))  # a new scaler makes it now
+        parts, sizes = zip(*(forward_backward(n, scale) for n in range(settings.accumulation)), strict=True)
         loss, z_loss, *routing = processes.sum(torch.stack(parts).sum(0)).tolist()
         looking = monitor if monitor and monitor.due(number + 1) else None
-        figures = looking.gradients(scaler.get_scale()) if looking else {}
+        figures = looking.gradients(scale) if looking else {}
         _unscale(scaler, optimizer, processes)
         norm = clip_(parameters, settings.clip or math.inf, passes.gradient_norm())
         metrics = {"loss": loss, "lr": lr, "gradient_norm": norm.item()}
-        scale = scaler.get_scale()
         update = judge(loss, metrics["gradient_norm"], scale if scaler.is_enabled() else None)
         if update == "applied":
             before = looking.weights() if looking else {}

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +158,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def forkserver() -> ForkServerContext:
+    """Starts processes as forks of one that has imported torch and the project, which takes seconds each time.
+
+    There is one such process for all tests, and it imports what it was first told to: hence one list.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.conftest", "retro.trainer", "torch._dynamo"])
+    return context
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ A request that finds the worker free is worked on at once and alone. Requests wi
 key holds all that the answer depends on, so that no answer depends on the company.
 
 Clients that have just been answered often ask again at once. Were what has waited meanwhile worked on without them, batches
-would be half as large as they could be. So the worker waits a moment, an eighth of the time that it has just worked, until as
+would be half as large as they could be. So the worker waits a moment, a third of the time that it has just worked, until as
 many requests are there as were at the end of that work, answered and waiting. A lone client is all that there were, and who
 asks for something else than those just answered waits for nobody.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _IDLE_SECONDS = 5.0
-_SHARE_WAITED = 1 / 8  # of the time that the last requests took
+_SHARE_WAITED = 1 / 3  # of the time that the last requests took
 
 
 @dataclass(frozen=True)

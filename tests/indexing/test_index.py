@@ -41,11 +41,11 @@ def build(folder, vectors: np.ndarray, key: str, num_shards: int = 3) -> tuple[S
     "key", ["Flat", "IVF16,Flat", "IVF16,PQ8x4fs", "IVF16_HNSW8,PQ8x4", "OPQ8_32,IVF16,PQ8x4fs", "HNSW16"]
 )
 def test_reranked_search_over_shards_finds_the_exact_neighbors(tmp_path, key: str) -> None:
-    vectors = clustered(6000)
+    vectors = clustered(2000)
     index, embeddings = build(tmp_path, vectors, key)
     queries = clustered(50, seed=1).astype(np.float32)
     index.set_nprobe(16)
-    distances, ids = rerank(queries, index.search(queries, 128), embeddings)
+    distances, ids = rerank(queries, index.search(queries, 100), embeddings)
     exact, _ = exact_search(queries, embeddings, 10)
     assert recall(distances[:, :10], exact) > 0.95
     found = vectors[ids[:, 0]].astype(np.float32)

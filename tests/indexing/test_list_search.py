@@ -30,7 +30,7 @@ def embeddings(tmp_path, request) -> ShardedArray:
 def written(folder: Path, embeddings: ShardedArray, key: str = f"IVF{LISTS},Flat", nprobe: int = 4) -> faiss.Index:
     """The index of a datastore, in shards; returns one with all chunks."""
     index = faiss.index_factory(D, key)
-    index.train(embeddings.read(0, len(embeddings)).astype(np.float32))
+    index.train(embeddings.read(0, min(1000, len(embeddings))).astype(np.float32))
     for name in ("trained", "tuned", *map(shard_name, range(3))):
         (folder / name).mkdir(parents=True)
     write_index(folder / "trained" / "trained.faiss", index)

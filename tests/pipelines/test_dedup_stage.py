@@ -321,11 +321,11 @@ def test_inspect_says_nothing_of_it_where_it_is_off(tiny_datastore, capsys) -> N
 
 @pytest.mark.cluster
 @pytest.mark.filterwarnings("ignore")  # ray's own
-def test_ray_removes_the_same(built, corpus, tmp_path) -> None:
+def test_ray_removes_the_same(built, corpus, tmp_path, cluster) -> None:
     import ray
 
     config = config_of(tmp_path, corpus[0], **everything(corpus[1]))
-    config = replace(config, executor=ExecutorSettings(kind="ray", ray_address="local"))
+    config = replace(config, executor=ExecutorSettings(kind="ray", ray_address=cluster.address))
     try:
         build_local(config, only="chunk")
     finally:

@@ -383,8 +383,10 @@ def test_of_a_large_corpus_some_files_are_read_and_the_rest_estimated(tmp_path, 
 
 def test_a_calibrated_plan_meets_the_bytes_of_the_real_datastore(tmp_path, tiny_corpus, tiny_datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
-    seen = calibrate(config, sample_bytes=60_000)
+    more = replace(config, neighbors=replace(config.neighbors, materialised=2))
+    seen = calibrate(more, sample_bytes=60_000)
     assert not config.datastore.exists()
+    assert "materialise" in seen.observations[-1].seconds
     plan = plan_for(config, seen, corpus_tokens(config, seen))
     assert plan.size.key == "Flat"
     assert plan.size.shards == len(tiny_datastore.train.chunk_rows)
@@ -393,8 +395,6 @@ def test_a_calibrated_plan_meets_the_bytes_of_the_real_datastore(tmp_path, tiny_
     assert names[0] == "scan"
     assert {"tokenizer", "chunk", "embed", "train-index", "add", "tune nprobe", "neighbors"} < set(names)
     assert min(step.seconds for step in plan.steps) > 0
-    more = replace(config, neighbors=replace(config.neighbors, materialised=2))
-    assert "materialise" in calibrate(more, sample_bytes=60_000).observations[-1].seconds
 
 
 @pytest.mark.slow

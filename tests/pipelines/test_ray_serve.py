@@ -19,8 +19,8 @@ from indexing.candidates import PartsMissing
 from indexing.retriever import Retriever
 from indexing.store.datastore import Datastore
 from pipelines.ray_serve import RemoteIndex, parts_of
+from tests.pipelines.conftest import PATIENCE
 
-PATIENCE = 180  # seconds for anything
 pytestmark = pytest.mark.filterwarnings("ignore")  # ray's own warnings
 QUERY = {"texts": ["retrieve the neighbor shard", "检索 模型"], "k": 4}
 
@@ -74,29 +74,19 @@ def test_a_part_without_an_answer_is_named_and_left_out_for_a_while() -> None:
     assert index.search(query, 3).tolist() == [[3, 9, 7]]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A head without CPUs and two nodes with room for a part each, and for a front end beside it."""
-    from ray.cluster_utils import Cluster
-
-    noticed_soon = {"health_check_period_ms": 500, "health_check_failure_threshold": 6}
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": noticed_soon})
-    try:
-        for _ in range(2):
-            started.add_node(wait=False, num_cpus=3)
-        started.wait_for_nodes(PATIENCE)
-        yield started
-    finally:
-        started.shutdown()
-
-
 @pytest.fixture
 def url(cluster: Any, tiny_datastore: Datastore) -> Iterator[str]:
     """`retro serve --on ray` as a process of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--on", "ray", "--port", str(port), "--cluster.parts", "2", "--cluster.part-cpus", "2"]
+    options = ["--on", "ray", "--port", str(port), "--cluster.parts", "2"]
+    options += [
+        "--cluster.part-cpus",
+        "0.6",
+        "--cluster.replica-cpus",
+        "0.3",
+    ]  # a part on each node, and a front end beside it
     command = [sys.executable, "-m", "pipelines.cli", "serve", str(tiny_datastore.folder), *options]
     environment = {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": os.getcwd()}
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=environment) as process:
@@ -154,5 +144,5 @@ def test_answers_are_those_of_one_process_and_partial_while_a_node_is_gone(
     assert len(answer["missing"]) == 1
     assert all(len(ids) == QUERY["k"] and not set(ids) & set(gone) for ids in found(answer))
 
-    cluster.add_node(num_cpus=3)
+    cluster.add_node(num_cpus=1)
     assert found(ask_until(url, partial=False)) == expected

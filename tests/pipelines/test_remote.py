@@ -1,6 +1,7 @@
 """A datastore on an S3 server: made there, gone on with on another machine, and trained from by every way of reading."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval import RetrievalSet
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.executors import ExecutorSettings, Task
+from pipelines.executors import ExecutorSettings, Resources, Task
 from pipelines.settings import load, to_toml
 from pipelines.stages import build
 from retro.batches import DataSettings, TrainingData
@@ -37,6 +38,20 @@ def at(url: str) -> dict[str, bytes]:
 def fetched(cache: Path) -> set[str]:
     """Names of the files in a cache, without what is only there to know what is finished."""
     return {path.name for path in cache.rglob("*") if path.is_file()} - {"manifest.json", ".fetch.lock", ".lock"}
+
+
+@pytest.fixture(scope="module")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Smaller than elsewhere, in place of that of all tests: each file of each shard is several requests to the server."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 80)
+
+
+@pytest.fixture(scope="module")
+def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Datastore:
+    """A finished datastore of it, in several shards. Read only."""
+    datastore = build_local(tiny_config(tmp_path_factory.mktemp("tiny"), tiny_corpus))
+    assert len(datastore.train.chunk_rows) > 1
+    return datastore
 
 
 @pytest.fixture
@@ -103,11 +118,15 @@ def test_workers_on_machines_that_share_no_folder_build_the_same_bytes(
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.filterwarnings("ignore")  # ray's own
-def test_ray_builds_the_same_bytes_at_a_url(bucket, tmp_path, tiny_corpus, tiny_datastore) -> None:
+def test_ray_builds_the_same_bytes_at_a_url(bucket, tmp_path, tiny_corpus, tiny_datastore, cluster) -> None:
     import ray
 
-    executor = ExecutorSettings(kind="ray", ray_address="local")
+    one = Resources(workers=1)  # processes that import everything are what takes time here
+    stages = {"chunk": one, "embed": one, "add": one, "neighbors": one}
+    executor = ExecutorSettings(kind="ray", ray_address=cluster.address, **stages)  # type: ignore[arg-type]
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki"), executor=executor)
+    known = {key: value for key, value in os.environ.items() if key.startswith(("AWS_", "RETRO_"))}
+    ray.init(cluster.address, runtime_env={"env_vars": known}, log_to_driver=False)  # nodes started before the server
     try:
         build_local(config)
     finally:

@@ -5,7 +5,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from indexing.store.files import read_json, write_json
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings
 from pipelines.settings import to_toml
-from tests.conftest import build_local, contents, tiny_config, write_corpus
+from tests.conftest import build_local, contents, forkserver, tiny_config, write_corpus
 
 
 def changed_since(folder: Path, moment: float) -> list[Path]:
@@ -155,25 +154,25 @@ def test_sigkill_at_any_moment_and_running_again_gives_the_same_datastore(
     config = tiny_config(tmp_path, tiny_corpus)
     file = tmp_path / "config.toml"
     file.write_text(to_toml(config))
-    command = [sys.executable, "-m", "pipelines.index", str(file)]
     draw, kills = random.Random(0), 0
     while kills < 5:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = forkserver().Process(target=build_local, args=(config,))
+        process.start()
         deadline = time.monotonic() + 60
         target = draw.randint(1, 60)
         # Wait until some files exist rather than for seconds: machines differ in speed.
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             if sum(len(files) for _, _, files in os.walk(config.datastore)) >= target * (kills + 1) // 2:
                 break
             time.sleep(0.002)
-        if process.poll() is not None:
-            assert process.returncode == 0
+        if not process.is_alive():
+            assert process.exitcode == 0
             break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         kills += 1
     assert kills >= 3
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "pipelines.index", str(file)], check=True, capture_output=True)
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 

@@ -1,7 +1,6 @@
 """Norms and clipping of plain and of distributed tensors."""
 
 import math
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from torch import nn
 
 from retro.gradients import clip_, squared_norm, totals
 from retro.monitor import gradient_figures, update_ratios
+from tests.conftest import forkserver
 
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:
@@ -100,8 +100,7 @@ def _check_monitor(whole: list[nn.Parameter], parts: list[nn.Parameter]) -> None
 
 
 def test_what_is_spread_over_processes_has_the_norm_of_the_whole(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch.distributed.tensor"])  # once, not four times
+    context = forkserver()
     processes = [context.Process(target=_in_process, args=(rank, str(tmp_path))) for rank in range(4)]
     for process in processes:
         process.start()

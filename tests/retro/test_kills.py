@@ -1,6 +1,5 @@
 """A run that is killed twenty times, at random moments and in the middle of writing, ends with the same bytes."""
 
-import multiprocessing
 import random
 import time
 from dataclasses import replace
@@ -13,12 +12,10 @@ from pipelines.config import Config
 from retro import checkpoint as checkpoints
 from retro.run import read_metrics
 from retro.trainer import train
-from tests.conftest import tiny_config
+from tests.conftest import forkserver, tiny_config
 
 KILLS = 20
 STEPS_BETWEEN = 8
-# Forked from a process that has imported all this: twenty times importing torch would take a minute.
-PRELOADED = [__name__, "retro.trainer", "torch._dynamo"]
 
 
 @pytest.mark.slow
@@ -31,8 +28,7 @@ def test_twenty_kills_change_neither_weights_nor_metrics(
         config.train, steps=steps, log_every=3, eval_every=20, eval_tokens=100, checkpoint_every=4, threads=1
     )
     config = replace(config, model=replace(config.model, dropout=0.1), train=settings)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forkserver()
     draw, in_the_middle = random.Random(1), 0
     for kill in range(1, KILLS + 1):
         process = context.Process(target=run, args=(config,))

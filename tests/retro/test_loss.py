@@ -27,7 +27,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.fixture(params=[1, 5, 512], ids=["row by row", "in unequal blocks", "at once"])
 def block_rows(request, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_block_rows", lambda device, vocab_size: request.param)
+    monkeypatch.setattr(module, "block_rows", lambda device_type, vocab_size: request.param)
 
 
 @pytest.mark.usefixtures("block_rows")

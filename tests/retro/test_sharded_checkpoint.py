@@ -4,7 +4,6 @@ Four processes are started once and do every case in turn, as a start of PyTorch
 """
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -38,6 +37,7 @@ from retro.processes import on_all, on_first, open_group
 from retro.run import last_checkpoint
 from retro.saver import Saver
 from retro.start import start_from
+from tests.conftest import forkserver
 from tests.retro.small_model import SETTINGS, batch
 
 WORLD = 4
@@ -459,8 +459,7 @@ def process(rank: int, folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the four have been."""
     folder = tmp_path_factory.mktemp("sharded")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])
+    context = forkserver()
     processes = [context.Process(target=process, args=(rank, folder)) for rank in range(WORLD)]
     for one in processes:
         one.start()
