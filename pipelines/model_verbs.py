@@ -1,6 +1,8 @@
 """What each verb on models and runs does with its settings: a few lines of calls into the layers below."""
 
+import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,13 +32,11 @@ def train(config: Config) -> int:
         from pipelines.ray_train import train_on_ray
 
         train_on_ray(config)
-        first = True
     else:
         with joined() as rank:
-            run_training(config, "train")
-            first = rank == 0
-    if not first:
-        return 0
+            run_training(config, "train") if rank == 0 else train_quietly(config)
+        if rank:
+            return 0
     print(as_line(read_metrics(config.run)[-1]))
     print(f"checkpoint: {latest(config.run)}")
     write_run_report([config.run], config.run / "report.html")
@@ -46,21 +46,30 @@ def train(config: Config) -> int:
 
 def run_training(config: Config, name: str) -> Any:
     """Train with a progress bar; see `retro.trainer.train`."""
+    with training_progress(config, name) as advance:
+        return train_quietly(config, advance)
+
+
+def training_progress(config: Config, name: str) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    """The progress bar of a run."""
+    per_step = config.train.batch_size * config.train.accumulation * config.data.sequence_length
+    return progress(name, total=config.train.steps * per_step, unit="tokens")
+
+
+def train_quietly(config: Config, advance: Callable[[int], None] = lambda _: None) -> Any:
+    """Train; see `retro.trainer.train`."""
     from retro import trainer
 
-    folders = list(config.data.datastores) or [config.datastore]
-    per_step = config.train.batch_size * config.train.accumulation * config.data.sequence_length
-    with progress(name, total=config.train.steps * per_step, unit="tokens") as advance:
-        return trainer.train(
-            config.run,
-            folders,
-            config.model,
-            config.data,
-            config.train,
-            config.evaluation,
-            config.parallel,
-            advance=advance,
-        )
+    return trainer.train(
+        config.run,
+        list(config.data.datastores) or [config.datastore],
+        config.model,
+        config.data,
+        config.train,
+        config.evaluation,
+        config.parallel,
+        advance=advance,
+    )
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,17 @@ functions in the same order, or they wait for each other.
 """
 
 import contextlib
+import errno
 import logging
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from indexing.store.errors import InputError
 
@@ -25,19 +29,37 @@ _KINDS: tuple[type[Exception], ...] = (InputError, OSError, RuntimeError)
 def joined() -> Iterator[int]:
     """Inside, the processes that torchrun or Slurm have started are one group; yields the number of this one, 0 if it is alone.
 
-    Processes beyond the first say only what is wrong.
+    Processes beyond the first say only what is wrong, and what is wrong in several of them one alone says. A group that is
+    there already, Ray's for example, stays as it is.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield dist.get_rank() if dist.is_initialized() else 0
-        return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    store = None
+    if size > 1 and not dist.is_initialized():
+        # A store of names and values that all processes see; the group meets there too.
+        store, rank, size = next(rendezvous("env://"))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     if rank:
         logging.getLogger("retro").setLevel(logging.ERROR)
     try:
         yield rank
-    finally:
+    except BaseException as error:
+        # The group is left to the end of the process, which comes now: others may still be waiting in it.
+        if store is not None and _is_said(store, error):
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        raise
+    if store is not None:
         dist.destroy_process_group()
+
+
+def _is_said(store: dist.Store, error: BaseException) -> bool:
+    """Whether another process has come with the same error before. It says so, and this one need not."""
+    words, heard = re.subn(r"^(process \d+: )+", "", str(error) or repr(error))
+    try:
+        return store.add(f"said/{words}", 1) > 1
+    except RuntimeError:  # the store went with the process that kept it
+        return bool(heard)
 
 
 def open_group() -> dist.ProcessGroup | None:
@@ -74,7 +96,7 @@ def on_first(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Resu
     assert said[0] is not None
     result, problem, kind = said[0]
     if problem:
-        raise _KINDS[kind](f"process 0: {problem}")
+        raise _heard(0, problem, kind)
     return result  # type: ignore[return-value]
 
 
@@ -98,7 +120,7 @@ def on_all(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result
         raise failure
     for rank, (problem, kind) in enumerate(heard):
         if problem:
-            raise _KINDS[kind](f"process {rank}: {problem}")
+            raise _heard(rank, problem, kind)
     return result  # type: ignore[return-value]
 
 
@@ -107,3 +129,11 @@ def _told(error: BaseException) -> tuple[str, int]:
     kinds = [number for number, kind in enumerate(_KINDS) if isinstance(error, kind)]
     known = str(error) if kinds and str(error) else repr(error)
     return known, kinds[0] if kinds else len(_KINDS) - 1
+
+
+def _heard(rank: int, problem: str, kind: int) -> Exception:
+    """The error of another process, as `_told` has told it."""
+    error = _KINDS[kind](f"process {rank}: {problem}")
+    if isinstance(error, OSError):
+        error.errno = errno.EIO  # without a number it would be taken for a defect of the program
+    return error
