@@ -19,10 +19,11 @@ from pipelines import report
 from pipelines.config import Config
 from pipelines.datastore_verbs import indented
 from pipelines.eval_report import in_words, measure_all
-from pipelines.model_verbs import GenerateOptions, generate_texts, run_training
+from pipelines.model_verbs import GenerateOptions, generate_texts
 from pipelines.progress import print_rows
 from pipelines.python_corpus import write_python_corpus
 from pipelines.settings import load, to_toml
+from pipelines.training import run_training
 from retro.evaluation import EvaluationSettings, Result, compare
 from retro.evaluation_sets import EvaluationSet
 from retro.generation import GenerationSettings

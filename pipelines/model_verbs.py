@@ -1,8 +1,6 @@
 """What each verb on models and runs does with its settings: a few lines of calls into the layers below."""
 
-import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import numpy as np
 from pipelines.config import Config
 from pipelines.datastore_verbs import inspect_datastore
 from pipelines.progress import human_bytes, print_rows, progress
+from pipelines.training import run_training, train_quietly
 from retro.generation import GenerationSettings
 from retro.loggers import as_line
 
@@ -42,34 +41,6 @@ def train(config: Config) -> int:
     write_run_report([config.run], config.run / "report.html")
     print(f"report: {config.run / 'report.html'}")
     return 0
-
-
-def run_training(config: Config, name: str) -> Any:
-    """Train with a progress bar; see `retro.trainer.train`."""
-    with training_progress(config, name) as advance:
-        return train_quietly(config, advance)
-
-
-def training_progress(config: Config, name: str) -> contextlib.AbstractContextManager[Callable[[int], None]]:
-    """The progress bar of a run."""
-    per_step = config.train.batch_size * config.train.accumulation * config.data.sequence_length
-    return progress(name, total=config.train.steps * per_step, unit="tokens")
-
-
-def train_quietly(config: Config, advance: Callable[[int], None] = lambda _: None) -> Any:
-    """Train; see `retro.trainer.train`."""
-    from retro import trainer
-
-    return trainer.train(
-        config.run,
-        list(config.data.datastores) or [config.datastore],
-        config.model,
-        config.data,
-        config.train,
-        config.evaluation,
-        config.parallel,
-        advance=advance,
-    )
 
 
 @dataclass(frozen=True)

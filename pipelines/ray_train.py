@@ -21,6 +21,7 @@ from typing import Any
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.executors import connect, use_threads
+from pipelines.training import train_quietly, training_progress
 
 log = logging.getLogger("retro")
 
@@ -34,8 +35,6 @@ def train_on_ray(config: Config) -> None:
     Raises:
         InputError: there is no cluster, workers failed too often, or a worker's own InputError or FloatingPointError.
     """
-    from pipelines.model_verbs import training_progress
-
     connect(config.executor.ray_address, "executor.ray_address")
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -163,7 +162,6 @@ def _work(arguments: dict[str, Any]) -> None:
     """
     import ray
 
-    from pipelines.model_verbs import train_quietly
     from retro.processes import joined
 
     config: Config = arguments["config"]

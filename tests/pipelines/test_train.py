@@ -81,7 +81,8 @@ class Processes:
         """Wait for something that they do."""
         deadline = time.monotonic() + PATIENCE
         while not seen():
-            assert all(one.is_alive() for one in self.all) and time.monotonic() < deadline, self.said.read_text()
+            assert all(one.is_alive() for one in self.all), self.said.read_text()
+            assert time.monotonic() < deadline, self.said.read_text()
             time.sleep(0.0005)
 
 
@@ -177,7 +178,8 @@ def test_torchrun_starts_all_anew_when_one_dies_and_stops_them_at_the_same_step(
     def wait_for(seen: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
         while not seen():
-            assert launcher.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert launcher.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.01)
 
     try:
