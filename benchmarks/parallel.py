@@ -9,7 +9,8 @@ weights, eager. Rounds alternate between the ways, as machines drift; only one w
     time      of a step, median over the rounds, until the last process has done it
     held      between steps, in the process that holds most: parameters and moments; gradients when the optimizer steps
     peak      in a step, likewise. On CUDA what torch's allocator has given out; on a CPU what is held, plus the most by which
-              tensors alive have grown in the step (torch's profiler sees every allocation; buffers of gloo are not among them)
+              tensors alive have grown in the step (torch's profiler sees every allocation; what gloo and older blocks
+              do is not among them)
     volume    of the collectives of a step in bytes of the model's parameters, X, as papers count it: an all-reduce is 2X,
               all-gather and reduce-scatter are X each; beside it what the formulas say of data parallelism and ZeRO
     sent      by the process that sends most, in a ring
@@ -330,10 +331,7 @@ def main() -> None:
     count = options.processes or torch.cuda.device_count() or 4
     if "WORLD_SIZE" not in os.environ:  # start them, each with this same command
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        os.environ |= {
-            "KINETO_LOG_LEVEL": "5",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # the profiler says when it starts and stops
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the profiler warns of memory older than itself
         os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
     cuda = torch.cuda.is_available()
     placement = place(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu", "auto")
