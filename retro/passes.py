@@ -73,7 +73,8 @@ class WholeModel:
         """
         self.processes, self.placement, self.z_weight, self.compiled = processes, placement, z_weight, compiled
         distribute(model, processes, compiled=compiled)
-        self.model = model.to(placement.device)
+        # What processes share is where it belongs: on their devices, or in the host's memory.
+        self.model = model if processes.count > 1 else model.to(placement.device)
         # Shapes are few: one for each number of neighbors, with and without document borders. Each is compiled once.
         whole = compiled and processes.count == 1
         run = model.hidden_and_routing

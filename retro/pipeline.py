@@ -143,7 +143,7 @@ class Pipeline:
         for number in self.numbers:
             stage = Stage(copy.deepcopy(model), number, self.num_stages, processes)
             distribute(stage.model, processes, root=stage, compiled=compiled)
-            self.stages.append(stage.to(placement.device))
+            self.stages.append(stage)
         self._holders = self._embedding_holders()
         self._schedules: dict[Any, Any] = {}
 
@@ -199,13 +199,12 @@ class Pipeline:
     def _has_last(self) -> bool:
         return self.stages[-1].is_last
 
-    def _loss(self, out: Any, labels: Tensor) -> Tensor:
+    def _loss(self, out: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         """The objective of a microbatch, from what the last stage returns."""
-        hidden, routing = (
-            out if isinstance(out, tuple) and len(out) > 1 else (out[0] if isinstance(out, tuple) else out, None)
-        )
+        hidden, *routing = out
         own = own_tokens(self.processes.along("tensor"), hidden, self.stages[-1].model.output_weight, labels)
-        objective, parts = part_of_loss(own, routing, self._share, self.settings, self.z_weight, self.compiled)
+        routed = routing[0] if routing else None
+        objective, parts = part_of_loss(own, routed, self._share, self.settings, self.z_weight, self.compiled)
         self._losses += parts
         return objective
 
