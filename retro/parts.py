@@ -42,7 +42,8 @@ def save_parts(tensors: dict[str, Tensor], file: Path, group: dist.ProcessGroup)
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        save(tensors, storage_writer=_PartWriter(file), planner=planner, process_group=group)
+        # Who writes what depends on the order, which is another one after a resume.
+        save(dict(sorted(tensors.items())), storage_writer=_PartWriter(file), planner=planner, process_group=group)
     except CheckpointException as error:
         first = min(error.failures)
         raise error.failures[first][0] from error

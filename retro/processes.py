@@ -37,6 +37,10 @@ def joined() -> Iterator[int]:
     if size > 1 and not dist.is_initialized():
         # A store of names and values that all processes see; the group meets there too.
         store, rank, size = next(rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun's store outlives a restart, with the addresses of the dead (pytorch/pytorch#167288). The count is that of
+            # one node: several need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from indexing.store.datastore import Datastore
 from pipelines.cli import main
@@ -33,7 +33,7 @@ from tests.conftest import tiny_config
 
 WORLD = 2
 STEPS = 64
-KILLS = 6
+KILLS = 4
 PATIENCE = 120  # seconds for anything
 
 
@@ -46,9 +46,10 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
 
 
 def worker(rank: int, port: int, said: Path, config: Path) -> None:
-    """One of the processes, with the environment that torchrun and Slurm's script make."""
+    """One of the processes, with the environment that torchrun makes."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_CPP_LOG_LEVEL="ERROR")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     with open(said, "a", buffering=1) as file:
         sys.stdout = sys.stderr = file
         os._exit(main(["train", str(config)]))
@@ -58,13 +59,15 @@ class Processes:
     """`WORLD` processes that train together."""
 
     def __init__(self, config: Config) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # outlives them, as torchrun's does
         file, self.said, self.run = write(config), config.run.with_suffix(".log"), config.run
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch._dynamo"])
-        self.all = [context.Process(target=worker, args=(rank, port, self.said, file)) for rank in range(WORLD)]
+        self.all = [
+            context.Process(target=worker, args=(rank, self.store.port, self.said, file)) for rank in range(WORLD)
+        ]
         for one in self.all:
             one.start()
 
@@ -81,7 +84,8 @@ class Processes:
         """Wait for something that they do."""
         deadline = time.monotonic() + PATIENCE
         while not seen():
-            assert all(one.is_alive() for one in self.all) and time.monotonic() < deadline, self.said.read_text()
+            assert all(one.is_alive() for one in self.all), self.said.read_text()
+            assert time.monotonic() < deadline, self.said.read_text()
             time.sleep(0.0005)
 
 
@@ -177,7 +181,8 @@ def test_torchrun_starts_all_anew_when_one_dies_and_stops_them_at_the_same_step(
     def wait_for(seen: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
         while not seen():
-            assert launcher.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert launcher.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.01)
 
     try:
