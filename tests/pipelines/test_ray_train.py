@@ -15,9 +15,10 @@ import pytest
 from indexing.store.datastore import Datastore
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings, Resources
+from pipelines.settings import to_toml
 from retro.run import read_metrics
 from tests.conftest import tiny_config
-from tests.pipelines.test_train import Processes, last_checkpoint, losses, steps_done, write
+from tests.pipelines.test_train import Processes, last_checkpoint, losses, steps_done
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # ray's own warnings
 
@@ -39,7 +40,7 @@ class Driver:
 
     def __init__(self, cluster: Any, config: Config) -> None:
         self.run, self.log = config.run, config.run.with_suffix(".log")
-        write(replace(config, run=Path(config.run.name)))
+        config.run.with_suffix(".toml").write_text(to_toml(replace(config, run=Path(config.run.name))))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipelines.train", config.run.with_suffix(".toml").name],
             env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
