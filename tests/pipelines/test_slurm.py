@@ -72,7 +72,7 @@ def test_a_dry_run_prints_one_torchrun_on_each_node_and_starts_nothing(folder: P
     assert printed.startswith("srun --kill-on-bad-exit=1 --ntasks=2 --ntasks-per-node=1 bash -c ")
     assert (
         "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=4711-0 --rdzv-backend=c10d --rdzv-endpoint=node3:24711 "
-        "-m pipelines.train config.toml --train.lr 1e-4" in printed
+        "-m -- pipelines.train config.toml --train.lr 1e-4" in printed
     )
     assert not (folder / "started").exists()
 
