@@ -23,7 +23,7 @@ from pipelines.cli import main
 from tests.conftest import build_local, tiny_config
 
 TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
-LONG = {"prompt": TEXT, "temperature": 1, "top_k": 0, "top_p": 1, "seed": 3}
+LONG = {"prompt": TEXT, "temperature": 0}  # a model as small as this repeats itself, and never ends
 
 
 class Serving:

@@ -12,9 +12,10 @@ import torch
 from indexing.store.datastore import Datastore
 from pipelines.config import Config
 from retro import checkpoint as checkpoints
-from retro import step as steps
+from retro import passes
 from retro.batches import TrainingData
 from retro.loop import _MOST_REFUSED
+from retro.loss import Losses
 from retro.trainer import Outcome, train
 from tests.conftest import tiny_config
 
@@ -38,13 +39,14 @@ def tokens_of_bad(config: Config) -> torch.Tensor:
 @pytest.fixture
 def poison(tokens_of_bad: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every loss of the bad batch is NaN."""
-    real = steps.loss
+    real = passes.summed_losses
 
-    def loss(hidden, weight, labels, **options):
-        value = real(hidden, weight, labels, **options)
-        return value * math.nan if torch.equal(labels[:, 0], tokens_of_bad[:, 1]) else value
+    def losses(hidden, weight, labels, **options):
+        found = real(hidden, weight, labels, **options)
+        bad = torch.equal(labels[:, 0], tokens_of_bad[:, 1])
+        return Losses(*(value * math.nan for value in found)) if bad else found
 
-    monkeypatch.setattr(steps, "loss", loss)
+    monkeypatch.setattr(passes, "summed_losses", losses)
 
 
 def run(config: Config, **changes) -> Outcome:
@@ -122,22 +124,26 @@ def test_the_weights_do_not_move_in_a_step_that_is_skipped(config: Config, reque
 
 
 def test_a_run_of_nothing_but_bad_batches_stops_though_it_should_skip(config: Config, monkeypatch) -> None:
-    real = steps.loss
-    monkeypatch.setattr(steps, "loss", lambda *arguments, **options: real(*arguments, **options) * math.nan)
+    real = passes.summed_losses
+
+    def losses(*arguments, **options):
+        return Losses(*(value * math.nan for value in real(*arguments, **options)))
+
+    monkeypatch.setattr(passes, "summed_losses", losses)
     with pytest.raises(FloatingPointError, match="in a row"):
         run(config, on_nan="skip", steps=_MOST_REFUSED + 5)
     assert checkpoints.open_checkpoint(config.run).step == _MOST_REFUSED
 
 
 def test_a_gradient_that_is_not_finite_is_refused_as_a_loss_is(config: Config, monkeypatch) -> None:
-    real = steps.clip_
+    real = passes.gradients
 
-    def clip(parameters, max_norm):
-        parameters = list(parameters)
-        parameters[0].grad[0] = math.inf
-        return real(parameters, max_norm)
+    def gradients(parameters):
+        found = real(parameters)
+        found[0][0] = math.inf
+        return found
 
-    monkeypatch.setattr(steps, "clip_", clip)
+    monkeypatch.setattr(passes, "gradients", gradients)
     with pytest.raises(FloatingPointError, match="norm of the gradient inf"):
         run(config)
     assert checkpoints.open_checkpoint(config.run).step == 0

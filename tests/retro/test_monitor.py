@@ -49,7 +49,7 @@ def a_monitor(every: int = 1) -> Monitor:
 
 
 def test_every_parameter_of_a_model_is_in_one_group(tiny_model: Retro) -> None:
-    groups = Monitor.of(tiny_model, torch.float32, 1).groups
+    groups = Monitor.of(tiny_model.named_parameters(), torch.float32, 1).groups
     assert list(groups) == [
         *(f"attention_0{layer}" for layer in (1, 2, 3)), "cross_02", "cross_03", "embedding", "encoder",
         *(f"feed_forward_0{layer}" for layer in (1, 2, 3)), "head",
@@ -93,7 +93,7 @@ def test_a_normal_run_does_not_warn_and_measures_all_groups(
     assert warnings_in(caplog) == []
     looked = [line for line in outcome.metrics if any(name.startswith(PREFIX) for name in line)]
     assert [line["step"] for line in looked] == [1, 2, 4, 8, 10, 20, 30, 40]
-    groups = list(Monitor.of(tiny_model, torch.float32, 1).groups)
+    groups = list(Monitor.of(tiny_model.named_parameters(), torch.float32, 1).groups)
     for figure in ("gradient_norm", "update_ratio", "overflow", "underflow", "zero"):
         for group in groups:
             assert all(math.isfinite(line[f"{PREFIX}{figure}/{group}"]) for line in looked)

@@ -187,6 +187,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory, config: Config) -> dict[str,
     return {name: run_of(config, runs / name, name, {}) for name in OPTIONS}
 
 
+def without_monitor(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [line for line in metrics if not any(name.startswith("monitor/") for name in line)]
+
+
 def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]], rounding: float = 2e-5) -> None:
     """Losses within float32's rounding of sums in another order, and what follows of them."""
     assert len(found) == len(expected)
@@ -206,8 +210,11 @@ def test_four_processes_have_the_losses_of_one(
         file = folder / f"{name}.{rank}"
         problem = file.read_text() if file.exists() else "it did not come so far"
         assert not problem, f"process {rank}: {problem}"
-    rounding = 1e-3 if name == "float16" else 2e-5
-    assert_same(json.loads((folder / f"{name}.json").read_text()), alone[RUNS[name][0]], rounding)
+    found, expected, rounding = json.loads((folder / f"{name}.json").read_text()), alone[RUNS[name][0]], 2e-5
+    if name == "float16":  # what underflows depends on the rounding of sums
+        found, expected = without_monitor(found), without_monitor(expected)
+        rounding = 1e-3
+    assert_same(found, expected, rounding)
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
 
 
 def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason(app_with: Make) -> None:
-    body = {"prompt": TEXT, "max_tokens": 100_000, "temperature": 1, "top_k": 0, "top_p": 1, "seed": 3}
+    body = {"prompt": TEXT, "max_tokens": 100_000, "temperature": 0}  # it repeats itself
     with TestClient(app_with(max_tokens=100_000, request_seconds=0.3)) as client:
         assert reason(client.post("/generate", json=body)) == (504, "timeout")
         streamed = client.post("/generate", json=body | {"stream": True})
