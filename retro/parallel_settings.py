@@ -57,16 +57,16 @@ def divided(model: ModelSettings, tensor: int) -> ModelSettings:
     for key in ("dropout", "num_experts"):
         if getattr(model, key) and tensor > 1:
             raise InputError(f"model.{key} = {getattr(model, key)}: must be 0 with parallel.tensor = {tensor}.")
-    if model.chunk_length % tensor:  # sequences, which are divided by tokens, may be of any number of chunks
-        raise InputError(
-            f"parallel.tensor = {tensor}: model.chunk_length = {model.chunk_length} cannot be divided by it."
-        )
     sizes = ["num_heads", "kv_heads", "d_ffw"] + ["encoder_num_heads", "encoder_d_ffw"] * bool(model.cca_layers)
     for key in sizes:
         if getattr(model, key) % tensor:
             raise InputError(
                 f"parallel.tensor = {tensor}: model.{key} = {getattr(model, key)} cannot be divided by it."
             )
+    if model.chunk_length % tensor:  # sequences, which are divided by tokens, may be of any number of chunks
+        raise InputError(
+            f"parallel.tensor = {tensor}: model.chunk_length = {model.chunk_length} cannot be divided by it."
+        )
     parts = {key: getattr(model, key) // tensor for key in sizes if key != "kv_heads"}
     return replace(model, **parts, num_kv_heads=model.num_kv_heads // tensor)
 
