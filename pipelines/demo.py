@@ -187,7 +187,9 @@ def _seconds_per_step(config: Config) -> float:
     """Median of a few steps of a run that is thrown away."""
     from retro.trainer import train
 
-    trial = replace(config.train, steps=6, warmup_steps=1, log_every=1, eval_every=0, eval_tokens=1, log_to=())
+    trial = replace(
+        config.train, steps=6, warmup_steps=1, log_every=1, eval_every=0, monitor_every=0, eval_tokens=1, log_to=()
+    )
     run = config.run.with_name(f".trial-{config.run.name}")
     logging.getLogger("retro").setLevel(logging.WARNING)
     outcome = train(run, [config.datastore], config.model, config.data, trial, config.evaluation)

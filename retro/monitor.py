@@ -31,8 +31,9 @@ _DEVIATIONS = 6.0  # from the median that are far, where a deviation is that of 
 _LOSS_MARGIN = 0.1  # of the median, by which a loss must be above it too
 _NORM_FACTOR = 10.0  # of the median, by which the norm of a gradient must be above it too
 _IN_A_ROW = 3  # a single odd batch is not yet a divergence
-# Of an update to its weights. Small models that learn best are at 0.02 with ten times train.lr, and soon far below.
-_LARGEST_RATIO = 0.05
+# Of an update to its weights. Small models that learn best are at 0.02 with ten times train.lr, and soon far below; AdamW's first step
+# without a warm-up comes to 0.05.
+_LARGEST_RATIO = 0.1
 _LARGEST_RATIO_OF_EMBEDDING = 0.3  # its rows begin small
 _QUIET_STEPS = 200  # between two warnings of one kind
 
