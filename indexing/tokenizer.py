@@ -12,7 +12,7 @@ import dataclasses
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from indexing.tokenizer_models import META_SYMBOL, HuggingFace, Model, SentenceP
 
 MODEL = "sentencepiece.model"
 HUGGINGFACE_MODEL = "tokenizer.json"
+SENTENCEPIECE_MODEL = "tokenizer.model"  # as Hugging Face's folders have it
 META = "meta.json"
 TOKEN_BYTES = "token_bytes.npy"
 
@@ -55,7 +56,7 @@ class TokenizerSettings:
     kind: Literal["bpe", "unigram", "sentencepiece", "huggingface"] = "bpe"
     """`bpe` and `unigram` are trained on the corpus; `sentencepiece` and `huggingface` are copied from `path`."""
     path: str = ""
-    """An existing SentencePiece .model file, or a local Hugging Face tokenizer: its folder or tokenizer.json."""
+    """An existing SentencePiece .model file, or a local Hugging Face tokenizer: its tokenizer.json; or the folder of either."""
     vocab_size: int = 8192
     """Tokens of a trained tokenizer, at most: a small corpus gives fewer."""
     sample_bytes: int = 32 * 2**20
@@ -139,91 +140,135 @@ def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folde
     Raises:
         InputError: there is no text to learn from.
     """
-    import sentencepiece
-
     assert settings.is_trained
     sample = sample_pieces(texts, settings.sample_bytes, settings.seed)
     if not sample:
         raise InputError(
             "The corpus has no text to train a tokenizer on. Look at the problems reported for corpus.paths."
         )
-    foreign = _rare_characters(sample, (settings.vocab_size - _FIXED_PIECES) // 2)
-    # A line end cuts a sample without being learnt, so it takes the place of what must not become a piece. The last
-    # sentence gives the blank a token also where the corpus has none (Chinese): SentencePiece would write it as the
-    # three bytes of ▁. And it keeps the trainer from failing where nothing else is left.
-    sentences = [piece.translate(foreign) for piece in sample] + [" a"]
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_writer=model,
+    counts = count_characters(sample)
+    foreign = line_ends_for(counts, set(frequent_characters(counts, (settings.vocab_size - _FIXED_PIECES) // 2)))
+    model = run_trainer(
+        [piece.translate(foreign) for piece in sample],
         model_type=settings.kind,
         vocab_size=settings.vocab_size,
-        hard_vocab_limit=False,
         pad_id=0,
         bos_id=1,
         eos_id=2,
         unk_id=3,
         user_defined_symbols=WHITESPACE_PIECES,
         byte_fallback=True,
-        character_coverage=1.0,  # rare characters have been taken out above
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,
         split_digits=True,
-        max_sentence_length=2**20,
-        num_threads=_TRAINING_THREADS,
-        minloglevel=2,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    write_bytes(folder / MODEL, model.getvalue())
+    write_bytes(folder / MODEL, model)
     trained = SentencePiece(folder / MODEL)
     _write_facts(folder, settings.kind, trained, trained.special_ids())
 
 
+def run_trainer(sentences: list[str], **options: Any) -> bytes:
+    """The SentencePiece model of some sentences, whose rare characters have become line ends: `line_ends_for`.
+
+    They are taken as they stand, without normalisation; `options` are the trainer's further ones.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        # The last sentence gives the blank a token also where the corpus has none (Chinese): SentencePiece would write
+        # it as the three bytes of ▁. And it keeps the trainer from failing where nothing else is left.
+        sentence_iterator=iter([*sentences, " a"]),
+        model_writer=model,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        max_sentence_length=2**20,
+        num_threads=_TRAINING_THREADS,
+        minloglevel=2,
+        **options,
+    )
+    return model.getvalue()
+
+
 def sample_pieces(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
-    """A uniform sample of pieces of up to 1024 characters, of `sample_bytes` in all, in the order of the texts.
+    """A uniform sample of pieces of up to 1024 characters, of `sample_bytes` in all, in the order of the texts."""
+    sample = Sample(sample_bytes, seed)
+    for text in texts:
+        sample.add(text)
+    return sample.pieces()
+
+
+class Sample:
+    """What `sample_pieces` draws, of texts that come one by one.
 
     Every piece gets a random number and the smallest stay: one pass, with memory for the sample only.
     """
-    import heapq
 
-    generator = np.random.default_rng(seed)
-    kept: list[tuple[float, int, str, int]] = []  # a heap: the largest random number first
-    total = number = 0
-    for text in texts:
+    def __init__(self, sample_bytes: int, seed: int) -> None:
+        self._limit = sample_bytes
+        self._generator = np.random.default_rng(seed)
+        self._kept: list[tuple[float, int, str, int]] = []  # a heap: the largest random number first
+        self._total = self._number = 0
+
+    def add(self, text: str) -> None:
+        """Cut a text into pieces, and keep those that are drawn."""
+        import heapq
+
         pieces = [text[start : start + _TRAINING_PIECE] for start in range(0, len(text), _TRAINING_PIECE)]
-        for piece, draw in zip(pieces, generator.random(len(pieces)).tolist(), strict=True):
-            number += 1
-            if total >= sample_bytes and draw >= -kept[0][0]:
+        for piece, draw in zip(pieces, self._generator.random(len(pieces)).tolist(), strict=True):
+            self._number += 1
+            if self._total >= self._limit and draw >= -self._kept[0][0]:
                 continue
             size = len(piece.encode(errors="replace"))
-            heapq.heappush(kept, (-draw, number, piece, size))
-            total += size
-            while total - kept[0][3] >= sample_bytes:
-                total -= heapq.heappop(kept)[3]
-    return [piece for _, _, piece, _ in sorted(kept, key=lambda item: item[1])]
+            heapq.heappush(self._kept, (-draw, self._number, piece, size))
+            self._total += size
+            while self._total - self._kept[0][3] >= self._limit:
+                self._total -= heapq.heappop(self._kept)[3]
+
+    def pieces(self) -> list[str]:
+        """What has been drawn so far, in the order of the texts."""
+        return [piece for _, _, piece, _ in sorted(self._kept, key=lambda item: item[1])]
 
 
-def _rare_characters(pieces: list[str], limit: int) -> dict[int, str]:
-    """Characters that get no token of their own, mapped to a line end; what stays covers 99.95% and is `limit` at most.
-
-    SentencePiece stops with an error where a vocabulary cannot hold all characters of the coverage asked for, and it
-    accepts no coverage below 98%; so the choice is made here. Rare characters are encoded by their bytes.
-    """
+def count_characters(pieces: Iterable[str]) -> Counter[str]:
+    """How often each character stands in some texts that a tokenizer learns from, ▁, ▅ and blanks apart."""
     counts: Counter[str] = Counter()
     for piece in pieces:
         counts.update(piece)
     for character in (META_SYMBOL, _RESERVED, " "):
         counts.pop(character, None)
+    return counts
+
+
+def frequent_characters(counts: Counter[str], limit: int, known: Container[str] = ()) -> list[str]:
+    """Those of the characters that get a token of their own, the most frequent first.
+
+    With the `known` ones, which are not among them, they cover 99.95% of the text; they are `limit` at most.
+    """
     wanted = _CHARACTER_COVERAGE * counts.total()
-    rare = {ord(META_SYMBOL): "\n", ord(_RESERVED): "\n", **dict.fromkeys(range(0xD800, 0xE000), "\n")}
-    covered = 0
-    for rank, (character, count) in enumerate(sorted(counts.items(), key=lambda item: (-item[1], item[0]))):
-        if covered >= wanted or rank >= limit:
-            rare[ord(character)] = "\n"
+    covered = sum(count for character, count in counts.items() if character in known)
+    frequent: list[str] = []
+    for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if character in known:
+            continue
+        if covered >= wanted or len(frequent) >= limit:
+            break
+        frequent.append(character)
         covered += count
-    return rare
+    return frequent
+
+
+def line_ends_for(counts: Counter[str], kept: Container[str]) -> dict[int, str]:
+    """For `str.translate`: every counted character that is not kept, and those no trainer takes, become line ends.
+
+    SentencePiece stops with an error where a vocabulary cannot hold all characters of the coverage asked for, and it
+    accepts no coverage below 98%; so the choice is made here. A line end cuts a text without being learnt.
+    """
+    foreign = {ord(META_SYMBOL): "\n", ord(_RESERVED): "\n", **dict.fromkeys(range(0xD800, 0xE000), "\n")}
+    return foreign | {ord(character): "\n" for character in counts if character not in kept}
 
 
 def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
@@ -239,8 +284,11 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
     source = Path(settings.path).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     if settings.kind == "sentencepiece":
+        source = source / SENTENCEPIECE_MODEL if source.is_dir() else source
         if not source.is_file():
-            raise InputError(f"tokenizer.path: {source} is not a file. Name a SentencePiece model (.model).")
+            raise InputError(
+                f"tokenizer.path: {source} is not a file. Name a SentencePiece model (.model), or a folder with a {SENTENCEPIECE_MODEL}."
+            )
         write_bytes(folder / MODEL, source.read_bytes())
         model = SentencePiece(folder / MODEL)
         _write_facts(folder, settings.kind, model, model.special_ids())
@@ -254,15 +302,24 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
     write_bytes(folder / HUGGINGFACE_MODEL, source.read_bytes())
     fast = HuggingFace(folder / HUGGINGFACE_MODEL)
     names = _special_names(source.parent)
-    _write_facts(folder, settings.kind, fast, {role: fast.tokenizer.token_to_id(name) for role, name in names.items()})
+    special = {role: fast.tokenizer.token_to_id(name) for role, name in names.items()}
+    if special.get("bos") is None and special.get("eos") is None:
+        special |= _special_ids(source.parent, fast.num_tokens())
+    _write_facts(folder, settings.kind, fast, special)
+
+
+def special_settings(folder: Path) -> dict[str, Any]:
+    """What the files beside a Hugging Face tokenizer say of it, its special tokens among them."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
+        if (folder / name).is_file():
+            found.update({key: value for key, value in read_object(folder / name).items() if value or key not in found})
+    return found
 
 
 def _special_names(folder: Path) -> dict[str, str]:
     """`pad`, `bos` and `eos` to the token, as the files beside a Hugging Face tokenizer say."""
-    found: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
-        if (folder / name).is_file():
-            found.update({key: value for key, value in read_object(folder / name).items() if value})
+    found = special_settings(folder)
     # BERT's tokenizers have no begin and end of a text, but tokens that stand at the same places.
     names = {"pad": ("pad_token",), "bos": ("bos_token", "cls_token"), "eos": ("eos_token", "sep_token")}
     special = {}
@@ -272,6 +329,14 @@ def _special_names(folder: Path) -> dict[str, str]:
         if isinstance(value, str):
             special[role] = value
     return special
+
+
+def _special_ids(folder: Path, num_tokens: int) -> dict[str, int]:
+    """`bos` and `eos` as the model beside a tokenizer says: those of GPT-2 stand nowhere else."""
+    found = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    ids = {role: found.get(f"{role}_token_id") for role in ("bos", "eos")}
+    first = {role: value[0] if isinstance(value, list) and value else value for role, value in ids.items()}
+    return {role: value for role, value in first.items() if isinstance(value, int) and 0 <= value < num_tokens}
 
 
 def _write_facts(folder: Path, kind: str, model: Model, special: Mapping[str, int | None]) -> None:
@@ -306,6 +371,7 @@ class Tokenizer:
         num_model_tokens: ids that the model itself knows; `vocab_size` counts special tokens that were added after them.
         token_bytes: [vocab_size] uint16, UTF-8 bytes that each token adds to the text, 0 for special tokens. For a
             lossless tokenizer `token_bytes[encode(text)].sum()` is the size of the text; for others it is near.
+        control_tokens: how the model writes tokens that no text is encoded to, `<|im_end|>` for example, and their ids.
     """
 
     def __init__(self, meta: TokenizerMeta, token_bytes: np.ndarray, model: Model, num_threads: int) -> None:
@@ -314,6 +380,7 @@ class Tokenizer:
         self.vocab_size, self.dtype = meta.vocab_size, meta.dtype
         self.pad_id, self.bos_id, self.eos_id = meta.pad_id, meta.bos_id, meta.eos_id
         self.num_model_tokens = model.num_tokens()
+        self.control_tokens = model.control_tokens()
         self._special = {meta.pad_id, meta.bos_id, meta.eos_id}
         self._model = model
         self._num_threads = num_threads

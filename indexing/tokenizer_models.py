@@ -22,6 +22,7 @@ class Model(Protocol):
     def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]: ...
     def num_tokens(self) -> int: ...
     def token_bytes(self) -> list[int]: ...
+    def control_tokens(self) -> dict[str, int]: ...
 
 
 class SentencePiece:
@@ -77,6 +78,10 @@ class SentencePiece:
                 sizes.append(len(processor.id_to_piece(token).replace(META_SYMBOL, " ").encode()))
         return sizes
 
+    def control_tokens(self) -> dict[str, int]:
+        numbers = range(self.num_tokens())
+        return {self.processor.id_to_piece(n): n for n in numbers if self.processor.is_control(n)}
+
     def special_ids(self) -> dict[str, int | None]:
         ids = {"pad": self.processor.pad_id(), "bos": self.processor.bos_id(), "eos": self.processor.eos_id()}
         return {role: token if token >= 0 else None for role, token in ids.items()}
@@ -110,6 +115,9 @@ class HuggingFace:
 
     def num_tokens(self) -> int:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def control_tokens(self) -> dict[str, int]:
+        return {token["content"]: token["id"] for token in self.content.get("added_tokens", ()) if token["special"]}
 
     def token_bytes(self) -> list[int]:
         """Exact for byte-level BPE and for ▁ with byte tokens; else the size of what the token alone decodes to."""

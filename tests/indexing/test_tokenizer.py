@@ -188,8 +188,8 @@ def foreign_model(path: Path, **options: object) -> Path:
 
 
 def test_a_model_with_all_defaults_is_accepted_and_called_lossy(tmp_path):
-    path = foreign_model(tmp_path / "their.model")  # nmt_nfkc, dummy prefix, no bytes, no pad
-    install_tokenizer(TokenizerSettings(kind="sentencepiece", path=str(path)), tmp_path / "t")
+    path = foreign_model(tmp_path / "tokenizer.model")  # nmt_nfkc, dummy prefix, no bytes, no pad
+    install_tokenizer(TokenizerSettings(kind="sentencepiece", path=str(tmp_path)), tmp_path / "t")  # its folder
     tokenizer = Tokenizer.open(tmp_path / "t")
     size = sentencepiece.SentencePieceProcessor(model_file=str(path)).get_piece_size()
     assert not tokenizer.meta.lossless
@@ -254,6 +254,14 @@ def test_a_byte_level_tokenizer_of_hugging_face_is_lossless(tmp_path):
     for text in [*DIFFICULT, *TEXTS, end]:
         check_round_trip(tokenizer, text)
     assert tokenizer.decode([0, *tokenizer.encode("a b"), 0, tokenizer.pad_id]) == "a b"
+
+
+@pytest.mark.parametrize(("ids", "expected"), [({"bos_token_id": 3, "eos_token_id": [5, 6]}, (3, 5)), ({}, (400, 400))])
+def test_begin_and_end_that_no_tokenizer_names_are_those_of_the_model_beside_it(tmp_path, ids, expected):
+    source = byte_level(tmp_path / "hf")
+    (source / "config.json").write_text(json.dumps({"eos_token_id": 10**6} | ids))
+    meta = install_huggingface(source, tmp_path / "t").meta
+    assert (meta.bos_id, meta.eos_id) == expected
 
 
 def test_a_hugging_face_tokenizer_without_special_tokens_gets_new_ones(tmp_path):
