@@ -22,11 +22,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from retro.encoder import Encoder
 from retro.experts import ExpertLinear
 from retro.loss import loss
-from retro.model import Encoder, Residual, Retro
+from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.parallel_settings import Checkpointing
+from retro.residual import Residual
 
 _PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product")
 """Operations whose outcomes selective checkpointing keeps, by the beginning of their names."""
@@ -182,7 +184,7 @@ class _Seen:
                 stack.callback(block.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(self._leave).remove)
             for module in self.model.modules():
-                if isinstance(module, nn.RMSNorm):
+                if isinstance(module, nn.RMSNorm | nn.LayerNorm):
                     stack.callback(module.register_forward_pre_hook(partial(self._norm, True)).remove)
                     stack.callback(module.register_forward_hook(partial(self._norm, False)).remove)
             stack.enter_context(_Products(self))
@@ -193,13 +195,12 @@ class _Seen:
         self._inside.append(self.names[block])
         if isinstance(block, Encoder):
             return
-        self.copies[self.names[block]] = 2 * sum(
-            module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear | ExpertLinear)
-        )
+        multiplying = [module for module in block.modules() if isinstance(module, nn.Linear | ExpertLinear)]
+        self.copies[self.names[block]] = 2 * sum(own.numel() for module in multiplying for own in module.parameters())
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 # Beside the stream a block takes what all blocks take: positions, masks, encoded neighbors.
-                self.note(leaf, "input", by_token=leaf is args[0])
+                self.note(leaf, "input", by_token=leaf is args[0] or leaf is kwargs.get("reads"))
 
     def _leave(self, *_: Any) -> None:
         self._inside.pop()

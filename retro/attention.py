@@ -1,89 +1,17 @@
 """Attention with relative positions (Borgeaud et al. 2022, section 2.4): one class is every attention of the model.
 
-Rotary positions (ours), Transformer-XL's (the paper's) or ALiBi's, computed once for each kind of attention by `place`; learned
-positions stand in what is read, and are nothing here. Letters of the shape comments as in `model.py`; G heads of keys and
-values, each of which H / G heads of queries read (Ainslie et al. 2023).
+Letters of the shape comments as in `model.py`; G heads of keys and values, each of which H / G heads of queries read (Ainslie et
+al. 2023).
 """
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ------------------------------------------------------------------------------------------- positions (section 2.4)
-
-
-class Rotary(NamedTuple):
-    """RoPE: the rotations of every query and key. A score then depends on the difference of the two angles alone."""
-
-    query: Tensor  # [2, Q, 1, C/2], cosines and sines
-    key: Tensor  # [2, S, 1, C/2]
-
-
-class Relative(NamedTuple):
-    """Transformer-XL: sinusoids of every distance that occurs, and which of them lies between query and key."""
-
-    waves: Tensor  # [X, width of the queries]
-    lookup: Tensor  # [Q, S]
-
-
-class Distances(NamedTuple):
-    """ALiBi (Press et al. 2022): scores fall with the distance of query and key, more or less steeply by head."""
-
-    apart: Tensor  # [1 or N, 1, Q, S], not negative
-
-
-class Nowhere(NamedTuple):
-    """Nothing: what is read says itself where it stands (learned positions)."""
-
-
-def waves(positions: Tensor, num_frequencies: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions [S] at geometrically falling frequencies, both [S, num_frequencies] float32."""
-    steps = torch.arange(num_frequencies, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None] * 10_000 ** (-steps / num_frequencies)
-    return angles.cos(), angles.sin()
-
-
-Places = Rotary | Relative | Distances | Nowhere
-
-
-def place(
-    scheme: str,
-    width: int,
-    head_dim: int,
-    query: range,
-    key: range,
-    device: torch.device,
-    copies: tuple[int, int] = (1, 1),
-) -> Places:
-    """What the attentions of a stack have to know of positions, where a query at i and a key at j are i - j apart.
-
-    `scheme` is `ModelSettings.positions`, `width` that of what asks. The copies are the K neighbors side by side, which
-    stand at the same r positions.
-    """
-    if scheme == "learned":
-        return Nowhere()
-    query_at = torch.arange(query.start, query.stop, device=device).repeat(copies[0])  # [Q]
-    key_at = torch.arange(key.start, key.stop, device=device).repeat(copies[1])  # [S]
-    if scheme == "rope":
-        return Rotary(*(torch.stack(waves(at, head_dim // 2))[:, :, None] for at in (query_at, key_at)))
-    if scheme == "alibi":
-        return Distances((query_at[:, None] - key_at).abs()[None, None])
-    lowest = query.start - key.stop + 1
-    distances = torch.arange(lowest, query.stop - key.start, device=device)  # [X]
-    return Relative(torch.cat(waves(distances, width // 2), dim=-1), query_at[:, None] - key_at - lowest)
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the feature pairs (c, c + C/2) of x [N, S, H, C] by the rotation [2, S, 1, C/2] of each position."""
-    cos, sin = rotation.to(x.dtype)
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
-# --------------------------------------------------------------------------------------------------------- attention
+from retro.positions import Distances, Places, Relative, Rotary, rotate
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None = None) -> Tensor:
@@ -158,9 +86,11 @@ class Attention(nn.Module):
         scheme: str,
         *,
         num_kv_heads: int = 0,
-        smeared: bool = False,
+        smeared: int = 0,
         normed: bool = False,
         scale: float | None = None,
+        bias: str = "none",
+        norm_eps: float = 1e-6,
     ) -> None:
         """An attention.
 
@@ -171,22 +101,28 @@ class Attention(nn.Module):
             head_dim: C.
             scheme: `ModelSettings.positions`.
             num_kv_heads: G; 0 = H.
-            smeared: mix the key before into every key.
+            smeared: tokens before of which a key holds something; from 2 on, queries hold so many too, their own included.
             normed: give queries and keys the same size, before positions (Henry et al. 2020; Dehghani et al. 2023).
             scale: of the products of queries and keys; None = 1/sqrt(C).
+            bias: `ModelSettings.attention_bias`.
+            norm_eps: what the norms of queries and keys add to the variance.
         """
         super().__init__()
         self.head_dim, self.num_heads, self.first_head, self.scale = head_dim, num_heads, 0, scale
         width, num_kv_heads = num_heads * head_dim, num_kv_heads or num_heads
-        self.query = nn.Linear(query_width, width, bias=False)
-        self.key = nn.Linear(key_width, num_kv_heads * head_dim, bias=False)
-        self.value = nn.Linear(key_width, num_kv_heads * head_dim, bias=False)
-        self.out = nn.Linear(width, query_width, bias=False)
+        self.query = nn.Linear(query_width, width, bias=bias != "none")
+        self.key = nn.Linear(key_width, num_kv_heads * head_dim, bias=bias != "none")
+        self.value = nn.Linear(key_width, num_kv_heads * head_dim, bias=bias != "none")
+        self.out = nn.Linear(width, query_width, bias=bias == "all")
         if normed:
-            self.query_norm = nn.RMSNorm(head_dim, eps=1e-6)
-            self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
-        if smeared:
+            self.query_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+            self.key_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+        self.smeared = int(smeared)
+        if smeared == 1:
             self.smear = PerHead(num_kv_heads, 1)
+        elif smeared:
+            self.key_taps = PerHead(num_kv_heads, smeared + 1)
+            self.query_taps = PerHead(num_heads, smeared)
         if scheme == "transformer-xl":
             self.distance = nn.Linear(query_width, width, bias=False)  # W_kR
             self.content_bias = PerHead(num_heads, 1, head_dim)  # u
@@ -200,20 +136,44 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         causal: bool = False,
         starts: Tensor | None = None,
-    ) -> Tensor:
+        virtual: tuple[Tensor, Tensor] | None = None,
+        keeping: bool = False,
+    ) -> Any:
         """Attend from x [N, Q, D] to source [N, S, E], and return [N, Q, D].
 
         Args:
             x: what asks.
-            places: from `place`, for Q and S.
+            places: from `place`, for Q and S, the virtual tokens before them included.
             source: what is read; x itself by default.
             mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. It must leave every query one
                 key at least: a softmax over nothing is NaN.
             causal: look at nothing later, which a mask must say too: without one the kernels have a short cut.
-            starts: bool [1 or N, S], True where smeared keys must not reach back; by default the first alone.
+            starts: bool [1 or N, S], True where smeared keys must not reach back; by default the first alone. Of queries too,
+                where x is read itself.
+            virtual: placed keys and values of virtual tokens, [1, P, G, C] twice, that stand before the source. The mask
+                covers them.
+            keeping: return placed keys and values of the source too.
         """
         k, v = self.project(x if source is None else source)
-        return self.read(x, places, self.placed(k, places, starts), v, mask, causal)
+        k = self.placed(k, places, starts)
+        own = k, v
+        if virtual is not None:
+            k, v = (
+                torch.cat((a.to(b.dtype).expand(len(b), -1, -1, -1), b), dim=1)
+                for a, b in zip(virtual, own, strict=True)
+            )
+        q = self.smeared_queries(self.ask(x), starts if source is None else None)
+        read = self.read(q, places, k, v, mask, causal)
+        return (read, *own) if keeping else read
+
+    def ask(self, x: Tensor) -> Tensor:
+        """Queries of what asks [N, Q, D]: [N, Q, H, C]."""
+        q = self._heads(self.query(x))
+        return self.query_norm(q.float()).to(q.dtype) if hasattr(self, "query_norm") else q
+
+    def smeared_queries(self, q: Tensor, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+        """Queries [N, Q, H, C] as `read` wants them; `before` [N, W - 1, H, C] are those before the first."""
+        return tapped(q, self.query_taps().to(q.dtype), starts, before) if hasattr(self, "query_taps") else q
 
     def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of what is read [N, S, E], wherever it stands: [N, S, G, C] twice."""
@@ -227,14 +187,17 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def placed(self, k: Tensor, places: Places, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-        """Projected keys [N, S, G, C] as `read` wants them; `before` [N, 1, G, C] is the projected key before the first."""
-        if hasattr(self, "smear"):
+        """Projected keys [N, S, G, C] as `read` wants them; `before` [N, W, G, C] are the projected keys before the first."""
+        if hasattr(self, "key_taps"):
+            k = tapped(k, self.key_taps().to(k.dtype), starts, before)
+        elif hasattr(self, "smear"):
             k = smear(k, self.smear().sigmoid().to(k.dtype), starts, before)
-        return rotate(k, places.key) if isinstance(places, Rotary) else k
+        # Places may begin with virtual tokens, whose keys are placed already.
+        return rotate(k, places.key[..., -k.shape[1] :, :, :]) if isinstance(places, Rotary) else k
 
     def read(
         self,
-        x: Tensor,
+        q: Tensor,
         places: Places,
         k: Tensor,
         v: Tensor,
@@ -242,13 +205,11 @@ class Attention(nn.Module):
         causal: bool = False,
         distance_keys: Tensor | None = None,
     ) -> Tensor:
-        """Attend from x [N, Q, D] to placed keys and their values [N, S, G, C]; the rest as in `forward`.
+        """Let smeared queries [N, Q, H, C] attend to placed keys and their values [N, S, G, C]: [N, Q, D]; the rest as in `forward`.
 
         Whoever reads again and again gives the `distance_keys` of the same places too.
         """
-        q, bias = self._heads(self.query(x)), mask
-        if hasattr(self, "query_norm"):
-            q = self.query_norm(q.float()).to(q.dtype)
+        bias = mask
         if isinstance(places, Rotary):
             q = rotate(q, places.query)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, G, S, C] twice
@@ -315,3 +276,37 @@ def smear(k: Tensor, share: Tensor, starts: Tensor | None = None, before: Tensor
     if starts is not None:
         share = share.masked_fill(starts[:, :, None, None], 0)  # [1 or N, S, G, 1]
     return torch.lerp(k, earlier, share)
+
+
+def tapped(x: Tensor, taps: Tensor, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+    """Each of x [N, S, H, C] and those before it, times taps [H, W + 1] by how far before, summed: nothing from before a start.
+
+    So a head may look for what followed several tokens, and not just one. Depthwise convolutions of queries and keys are of So
+    et al. (2021, Primer). What stands before the first is `before` [N, W, H, C]; without it there is nothing.
+    """
+    num_tokens, width = x.shape[1], taps.shape[1] - 1
+    line = torch.cat((x.new_zeros(len(x), width, *x.shape[2:]) if before is None else before, x), dim=1)
+    out, fresh = x * taps[:, :1], starts
+    for back in range(1, width + 1):
+        earlier = line[:, width - back : width - back + num_tokens]
+        if starts is not None and fresh is not None:  # a start among the last `back` tokens, this one included
+            earlier = earlier.masked_fill(fresh[:, :, None, None], 0)
+            fresh = fresh | F.pad(starts, (back, 0))[:, :num_tokens]
+        out = out + earlier * taps[:, back : back + 1]
+    return out
+
+
+def first_taps(num_heads: int, width: int, *, own: bool) -> Tensor:
+    """Where taps begin, [num_heads, width] of length 1: from heads that look for several tokens to heads that look for one.
+
+    Args:
+        num_heads: H.
+        width: taps of a head.
+        own: whether the first heads hold the token itself too (queries), or what stands before it almost alone (keys): so
+            they meet at what followed.
+    """
+    several = [0.7**back for back in range(width)] if own else [0.1, *(0.7**back for back in range(width - 1))]
+    alone = [1.0] + [0.0] * (width - 1)
+    shares = [1 - head / max(1, num_heads - 1) for head in range(num_heads)]  # of `several` in a head
+    taps = torch.tensor([[s * a + (1 - s) * b for a, b in zip(several, alone, strict=True)] for s in shares])
+    return taps / taps.norm(dim=1, keepdim=True)

@@ -171,6 +171,22 @@ def join(parts: Sequence[Batch], rows: np.ndarray) -> Batch:
     )
 
 
+def drawn_use(uses: Sequence[NeighborUse], seed: int, first: int) -> NeighborUse:
+    """How neighbors are chosen in the batch whose first sample number this is, where several ways are drawn from.
+
+    One number of neighbors for a batch, and few in all, so that its arrays have few shapes.
+    """
+    return uses[mix(mix(seed + 2) ^ first) % len(uses)]
+
+
+def drop_neighbors(batch: Batch, samples: range, share: float, seed: int) -> None:
+    """Take the neighbors from a share of the sequences, which are the samples of these numbers: in place."""
+    if share and batch.neighbor_lengths is not None:
+        for row, sample in enumerate(samples):
+            if mix(mix(seed + 1) ^ sample) < share * 2**64:
+                batch.neighbor_lengths[row] = 0
+
+
 def _labels(tokens: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """The next token [B, T] of the same document, -100 where there is none: tokens [B, U, m], the others [B, U]."""
     batch_size, num_chunks, m = tokens.shape
@@ -258,11 +274,8 @@ class TrainingData:
         return chosen, (first, min(first + self.num_chunks, total))
 
     def neighbor_use(self, first: int) -> NeighborUse:
-        """How neighbors are chosen in the batch whose first sample number this is; the same for all of its datastores.
-
-        One number of neighbors for a batch, and few in all, so that its arrays have few shapes.
-        """
-        return self.uses[mix(mix(self.seed + 2) ^ first) % len(self.uses)]
+        """How neighbors are chosen in the batch whose first sample number this is; the same for all of its datastores."""
+        return drawn_use(self.uses, self.seed, first)
 
     def batch(self, samples: range, dropped: float = 0.0, use: NeighborUse | None = None) -> Batch:
         """The batch of some sample numbers.
@@ -282,11 +295,28 @@ class TrainingData:
             ranges = [located[row][1] for row in rows[-1]]
             parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use))
         batch = join(parts, np.concatenate(rows))
-        if dropped and batch.neighbor_lengths is not None:
-            for row, sample in enumerate(samples):
-                if mix(mix(self.seed + 1) ^ sample) < dropped * 2**64:
-                    batch.neighbor_lengths[row] = 0
+        drop_neighbors(batch, samples, dropped, self.seed)
         return batch
+
+    def origin(self, sample: int) -> dict[str, Any]:
+        """Where the sequence of a sample number lies: its datastore, chunks [first, stop), and documents in order.
+
+        The ids of documents stand in Parquet files; where pyarrow is missing, as training needs none, they are None.
+        """
+        chosen, (first, stop) = self.locate(sample)
+        datastore = self.datastores[chosen]
+        numbers = np.unique(datastore.train.documents_of(np.arange(first, stop))[0]).tolist()
+        try:
+            ids = [row["id"] for row in datastore.train.metadata(numbers)]
+        except ImportError:
+            ids = None
+        return {
+            "sample": sample,
+            "datastore": str(datastore.folder),
+            "chunks": [first, stop],
+            "document_numbers": numbers,
+            "document_ids": ids,
+        }
 
 
 def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) -> TrainingData:

@@ -13,14 +13,12 @@ that `export` has written: weights and metadata in one.
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -28,11 +26,13 @@ from torch import nn
 
 from indexing.store.artefact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, sync_folder, write_json
+from indexing.store.files import read_json, write_json
 from retro.model import Retro
 from retro.model_settings import ModelSettings
-from retro.processes import on_all, on_first, rank_in
-from retro.tensor_files import Stored, fill, index, read_tensors, save_tensors
+from retro.processes import on_first
+from retro.tensor_files import fill, index, save_tensors
+from retro.tuning import add_adapter, merge, stored_name
+from retro.tuning_settings import TuningSettings
 
 FORMAT_VERSION = 1
 
@@ -56,7 +56,8 @@ class Checkpoint:
         tokens: tokens seen.
         model: the sizes of the model.
         settings: everything the run was told, section by section.
-        datastores: fingerprints of what it was trained on.
+        datastores: fingerprints of what it was trained on; none of a model that `retro import` has brought.
+        num_ids: ids of the tokenizer it was trained with, from 0 on; the rows of its tables beyond them stand for nothing.
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
         best: `step`, `metric` and `value` of the best evaluation so far, or None.
         started_from: fingerprint of the checkpoint whose weights the run began with, or None.
@@ -74,6 +75,7 @@ class Checkpoint:
     model: ModelSettings
     settings: dict[str, Any]
     datastores: list[str]
+    num_ids: int
     unlogged: dict[str, Any]
     best: dict[str, Any] | None
     started_from: str | None
@@ -81,42 +83,42 @@ class Checkpoint:
     skipped: dict[str, int]
     layout: dict[str, int]
 
+    @property
+    def tuning(self) -> TuningSettings:
+        """Which weights were trained, and the adapter that stands beside them in the files."""
+        return TuningSettings(**_with_tuples(self.settings.get("tuning", {})))
+
+    @property
+    def folders(self) -> list[str]:
+        """Of the datastores that it was trained on, or URLs.
+
+        Raises:
+            InputError: there is none, as of a model that `retro import` has brought.
+        """
+        folders: list[str] = self.settings["data"]["datastores"]
+        if not folders:
+            raise InputError(f"{self.path} was trained on no datastore: name one, built with its tokenizer.")
+        return folders
+
+    def reads(self, num_ids: int) -> bool:
+        """Whether a tokenizer may be its own, by the number of its ids; an imported model has rows for no fewer."""
+        return num_ids == self.num_ids or (not self.datastores and num_ids <= self.model.vocab_size)
+
 
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def tensors_of(model: Model, optimizer: torch.optim.Optimizer, rank: int = 0) -> Tensors:
-    """Weights, the optimizer's moments and the random state. All but the random state are the live tensors.
-
-    Args:
-        model: the whole or parts of it.
-        optimizer: of its parameters.
-        rank: number of this process: each has a random state of its own.
-    """
-    # FSDP gives shards for whole parameters when it is asked for a state: before parameters are asked for by name.
-    weights = {name: tensor for part in _parts(model) for name, tensor in part.state_dict().items()}
-    parameters = _parameters(model)
-    device = parameters[0][1].device
-    training = {_random_state("cpu", rank): torch.get_rng_state()}
-    if device.type == "cuda":
-        training[_random_state("cuda", rank)] = torch.cuda.get_rng_state(device)
-    for name, parameter in parameters:
-        for key, value in optimizer.state.get(parameter, {}).items():
-            training[f"{key}/{name}"] = value
-    return {"model.safetensors": weights, "optimizer.safetensors": training}
-
-
-def _parts(model: Model) -> Sequence[nn.Module]:
+def parts_of(model: Model) -> Sequence[nn.Module]:
     return [model] if isinstance(model, nn.Module) else model
 
 
-def _parameters(model: Model) -> list[tuple[str, nn.Parameter]]:
-    return [named for part in _parts(model) for named in part.named_parameters()]
+def weights_of(part: nn.Module) -> dict[str, torch.Tensor]:
+    """The live weights by the names of files."""
+    return {stored_name(name): tensor for name, tensor in part.state_dict().items()}
 
 
-def _random_state(kind: str, rank: int) -> str:
-    """The name of a process's random state."""
-    return f"rng.{kind}.{rank}" if rank else f"rng.{kind}"
+def parameters_of(model: Model) -> list[tuple[str, nn.Parameter]]:
+    return [(stored_name(name), each) for part in parts_of(model) for name, each in part.named_parameters()]
 
 
 def write(run: Path, state: dict[str, Any], tensors: Tensors, group: dist.ProcessGroup | None = None) -> Path:
@@ -190,76 +192,6 @@ def name_best(run: Path, best: dict[str, Any] | None) -> None:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def restore(
-    checkpoint: Checkpoint,
-    model: Model,
-    optimizer: torch.optim.Optimizer,
-    group: dist.ProcessGroup | None = None,
-    *,
-    layout: dict[str, int] | None = None,
-    stream: int = 0,
-) -> None:
-    """Put weights, optimizer state and random state back, to the bit, whoever wrote them.
-
-    Args:
-        checkpoint: of one process or of several, however they shared out the tensors.
-        model: of its sizes, plain or sharded, the whole or parts of it.
-        optimizer: of its parameters; it need not have done a step.
-        group: of the processes that go on together; each reads what it needs.
-        layout: how these processes share the work, as `Checkpoint.layout` has it; None = one does it all.
-        stream: number of this process's random numbers: the same in those that must drop the same features.
-
-    Random states go back to the processes that they were of. Where the work is shared out in another way than it was, they
-    fit nobody, and each process is seeded from the run's seed, the step and `stream`: that matters to dropout alone.
-    """
-    on_all(group, lambda: _restore_tensors(checkpoint, model, optimizer))
-    _restore_random_state(checkpoint, _parameters(model)[0][1].device, rank_in(group), layout or {}, stream)
-
-
-def _restore_tensors(checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer) -> None:
-    load_weights(checkpoint, model)
-    stored = index(checkpoint.training)
-    for part in _parts(model):
-        named = dict(part.named_parameters())
-        fill(_optimizer_state(optimizer, named, stored), stored)
-
-
-def _restore_random_state(
-    checkpoint: Checkpoint, device: torch.device, rank: int, layout: dict[str, int], stream: int
-) -> None:
-    seed = np.random.SeedSequence([checkpoint.settings["train"]["seed"], checkpoint.step, stream])
-    torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
-    if layout != checkpoint.layout:
-        return
-    names = {_random_state(kind, rank) for kind in ("cpu", device.type)}
-    states = read_tensors({name: one for name, one in index(checkpoint.training).items() if name in names})
-    for name, state in states.items():
-        if name == _random_state("cpu", rank):
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, device)
-
-
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], stored: dict[str, Stored]
-) -> dict[str, torch.Tensor]:
-    """The optimizer's live state of parameters by the names of files; what is stored and not yet there is made first."""
-    state = {}
-    for full_name, one in stored.items():
-        key, _, name = full_name.partition("/")
-        if name not in parameters:
-            continue
-        parameter = parameters[name]
-        values = optimizer.state[parameter]
-        if key not in values and one.shape == parameter.shape:
-            values[key] = torch.zeros_like(parameter, dtype=one.dtype, requires_grad=False)
-        elif key not in values:  # `step`
-            on = parameter.device if optimizer.defaults.get("fused") or optimizer.defaults.get("capturable") else "cpu"
-            values[key] = torch.zeros(one.shape, dtype=one.dtype, device=on)
-        state[full_name] = values[key]
-    return state
-
-
 def load_weights(checkpoint: Checkpoint, model: Model) -> None:
     """Load the weights into a model of the checkpoint's sizes; each process reads what it holds.
 
@@ -267,8 +199,8 @@ def load_weights(checkpoint: Checkpoint, model: Model) -> None:
         InputError: a tensor has another name or shape.
     """
     stored = index(checkpoint.weights)
-    for part in _parts(model):
-        fill(dict(part.state_dict()), stored)
+    for part in parts_of(model):
+        fill(weights_of(part), stored)
 
 
 def locate(path: Path) -> Path | None:
@@ -313,8 +245,6 @@ def read(folder: Path) -> Checkpoint:
 def _checkpoint(
     path: Path, weights: tuple[Path, ...], training: tuple[Path, ...], fingerprint: str, state: dict[str, Any]
 ) -> Checkpoint:
-    settings = {**state["settings"]["model"]}
-    settings |= {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}
     return Checkpoint(
         path=path,
         weights=weights,
@@ -322,9 +252,10 @@ def _checkpoint(
         fingerprint=fingerprint,
         step=state["step"],
         tokens=state["tokens"],
-        model=ModelSettings(**settings),
+        model=model_settings(state["settings"]["model"]),
         settings=state["settings"],
         datastores=state["datastores"],
+        num_ids=state.get("num_ids", state["settings"]["model"]["vocab_size"]),
         unlogged=state.get("unlogged", {}),
         best=state.get("best"),
         started_from=state.get("started_from"),
@@ -334,13 +265,28 @@ def _checkpoint(
     )
 
 
+def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
+    """A section as its dataclass takes it: JSON has lists alone."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+
+
+def model_settings(section: dict[str, Any]) -> ModelSettings:
+    """The sizes of a model as `settings.json` and checkpoints hold them."""
+    return ModelSettings(**_with_tuples(section))
+
+
 def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
-    """The model of a checkpoint, ready to evaluate."""
+    """The model of a checkpoint, ready to evaluate: with its prefix or prompt, and with LoRA merged into its weights.
+
+    Raises:
+        InputError: it has an adapter, and peft is not installed.
+    """
     with torch.device("meta"):
         model = Retro(checkpoint.model)
+        add_adapter(model, checkpoint.tuning)
     model.to_empty(device=device)
     load_weights(checkpoint, model)
-    return model.eval()
+    return (merge(model) if checkpoint.tuning.adapter == "lora" else model).eval()
 
 
 # --- the checkpoints of a run --------------------------------------------------------------------------------------
@@ -371,36 +317,6 @@ def best(run: Path) -> Path | None:
 # --- one file ------------------------------------------------------------------------------------------------------
 
 
-def export(checkpoint: Checkpoint, file: Path) -> None:
-    """Write the weights as one safetensors file, atomically, that `open_checkpoint` takes; an older one is replaced.
-
-    Its header's metadata hold, under `retro`, JSON: `format_version`, `step`, `tokens`, `settings` (the model's among them),
-    fingerprints of the `datastores` and of the checkpoint (`fingerprint`), and a `checksum` of all that and of the tensors.
-    Equal checkpoints give equal bytes.
-
-    Raises:
-        InputError: the file has another ending than `.safetensors`.
-    """
-    if file.suffix != ".safetensors":
-        raise InputError(f"to = {str(file)!r}: the name must end in .safetensors, by which such a file is known.")
-    state = {key: getattr(checkpoint, key) for key in ("step", "tokens", "settings", "datastores", "fingerprint")}
-    state["format_version"] = FORMAT_VERSION
-    tensors = read_tensors(index(checkpoint.weights))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        save_tensors(tensors, temporary)
-        state["checksum"] = _checksum(state, temporary)
-        # One entry: safetensors writes several in any order.
-        save_tensors(tensors, temporary, {"retro": json.dumps(state, sort_keys=True)})
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(file.parent)
-
-
 def _read_exported(file: Path) -> Checkpoint:
     try:
         with safe_open(file, "pt") as opened:
@@ -413,7 +329,7 @@ def _read_exported(file: Path) -> Checkpoint:
         raise InputError(f"{file} holds tensors but not what model they are of: `retro export` has not written it.")
     try:
         state = json.loads(metadata["retro"])
-        whole = state.pop("checksum") == _checksum(state, file)
+        whole = state.pop("checksum") == checksum(state, file)
     except (ValueError, KeyError):
         whole = False
     if not whole:
@@ -425,7 +341,7 @@ def _read_exported(file: Path) -> Checkpoint:
     return _checkpoint(file, (file,), (), state["fingerprint"], state)
 
 
-def _checksum(state: dict[str, Any], file: Path) -> str:
+def checksum(state: dict[str, Any], file: Path) -> str:
     """BLAKE2b-128 of the state and of the tensors of a safetensors file, names and shapes included, metadata not.
 
     Such a file is 8 bytes of length, a header of so many bytes of JSON, and the tensors' bytes.

@@ -20,13 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.attention import Attention, Distances, Nowhere, Places, Relative, Rotary, place
+from retro.attention import Attention
 from retro.device import Placement
-from retro.masks import neighbor_mask
+from retro.masks import neighbor_mask, visible
 from retro.model import Retro
+from retro.positions import Distances, Nowhere, Places, Relative, Rotary, place
 
 Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
+
+Given = Sequence[tuple[np.ndarray, np.ndarray]]
+"""For each row the neighbors [K, R] int64 and their lengths [K] int64 that all its chunks read; K and R are the same for all."""
 
 
 class Cache(NamedTuple):
@@ -34,7 +38,9 @@ class Cache(NamedTuple):
 
     keys: Tensor  # [B, L, G, S, C] of every layer, as attention reads them
     values: Tensor  # the same
-    last_keys: Tensor  # [B, L, 1, G, C], the last token's as projected: smeared keys mix it into the next one
+    last_keys: Tensor  # [B, L, W, G, C], the last tokens' as projected: smeared keys mix them into the next ones
+    last_queries: Tensor  # [B, L, W - 1, H, C], the same of queries
+    last_cross_queries: Tensor  # [B, P, W - 1, H, C], and of cross-attention
     chunk: Tensor  # [B, M, D], what the encoder is given: activations of token t of the current chunk at t % m
     neighbor_keys: Tensor  # [B, P, G, K·R, C] of every layer with cross-attention, for the last complete chunk
     neighbor_values: Tensor  # the same
@@ -45,20 +51,22 @@ class Cache(NamedTuple):
 class _Row:
     """A row on the host."""
 
+    given: tuple[np.ndarray, np.ndarray] | None = None  # neighbors of every chunk, where none are looked for
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # in sight
     found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # neighbors of its complete chunks
     num_read: int = 0  # tokens in the cache
 
 
 class _Pass(NamedTuple):
-    """Where the tokens of one pass stand."""
+    """Where the tokens of one pass stand. A row of the cache begins with the virtual tokens, if there are any."""
 
     at: Tensor  # [N], rows of the cache
     rows: slice | Tensor  # the same, all of them as a slice: that copies nothing
     positions: Tensor  # [N, n]
     last: Tensor  # [N], place of each row's last token; what follows it is padding, and is written over later
-    begins: bool  # whether nothing stands before the tokens
-    stop: int  # beyond the last position
+    begins: bool  # whether no token stands before the tokens
+    slots: Tensor  # [N, n], of the cache
+    stop: int  # beyond the last slot
     mask: Tensor | None  # bool [N, 1, n, stop]
 
 
@@ -69,7 +77,14 @@ class Decoder:
     read again: with a chunk at a time most of the work would be reading again.
     """
 
-    def __init__(self, model: Retro, placement: Placement, context: int, retrieve: Retrieve | None = None) -> None:
+    def __init__(
+        self,
+        model: Retro,
+        placement: Placement,
+        context: int,
+        retrieve: Retrieve | None = None,
+        given: Given | None = None,
+    ) -> None:
         """A decoder without rows.
 
         Args:
@@ -77,17 +92,23 @@ class Decoder:
             placement: device and precision.
             context: tokens that the model sees at most, a multiple of the chunk length.
             retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
+            given: neighbors of each row, read by all its chunks in place of what `retrieve` finds.
 
         Raises:
             InputError: the model has learned positions for fewer tokens than the context.
         """
         model.settings.check_length(context)
-        self.model, self.placement, self.context, self.retrieve = model, placement, context, retrieve
+        self.model, self.placement, self.context = model, placement, context
+        self.retrieve = retrieve if given is None else None
+        self.given = given
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(self.m, context // 4 // self.m * self.m)
         self.dtype = placement.dtype
         self.output_weight = model.output_weight.to(self.dtype)
-        self.here = place(*model.scheme, range(context), range(1), placement.device)
+        with torch.inference_mode(), placement.autocast():
+            self.virtual, self.num_virtual = model.virtual()
+        keys = range(-self.num_virtual, 1)
+        self.here = place(*model.scheme, range(context), keys, placement.device, rope=model.rope)
         self.there: Places | None = None  # once the size of neighbors is known
         attentions: list[Any] = list(model.attention.values())
         self.crosses: list[Any] = [model.cross[str(layer)] for layer in model.settings.cca_layers]
@@ -100,7 +121,7 @@ class Decoder:
     def read(self, tokens: Sequence[np.ndarray]) -> Tensor:
         """Go on by the prompts, then by one token of each row → logits of the next one, [rows, V] float32."""
         if not self.rows:
-            self.rows = [_Row() for _ in tokens]
+            self.rows = [_Row(each) for each in self.given] if self.given is not None else [_Row() for _ in tokens]
             self.cache = self._empty_cache(len(tokens))
         for row, new in zip(self.rows, tokens, strict=True):
             row.tokens = np.concatenate((row.tokens, new))
@@ -130,7 +151,10 @@ class Decoder:
             row.tokens, row.found, row.num_read = row.tokens[dropped:], row.found[dropped // self.m :], 0
 
     def _find_neighbors(self) -> None:
-        """Ask for the neighbors of all chunks that are complete now, in one search."""
+        """Ask for the neighbors of all chunks that are complete now, in one search, unless they are given."""
+        for row in self.rows:
+            if row.given is not None:
+                row.found += [row.given] * (len(row.tokens) // self.m - len(row.found))
         if self.retrieve is None:
             return
         asking = [row for row in self.rows for _ in range(len(row.found), len(row.tokens) // self.m)]
@@ -154,54 +178,82 @@ class Decoder:
             tokens[number, :count] = row.tokens[row.num_read : row.num_read + count]
             row.num_read += count
         span = self._span(numbers, starts, np.array(counts))
-        cca_layers = model.settings.cca_layers if self.retrieve is not None else ()
+        cca_layers = model.settings.cca_layers if self.retrieve or self.given is not None else ()
         expert_layers = model.settings.expert_layers
 
         h = model.embed_at(self._put(tokens), span.positions)
         here, there = self._here(span), None
         for layer, (attention, feed_forward) in enumerate(self.layers, start=1):
+            reads = h if model.settings.parallel_residual else None
             h = h + self._attend(layer - 1, attention.block, attention.norm(h), here, span)
             if layer == min(cca_layers, default=0):
                 self._encode(rows, starts, h, span)
                 there = self._there(span)
-            if there is not None and layer in cca_layers:
+            if layer in cca_layers and (there is not None or model.settings.smeared[1] > 1):
                 h = h + self._cross_attend(cca_layers.index(layer), h, there, span)
-            h = feed_forward(h)
+            h = feed_forward(h, reads=reads)
             if layer in expert_layers:  # in evaluation they take every token for itself
                 h, _ = h
         return h[torch.arange(len(rows), device=h.device), span.last]
 
     def _span(self, numbers: list[int], starts: np.ndarray, counts: np.ndarray) -> _Pass:
-        width, stop = int(counts.max()), int((starts + counts.max()).max())
+        width, stop = int(counts.max()), self.num_virtual + int((starts + counts.max()).max())
         self._make_room(stop)
         positions, at = self._put(starts[:, None] + np.arange(width)), self._put(np.array(numbers))
         begins, mask = int(starts.max()) == 0, None
         if begins:
             self.cache.readable[at] = False
-        if width > 1 or len(set(starts.tolist())) > 1:
-            mask = (torch.arange(stop, device=at.device) <= positions[:, :, None])[:, None]
+        window = self.model.settings.sliding_window
+        if width > 1 or len(set(starts.tolist())) > 1 or 0 < window < stop:
+            keys_at = self._keys_at(stop)
+            mask = (visible(positions, keys_at, window) | (keys_at < 0))[:, None]
         rows = slice(None) if len(numbers) == len(self.rows) else at
-        return _Pass(at, rows, positions, self._put(counts - 1), begins, stop, mask)
+        slots = positions + self.num_virtual
+        return _Pass(at, rows, positions, self._put(counts - 1), begins, slots, stop, mask)
+
+    def _keys_at(self, stop: int) -> Tensor:
+        """The positions of the first slots of the cache; virtual tokens stand before 0."""
+        return torch.arange(-self.num_virtual, stop - self.num_virtual, device=self.placement.device)
 
     def _attend(self, layer: int, attention: Attention, x: Tensor, here: Places, span: _Pass) -> Tensor:
         """Self-attention of the new tokens x [N, n, D] to all that their rows have read; their keys and values are kept."""
-        keys, values, last_keys = self.cache[:3]
+        keys, values = self.cache.keys, self.cache.values
         k, v = attention.project(x)
-        placed = attention.placed(k, here, before=None if span.begins else last_keys[span.at, layer].to(k.dtype))
-        keys[span.at[:, None], layer, :, span.positions] = placed.to(keys.dtype)
-        values[span.at[:, None], layer, :, span.positions] = v.to(values.dtype)
-        if self.model.settings.smeared_keys:
-            last = k.gather(1, span.last[:, None, None, None].expand(-1, 1, *k.shape[2:]))
-            last_keys[span.at, layer] = last.to(last_keys.dtype)
+        placed = attention.placed(k, here, before=self._before(self.cache.last_keys, layer, k, span))
+        keys[span.at[:, None], layer, :, span.slots] = placed.to(keys.dtype)
+        values[span.at[:, None], layer, :, span.slots] = v.to(values.dtype)
+        q = attention.ask(x)
+        q = attention.smeared_queries(q, before=self._before(self.cache.last_queries, layer, q, span))
         k, v = (kept[span.rows, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
-        return attention.read(x, here, k, v, mask=span.mask, distance_keys=self.distance_keys[layer])
+        return attention.read(q, here, k, v, mask=span.mask, distance_keys=self.distance_keys[layer])
 
-    def _cross_attend(self, number: int, h: Tensor, there: Places, span: _Pass) -> Tensor:
-        """The new tokens h [N, n, D] read the neighbors of the last complete chunk."""
-        *neighbors, readable = self.cache[4:]
-        k, v = (kept[span.rows, number].transpose(1, 2) for kept in neighbors)
-        cross, distance_keys = self.crosses[number], self.cross_distance_keys[number]
-        read: Tensor = cross.block.read(cross.norm(h), there, k, v, readable[span.rows], distance_keys)
+    def _before(self, kept: Tensor, layer: int, new: Tensor, span: _Pass) -> Tensor | None:
+        """What stands before the new keys or queries [N, n, H, C] of a layer, [N, W, H, C]; None at the beginning.
+
+        The last W of all take its place in what is kept of them, [B, L, W, H, C].
+        """
+        if not (width := kept.shape[2]):
+            return None
+        before = kept[span.at, layer].to(new.dtype)
+        if span.begins:
+            before = torch.zeros_like(before)
+        rows, places = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
+        kept[span.at, layer] = torch.cat((before, new), dim=1)[rows, span.last[:, None] + 1 + places].to(kept.dtype)
+        return None if span.begins else before
+
+    def _cross_attend(self, number: int, h: Tensor, there: Places | None, span: _Pass) -> Tensor:
+        """The new tokens h [N, n, D] read the neighbors of the last complete chunk; before there is one their queries are kept."""
+        cross = self.crosses[number]
+        attention = cross.block.attention
+        q = attention.ask(cross.norm(h))
+        q = attention.smeared_queries(q, before=self._before(self.cache.last_cross_queries, number, q, span))
+        if there is None:
+            return torch.zeros_like(h)
+        k, v = (
+            kept[span.rows, number].transpose(1, 2) for kept in (self.cache.neighbor_keys, self.cache.neighbor_values)
+        )
+        readable, distance_keys = self.cache.readable[span.rows], self.cross_distance_keys[number]
+        read: Tensor = cross.block.read(q, there, k, v, readable, distance_keys)
         return read
 
     def _encode(self, rows: list[_Row], starts: np.ndarray, h: Tensor, span: _Pass) -> None:
@@ -224,7 +276,7 @@ class Decoder:
         encoded = model.encoder(tokens, real, self.cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
         if self.there is None:
             self._learn_size_of_neighbors(*neighbors.shape[1:])
-        *kept, readable = self.cache[4:]
+        kept, readable = (self.cache.neighbor_keys, self.cache.neighbor_values), self.cache.readable
         readable[at] = real[:, 0]
         for number, cross in enumerate(self.crosses):
             for cached, new in zip(kept, cross.block.keys_values(encoded, self.there), strict=True):
@@ -239,8 +291,9 @@ class Decoder:
             return Rotary(turned, turned)
         if isinstance(self.here, Nowhere):
             return self.here
-        keys_at = torch.arange(span.stop, device=span.positions.device)
-        apart = (span.positions[:, :, None] - keys_at).clamp(min=0)[:, None]  # [N, 1, n, stop]; later keys are masked
+        apart = (span.positions[:, :, None] - self._keys_at(span.stop)).clamp(min=0)[
+            :, None
+        ]  # [N, 1, n, stop]; later keys are masked
         return Distances(apart) if isinstance(self.here, Distances) else Relative(self.here.waves, apart)
 
     def _there(self, span: _Pass) -> Places | None:
@@ -276,10 +329,18 @@ class Decoder:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=self.placement.device)
 
         layers, cca_layers, heads = s.num_layers, len(s.cca_layers), s.kv_heads
+        own, cross = s.smeared
+        asking, asking_neighbors = ((max(0, width - 1), s.num_heads, s.head_dim) for width in (own, cross))
+        keys, values = zeros(2, layers, heads, self.num_virtual, s.head_dim).unbind(1)
+        for layer, virtual in enumerate(self.virtual.values()):
+            for cached, new in zip((keys, values), virtual, strict=True):
+                cached[:, layer] = new.transpose(1, 2)  # [1, G, P, C]
         return Cache(
-            keys=zeros(layers, heads, 0, s.head_dim),
-            values=zeros(layers, heads, 0, s.head_dim),
-            last_keys=zeros(layers, 1, heads, s.head_dim),
+            keys=keys,
+            values=values,
+            last_keys=zeros(layers, own, heads, s.head_dim),
+            last_queries=zeros(layers, *asking),
+            last_cross_queries=zeros(cca_layers, *asking_neighbors),
             chunk=zeros(s.chunk_length, s.d_model).float(),
             neighbor_keys=zeros(cca_layers, heads, 0, s.head_dim),
             neighbor_values=zeros(cca_layers, heads, 0, s.head_dim),
@@ -287,17 +348,18 @@ class Decoder:
         )
 
     def _make_room(self, num_tokens: int) -> None:
-        """Let keys and values of so many tokens fit: at least twice as many as before, so that copying is rare."""
+        """Let keys and values of so many tokens, the virtual ones included, fit: at least twice as many as before, so that copying is rare."""
         size = self.cache.keys.shape[3]
         if num_tokens > size:
-            more = min(max(num_tokens, 2 * size, 2 * self.m), max(self.context, num_tokens)) - size
+            largest = self.num_virtual + self.context
+            more = min(max(num_tokens, 2 * size, 2 * self.m), max(largest, num_tokens)) - size
             keys, values = (F.pad(tensor, (0, 0, 0, more)) for tensor in (self.cache.keys, self.cache.values))
             self.cache = self.cache._replace(keys=keys, values=values)
 
     def _learn_size_of_neighbors(self, k: int, r: int) -> None:
         """What has waited for the first neighbors to come."""
         self.there = place(
-            *self.model.scheme, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)
+            *self.model.scheme_beside, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)
         )
         self.cross_distance_keys = self._distance_keys(self.there, [each.block.attention for each in self.crosses])
         keys, values = (F.pad(t, (0, 0, 0, k * r)) for t in (self.cache.neighbor_keys, self.cache.neighbor_values))

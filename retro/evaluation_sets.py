@@ -67,7 +67,7 @@ class EvaluationSet:
         where = f"evaluation set {self.name!r}: {self.datastore.folder}"
         for key in ("vocab_size", "chunk_length"):
             ours, theirs = getattr(model, key), self.datastore.manifest[key]
-            if ours != theirs:
+            if ours < theirs or (ours != theirs and key == "chunk_length"):  # rows without an id do no harm
                 raise InputError(
                     f"{where} has {key} {theirs}, the model {ours}: name a datastore built with the model's tokenizer "
                     "and chunk length."

@@ -4,6 +4,7 @@ Letters of the shape comments as in `model.py`.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,17 +18,23 @@ def linear(in_features: int, out_features: int) -> nn.Module:
     return nn.Linear(in_features, out_features, bias=False)
 
 
+def affine(in_features: int, out_features: int) -> nn.Module:
+    """A matrix with a bias."""
+    return nn.Linear(in_features, out_features)
+
+
 class FeedForward(nn.Module):
     """Two matrices and a GELU, for each token by itself; experts bring matrices of their own (`experts.py`)."""
 
-    def __init__(self, width: int, inner_width: int, matrix: Matrix = linear) -> None:
+    def __init__(self, width: int, inner_width: int, matrix: Matrix = linear, approximate: str = "none") -> None:
         super().__init__()
+        self.approximate = approximate  # `tanh`: a formula for the normal distribution (Hendrycks & Gimpel 2016)
         self.up = matrix(width, inner_width)
         self.out = matrix(inner_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return self.out(F.gelu(self.up(x)))
+        return self.out(F.gelu(self.up(x), approximate=self.approximate))
 
 
 class GatedFeedForward(nn.Module):
@@ -44,5 +51,9 @@ class GatedFeedForward(nn.Module):
         return self.out(F.silu(self.gate(x)) * self.up(x))
 
 
-FEED_FORWARD = {"gelu": FeedForward, "swiglu": GatedFeedForward}
+FEED_FORWARD: dict[str, Callable[..., nn.Module]] = {
+    "gelu": FeedForward,
+    "gelu-tanh": partial(FeedForward, approximate="tanh"),
+    "swiglu": GatedFeedForward,
+}
 """By `ModelSettings.activation`."""

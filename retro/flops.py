@@ -3,8 +3,8 @@
     MFU = training operations of a sequence × sequences per second / peak operations per second of the device
 
 Counted are the matrix products of one forward pass, a multiplication and an addition each as one operation: what PaLM's
-appendix B calls model FLOPs, with encoder and chunked cross-attention. Training is three times that: the backward pass makes
-two products for each one of the forward pass. Causal attention is counted in full, as is customary; norms, softmax,
+appendix B calls model FLOPs, with encoder and chunked cross-attention. Training is three times that, as the backward pass makes
+two products for each one of the forward pass; less where weights are frozen. Causal attention is counted in full, as is customary, in a sliding window too; norms, softmax,
 rotations, recomputation and the optimizer are not counted. So are documents packed into one sequence, which see less than all of it.
 """
 
@@ -14,6 +14,7 @@ import torch
 
 from retro.device import Placement
 from retro.model_settings import ModelSettings
+from retro.tuning_settings import ALL, TuningSettings
 
 # Dense matrix products in bfloat16, and alike in float16, in 10^12 operations per second, from the makers' data sheets.
 _PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71}
@@ -29,7 +30,8 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
         retrieved_length: r, tokens of a neighbor; 0 = 2m.
     """
     s, t, m = settings, num_tokens, settings.chunk_length
-    relative, matrices = int(s.positions == "transformer-xl"), 3 if s.activation == "swiglu" else 2
+    relative, beside = (int(scheme == "transformer-xl") for scheme in (s.positions, s.beside))
+    matrices = 3 if s.activation == "swiglu" else 2
     width, kv_width = s.num_heads * s.head_dim, s.kv_heads * s.head_dim
     attention = _attention(t, t, s.d_model, s.d_model, width, kv_width, relative * (2 * t - 1))
     # Of experts, those that a token asks, and the router; not the empty places in their queues.
@@ -41,14 +43,33 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     if not (k and s.cca_layers and num_chunks):
         return total
     r, d, inner = retrieved_length or 2 * m, s.encoder_d_model, s.encoder_num_heads * s.encoder_head_dim
-    encoder = _attention(r, r, d, d, inner, inner, relative * (2 * r - 1)) + 2 * matrices * r * d * s.encoder_d_ffw
+    encoder = _attention(r, r, d, d, inner, inner, beside * (2 * r - 1)) + 2 * matrices * r * d * s.encoder_d_ffw
     # Neighbors side by side stand at the same positions: the distances are those of one.
-    query = _attention(k * r, m, d, s.d_model, inner, inner, relative * (r + m - 1))
-    cross = _attention(m, k * r, s.d_model, d, width, kv_width, relative * (r + m - 1))
+    query = _attention(k * r, m, d, s.d_model, inner, inner, beside * (r + m - 1))
+    cross = _attention(m, k * r, s.d_model, d, width, kv_width, beside * (r + m - 1))
     per_chunk = k * s.encoder_num_layers * encoder + len(s.encoder_cca_layers) * query + len(s.cca_layers) * cross
     if s.shared_embeddings:
         per_chunk += 2 * k * r * s.d_model * d
-    return total + num_chunks * per_chunk
+    # Windows are filled up with queries that are none: those were not projected.
+    missing = num_chunks * m - (t - m + max(1, s.smeared[1]))
+    return total + num_chunks * per_chunk - len(s.cca_layers) * 2 * width * s.d_model * missing
+
+
+def training_flops(settings: ModelSettings, num_tokens: int, k: int, tuning: TuningSettings = ALL) -> int:
+    """Operations of a training step over one sequence: of the forward pass, and as many again for the gradients of activations and
+    for those of weights, as far as there are any. The arguments as above; an adapter's own few are not counted.
+
+    Exact where all is trained. Without an adapter, gradients of a frozen decoder's activations end at its first chunked
+    cross-attention; that the attention before it has none, and that scores have two and no weights, is left out: a few percent.
+    """
+    whole, off = (forward_flops(settings, num_tokens, neighbors) for neighbors in (k, 0))
+    weights = {"all": whole, "retrieval": whole - off, "none": 0}[tuning.weights]
+    if not tuning.retrieval_only:
+        return 2 * whole + weights
+    num_below = min(settings.cca_layers, default=1) - 1
+    layers = off - 2 * num_tokens * settings.d_model * settings.vocab_size  # without the output layer
+    below = layers * num_below // settings.num_layers
+    return whole if whole == off else 2 * whole - below + weights
 
 
 def _attention(

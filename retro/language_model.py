@@ -13,7 +13,7 @@ from indexing.retriever import Retriever
 from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
 from retro.checkpoint import Checkpoint, load_model, open_checkpoint
-from retro.decoding import Decoder, Retrieve
+from retro.decoding import Decoder, Given, Retrieve
 from retro.device import Placement, place_trained
 from retro.generation import GenerationSettings, Piece, generate
 from retro.model import Retro
@@ -30,7 +30,7 @@ class LanguageModel:
         tokenizer: of the datastore.
         retriever: of the datastore; None where the model or the caller does not retrieve.
         placement: device and precision.
-        context: tokens that the model sees at most.
+        context: tokens that the model sees at most: the sequences of training, in whole chunks.
     """
 
     checkpoint: Checkpoint
@@ -62,7 +62,7 @@ class LanguageModel:
         """
         opened = open_checkpoint(Path(checkpoint))
         placement = place_trained(device, opened.settings["train"]["precision"])
-        source = opened.settings["data"]["datastores"][0] if datastore is None else datastore
+        source = opened.folders[0] if datastore is None else datastore
         retriever: Retriever | None = None
         if isinstance(source, Retriever):
             retriever, tokenizer = source, source.tokenizer
@@ -76,7 +76,8 @@ class LanguageModel:
             retriever = None
         model = load_model(opened, placement.device)
         placement.cast(model)
-        return cls(opened, model, tokenizer, retriever, placement, opened.settings["data"]["sequence_length"])
+        m, length = opened.model.chunk_length, opened.settings["data"]["sequence_length"]
+        return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m)
 
     def score(self, sequences: Sequence[np.ndarray], k: int = 0) -> list[np.ndarray]:
         """Log-probabilities in nats of each token of some sequences but the first, which has nothing before it.
@@ -102,7 +103,7 @@ class LanguageModel:
         return score(self.model, checked, self.placement, context=self.context, retrieve=self._retrieve(k), top=top)
 
     def generate(
-        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int = 0
+        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int = 0, given: Given | None = None
     ) -> Iterator[list[Piece]]:
         """Continue prompts together: after every step a piece for each row that is not finished.
 
@@ -110,12 +111,13 @@ class LanguageModel:
             prompts: token ids [t] of each, which begin with the beginning of a document; t ≥ 1.
             settings: length and sampling.
             k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
+            given: neighbors of each prompt, which all chunks of it read, whatever they would find; nothing is searched.
 
         Raises:
             InputError: as `score`, at once and not at the first step.
         """
         checked = [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)]
-        decoder = Decoder(self.model, self.placement, self.context, self._retrieve(k))
+        decoder = Decoder(self.model, self.placement, self.context, self._retrieve(k) if given is None else None, given)
         return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id)
 
     def _retrieve(self, k: int) -> Retrieve | None:
@@ -149,13 +151,15 @@ class LanguageModel:
 
 def _check_fits(checkpoint: Checkpoint, tokenizer: Tokenizer, retriever: Retriever | None, source: object) -> None:
     """Raise InputError where a model cannot read what stands in a datastore."""
-    model, name = checkpoint.model, source.datastore.folder if isinstance(source, Retriever) else source
-    found = {"vocab_size": tokenizer.vocab_size}
+    name = source.datastore.folder if isinstance(source, Retriever) else source
+    ids, m = tokenizer.vocab_size, checkpoint.model.chunk_length
+    found = [("vocab_size", checkpoint.num_ids, ids, checkpoint.reads(ids))]
     if retriever is not None:
-        found["chunk_length"] = retriever.datastore.chunk_length
-    for key, value in found.items():
-        if value != getattr(model, key):
+        theirs = retriever.datastore.chunk_length
+        found.append(("chunk_length", m, theirs, m == theirs))
+    for key, expected, value, fits in found:
+        if not fits:
             raise InputError(
-                f"{checkpoint.path} was trained with {key} = {getattr(model, key)}, {name} has {value}. "
+                f"{checkpoint.path} was trained with {key} = {expected}, {name} has {value}. "
                 "Name the datastore of the training run, or one with the same tokenizer and chunk length."
             )

@@ -6,18 +6,40 @@ is the same with any number of workers, and going on at a batch needs no state.
 
 import signal
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from retro.batches import Batch, TrainingData
+from retro.batches import Batch
 from retro.device import Placement, Tensors
+from retro.neighbors import NeighborUse
+
+
+class Source(Protocol):
+    """What batches are made of: datastores (`batches.TrainingData`), or examples (`finetuning.rows.ExampleData`).
+
+    What it gives is a function of sample numbers. Another process gets it by pickling, and opens the files itself.
+    """
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """Of all that the batches depend on beside the settings."""
+
+    def neighbor_use(self, first: int) -> NeighborUse:
+        """How neighbors are chosen in the batch whose first sample number this is."""
+
+    def batch(self, samples: range, dropped: float, use: NeighborUse) -> Batch:
+        """The batch of some sample numbers, of which a share is left without neighbors."""
+
+    def origin(self, sample: int) -> dict[str, Any]:
+        """What a sample number is made of, as people name it."""
 
 
 class _Batches(Dataset):
     """The batches of a run by number. In a worker process the data opens its files itself."""
 
-    def __init__(self, data: TrainingData, size: int, rows: range, dropped: float) -> None:
+    def __init__(self, data: Source, size: int, rows: range, dropped: float) -> None:
         self.data, self.size, self.rows, self.dropped = data, size, rows, dropped
 
     def __getitem__(self, number: int) -> Tensors:
@@ -33,7 +55,7 @@ def as_tensors(batch: Batch) -> Tensors:
 
 
 def load(
-    data: TrainingData,
+    data: Source,
     *,
     batches: range,
     batch_size: int,

@@ -76,6 +76,16 @@ def summed_losses(
     return Losses(*_SummedLosses.apply(hidden, weight, labels, z_weight, compiled))
 
 
+def that_count(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [N, D] and labels [N] that count, where fewer than half do (fine-tuning has them on answers alone); else all.
+
+    The sums of `summed_losses` are the same, for less work. Their number differs from batch to batch, so not for what is
+    compiled; and a GPU waits for it.
+    """
+    counts = labels != IGNORED_LABEL
+    return (hidden[counts], labels[counts]) if 0 < 2 * int(counts.sum()) < labels.numel() else (hidden, labels)
+
+
 class _SummedLosses(torch.autograd.Function):
     """`Losses` as sums. The gradients of the objective are made in the forward pass, block by block."""
 
@@ -85,15 +95,19 @@ class _SummedLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, narrow, y = _flat(hidden, weight, labels)
         cross_entropy, z_loss = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
+        # A frozen output layer wants no gradient, and with retrieval OFF a frozen decoder none at all.
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         to_hidden = torch.empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype, device=x.device)
-        to_weight = torch.zeros(weight.shape, device=x.device)  # float32, as blocks add up
+        to_weight = torch.zeros(weight.shape if wants_weight else (), device=x.device)  # float32, as blocks add up
         kernel = _compiled_slopes() if compiled else _slopes
         for rows in _blocks(x, len(weight)):
             nats, z, slopes = kernel(x[rows] @ narrow.T, y[rows], z_weight)
             cross_entropy += nats
             z_loss += z
-            to_hidden[rows] = _product(slopes, narrow)
-            to_weight += _product(slopes.T, x[rows])
+            if wants_hidden:
+                to_hidden[rows] = _product(slopes, narrow)
+            if wants_weight:
+                to_weight += _product(slopes.T, x[rows])
         ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight)
         ctx.types = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(cross_entropy, z_loss)
@@ -102,8 +116,8 @@ class _SummedLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         to_hidden, to_weight = ctx.saved_tensors
-        gradients = (to_hidden * upstream[0]).to(ctx.types[0]), (to_weight * upstream[0]).to(ctx.types[1])
-        return *gradients, None, None, None
+        found = zip((to_hidden, to_weight), ctx.types, ctx.needs_input_grad[:2], strict=True)
+        return *((each * upstream[0]).to(dtype) if wanted else None for each, dtype, wanted in found), None, None, None
 
 
 def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,15 @@ def document_mask(documents: Tensor, chunk_length: int, num_tokens: int) -> Tens
     return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
+def visible(query: Tensor, key: Tensor, window: int = 0) -> Tensor:
+    """Which key a query may see: none later, and of a window of tokens, its own the last of them, only these (0 = all).
+
+    Positions [..., T] and [S] to bool [..., T, S].
+    """
+    apart = query[..., None] - key
+    return (apart >= 0) & (apart < window) if window else apart >= 0
+
+
 def document_starts(documents: Tensor, chunk_length: int, num_tokens: int) -> Tensor:
     """Which tokens are the first of a document in their row: [B, ceil(T/m)] to bool [B, T]."""
     first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # [B, ceil(T/m)]

@@ -6,7 +6,8 @@
     neighbors of chunk u ─ bidirectional encoder ──────────────────────┘ encoded once
 
 Notable: retrieval OFF is the same weights with `neighbors=None`; RMSNorm before each block; no biases; rotary positions
-(ours), Transformer-XL's (the paper's) or others; one class is every attention (`attention.py`); no loop over chunks; no
+(ours), Transformer-XL's (the paper's) or others; a decoder of another family may have LayerNorm, biases and more, and its encoder and
+cross-attention then have none of it; one class is every attention (`attention.py`); no loop over chunks; no
 buffers, so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
 freezes the rest. The model knows nothing of meshes, shards, optimizers or caches (`decoding.py`).
 
@@ -16,6 +17,7 @@ Letters of the shape comments:
     N attentions side by side    Q queries    S keys    H heads    C features of a head    X distances
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,29 +26,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from indexing.store.errors import InputError
-from retro.attention import Attention, Places, place
+from retro.attention import Attention, first_taps
+from retro.encoder import Encoder
 from retro.experts import ExpertLinear, Experts
-from retro.feed_forward import FEED_FORWARD
-from retro.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key
+from retro.feed_forward import FEED_FORWARD, affine, linear
+from retro.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key, visible
 from retro.model_settings import ModelSettings
-
-# ------------------------------------------------------------------------------------------------------------ blocks
-
-
-class Residual(nn.Module):
-    """x + dropout(block(RMSNorm(x))), around every block of decoder and encoder."""
-
-    def __init__(self, width: int, block: nn.Module, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width, eps=1e-6)
-        self.block = block
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """[..., D] to [..., D]; what else the block takes follows x, and what else it returns follows the sum."""
-        y = self.block(self.norm(x), *args, **kwargs)
-        return (x + self.dropout(y[0]), *y[1:]) if isinstance(y, tuple) else x + self.dropout(y)
-
+from retro.positions import Places, Rope, place
+from retro.residual import NORMS, Residual, rms_norm
 
 # ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
 
@@ -77,10 +64,12 @@ class ChunkedCrossAttention(nn.Module):
             mask: bool, which of their tokens are real, [B, U, K, R].
         """
         m, num_chunks = self.chunk_length, encoded.shape[1]
-        shifted = x[:, m - 1 :]
-        num_readers = shifted.shape[1]  # the last window is cut short by the end of the sequence
-        shifted = F.pad(shifted, (0, 0, 0, num_chunks * m - num_readers))
-        windows = rearrange(shifted, "b (u m) d -> (b u) m d", m=m)
+        # Smeared queries reach back into the chunk before: no further, and chunks are of one document.
+        first = m - max(1, self.attention.smeared)
+        q = self.attention.smeared_queries(self.attention.ask(x[:, first:]))[:, m - 1 - first :]
+        num_readers = q.shape[1]  # the last window is cut short by the end of the sequence
+        q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
+        windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
         read = self.read(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask.flatten(0, 1))
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0))
@@ -92,93 +81,21 @@ class ChunkedCrossAttention(nn.Module):
         return self.attention.placed(k, places, starts[None]), v
 
     def read(
-        self, x: Tensor, places: Places, k: Tensor, v: Tensor, mask: Tensor, distance_keys: Tensor | None = None
+        self, q: Tensor, places: Places, k: Tensor, v: Tensor, mask: Tensor, distance_keys: Tensor | None = None
     ) -> Tensor:
-        """Windows [N, Q, D] read keys and values of their chunks' neighbors; mask [N, K, R], the rest as in `Attention`."""
+        """Queries of windows [N, Q, H, C] read keys and values of their chunks' neighbors; mask [N, K, R], the rest as in `Attention`."""
         mask = mask.flatten(1)[:, None, None]  # [N, 1, 1, K·R]
-        read = self.attention.read(x, places, k, v, some_key(mask), distance_keys=distance_keys)
+        read = self.attention.read(q, places, k, v, some_key(mask), distance_keys=distance_keys)
         return read.masked_fill(~mask.any(-1), 0.0)
 
 
-# ------------------------------------------------------------------------------------ encoder (sections 2.3 and 2.5)
-
-
-class Encoder(nn.Module):
-    """Bidirectional transformer over each neighbor, conditioned on the chunk that retrieved it (algorithm 1)."""
-
-    def __init__(self, settings: ModelSettings) -> None:
-        super().__init__()
-        width, dropout = settings.encoder_d_model, settings.dropout
-        self.scheme = (settings.positions, width, settings.encoder_head_dim)
-        self.chunk_length = settings.chunk_length
-        self.shared = settings.shared_embeddings
-
-        def attention(source_width: int) -> Residual:
-            heads, head_dim = settings.encoder_num_heads, settings.encoder_head_dim
-            scale = 1 / head_dim if settings.init == "mup" else None
-            block = Attention(
-                width, source_width, heads, head_dim, settings.positions, normed=settings.qk_norm, scale=scale
-            )
-            return Residual(width, block, dropout)
-
-        if settings.shared_embeddings:
-            self.project = nn.Linear(settings.d_model, width, bias=False)
-        else:
-            self.embedding = nn.Embedding(settings.vocab_size, width)
-        if settings.positions == "learned":
-            self.position_embedding = nn.Embedding(2 * settings.chunk_length, width)  # a chunk and its continuation
-        layers, feed_forward = range(settings.encoder_num_layers), FEED_FORWARD[settings.activation]
-        self.attention = nn.ModuleList(attention(width) for _ in layers)
-        self.cross = nn.ModuleDict({str(layer): attention(settings.d_model) for layer in settings.encoder_cca_layers})
-        self.feed_forward = nn.ModuleList(
-            Residual(width, feed_forward(width, settings.encoder_d_ffw), dropout) for _ in layers
-        )
-        if settings.encoder_cca_layers:
-            self.query_norm = nn.RMSNorm(settings.d_model, eps=1e-6)
-        self.norm = nn.RMSNorm(width, eps=1e-6)
-
-    def forward(self, tokens: Tensor, mask: Tensor, h: Tensor, table: nn.Embedding) -> Tensor:
-        """Encode every neighbor of every chunk at once.
-
-        Args:
-            tokens: of the neighbors, int64 [B, U, K, R].
-            mask: which of them are real, bool [B, U, K, R].
-            h: decoder activations; the first U·M are those of the querying chunks, [B, T, D].
-            table: the decoder's, read where embeddings are shared.
-
-        Returns:
-            [B, U, K, R, E]. Where the mask is False it means nothing.
-        """
-        _, num_chunks, k, r = tokens.shape
-        tokens = rearrange(tokens, "b u k r -> (b u k) r")
-        if self.shared:  # rows of one size, whatever the table's; the stream keeps the table's type under autocast
-            e = self.project(F.rms_norm(table(tokens), table.weight.shape[1:])).to(table.weight.dtype)
-        else:
-            e = self.embedding(tokens)
-        if hasattr(self, "position_embedding"):
-            if r > (longest := 2 * self.chunk_length):
-                raise InputError(
-                    f"neighbors of {r} tokens: with model.positions = 'learned' they may have {longest}, twice "
-                    f"model.chunk_length = {self.chunk_length}."
-                )
-            e = e + self.position_embedding.weight[:r]
-        mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
-        inner = place(*self.scheme, range(r), range(r), tokens.device)
-        if self.cross:
-            m = self.chunk_length
-            outer = place(*self.scheme, range(r), range(m), tokens.device, (k, 1))
-            chunks = rearrange(self.query_norm(h[:, : num_chunks * m]), "b (u m) d -> (b u) m d", m=m)
-        for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
-            e = attention(e, inner, mask=mask)
-            if str(layer) in self.cross:
-                e = rearrange(e, "(b u k) r e -> (b u) (k r) e", u=num_chunks, k=k)
-                e = self.cross[str(layer)](e, outer, source=chunks)
-                e = rearrange(e, "(b u) (k r) e -> (b u k) r e", u=num_chunks, k=k)
-            e = feed_forward(e)
-        return self.norm(rearrange(e, "(b u k) r e -> b u k r e", u=num_chunks, k=k))
-
-
 # --------------------------------------------------------------------------------------- decoder (section 2.4, alg. 1)
+
+
+def rope_of(settings: ModelSettings) -> Rope:
+    """How the decoder's own attentions turn."""
+    scaling = ("scaling", "factor", "low_factor", "high_factor", "original_length")
+    return Rope(settings.turning, settings.rope_theta, *(getattr(settings, f"rope_{name}") for name in scaling))
 
 
 class Retro(nn.Module):
@@ -193,42 +110,49 @@ class Retro(nn.Module):
             )
         self.settings = settings
         width, heads, head_dim, dropout = settings.d_model, settings.num_heads, settings.head_dim, settings.dropout
-        self.scheme = (settings.positions, width, head_dim)
+        self.scheme, self.scheme_beside = (settings.positions, width, head_dim), (settings.beside, width, head_dim)
+        self.rope = rope_of(settings)
         self.base_width = settings.mup_base_width if settings.init == "mup" else width
+        attention = partial(
+            Attention,
+            width,
+            num_heads=heads,
+            head_dim=head_dim,
+            num_kv_heads=settings.kv_heads,
+            normed=settings.qk_norm,
+            scale=1 / head_dim if settings.init == "mup" else None,
+        )
+        norm = partial(NORMS[settings.norm], width, eps=settings.norm_eps)
 
-        def attention(source_width: int) -> Attention:
-            return Attention(
-                width,
-                source_width,
-                heads,
-                head_dim,
-                settings.positions,
-                num_kv_heads=settings.kv_heads,
-                smeared=settings.smeared_keys,
-                normed=settings.qk_norm,
-                scale=1 / head_dim if settings.init == "mup" else None,
-            )
+        def own() -> Attention:
+            bias, norm_eps, smeared = settings.attention_bias, settings.norm_eps, settings.smeared[0]
+            return attention(key_width=width, scheme=settings.positions, smeared=smeared, bias=bias, norm_eps=norm_eps)
 
         def cross() -> ChunkedCrossAttention:
-            return ChunkedCrossAttention(attention(settings.encoder_d_model), settings.chunk_length)
+            source, smeared = settings.encoder_d_model, settings.smeared[1]
+            block = attention(key_width=source, scheme=settings.beside, smeared=smeared)
+            return ChunkedCrossAttention(block, settings.chunk_length)
 
         def feed_forward(layer: int) -> nn.Module:
-            dense = FEED_FORWARD[settings.activation]
-            return Experts(settings) if layer in settings.expert_layers else dense(width, settings.d_ffw)
+            dense, matrix = FEED_FORWARD[settings.activation], affine if settings.feed_forward_bias else linear
+            return Experts(settings) if layer in settings.expert_layers else dense(width, settings.d_ffw, matrix)
 
         layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)
         if settings.positions == "learned":
             self.position_embedding = nn.Embedding(settings.max_positions, width)
+        if settings.beside == "learned":
             self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
         # By number, as a device may hold some of the layers only.
-        self.attention = nn.ModuleDict({str(n): Residual(width, attention(width), dropout) for n in layers})
-        self.feed_forward = nn.ModuleDict({str(n): Residual(width, feed_forward(n + 1), dropout) for n in layers})
-        self.cross = nn.ModuleDict({str(layer): Residual(width, cross(), dropout) for layer in settings.cca_layers})
+        self.attention = nn.ModuleDict({str(n): Residual(norm(), own(), dropout) for n in layers})
+        self.feed_forward = nn.ModuleDict({str(n): Residual(norm(), feed_forward(n + 1), dropout) for n in layers})
+        crosses = {str(layer): Residual(rms_norm(width), cross(), dropout) for layer in settings.cca_layers}
+        self.cross = nn.ModuleDict(crosses)
         if settings.cca_layers:
             self.encoder = Encoder(settings)
-        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.norm = norm()
         self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
+        self.virtual_tokens: Any = None  # a prefix or prompt of `virtual_tokens.py`, from `tuning.add_adapter`
         self.initialize()
 
     @torch.no_grad()
@@ -251,15 +175,20 @@ class Retro(nn.Module):
                 into_stream = name.endswith(".out")
                 fan_in = self.base_width if module is self.head else module.in_features
                 nn.init.normal_(module.weight, std=(fan_in * (num_blocks if into_stream else 1)) ** -0.5)
-            elif isinstance(module, nn.RMSNorm):
+            elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, Attention):
                 for bias in ("content_bias", "distance_bias"):
                     if hasattr(module, bias):
                         nn.init.zeros_(getattr(module, bias).weight)
+                if hasattr(module, "key_taps"):
+                    module.key_taps.weight.copy_(first_taps(*module.key_taps.weight.shape, own=False))
+                    module.query_taps.weight.copy_(first_taps(*module.query_taps.weight.shape, own=True))
                 if hasattr(module, "smear"):  # from heads that look for what followed to heads that look for the token
                     smear = module.smear.weight
                     smear.copy_(torch.linspace(2, -2, len(smear))[:, None])
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
         for name, module in self.named_modules():
             if self.settings.copying_init and isinstance(module, Attention) and not name.startswith("encoder."):
                 module.begin_copying(self.encoder.project.weight if name.startswith("cross.") else None)
@@ -340,18 +269,29 @@ class Retro(nn.Module):
         """The same of tokens that stand at some positions of their documents, [T] or [B, T]: learned ones alone look.
 
         A second table says where a token stands in its chunk. So the stream itself tells chunked cross-attention, and the
-        encoder that reads the chunk, how far from a neighbor's token it is: those have a table of their own.
+        encoder that reads the chunk, how far from a neighbor's token it is: those have a table of their own. Where they have
+        other positions, there is none.
         """
         h = self.embedding(tokens)
         if self.settings.positions == "learned":
             assert positions is not None
-            h = h + self.position_embedding(positions) + self.chunk_embedding(positions % self.settings.chunk_length)
-        return h * self.base_width**0.5
+            h = h + self.position_embedding(positions)
+            if self.settings.beside == "learned":
+                h = h + self.chunk_embedding(positions % self.settings.chunk_length)
+        return self.scaled(h)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Embeddings [..., D] as the stream takes them."""
+        return rows * self.base_width**0.5 if self.settings.scaled_embeddings else rows
 
     def finish(self, h: Tensor) -> Tensor:
         """The end of the residual stream as the output layer reads it: [..., D] to [..., D]."""
         h = self.norm(h)
         return h if self.base_width == self.settings.d_model else h * (self.base_width / self.settings.d_model)
+
+    def virtual(self) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
+        """What every token reads beside the others in each layer, by its name, and of how many virtual tokens it is."""
+        return ({}, 0) if self.virtual_tokens is None else (self.virtual_tokens(self), self.virtual_tokens.count)
 
     def run_layers(
         self,
@@ -366,25 +306,32 @@ class Retro(nn.Module):
         The encoder, which stands in the first layer with CCA, makes the latter of the neighbors; the rest as in `hidden`.
         The third is `experts.ROUTING` of each sequence, float32 [B, 4], summed over the layers with experts, if there are any.
         """
-        num_tokens, m = h.shape[1], self.settings.chunk_length
-        here = place(*self.scheme, range(num_tokens), range(num_tokens), h.device)
+        num_tokens, m, window = h.shape[1], self.settings.chunk_length, self.settings.sliding_window
+        virtual, num_virtual = self.virtual()
+        here = place(*self.scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.rope)
         mask = starts = None
         if documents is not None:
             mask, starts = document_mask(documents, m, num_tokens), document_starts(documents, m, num_tokens)
+        if 0 < window < num_tokens or num_virtual:
+            at = torch.arange(num_tokens, device=h.device)
+            seen = visible(at, at, window)  # [T, T]
+            mask = seen if mask is None else mask & seen
+            mask = F.pad(mask, (num_virtual, 0), value=True)  # every token sees the virtual ones
         cca_layers: tuple[int, ...] = ()
         if neighbors is not None and neighbors.numel() > 0:
             cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
-            there = place(*self.scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
+            there = place(*self.scheme_beside, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
             real = neighbor_mask(neighbors, neighbor_lengths, documents)
         expert_layers, routing = self.settings.expert_layers, None
         for name, attention in self.attention.items():
             layer = int(name) + 1
-            h = attention(h, here, mask=mask, causal=True, starts=starts)
+            reads = h if self.settings.parallel_residual else None
+            h = attention(h, here, mask=mask, causal=not num_virtual, starts=starts, virtual=virtual.get(name))
             if layer == min(cca_layers, default=0):
                 encoded = self.encoder(neighbors, real, h, self.embedding)
             if layer in cca_layers:
                 h = self.cross[str(layer)](h, there, encoded, real)
-            h = self.feed_forward[name](h)
+            h = self.feed_forward[name](h, reads=reads)
             if layer in expert_layers:
                 h, routed = h
                 routing = routed if routing is None else routing + routed

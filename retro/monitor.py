@@ -195,7 +195,9 @@ def gradient_figures(
         return counts
 
     gradients = [[weight.grad for weight in weights if weight.grad is not None] for weights in groups.values()]
-    out = {}
+    out: dict[str, dict[str, float]] = {}
+    if not any(gradients):  # a frozen decoder and a batch without neighbors
+        return out
     for name, (squares, size, *counts) in zip(groups, totals(gradients, measure).tolist(), strict=True):
         if size:
             shares = (count / size for count in counts)

@@ -15,12 +15,15 @@ from retro.model import Retro
 
 
 def learning_rate_factors(model: Retro) -> dict[str, float]:
-    """Parameters that do not learn at `train.lr`, by name, and the share of it at which they learn. None without mup."""
+    """Parameters that do not learn at `train.lr`, by name, and the share of it at which they learn. None without mup.
+
+    Adapters learn at `train.lr`.
+    """
     settings = model.settings
     if settings.init != "mup":
         return {}
     return {
         f"{name}.weight": settings.mup_base_width / module.in_features
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | ExpertLinear) and module is not model.head
+        if isinstance(module, nn.Linear | ExpertLinear) and module is not model.head and ".lora_" not in name
     }

@@ -147,8 +147,8 @@ def _divide_layers(model: Retro, mesh: DeviceMesh) -> None:
         else:
             _divide_block(residual.block, mesh, Shard(1), local=False)
             residual.block.register_forward_pre_hook(partial(_whole, mesh, False))
-        if name == "attention.0":
-            residual.register_forward_pre_hook(partial(_first, mesh))
+        if name in ("attention.0", "feed_forward.0"):
+            residual.register_forward_pre_hook(partial(_first, mesh), with_kwargs=True)
     if model.norm is not None:  # the last stage of a pipeline has it
         parallelize_module(model.norm, mesh, SequenceParallel(use_local_output=False))
     if hasattr(model, "encoder"):
@@ -182,12 +182,19 @@ def _divided(mesh: DeviceMesh, _: nn.Module, __: Any, added: Tensor) -> DTensor:
     return DTensor.from_local(added, mesh, [Partial()], run_check=False).redistribute(mesh, [Shard(1)])
 
 
-def _first(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The embedded tokens, which all processes have, divided."""
-    if isinstance(inputs[0], DTensor):  # a checkpointed block, computed again
-        return inputs
-    whole = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-    return (whole.redistribute(mesh, [Shard(1)]), *inputs[1:])
+def _first(
+    mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The embedded tokens, which all processes have, divided: the first layer's attention reads them, or both its blocks."""
+
+    def shared_out(h: Tensor | None) -> Tensor | None:
+        if h is None or isinstance(h, DTensor):  # a checkpointed block, computed again
+            return h
+        return DTensor.from_local(h, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(1)])
+
+    if "reads" in kwargs:
+        kwargs = {**kwargs, "reads": shared_out(kwargs["reads"])}
+    return (shared_out(inputs[0]), *inputs[1:]), kwargs
 
 
 def _encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -321,7 +328,10 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
     if settings.expert > 1 and not model.settings.num_experts:
         raise InputError(f"parallel.expert = {settings.expert}: the model has no experts (model.num_experts = 0).")
     if (mesh := processes.along("tensor")) is not None:
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         _divide_layers(model, mesh)
+        for name, parameter in model.named_parameters():  # PyTorch's divided norms forget it
+            parameter.requires_grad_(name not in frozen)
     if (mesh := processes.along("expert")) is not None:
         share_experts(model, mesh)
     _checkpoint_activations(model, settings.checkpointing)

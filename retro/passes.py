@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from retro.device import Placement, Tensors
 from retro.experts import ROUTING, routing_loss
 from retro.gradients import squared_norm
-from retro.loss import summed_losses, token_losses
+from retro.loss import summed_losses, that_count, token_losses
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.parallel import Processes, distribute, own_tokens, reshard, sync_gradients, unshard
@@ -93,7 +93,10 @@ class WholeModel:
             hidden, routing = self.hidden_and_routing(**inputs)
             own = own_tokens(self.processes.along("tensor"), hidden, self.model.output_weight, labels)
             objective, parts = part_of_loss(own, routing, share, self.model.settings, self.z_weight, self.compiled)
-        objective.backward()
+        if objective.requires_grad:
+            objective.backward()
+        else:  # nothing that is trained had a part in it: a frozen decoder and a batch without neighbors
+            reshard(self.model)
         return parts
 
     @torch.no_grad()
@@ -132,7 +135,10 @@ def part_of_loss(
         z_weight: of the z-loss.
         compiled: fuse the work between the matrix products.
     """
-    found = summed_losses(*own, z_weight=z_weight, compiled=compiled)
+    hidden, weight, labels = own
+    if not compiled:
+        hidden, labels = that_count(hidden, labels)
+    found = summed_losses(hidden, weight, labels, z_weight=z_weight, compiled=compiled)
     objective, routed = found.objective / share.num_labels, found.objective.new_zeros(len(ROUTING))
     if routing is not None:
         rows = len(routing) / share.num_sequences

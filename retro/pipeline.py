@@ -100,9 +100,11 @@ def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
     if not (is_first or (is_last and settings.tied_embeddings) or (encodes and settings.shared_embeddings)):
         model.embedding = None  # type: ignore[assignment]
     if not is_last:
-        model.norm = model.head = None  # type: ignore[assignment]
+        model.norm = model.head = None
     if not is_first and settings.positions == "learned":
-        del model.position_embedding, model.chunk_embedding
+        del model.position_embedding
+    if not is_first and settings.beside == "learned":
+        del model.chunk_embedding
 
 
 class Pipeline:
@@ -272,6 +274,7 @@ class Pipeline:
     def _sum_tied_gradients(self) -> None:
         """The table's gradient is the sum of what its copies have."""
         tables = [part.embedding.weight for part in self.parts if part.embedding is not None]
+        tables = [table for table in tables if table.requires_grad]
         if not tables or (self._holders is None and len(tables) == 1):
             return
         gradients = [

@@ -15,6 +15,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
+from retro.decoding import Given
 from retro.generation import GenerationSettings
 from retro.language_model import LanguageModel
 from retro.qa import Language
@@ -113,17 +114,19 @@ def answer(
     language_model: LanguageModel,
     prompts: Sequence[np.ndarray],
     *,
-    k: int,
+    k: int = 0,
+    given: Given | None = None,
     max_tokens: int,
     batch_size: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """The likeliest continuation of each prompt, token by token, up to the end of its line.
+    """The likeliest continuation of each prompt, token by token, up to the end of its line or of the document.
 
     Args:
         language_model: open with retrieval, if k is not 0.
         prompts: token ids of each.
         k: neighbors of each chunk; 0 = retrieval OFF.
+        given: neighbors of each prompt, which all its chunks read, and those of its answer: nothing is searched.
         max_tokens: of an answer.
         batch_size: prompts that go on together.
         advance: told of questions.
@@ -131,9 +134,10 @@ def answer(
     settings = GenerationSettings(max_tokens=max_tokens, temperature=0, stop=STOP)
     answers = []
     for start in range(0, len(prompts), batch_size):
-        group = prompts[start : start + batch_size]
+        block = slice(start, start + batch_size)
+        group, read = prompts[block], None if given is None else given[block]
         texts = [""] * len(group)
-        for pieces in language_model.generate(group, settings, k):
+        for pieces in language_model.generate(group, settings, k, read):
             for piece in pieces:
                 texts[piece.row] += piece.text
         answers += [text.strip() for text in texts]

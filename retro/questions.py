@@ -3,14 +3,13 @@
 {"id": "…", "question": "…", "answers": ["…", …], "positive_ids": ["…", …]}
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
-from indexing.streams import DAMAGED, StoredReader, unpacked
+from retro.json_lines import read_json_lines
 
 
 @dataclass(frozen=True)
@@ -36,27 +35,16 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         InputError: it cannot be read, holds no question, or a line is none; the message names file and line.
     """
-    try:
-        with open(path, "rb") as stored:
-            lines = list(unpacked(StoredReader(stored), path.name.lower()))
-    except (OSError, *DAMAGED) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}. Name a question set, .jsonl, .jsonl.gz or .jsonl.zst."
-        ) from error
-    questions = list(_parsed(path, lines))
+    questions = [question for _, question in read_numbered_questions(path)]
     if not questions:
         raise InputError(f"{path} holds no questions.")
     return questions
 
 
-def _parsed(path: Path, lines: list[bytes]) -> Iterator[Question]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{path}:{number} is not JSON: {error}.") from error
-            yield _question(f"{path}:{number}", number, row)
+def read_numbered_questions(path: Path) -> Iterator[tuple[int, Question]]:
+    """The same one by one, each with the number of its line, from 1; also none."""
+    for number, row in read_json_lines(path, "a question set"):
+        yield number, _question(f"{path}:{number}", number, row)
 
 
 def _question(where: str, number: int, row: Any) -> Question:

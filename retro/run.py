@@ -15,13 +15,21 @@ from indexing.store.artefact import verify
 from indexing.store.errors import InputError
 from retro import checkpoint as checkpoints
 from retro.batches import DataSettings
+from retro.finetuning.settings import FinetuneSettings
 from retro.model_settings import ModelSettings
 from retro.optimizer import learning_rate
 from retro.train_settings import TrainSettings
+from retro.tuning_settings import TuningSettings
 
 log = logging.getLogger("retro")
 
-_SECTIONS = {"model": ModelSettings, "data": DataSettings, "train": TrainSettings}
+_SECTIONS = {
+    "model": ModelSettings,
+    "data": DataSettings,
+    "train": TrainSettings,
+    "tuning": TuningSettings,
+    "finetune": FinetuneSettings,
+}
 
 # Settings that change neither weights nor losses: a run may be resumed with other values of these. `on_nan` changes what
 # comes of a batch that a run has stopped at, which is what it is for.
@@ -43,6 +51,8 @@ _FREE = {
         "on_nan",
     ],
     "data": ["datastores", "reading", "materialised"],
+    # Fingerprints tell of the contents of these files, and `train.steps` of the epochs.
+    "finetune": ["examples", "template", "epochs"],
 }
 
 
@@ -57,7 +67,7 @@ def last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str]) 
         return None
     changed = _changes(found, resolved)
     if found.datastores != datastores:
-        changed.append("the datastore has changed")
+        changed.append("the datastore has changed, or the examples that it is fine-tuned on")
     if changed:
         raise InputError(
             f"{run} holds a run with other settings: {'; '.join(changed)}. Set them back or choose another `run`."
@@ -91,9 +101,14 @@ def _newest_whole(run: Path) -> tuple[checkpoints.Checkpoint | None, dict[Path, 
 def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any]) -> list[str]:
     """The settings by which a run would no longer be what its checkpoint was made with, in words."""
     changed = []
+    if ("finetune" in found.settings) != ("finetune" in resolved):
+        return [f"it was one of `retro {'finetune' if 'finetune' in found.settings else 'train'}`"]
     for section, values in resolved.items():
         # What a run before this version was not told had the effect of today's default.
-        before = {**json.loads(json.dumps(asdict(_SECTIONS[section]()), default=str)), **found.settings[section]}
+        before = {
+            **json.loads(json.dumps(asdict(_SECTIONS[section]()), default=str)),
+            **found.settings.get(section, {}),
+        }
         for key, value in values.items():
             if before[key] == value or key in _FREE.get(section, []):
                 continue
@@ -127,9 +142,11 @@ def better(best: dict[str, Any] | None, step: int, line: dict[str, float]) -> di
 def score_of(line: dict[str, float]) -> tuple[str, float] | None:
     """Name and value of the figure of an evaluation by which checkpoints are compared (lower is better), if it has one.
 
-    Bits per byte of the first evaluation set with retrieval ON, or OFF where the model cannot retrieve.
+    Bits per byte of the first evaluation set with retrieval ON, or OFF where the model cannot retrieve; where a run is
+    fine-tuned, the loss of the held-out answers.
     """
-    names = [name for ending in ("_bits_per_byte_on", "_bits_per_byte_off") for name in line if name.endswith(ending)]
+    endings = [f"_{figure}_{mode}" for figure in ("bits_per_byte", "loss") for mode in ("on", "off")]
+    names = [name for ending in endings for name in line if name.endswith(ending)]
     name = next(iter(names), None)
     return (name, line[name]) if name and math.isfinite(line[name]) else None
 

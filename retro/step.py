@@ -105,7 +105,8 @@ def make_step(
                 figures |= looking.updates(before)
         elif update == "refused":
             restore_random_state(placement.device, randomness)
-        scaler.update(scale if update == "refused" else None)  # a bad batch says nothing of the scale
+        silent = update == "refused" or all(parameter.grad is None for parameter in parameters)
+        scaler.update(scale if silent else None)  # a bad batch, or one without gradients, says nothing of the scale
         optimizer.zero_grad(set_to_none=True)
         figures = processes.merged(figures) if looking else {}
         if monitor:

@@ -13,23 +13,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from indexing.device import keep_freed_memory
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import write_json
+from indexing.store.files import read_json, write_json
 from indexing.store.remote import absolute
 from retro import checkpoint as checkpoints
+from retro import training_state
 from retro.bad_batch import name_batch
 from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, Tensors, place
 from retro.evaluation import EvaluationSettings, measure_sets
 from retro.evaluation_sets import open_sets
-from retro.flops import forward_flops, peak_flops
-from retro.loader import load
+from retro.flops import peak_flops, training_flops
+from retro.loader import Source, load
 from retro.loop import Position, Work, loop
 from retro.meter import Meter
 from retro.model import Retro
@@ -45,9 +47,11 @@ from retro.pipeline import Pipeline
 from retro.presets import count_parameters, resolve
 from retro.processes import on_first, open_group
 from retro.run import last_checkpoint, read_metrics
-from retro.start import start_from
+from retro.start import start_adapter, start_from
 from retro.step import make_scaler, make_step, wants_compilation
 from retro.train_settings import TrainSettings
+from retro.tuning import check_parallel, describe, train_only
+from retro.tuning_settings import ALL, TuningSettings
 
 log = logging.getLogger("retro")
 
@@ -67,6 +71,38 @@ class Outcome:
     parameters: int
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a run learns from, and how it is measured.
+
+    Attributes:
+        model: all sizes of the model.
+        datastore: whose tokenizer it is.
+        data: what batches are made of.
+        data_settings: their sequences and neighbors.
+        train: steps, optimizer, schedule, intervals.
+        resolved: everything else that the task was told, section by section, as JSON holds it.
+        measure: the figures of an evaluation of a model.
+    """
+
+    model: ModelSettings
+    datastore: Datastore
+    data: Source
+    data_settings: DataSettings
+    train: TrainSettings
+    resolved: dict[str, dict[str, Any]]
+    measure: "Measure"
+
+
+class Measure(Protocol):
+    """What a task is measured by."""
+
+    def __call__(
+        self, model: Retro, /, *, placement: Placement, token_losses_of: Callable[[Tensors], Tensor]
+    ) -> dict[str, float]:
+        """The figures of a model in evaluation mode, whose losses `token_losses_of` gives: `Passes.token_losses`."""
+
+
 def train(
     run: Path,
     datastores: list[Path],
@@ -75,10 +111,11 @@ def train(
     settings: TrainSettings,
     evaluation: EvaluationSettings,
     parallel: ParallelSettings = ALONE,
+    tuning: TuningSettings = ALL,
     *,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
-    """Train a model, or go on with a run that was stopped.
+    """Train a model on datastores, or go on with a run that was stopped.
 
     Args:
         run: folder of the run.
@@ -88,6 +125,7 @@ def train(
         settings: steps, optimizer, schedule, intervals.
         evaluation: which held-out documents are scored, and how.
         parallel: how the processes of torch's process group, if there is one, share the work; all call this alike.
+        tuning: which weights are trained, and what adapter beside them.
         advance: told of trained tokens.
 
     Raises:
@@ -95,25 +133,68 @@ def train(
         FloatingPointError: loss or gradient are not finite; a checkpoint of the step before is saved, and the batch named.
         Stopped: SIGTERM or SIGINT came; the step, and its evaluation if it has one, was finished and saved.
     """
+
+    def open_task(model: ModelSettings) -> Task:
+        retrieval = bool(model.cca_layers)
+        data = TrainingData(datastores, data_settings, retrieval=retrieval)
+        data.plan(settings.steps * settings.accumulation * settings.batch_size)
+        model = fit_to(model, data.datastores[0])
+        use = NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbors, seed=data_settings.seed)
+        measure = partial(
+            measure_sets,
+            sets=open_sets(evaluation.sets, datastores, model, use.k, data_settings.reading),
+            settings=replace(evaluation, max_tokens=settings.eval_tokens),
+            use=use,
+            sequence_length=data_settings.sequence_length,
+        )
+        resolved = resolved_data(data_settings, datastores)
+        return Task(model, data.datastores[0], data, data_settings, settings, resolved, measure)
+
+    return fit(run, open_task, model_settings, settings, parallel, tuning, advance=advance)
+
+
+def fit(
+    run: Path,
+    open_task: Callable[[ModelSettings], Task],
+    model_settings: ModelSettings,
+    settings: TrainSettings,
+    parallel: ParallelSettings = ALONE,
+    tuning: TuningSettings = ALL,
+    *,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Let a model learn a task, or go on with a run that was stopped; what is not said here is as in `train`.
+
+    Args:
+        run: folder of the run.
+        open_task: gives what is learned by a model of some sizes, all but the vocabulary's.
+        model_settings: its sizes.
+        settings: of which a task may change the number of steps.
+        parallel: how processes share the work.
+        tuning: which weights are trained, and what adapter beside them.
+        advance: told of trained tokens.
+    """
+    _check_tuning(tuning, settings)
     placement = _placement(settings)
     processes, group = Processes(parallel, placement.device), open_group()
-    model_settings = resolve(model_settings)
-    retrieval = bool(model_settings.cca_layers)
-    data = TrainingData(datastores, data_settings, retrieval=retrieval)
-    data.plan(settings.steps * settings.accumulation * settings.batch_size)
-    model_settings = _fit_to(model_settings, data.datastores[0])
-    model_settings.check_length(data_settings.sequence_length)
-    use = NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbors, seed=data_settings.seed)
-    sets = open_sets(evaluation.sets, datastores, model_settings, use.k, data_settings.reading)
-    resolved = _resolved(model_settings, data_settings, settings, datastores)
+    check_parallel(tuning, parallel, processes.count)
+    start = on_first(group, lambda: _start(run, settings))
+    base = on_first(group, lambda: _base(run, start)) if model_settings.preset == "base" else None
+    task = open_task(resolve(model_settings, base))
+    data, model_settings, settings = task.data, task.model, task.train
+    model_settings.check_length(task.data_settings.sequence_length)
+    told = {"model": asdict(model_settings), "train": asdict(settings), "tuning": asdict(tuning)}
+    resolved = {**as_plain_json(told), **task.resolved}
     last = on_first(group, lambda: last_checkpoint(run, resolved, data.fingerprints))
-    start = None
-    if settings.start_from and last is None:
-        start = on_first(group, lambda: checkpoints.open_checkpoint(Path(settings.start_from)))
     model = _model(model_settings, settings)
-    num_parameters, factors = count_parameters(model), learning_rate_factors(model)
+    num_parameters = count_parameters(model)
     if start is not None:
-        start_from(start, model, data.fingerprints)
+        start_from(start, model, data.fingerprints, tuning)
+    start_adapter(start, model, tuning)
+    train_only(model, tuning)
+    if tuning != ALL:
+        log.info("tuning: %s", describe(model))
+    factors = learning_rate_factors(model)
     passes = _share_out(model, processes, placement, settings)
     optimizer = _optimizer(passes, factors, settings)
     on_first(group, lambda: _begin(run, {**resolved, "parallel": asdict(parallel)}))
@@ -122,8 +203,9 @@ def train(
     layout = ways if processes.count > 1 else {}
     facts: dict[str, Any] = {"settings": resolved, "datastores": data.fingerprints, "layout": layout}
     facts["started_from"] = start and start.fingerprint
+    facts["num_ids"] = int(task.datastore.manifest["vocab_size"])
     if last is not None:
-        checkpoints.restore(last, passes.parts, optimizer, group, layout=layout, stream=processes.data_rank)
+        training_state.restore(last, passes.parts, optimizer, group, layout=layout, stream=processes.data_rank)
         on_first(group, partial(checkpoints.name_best, run, last.best))
         position.scaler.load_state_dict(last.scaler)
         position = Position(last.step, last.tokens, last.best, Meter(**last.unlogged), position.scaler, last.skipped)
@@ -132,17 +214,9 @@ def train(
         log.info("%s: going on from step %d", run, last.step)
     for part in passes.parts:
         part.train()
-    batches = _batches(data, settings, position.step, processes, placement)
-    measure = partial(
-        measure_sets,
-        passes.parts[0],
-        sets,
-        replace(evaluation, max_tokens=settings.eval_tokens),
-        placement,
-        use=use,
-        sequence_length=data_settings.sequence_length,
-        token_losses_of=passes.token_losses,
-    )
+    # A frozen decoder learns nothing from sequences without neighbors.
+    dropped = 0.0 if tuning.retrieval_only else settings.retrieval_dropout
+    batches = _batches(data, settings, dropped, position.step, processes, placement)
     work = Work(
         run,
         settings,
@@ -151,9 +225,9 @@ def train(
         facts,
         take_step=make_step(passes, optimizer, batches, processes, placement, settings, position.scaler),
         name_refused=partial(name_batch, run, data, settings),
-        measure=partial(_in_evaluation, passes, measure),
-        utilisation=_utilisation(model_settings, data_settings, settings, placement, processes.count),
-        tensors=partial(checkpoints.tensors_of, passes.parts, optimizer, processes.rank),
+        measure=partial(_measure, task, passes, placement),
+        utilisation=_utilisation(model_settings, task.data_settings, settings, tuning, placement, processes.count),
+        tensors=partial(training_state.tensors_of, passes.parts, optimizer, processes.rank),
         publish=partial(checkpoints.publish, run, keep=settings.keep_checkpoints, group=open_group()),
         advance=advance,
     )
@@ -178,30 +252,56 @@ def _placement(settings: TrainSettings) -> Placement:
     return placement
 
 
+def _start(run: Path, settings: TrainSettings) -> checkpoints.Checkpoint | None:
+    """The weights that a run begins with; None where it goes on, or draws its own."""
+    if not settings.start_from or checkpoints.latest(run) is not None:
+        return None
+    return checkpoints.open_checkpoint(Path(settings.start_from))
+
+
+def _base(run: Path, start: checkpoints.Checkpoint | None) -> ModelSettings | None:
+    """What the preset `base` stands for: the model that a run begins with; its own, where it goes on."""
+    if start is None and checkpoints.latest(run) is not None:
+        return checkpoints.model_settings(read_json(run / "settings.json")["model"])
+    return start.model if start else None
+
+
 def _begin(run: Path, resolved: dict[str, dict[str, Any]]) -> None:
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "settings.json", resolved)
 
 
-def _fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
-    """Fill in what the datastore decides."""
+def fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
+    """Fill in what the datastore decides. A model may have more rows than the tokenizer has ids: those of others often do."""
     vocab_size = int(datastore.manifest["vocab_size"])
-    if model.vocab_size not in (0, vocab_size):
-        raise InputError(f"model.vocab_size = {model.vocab_size}: the datastore's tokenizer has {vocab_size}; use 0.")
+    if 0 < model.vocab_size < vocab_size:
+        raise InputError(
+            f"model.vocab_size = {model.vocab_size}: the datastore's tokenizer has {vocab_size}; use 0, or more than these."
+        )
     if model.chunk_length != datastore.chunk_length:
         raise InputError(
             f"model.chunk_length = {model.chunk_length}: the datastore has chunks of {datastore.chunk_length}."
         )
-    return replace(model, vocab_size=vocab_size)
+    return replace(model, vocab_size=model.vocab_size or vocab_size)
 
 
-def _resolved(
-    model: ModelSettings, data: DataSettings, settings: TrainSettings, datastores: list[Path]
-) -> dict[str, dict[str, Any]]:
-    """Everything that the run was told, as JSON holds it."""
-    resolved = {"model": asdict(model), "data": asdict(data), "train": asdict(settings)}
-    resolved["data"]["datastores"] = [absolute(folder) for folder in datastores]
-    return json.loads(json.dumps(resolved, default=str))
+def resolved_data(data: DataSettings, datastores: list[Path]) -> dict[str, dict[str, Any]]:
+    """The section `data` of a run's settings, with the datastores that it reads."""
+    return as_plain_json({"data": {**asdict(data), "datastores": [absolute(folder) for folder in datastores]}})
+
+
+def as_plain_json(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Settings as JSON holds them."""
+    return json.loads(json.dumps(sections, default=str))
+
+
+def _check_tuning(tuning: TuningSettings, settings: TrainSettings) -> None:
+    """Raise InputError where nothing sensible would come of it."""
+    if tuning.weights != "all" and not settings.start_from:
+        raise InputError(
+            f"tuning.weights = {tuning.weights!r}: what is frozen would stay as it was drawn; name trained weights in "
+            "train.start_from."
+        )
 
 
 def _model(model: ModelSettings, settings: TrainSettings) -> Retro:
@@ -231,18 +331,23 @@ def _optimizer(passes: Passes, factors: Mapping[str, float], settings: TrainSett
     )
 
 
-def _in_evaluation(passes: Passes, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+def _measure(task: Task, passes: Passes, placement: Placement) -> dict[str, float]:
     """Measure a model whose every part is in evaluation mode."""
     for part in passes.parts:
         part.eval()
-    figures = measure()
+    figures = task.measure(passes.parts[0], placement=placement, token_losses_of=passes.token_losses)
     for part in passes.parts:
         part.train()
     return figures
 
 
 def _batches(
-    data: TrainingData, settings: TrainSettings, step: int, processes: Processes, placement: Placement
+    data: Source,
+    settings: TrainSettings,
+    dropped: float,
+    step: int,
+    processes: Processes,
+    placement: Placement,
 ) -> Iterator[Tensors]:
     """This process's rows of the batches from a step to the end of the run."""
     workers = settings.data_workers
@@ -251,17 +356,23 @@ def _batches(
         batches=range(step * settings.accumulation, settings.steps * settings.accumulation),
         batch_size=settings.batch_size,
         rows=processes.rows(settings.batch_size),
-        dropped=settings.retrieval_dropout,
+        dropped=dropped,
         workers=workers if workers >= 0 else 2 if placement.device.type == "cuda" else 0,
         placement=placement,
     )
 
 
 def _utilisation(
-    model: ModelSettings, data: DataSettings, settings: TrainSettings, placement: Placement, num_devices: int
+    model: ModelSettings,
+    data: DataSettings,
+    settings: TrainSettings,
+    tuning: TuningSettings,
+    placement: Placement,
+    num_devices: int,
 ) -> Callable[[float], float]:
     """Model-FLOPs utilisation at a rate in tokens per second; see `retro.flops`."""
     ks = data.k_choices or (data.k,)
-    flops = 3 * sum(forward_flops(model, data.sequence_length, k) for k in ks) / len(ks) / data.sequence_length
+    length = data.sequence_length
+    flops = sum(training_flops(model, length, k, tuning) for k in ks) / len(ks) / length
     peak = settings.peak_tflops * 1e12 or peak_flops(placement)
     return lambda tokens_per_second: tokens_per_second * flops / (peak * num_devices)

@@ -12,6 +12,7 @@ ALLOWED = {
     "retro": {"indexing", "retro"},
     "pipelines": {"indexing", "retro", "pipelines"},
 }
+REMOTE_CODE = ROOT / "retro" / "huggingface" / "remote_code"  # loaded by transformers alone
 OURS = ("indexing", "retro", "pipelines")
 FILES = sorted(path for layer in OURS for path in (ROOT / layer).rglob("*.py"))
 
@@ -45,7 +46,9 @@ def test_ray_is_imported_by_pipelines_alone_and_never_at_the_top(path: Path) -> 
     if not path.is_relative_to(ROOT / "pipelines"):
         assert "ray" not in roots
     top = {module.split(".")[0] for module in imports_of(path, everywhere=False)}
-    assert not top & {"ray", "faiss", "autofaiss", "pyarrow", "sentencepiece", "transformers"}
+    if path.parent == REMOTE_CODE:
+        top -= {"transformers"}
+    assert not top & {"ray", "faiss", "autofaiss", "pyarrow", "sentencepiece", "transformers", "peft"}
     if path.is_relative_to(ROOT / "retro"):
         assert not roots & {"faiss", "autofaiss", "ray"}
 

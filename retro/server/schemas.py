@@ -130,6 +130,24 @@ class NeighborsResponse(BaseModel):
     missing: list[str] = Field(default_factory=list)
 
 
+class NeighborTokensRequest(Request):
+    """Whole chunks as token ids, for a model that lies elsewhere: it reads what its own server would read."""
+
+    model_config = _example(chunks=[], k=2)
+
+    chunks: list[list[TokenId]] = Field(description="Each of `chunk_length` token ids, as `GET /datastore` tells it.")
+    k: int = Field(2, ge=1)
+
+
+class NeighborTokensResponse(BaseModel):
+    """The neighbors of each chunk, nearest first, with their continuations: k rows of 2 chunk_length token ids."""
+
+    tokens: list[list[list[int]]]
+    lengths: list[list[int]] = Field(description="How many of the ids are real, the others fill up; 0 = no neighbor.")
+    partial: bool = False
+    missing: list[str] = Field(default_factory=list)
+
+
 class StoredChunk(BaseModel):
     """A chunk of the datastore by id, with where it stands."""
 

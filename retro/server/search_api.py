@@ -156,6 +156,32 @@ async def neighbors(request: schemas.NeighborsRequest, service: Serving) -> Resp
     return as_json(schemas.NeighborsResponse(chunks=chunks, **_missing(found)))
 
 
+@router.post(
+    "/neighbors/tokens", response_model=schemas.NeighborTokensResponse, responses=declared(413, 422), tags=["search"]
+)
+async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: Serving) -> Response:
+    """What a model reads of the datastore: token ids of the neighbors of whole chunks, with their continuations."""
+    retriever, m = service.retriever, service.retriever.datastore.chunk_length
+    service.check_queries(len(request.chunks), "chunks")
+    service.check_input([len(row) for row in request.chunks], "chunks")
+    for number, row in enumerate(request.chunks):
+        if len(row) != m:
+            raise Refused(f"chunks[{number}] has {len(row)} tokens, the datastore's chunks have {m}.", param="chunks")
+    search = Search("tokens", service.check_k(request.k), "{}", "embeddings", text=False)
+    found = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
+    ids = np.full((len(found), request.k), -1, dtype=np.int64)
+    for number, each in enumerate(found):
+        ids[number, : len(each.hits)] = [hit.chunk_id for hit in each.hits]
+    tokens, lengths = await run_in_threadpool(retriever.retrieval.with_continuation, ids.ravel())
+    return as_json(
+        schemas.NeighborTokensResponse(
+            tokens=tokens.reshape(*ids.shape, 2 * m).tolist(),
+            lengths=lengths.reshape(ids.shape).tolist(),
+            **_missing(found),
+        )
+    )
+
+
 def _chunk(retriever: Retriever, tokens: np.ndarray, found: Found) -> schemas.Chunk:
     """A chunk [≤ m] of the text with its neighbors."""
     decode, m = retriever.tokenizer.decode_batch, retriever.datastore.chunk_length

@@ -38,8 +38,23 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "rope": {},
     "transformer-xl": {"positions": "transformer-xl"},
     "smeared": {"smeared_keys": True},
+    "smeared-far": {"smeared_keys": True, "smeared_tokens": 3},
     "alibi": {"positions": "alibi", "num_kv_heads": 1, "activation": "swiglu", "smeared_keys": True},
     "learned": {"positions": "learned", "max_positions": 4 * T, "qk_norm": True, "init": "mup", "mup_base_width": 16},
+    "neox": {  # with Llama's scaling
+        "norm": "layer",
+        "norm_eps": 1e-5,
+        "attention_bias": "all",
+        "feed_forward_bias": True,
+        "activation": "gelu-tanh",
+        "parallel_residual": True,
+        "rope_theta": 500.0,
+        "rope_share": 0.5,
+        "rope_scaling": "llama3",
+        "rope_factor": 4.0,
+        "rope_original_length": 64,
+        "scaled_embeddings": False,
+    },
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 few = settings(max_examples=8, deadline=None, derandomize=True)

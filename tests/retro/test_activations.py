@@ -13,8 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from retro.activations import Pass, observe, trace
 from retro.loss import loss
-from retro.model import Residual, Retro
+from retro.model import Retro
 from retro.model_settings import ModelSettings
+from retro.residual import Residual
 from tests.retro.small_model import SCHEMES, SETTINGS
 
 WIDER = replace(SETTINGS, d_model=64, d_ffw=256, encoder_d_model=48, encoder_d_ffw=192)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from retro.attention import Attention, Distances, Nowhere, Places, Rotary, attend, place, smear
+from retro.attention import Attention, attend, first_taps, smear, tapped
+from retro.positions import Distances, Nowhere, Places, Rotary, place
 from tests.retro.small_model import M, R, batch, build, logits
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
@@ -199,6 +200,23 @@ def test_grouped_queries_in_bfloat16_training_are_those_in_float32(causal):
     rounded = attend(*(tensor.bfloat16() for tensor in (q, k, v)), None, causal)
     assert rounded.requires_grad
     torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05)
+
+
+def test_taps_sum_what_stands_before_up_to_a_start_or_what_was_kept():
+    x, taps = torch.tensor([1.0, 10, 100, 1000, 10_000]).view(1, 5, 1, 1), torch.tensor([[1.0, 2, 3]])
+    assert tapped(x, taps).flatten().tolist() == [1, 12, 123, 1230, 12_300]
+    starts = torch.tensor([[True, False, True, False, False]])
+    assert tapped(x, taps, starts).flatten().tolist() == [1, 12, 100, 1200, 12_300]
+    assert torch.equal(tapped(x[:, 3:], taps, before=x[:, 1:3]), tapped(x, taps)[:, 3:])
+
+
+def test_first_heads_begin_with_several_tokens_and_keys_with_those_that_their_queries_hold():
+    keys, queries = first_taps(3, 4, own=False), first_taps(3, 3, own=True)
+    torch.testing.assert_close(keys.norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(keys[0, 1:] / keys[0, 1], queries[0] / queries[0, 0])  # the key of what follows them
+    assert keys[0, 0] < 0.1
+    assert keys[2].tolist() == [1, 0, 0, 0]
+    assert queries[2].tolist() == [1, 0, 0]
 
 
 def test_smeared_keys_mix_in_the_one_before_and_stop_where_something_new_starts():

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from retro import checkpoint as checkpoints
+from retro.exported import export
 from retro.tensor_files import index, read_tensors, save_tensors
 from retro.trainer import train
 from tests.conftest import tiny_config
@@ -108,7 +109,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def exported(run: Path, tmp_path: Path) -> Path:
-    checkpoints.export(checkpoints.open_checkpoint(run), tmp_path / "model.safetensors")
+    export(checkpoints.open_checkpoint(run), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
@@ -119,7 +120,7 @@ def test_an_exported_file_says_and_computes_what_its_checkpoint_does(run: Path, 
     weights, same = (checkpoints.load_model(opened, torch.device("cpu")).state_dict() for opened in (there, here))
     assert weights.keys() == same.keys()
     assert all(torch.equal(weights[name], same[name]) for name in weights)
-    checkpoints.export(here, tmp_path / "again.safetensors")
+    export(here, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == exported.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "again.safetensors"}
 
@@ -156,7 +157,7 @@ def test_tensors_without_a_model_another_ending_and_another_version_are_refused(
         checkpoints.open_checkpoint(tmp_path / "foreign.safetensors")
     opened = checkpoints.open_checkpoint(exported)
     with pytest.raises(InputError, match=r"\.safetensors"):
-        checkpoints.export(opened, tmp_path / "model.pt")
+        export(opened, tmp_path / "model.pt")
     monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 2)
     with pytest.raises(InputError, match="format version 1, this program reads 2"):
         checkpoints.open_checkpoint(exported)

@@ -1,6 +1,7 @@
 """The cached decoder gives the logits of the whole forward pass, whatever it has dropped, kept or batched."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from indexing.store.errors import InputError
 from retro.decoding import Decoder, Retrieve
 from retro.device import Placement, place
 from retro.model import Retro
+from retro.tuning import add_adapter
+from retro.tuning_settings import TuningSettings
 from tests.retro.small_model import M, R, T, V, build, every_scheme, model_of
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
@@ -74,6 +77,24 @@ def test_every_step_gives_the_logits_of_the_whole_forward_pass(scheme: str, k: i
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(*LENGTHS), 2 * M + 2, keep_at=M)
 
 
+@every_scheme
+def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme: str) -> None:
+    model, prompts = model_of(scheme), rows(1, M, M + 1, 3 * M)
+    rng = np.random.default_rng(2)
+    given = [(rng.integers(0, V, (5, R)), rng.integers(0, R + 1, 5)) for _ in prompts]
+
+    def expected(row: np.ndarray) -> Tensor:
+        own = next(each for each, prompt in zip(given, prompts, strict=True) if prompt[0] == row[0])
+        return uncached(model, row, lambda chunks: tuple(np.stack([part] * len(chunks)) for part in own))
+
+    def unasked(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        raise AssertionError("nothing is to be looked for")
+
+    for number, prompt in enumerate(prompts):
+        prompt[0] = number
+    check_steps(Decoder(model, FLOAT32, 4 * T, unasked, given), expected, prompts, 2 * M + 2, keep_at=M)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -81,12 +102,26 @@ def test_every_step_gives_the_logits_of_the_whole_forward_pass(scheme: str, k: i
         {"num_experts": 4, "experts_every": 2, "capacity_factor": 0.5},
         {"cca_layers": (1,), "encoder_cca_layers": (), "tied_embeddings": False},
         {"cca_layers": (3,), "shared_embeddings": True, "encoder_cca_layers": (1, 2)},
+        {"scheme": "rope", "retrieval_smeared_keys": True, "smeared_tokens": 2},
+        {"sliding_window": M + 1, "attention_bias": "qkv", "qk_norm": True, "norm_eps": 0.1},
+        {"sliding_window": 3, "positions": "transformer-xl", "retrieval_positions": "alibi", "parallel_residual": True},
+        {"positions": "learned", "max_positions": 4 * T, "retrieval_positions": "rope", "sliding_window": 1},
     ],
 )
 def test_other_architectures_are_cached_too(changes: dict) -> None:
-    model, retrieve = build("smeared", **changes), retriever(2)
+    model, retrieve = build(**{"scheme": "smeared", **changes}), retriever(2)
     decoder = Decoder(model, FLOAT32, 4 * T, retrieve)
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(2, M, 2 * M + 1), M + 1)
+
+
+@pytest.mark.parametrize("adapter", ["prefix", "prompt"])
+@every_scheme
+def test_virtual_tokens_are_in_the_cache_also_after_a_full_context(scheme: str, adapter: Any) -> None:
+    model, retrieve, context = build(scheme), retriever(2), 3 * M
+    add_adapter(model, TuningSettings(adapter=adapter, virtual_tokens=3))
+    decoder = Decoder(model.eval(), FLOAT32, context, retrieve)
+    prompts = rows(1, M + 1, context, context + 2)
+    check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 2 * M, keep_at=M)
 
 
 @pytest.mark.parametrize("context", [M, 2 * M, 8 * M])

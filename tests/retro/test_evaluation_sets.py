@@ -117,7 +117,7 @@ def test_a_set_that_does_not_fit_the_model_is_refused_by_name(
 
     refused(f"web={tmp_path}", r"evaluation\.sets has 'web=.*is not a datastore")
     refused(f"web={copied}", r"evaluation\.k = 7 .*evaluation set 'web'.* stores 6", k=7)
-    refused(f"web={copied}", r"evaluation set 'web'.*vocab_size", model=replace(settings, vocab_size=999))
+    refused(f"web={copied}", r"evaluation set 'web'.*vocab_size", model=replace(settings, vocab_size=99))
     refused(f"web={copied}", r"evaluation set 'web'.*chunk_length", model=replace(settings, chunk_length=32))
     manifest = read_json(copied / "tokenizer" / "manifest.json")
     manifest["files"]["token_bytes.npy"]["checksum"] = "other"

@@ -9,10 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from retro.device import Placement
-from retro.flops import forward_flops, measured_flops, peak_flops
+from retro.flops import forward_flops, measured_flops, peak_flops, training_flops
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.presets import PRESETS
+from retro.tuning import train_only
+from retro.tuning_settings import TuningSettings
 
 SETTINGS = ModelSettings(
     vocab_size=50,
@@ -37,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transformer-xl": {"positions": "transformer-xl"},
     "grouped": {"positions": "alibi", "num_kv_heads": 1, "activation": "swiglu"},
     "learned": {"positions": "learned", "qk_norm": True, "init": "mup", "shared_embeddings": True},
+    "biased": {"retrieval_positions": "alibi", "attention_bias": "all", "feed_forward_bias": True, "norm": "layer"},
 }
 
 
@@ -53,6 +56,22 @@ def test_the_formula_counts_what_torch_counts(option: str, k: int) -> None:
     decoder, encoder, asking = 3 * 23 * 32 * 24, 2 * 15 * 24 * 12 + 11 * 24 * 12, 2 * 11 * 32 * 24
     left_out = 2 * (decoder + (encoder + asking if k else 0)) if option == "transformer-xl" else 0
     assert forward_flops(settings, 12, k) + left_out == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("weights", ["all", "retrieval"])
+def test_of_training_the_gradients_that_there_are_are_counted(weights: Any, k: int) -> None:
+    """Those of a frozen decoder end at its first cross-attention, here in the fourth of six layers."""
+    settings, tuning = replace(SETTINGS, num_layers=6, cca_layers=(4, 5)), TuningSettings(weights=weights)
+    model = Retro(settings)
+    train_only(model, tuning)
+    neighbors = torch.zeros(1, 3, k, 8, dtype=torch.int64) if k else None
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        logits = model(torch.zeros(1, 12, dtype=torch.int64), neighbors=neighbors)
+        if logits.requires_grad:
+            logits.sum().backward()
+    rounding = 0.0 if weights == "all" else 0.02
+    assert training_flops(settings, 12, k, tuning) == pytest.approx(counter.get_total_flops(), rel=rounding)
 
 
 @pytest.mark.parametrize("experts_per_token", [1, 2])

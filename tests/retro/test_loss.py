@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retro import loss as module
 from retro.batches import IGNORED_LABEL
-from retro.loss import loss, losses, token_losses
+from retro.loss import loss, losses, summed_losses, that_count, token_losses
 
 B, T, D, V = 3, 7, 12, 50
 
@@ -65,6 +65,19 @@ def test_the_z_loss_is_the_square_of_log_z_and_cross_entropy_is_told_apart(parts
     assert not found.cross_entropy.requires_grad
     for ours, theirs in zip(torch.autograd.grad(found.objective / 4, (hidden, weight)), wanted, strict=True):
         torch.testing.assert_close(ours, theirs / 4)
+
+
+@pytest.mark.parametrize("counting", [0, 1, B * T // 2, B * T])
+def test_rows_that_do_not_count_are_left_out_without_a_change(parts, counting: int) -> None:
+    hidden, weight, labels = parts
+    labels = torch.where(torch.randperm(B * T).view(B, T) < counting, labels.clamp(min=0), IGNORED_LABEL)
+    few, their_labels = that_count(hidden, labels)
+    assert their_labels.numel() == (counting if 0 < counting < B * T / 2 else B * T)
+    whole, part = summed_losses(hidden, weight, labels), summed_losses(few, weight, their_labels)
+    torch.testing.assert_close(part.cross_entropy, whole.cross_entropy)
+    wanted, found = (torch.autograd.grad(each.objective, (hidden, weight)) for each in (whole, part))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_without_any_label_the_loss_is_zero_and_so_are_its_gradients(parts) -> None:

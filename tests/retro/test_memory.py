@@ -61,7 +61,13 @@ def test_tensor_parallelism_divides_what_the_blocks_hold_and_nothing_else() -> N
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"positions": "learned", "shared_embeddings": True}, {"tied_embeddings": False}]
+    "changes",
+    [
+        {},
+        {"positions": "learned", "shared_embeddings": True},
+        {"positions": "learned", "retrieval_positions": "rope", "norm": "layer", "attention_bias": "all"},
+        {"tied_embeddings": False},
+    ],
 )
 def test_a_process_of_a_pipeline_holds_what_its_stages_hold(schedule: str, changes: dict[str, Any]) -> None:
     settings = replace(SETTINGS, **changes)

@@ -326,10 +326,23 @@ def test_a_model_from_the_meta_device_is_the_model():
         {"positions": "absolute"},
         {"activation": "relu"},
         {"init": "zero"},
+        {"smeared_tokens": 0},
+        {"smeared_tokens": 65},
         {"num_kv_heads": 3},
         {"num_kv_heads": -1},
         {"max_positions": 0},
         {"mup_base_width": 0},
+        {"norm": "batch"},
+        {"norm_eps": 0.0},
+        {"attention_bias": "out"},
+        {"rope_scaling": "yarn"},
+        {"rope_theta": 0.0},
+        {"rope_share": 0.33},
+        {"rope_factor": -1.0},
+        {"rope_high_factor": 1.0},
+        {"sliding_window": -1},
+        {"retrieval_positions": "learned"},
+        {"retrieval_positions": "absolute"},
     ],
 )
 def test_impossible_settings_are_refused_by_name(wrong):
@@ -344,6 +357,48 @@ def test_an_odd_width_is_refused_for_transformer_xl_only():
     ModelSettings(head_dim=33, positions="transformer-xl")
     with pytest.raises(ValueError, match=r"model\.d_model is 33.*transformer-xl"):
         ModelSettings(d_model=33, positions="transformer-xl")
+
+
+def test_positions_of_encoder_and_cross_attention_pair_features_by_themselves():
+    ModelSettings(positions="alibi", head_dim=33, encoder_head_dim=33)
+    with pytest.raises(ValueError, match=r"model\.encoder_head_dim is 33.*rope"):
+        ModelSettings(positions="alibi", encoder_head_dim=33, retrieval_positions="rope")
+
+
+@pytest.mark.parametrize("positions", ["rope", "transformer-xl"])
+@pytest.mark.parametrize("documents", [None, torch.tensor([[3, 3, 3, 4]])])
+def test_a_token_sees_the_tokens_of_its_window_in_every_layer(positions, documents):
+    window, layers = 3, 2
+    changes = {"sliding_window": window, "num_layers": layers, "cca_layers": (), "tied_embeddings": False}
+    model = build(positions=positions, **changes)
+    output = model(torch.arange(T)[None], documents).square().sum(-1)[0]
+    for position in range(T):
+        sees = embedding_gradients(model, output[position], model.embedding.weight)[:T] > 0
+        first = max(0, position - layers * (window - 1), 3 * M if documents is not None and position >= 3 * M else 0)
+        assert sees.nonzero().flatten().tolist() == list(range(first, position + 1))
+
+
+def test_a_feed_forward_block_beside_the_attention_reads_what_that_reads():
+    tokens, neighbors, lengths = batch()
+    model = build("neox", num_layers=1, cca_layers=(1,))
+    h = model.embed(tokens)
+    attended, _, _ = model.run_layers(h, None, None, neighbors, lengths)
+    block = model.feed_forward["0"]
+    added = block.block(block.norm(h))
+    torch.nn.init.zeros_(block.block.out.weight)
+    torch.nn.init.zeros_(block.block.out.bias)
+    torch.testing.assert_close(attended, model.run_layers(h, None, None, neighbors, lengths)[0] + added)
+
+
+def test_a_table_of_positions_needs_none_of_places_in_a_chunk_where_retrieval_has_other_positions():
+    changes = {"positions": "learned", "retrieval_positions": "rope", "scaled_embeddings": False}
+    model = build(**changes, max_positions=T)
+    assert not any(name.startswith(("chunk", "encoder.position")) for name, _ in model.named_parameters())
+    tokens, neighbors, _ = batch()
+    expected = model.embedding(tokens) + model.position_embedding.weight[:T]
+    assert torch.equal(model.embed(tokens), expected)
+    turned = (logits(model, tokens, None, each) for each in (neighbors, neighbors.flip(-1)))
+    assert first_difference(*turned) == M - 1
 
 
 def test_a_model_needs_a_vocabulary():

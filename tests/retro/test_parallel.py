@@ -31,6 +31,7 @@ from retro.passes import Share, WholeModel
 from retro.step import make_step
 from retro.train_settings import TrainSettings
 from retro.trainer import train
+from retro.tuning_settings import ALL, TuningSettings
 from tests.conftest import forkserver, tiny_config
 from tests.retro.small_model import batch, build
 
@@ -38,18 +39,41 @@ WORLD = 4
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    # Every scheme of positions, grouped queries, tables of positions, and embeddings that three stages hold.
+    # Every scheme of positions, grouped queries, tables of positions, embeddings that three stages hold, what other families have.
     "learned": {
         "positions": "learned",
         "max_positions": 64,
         "activation": "swiglu",
         "qk_norm": True,
         "num_kv_heads": 4,
+        "norm": "layer",
+        "attention_bias": "all",
+        "feed_forward_bias": True,
+        "parallel_residual": True,
+        "scaled_embeddings": False,
+        "retrieval_positions": "rope",
     },
-    "alibi": {"positions": "alibi", "smeared_keys": True, "shared_embeddings": True, "copying_init": True},
+    "alibi": {
+        "positions": "alibi",
+        "smeared_keys": True,
+        "smeared_tokens": 2,
+        "shared_embeddings": True,
+        "copying_init": True,
+        "parallel_residual": True,
+        "sliding_window": 20,
+    },
     "transformer-xl": {"positions": "transformer-xl", "tied_embeddings": False},
     "experts": {"num_experts": 4, "experts_every": 2},
     "float16": {},
+    # A base that one process has trained, frozen: batches without neighbors have no gradient at all.
+    "retrofit": {},
+    "lora": {"shared_embeddings": True},
+    "prefix": {},
+}
+TUNED = {
+    "retrofit": TuningSettings(weights="retrieval"),
+    "lora": TuningSettings(weights="retrieval", adapter="lora", rank=2),
+    "prefix": TuningSettings(weights="none", adapter="prefix", virtual_tokens=3),
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "data": ("plain", {}),
@@ -65,6 +89,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "interleaved-zero-1": ("experts", {"pipeline": 2, "schedule": "interleaved", "zero": 1, "checkpointing": "full"}),
     "expert": ("experts", {"expert": 4}),
     "expert-zero-3": ("experts", {"expert": 2, "zero": 3}),
+    "retrofit-zero-3": ("retrofit", {"zero": 3}),
+    "retrofit-pipeline-tensor": ("retrofit", {"pipeline": 2, "tensor": 2}),
+    "lora-pipeline-zero-2": ("lora", {"pipeline": 2, "zero": 2}),
+    "prefix-zero-3": ("prefix", {"zero": 3}),
 }
 """By name: options of the model, and how four processes share it."""
 NUM_STEPS = 4
@@ -82,14 +110,18 @@ def run_of(
     """The metrics of a run of a few steps, whoever calls this."""
     precision: Any = "float16" if options == "float16" else "float32"
     settings = replace(config.train, precision=precision, **changes)
+    if options in TUNED:
+        whole = options == "prefix"  # without retrieval to draw
+        settings = replace(settings, start_from=str(config.run / ("retro" if whole else "base")))
     outcome = train(
         folder,
         [config.datastore],
         replace(config.model, **OPTIONS[options]),
-        config.data,
+        replace(config.data, k_choices=(0, 2)) if options == "retrofit" else config.data,
         settings,
         config.evaluation,
         ParallelSettings(**parallel),
+        TUNED.get(options, ALL),
     )
     timed = ("tokens_per_second", "mfu")
     return [{name: value for name, value in line.items() if name not in timed} for line in outcome.metrics]
@@ -158,11 +190,15 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_dat
         "eval_every": NUM_STEPS,
     }
     train_settings |= {"checkpoint_every": NUM_STEPS, "schedule": "constant", "lr": 3e-3, "retrieval_dropout": 0.3}
-    return replace(
+    config = replace(
         config,
         model=replace(config.model, cca_layers=(2, 4), **sizes),
         train=replace(config.train, **train_settings),
     )
+    for name, cca_layers in (("base", ()), ("retro", config.model.cca_layers)):  # what others start from
+        trained = replace(config, model=replace(config.model, cca_layers=cca_layers))
+        run_of(trained, config.run / name, "plain", {}, steps=1, warmup_steps=0)
+    return config
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,39 @@ def test_every_option_may_be_set_beside_a_preset() -> None:
     assert resolve(ModelSettings(preset="tiny", **options)) == replace(PRESETS["tiny"], **options)
 
 
+def test_a_base_has_its_own_retrieval_or_the_usual_or_what_is_set_beside_it() -> None:
+    small = ModelSettings(
+        7, d_model=32, num_layers=5, cca_layers=(), activation="swiglu", positions="alibi", dropout=0.5
+    )
+    found = resolve(ModelSettings(preset="base", chunk_length=16, shared_embeddings=True), small)
+    assert found == replace(
+        small,
+        cca_layers=(2, 4),
+        encoder_d_model=32,
+        encoder_d_ffw=85,
+        encoder_num_heads=1,
+        encoder_head_dim=32,
+        chunk_length=16,
+        shared_embeddings=True,
+        dropout=0.0,
+    )
+    large = replace(PRESETS["1.5b"], vocab_size=9, cca_layers=())
+    usual = replace(
+        PRESETS["1.5b"], vocab_size=9, encoder_num_heads=14
+    )  # the paper's, whose encoder has 16 heads of 64
+    assert resolve(ModelSettings(preset="base"), large) == usual
+    assert resolve(ModelSettings(preset="base", cca_layers=()), large) == replace(usual, cca_layers=())
+    only_one = resolve(ModelSettings(preset="base", encoder_num_layers=1), large)
+    assert (only_one.encoder_num_layers, only_one.encoder_d_model) == (1, ModelSettings().encoder_d_model)
+    assert only_one.cca_layers == PRESETS["1.5b"].cca_layers
+    beside = {"retrieval_smeared_keys": True, "smeared_tokens": 3, "shared_embeddings": True}
+    retrofitted = resolve(ModelSettings(preset="base", **beside), large)  # type: ignore[arg-type]
+    assert (retrofitted.smeared, retrofitted.smeared_keys) == ((0, 3), False)
+    assert resolve(ModelSettings(preset="base"), retrofitted) == retrofitted
+    with pytest.raises(InputError, match=r"model\.smeared_keys = True and model\.preset = 'base'"):
+        resolve(ModelSettings(preset="base", smeared_keys=True), large)
+
+
 def test_tables_of_positions_count_as_embeddings() -> None:
     with torch.device("meta"):
         plain, learned = (Retro(ModelSettings(10, positions=positions)) for positions in ("rope", "learned"))
@@ -77,7 +110,7 @@ def test_of_the_experts_those_that_a_token_asks_are_active() -> None:
 
 @pytest.mark.parametrize("num_experts", [0, 4])
 @pytest.mark.parametrize(
-    ("preset", "activation"), [("tiny", "gelu"), ("small", "gelu"), ("172m", "gelu"), ("small", "swiglu")]
+    ("preset", "activation"), [("tiny", "gelu"), ("small", "gelu-tanh"), ("172m", "gelu"), ("small", "swiglu")]
 )
 def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str, activation: Any, num_experts: int) -> None:
     settings = replace(PRESETS[preset], vocab_size=10, activation=activation, num_experts=num_experts)

@@ -10,6 +10,7 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
+from retro.decoding import Given
 from retro.generation import GenerationSettings, Piece
 from retro.question_answering import Prompts, answer, room_for_prompts
 from retro.questions import Question
@@ -75,10 +76,12 @@ class Speaker:
     def model(self) -> SimpleNamespace:
         return SimpleNamespace(settings=SimpleNamespace(chunk_length=M))
 
-    def generate(self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int) -> Iterator[list[Piece]]:
+    def generate(
+        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, given: Given | None = None
+    ) -> Iterator[list[Piece]]:
         assert settings.temperature == 0
         assert settings.stop == ("\n",)
-        assert k == 2
+        assert k == 2 if given is None else len(given) == len(prompts)
         for step in range(settings.max_tokens):
             pieces = [
                 Piece(row, 0, self.spoken[len(prompt)][step], 0.0)
@@ -95,6 +98,9 @@ def test_answers_keep_the_order_of_the_prompts_and_lose_blanks() -> None:
     answers = answer(speaker, prompts, k=2, max_tokens=3, batch_size=3, advance=advanced.append)  # type: ignore[arg-type]
     assert answers == ["c", "a b", "", "a b"]
     assert advanced == [3, 1]
+    given = [(np.zeros((1, 2 * M), dtype=np.int64), np.ones(1, dtype=np.int64))] * 4
+    again = answer(speaker, prompts, given=given, max_tokens=3, batch_size=3)  # type: ignore[arg-type]
+    assert again == answers
 
 
 def test_room_for_prompts_is_whole_chunks_less_the_answer() -> None:

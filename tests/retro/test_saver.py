@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from retro import checkpoint as checkpoints
+from retro import training_state
 from retro.checkpoint import Tensors
 from retro.model import Retro
 from retro.model_settings import ModelSettings
@@ -47,16 +48,16 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_the_bytes_are_those_of_a_save_without_a_thread_although_training_goes_on(tmp_path: Path) -> None:
     model, optimizer = trained()
     saver, goes_on = Saver(), threading.Event()
-    saver.prepare(checkpoints.tensors_of(model, optimizer))
+    saver.prepare(training_state.tensors_of(model, optimizer))
     for number in (3, 4):
         state = {**STATE, "step": number}
-        checkpoints.write(tmp_path / "plain", state, checkpoints.tensors_of(model, optimizer))
+        checkpoints.write(tmp_path / "plain", state, training_state.tensors_of(model, optimizer))
 
         def late(copies: Tensors, state=state) -> None:
             goes_on.wait()
             checkpoints.write(tmp_path / "threaded", state, copies)
 
-        saver.save(checkpoints.tensors_of(model, optimizer), late)
+        saver.save(training_state.tensors_of(model, optimizer), late)
         step(model, optimizer)
         goes_on.set()
     saver.close()
@@ -85,7 +86,7 @@ def test_what_the_writer_raises_is_raised_in_the_loop_once(tmp_path: Path, end: 
     (tmp_path / "checkpoints").write_text("a file where a folder belongs")
     model, optimizer = trained()
     saver = Saver()
-    tensors = checkpoints.tensors_of(model, optimizer)
+    tensors = training_state.tensors_of(model, optimizer)
     write = lambda copies: checkpoints.write(tmp_path, STATE, copies)  # noqa: E731
     saver.save(tensors, write)
     with pytest.raises(OSError, match="checkpoints"):

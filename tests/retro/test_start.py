@@ -11,6 +11,7 @@ from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro import checkpoint as checkpoints
 from retro.checkpoint import Checkpoint
+from retro.exported import export
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.presets import baseline_of
@@ -53,10 +54,21 @@ def saved(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def test_the_same_model_starts_with_equal_weights_also_from_an_exported_file(retro: Checkpoint, tmp_path: Path) -> None:
-    checkpoints.export(retro, tmp_path / "retro.safetensors")
+    export(retro, tmp_path / "retro.safetensors")
     for source in (retro, checkpoints.open_checkpoint(tmp_path / "retro.safetensors")):
         _, after = started(source, retro.model)
         assert all(torch.equal(after[name], tensor) for name, tensor in saved(retro).items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copying", [False, True])
+def test_retrieval_begins_as_off_beside_a_trained_decoder_or_copies(
+    baseline: Checkpoint, retro: Checkpoint, copying: bool
+) -> None:
+    model = Retro(replace(retro.model, shared_embeddings=copying, copying_init=copying)).eval()
+    start_from(baseline, model, baseline.datastores)
+    tokens, neighbors = torch.arange(32)[None], torch.arange(2 * 2 * 8).view(1, 2, 2, 8)
+    assert torch.equal(model(tokens, neighbors=neighbors), model(tokens)) != copying
 
 
 def test_a_retro_starts_from_a_baseline_and_what_stays_random_is_logged(
@@ -66,7 +78,8 @@ def test_a_retro_starts_from_a_baseline_and_what_stays_random_is_logged(
     before, after = started(baseline, retro.model)
     weights = saved(baseline)
     for name, tensor in after.items():
-        expected = weights.get(name, before[name])
+        reads = name.startswith("cross.") and name.endswith(".out.weight")
+        expected = torch.zeros_like(tensor) if reads else weights.get(name, before[name])
         assert torch.equal(tensor, expected), name
     drawn = [name for name in after if name not in weights]
     assert drawn
@@ -88,6 +101,8 @@ def test_a_baseline_starts_from_a_retro_without_its_encoder(retro: Checkpoint, b
         ({"num_heads": 1, "head_dim": 32}, [r"model\.num_heads = 2, this model 1"]),
         ({"encoder_num_heads": 2, "encoder_head_dim": 8}, [r"model\.encoder_num_heads = 1, this model 2"]),
         ({"positions": "alibi"}, [r"model\.positions = 'rope', this model 'alibi'"]),
+        ({"rope_theta": 500.0}, [r"model\.rope_theta = 10000\.0, this model 500\.0"]),
+        ({"norm": "layer"}, [r"model\.norm = 'rms', this model 'layer'"]),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(retro: Checkpoint, change, words: list[str]) -> None:
@@ -101,7 +116,7 @@ def test_a_run_that_starts_from_weights_knows_them_and_goes_on_without_the_file(
     config: Config, retro: Checkpoint, tmp_path: Path
 ) -> None:
     file = tmp_path / "start.safetensors"
-    checkpoints.export(retro, file)
+    export(retro, file)
     frozen = replace(config.train, start_from=str(file), lr=1e-30, warmup_steps=0, weight_decay=0.0, steps=4)
     begun = replace(config, run=tmp_path / "run", train=frozen)
     found = trained(begun)

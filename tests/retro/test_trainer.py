@@ -305,7 +305,7 @@ def test_two_datastores_are_mixed(config: Config, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"chunk_length": 32}, "model.chunk_length = 32"), ({"vocab_size": 999}, "model.vocab_size = 999")],
+    [({"chunk_length": 32}, "model.chunk_length = 32"), ({"vocab_size": 99}, "model.vocab_size = 99")],
 )
 def test_a_model_that_does_not_fit_the_datastore_is_refused(config: Config, change, named: str) -> None:
     with pytest.raises(InputError, match=named):

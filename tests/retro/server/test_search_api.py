@@ -165,6 +165,21 @@ def test_neighbors_are_those_that_the_model_reads(client: TestClient, retriever:
     assert sum(chunk["tokens"] for chunk in chunks) == len(tokens)
 
 
+def test_neighbors_as_tokens_are_what_the_retriever_gives_a_model(client: TestClient, retriever: Retriever) -> None:
+    chunks = retriever.retrieval.chunks(np.array([3, 50, 90]))[0]
+    for k in (1, 2, 100):
+        answer = client.post("/neighbors/tokens", json={"chunks": chunks.tolist(), "k": k}).json()
+        tokens, lengths = retriever.neighbors(chunks, k)
+        assert (answer["tokens"], answer["lengths"]) == (tokens.tolist(), lengths.tolist())
+        assert not answer["partial"]
+    assert client.post("/neighbors/tokens", json={"chunks": []}).json()["tokens"] == []
+    whole = chunks[0].tolist()
+    for wrong, param in (({"chunks": [whole, whole[1:]]}, "chunks"), ({"chunks": [whole], "k": 101}, "k")):
+        assert problem(client, "/neighbors/tokens", **wrong)[:2] == (422, param)
+    assert problem(client, "/neighbors/tokens", chunks=[[10**6] * 16])[0] == 422
+    assert problem(client, "/neighbors/tokens", chunks=[whole] * 257)[:2] == (422, "chunks")
+
+
 def test_a_text_may_have_so_many_chunks(app_with: Make) -> None:
     with TestClient(app_with(max_queries=3)) as client:
         assert client.post("/neighbors", json={"text": "index " * 10}).status_code == 200

@@ -1,0 +1,1 @@
+"""Fine-tuning on examples: instructions and conversations, and questions with passages as neighbors."""

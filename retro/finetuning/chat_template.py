@@ -1,0 +1,242 @@
+"""Conversations → tokens, and which of them are answers, by a Jinja chat template.
+
+    messages ─ a mark for each ─ template ─ cut at the marks ─┬ its own words: control tokens and text
+                                                              ├ what system and user say: text
+                                                              └ what the assistant says, and the end of its turn: answers
+
+The template sees marks in the place of what is said, so its words are told from the messages': one that holds `<|im_end|>`
+holds these letters, not the control token. What ends a turn is what the template writes after the last answer. A blank before
+an answer belongs to the answer, as before any word.
+
+Where none is named, the words are plain, for models that know no control tokens; the end of the document then ends a turn:
+
+    …system…⏎⏎User: …⏎Assistant: …</s>⏎User: …⏎Assistant: …</s>          in Chinese 用户：…⏎助手：…</s>
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from indexing.tokenizer import Tokenizer
+from indexing.tokenizer_models import read_object
+from retro.finetuning.conversations import Conversation, Message
+from retro.qa import Language, language_of
+
+_PLAIN = """\
+{% for message in messages %}
+{% if message.role == 'system' %}
+{{ message.content }}
+
+{% elif message.role == 'user' %}
+USER{{ message.content }}
+{% else %}
+ASSISTANT{{ message.content }}{{ eos_token }}
+{% endif %}
+{% endfor %}
+"""
+PLAIN: dict[Language, str] = {
+    "en": _PLAIN.replace("USER", "User: ").replace("ASSISTANT", "Assistant: "),
+    "zh": _PLAIN.replace("USER", "用户：").replace("ASSISTANT", "助手："),
+}
+
+# Of the private use area, in which no text means anything: what a template is given for messages, and for the beginning and
+# the end of a document where the tokenizer has no name for them.
+_MARK, _MARKS = "\ue000{}\ue001", re.compile("\ue000(\\d+)\ue001")
+_BEGIN, _END = "\ue002", "\ue003"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A conversation as tokens.
+
+    Attributes:
+        tokens: [t] int64, from the beginning of the document to its end.
+        is_answer: [t] bool, what the assistant says, and the ends of its turns.
+    """
+
+    tokens: np.ndarray
+    is_answer: np.ndarray
+
+
+class _Piece(NamedTuple):
+    text: str
+    of_template: bool
+    is_answer: bool
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How conversations are written.
+
+    Attributes:
+        tokenizer: the model's.
+        source: the Jinja template; empty: plain words.
+        language: of the plain words; `auto`: that of each conversation.
+    """
+
+    tokenizer: Tokenizer
+    source: str = ""
+    language: Language | Literal["auto"] = "auto"
+
+    def write(self, conversation: Conversation) -> Written:
+        """A whole conversation, whose last message is the assistant's.
+
+        Raises:
+            InputError: the template refuses it, or does not write every message once.
+        """
+        tokens, answers = [self.tokenizer.bos_id], [False]
+        for is_answer, group in groupby(self._pieces(conversation), key=lambda piece: piece.is_answer):
+            encoded = list(self._encoded(list(group)))
+            if len(tokens) == 1 and encoded[:1] == tokens:  # some templates begin the document themselves
+                encoded = encoded[1:]
+            tokens += encoded
+            answers += [is_answer] * len(encoded)
+        if tokens[-1] != self.tokenizer.eos_id:
+            tokens, answers = [*tokens, self.tokenizer.eos_id], [*answers, True]
+        return Written(np.array(tokens, dtype=np.int64), np.array(answers))
+
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        """The tokens [t] int64 that the assistant's answer to some messages follows."""
+        written = self.write((*messages, Message("assistant", "x")))
+        last = np.flatnonzero(np.diff(written.is_answer.astype(np.int8)) == 1)[-1]
+        return written.tokens[: last + 1]
+
+    def _pieces(self, conversation: Conversation) -> Iterator[_Piece]:
+        """What is said, and the template's words between."""
+        words = _MARKS.split(self._render(conversation))  # words, number of a message, words, number …, words
+        if words[1::2] != [str(number) for number in range(len(conversation))]:
+            raise InputError("finetune.template leaves out a message, or writes one twice or in another order.")
+        ending, answered = words[-1].rstrip(), False
+        for between, message in zip(words[:-1:2], conversation, strict=True):
+            if answered and between.startswith(ending):
+                yield _Piece(ending, True, True)
+                between = between.removeprefix(ending)
+            answered = message.role == "assistant"
+            before = between.rstrip(" ") if answered else between
+            yield _Piece(before, True, False)
+            yield _Piece(between[len(before) :] + message.content, False, answered)
+        yield _Piece(ending, True, True)
+
+    def _render(self, conversation: Conversation) -> str:
+        import jinja2
+
+        marked = [{"role": each.role, "content": _MARK.format(number)} for number, each in enumerate(conversation)]
+        language = self.language if self.language != "auto" else language_of([each.content for each in conversation])
+        names = {token: name for name, token in self._control_tokens.items()}
+        begin, end = names[self.tokenizer.bos_id], names[self.tokenizer.eos_id]
+        try:
+            template = self._templates[self.source or PLAIN[language]]
+            return template.render(messages=marked, bos_token=begin, eos_token=end, add_generation_prompt=False)
+        except jinja2.TemplateError as error:
+            raise InputError(f"finetune.template: {error}") from error
+
+    def _encoded(self, pieces: Sequence[_Piece]) -> Iterator[int]:
+        """Pieces as tokens, text as far as it goes together; control tokens stand in the template's words alone."""
+        text = ""
+        for piece in pieces:
+            for part in self._control.split(piece.text) if piece.of_template else [piece.text]:
+                if piece.of_template and part in self._control_tokens:
+                    yield from self.tokenizer.encode(text).tolist() if text else ()
+                    yield self._control_tokens[part]
+                    text = ""
+                else:
+                    text += part
+        yield from self.tokenizer.encode(text).tolist() if text else ()
+
+    @cached_property
+    def _control_tokens(self) -> dict[str, int]:
+        begin_and_end = {_BEGIN: self.tokenizer.bos_id, _END: self.tokenizer.eos_id}
+        return {**begin_and_end, **self.tokenizer.control_tokens}  # the later name of a token counts
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        longest_first = sorted(self._control_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    @cached_property
+    def _templates(self) -> "_Templates":
+        return _Templates()
+
+
+class _Templates(dict[str, Any]):
+    """Source → compiled template."""
+
+    def __missing__(self, source: str) -> Any:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        # As `transformers` has it, without `strftime_now`: examples must not depend on the day.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_blocks()]
+        )
+        environment.globals["raise_exception"] = _refuse
+        self[source] = environment.from_string(source)
+        return self[source]
+
+
+def _refuse(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _generation_blocks() -> Any:
+    """A Jinja extension for `{% generation %} … {% endgeneration %}`, which some templates put around answers: it means nothing."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
+def template_of(tokenizer: Tokenizer, finetuned: Mapping[str, Any] | None) -> ChatTemplate:
+    """The words that a model is spoken to in.
+
+    Args:
+        tokenizer: the model's.
+        finetuned: the section `finetune` of its checkpoint, which has the template itself, or None.
+
+    Raises:
+        InputError: it was not fine-tuned on instructions.
+    """
+    if finetuned is None or finetuned["format"] != "instructions":
+        raise InputError(
+            "the model was not fine-tuned on instructions: `retro finetune`, with finetune.format = 'instructions'."
+        )
+    return ChatTemplate(tokenizer, finetuned["template"], finetuned["language"])
+
+
+def read_template(path: str) -> str:
+    """The Jinja template that `finetune.template` names; empty where it names none.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not path:
+        return ""
+    place = Path(path).expanduser()
+    file = place / "chat_template.jinja" if place.is_dir() else place
+    config = place / "tokenizer_config.json"
+    if not file.is_file() and config.is_file():
+        found = read_object(config).get("chat_template")
+        if isinstance(found, list):  # several by name
+            found = {each.get("name"): each.get("template") for each in found}.get("default")
+        if isinstance(found, str):
+            return found
+    if not file.is_file():
+        raise InputError(
+            f"finetune.template = {path!r}: name a Jinja file, or the folder of a tokenizer with a chat_template.jinja or with "
+            'a "chat_template" in tokenizer_config.json; empty: plain words.'
+        )
+    return file.read_text(encoding="utf-8")

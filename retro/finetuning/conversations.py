@@ -1,0 +1,68 @@
+"""Lines of instruction data → conversations.
+
+    {"instruction": "…", "input": "…", "output": "…"}                                   a user's message and its answer
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
+
+Both may stand in one file, in any language. What is neither is refused by file and line.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from indexing.store.errors import InputError
+from retro.json_lines import read_json_lines
+
+ROLES = ("system", "user", "assistant")
+
+
+class Message(NamedTuple):
+    """What somebody says."""
+
+    role: str
+    content: str
+
+
+Conversation = tuple[Message, ...]
+"""Messages in order; the last one is the assistant's."""
+
+
+def read_conversations(path: Path) -> Iterator[tuple[int, Conversation]]:
+    """Every conversation of a file in order, with the number of its line, from 1.
+
+    Raises:
+        InputError: the file cannot be read, or a line is none; the message names file and line.
+    """
+    for number, row in read_json_lines(path, "a file of instructions or conversations"):
+        where = f"{path}:{number}"
+        if not isinstance(row, dict) or ("messages" in row) == ("instruction" in row):
+            found = f"has {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "is no object"
+            raise InputError(f'{where} {found}: a line has "messages", or "instruction" and "output".')
+        yield number, _messages(where, row["messages"]) if "messages" in row else _instruction(where, row)
+
+
+def _instruction(where: str, row: dict[str, Any]) -> Conversation:
+    texts = {key: row.get(key) or "" for key in ("instruction", "input", "output")}
+    for key, text in texts.items():
+        if not isinstance(text, str) or (key != "input" and not text.strip()):
+            raise InputError(f'{where}: "{key}" is {row.get(key)!r}: it must be a text.')
+    asked = "\n".join(text.strip() for text in (texts["instruction"], texts["input"]) if text.strip())
+    return Message("user", asked), Message("assistant", texts["output"].strip())
+
+
+def _messages(where: str, rows: Any) -> Conversation:
+    if not isinstance(rows, list) or not rows:
+        raise InputError(f'{where}: "messages" must be a list of objects with "role" and "content".')
+    messages = tuple(_message(f"{where}: message {number}", row) for number, row in enumerate(rows, 1))
+    if messages[-1].role != "assistant":
+        raise InputError(f"{where}: the last message is of {messages[-1].role!r}: it must be the assistant's answer.")
+    return messages
+
+
+def _message(where: str, row: Any) -> Message:
+    role, content = (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
+    if role not in ROLES:
+        raise InputError(f'{where} has the "role" {role!r}: accepted are {", ".join(ROLES)}.')
+    if not isinstance(content, str) or not content.strip():
+        raise InputError(f'{where} has the "content" {content!r}: it must be a text.')
+    return Message(role, content.strip())

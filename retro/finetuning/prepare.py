@@ -1,0 +1,272 @@
+"""Files of examples → what batches are made of, once for a run: tokens and labels in chunks, and their neighbors.
+
+    RUN/examples/1a2b…/  shards.json   00000/  00001/ …                                                  each an artefact:
+        tokens.npy [chunks, m]   labels.npy [chunks, m]   neighbors.npy [chunks, k]       neighbor = row of the two arrays below,
+        neighbor_tokens.npy [rows, 2m]   neighbor_lengths.npy [rows]                      -1 = none
+        lengths.npy   first_labels.npy   places.npy [examples]   lines.npy [examples, 2]
+
+An example of t tokens is t - 1 places, each with the token that follows as its label if that is of an answer. Its first chunk
+begins it, padding fills its last. The neighbors of a chunk are read while the next one is predicted, so the last chunk has none.
+Killed, it goes on with the next shard. The folder's name is the fingerprint of files and settings: others are prepared beside it.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from indexing.retriever import Retriever
+from indexing.store.artefact import Recipe, create, fingerprint, is_finished
+from indexing.store.datastore import Datastore, shard_name
+from indexing.store.errors import InputError
+from indexing.store.files import checksum, read_json, save_array, write_json
+from indexing.store.retrieval import tokenizer_identity
+from indexing.tokenizer import Tokenizer
+from retro.batches import IGNORED_LABEL
+from retro.finetuning.chat_template import ChatTemplate, Written, read_template
+from retro.finetuning.conversations import Conversation, read_conversations
+from retro.finetuning.settings import FinetuneSettings
+from retro.qa import Language, language_of
+from retro.questions import Question, read_numbered_questions
+from retro.reading_comprehension import Format, Passage, find_passages
+
+log = logging.getLogger("retro")
+
+SHARDS = "shards.json"
+_VERSION = 1
+_SHARD_EXAMPLES = 4096
+
+
+class Line(NamedTuple):
+    """An example as it was read: the number of its file, of its line, and what stands there."""
+
+    file: int
+    number: int
+    example: Conversation | Question
+
+
+class Neighbors(NamedTuple):
+    """What some chunks [C] read.
+
+    Attributes:
+        rows: [C, k] int64, rows of the others; -1 = none.
+        tokens: [P, 2m] int64.
+        lengths: [P] int64.
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+def prepare(run: Path, datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> Path:
+    """The folder of the prepared examples of a run: as it is found, or made; see `preparation`."""
+    return next(folder for folder in preparation(run, datastores, settings, k) if folder)
+
+
+def preparation(run: Path, datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> Iterator[Path | None]:
+    """The same in turns that others can wait for: None after each shard, the folder in the end.
+
+    Args:
+        run: the run's folder.
+        datastores: the first has the tokenizer, and neighbors are found in all of them.
+        settings: files and formats.
+        k: neighbors of a chunk; 0 = none are looked for.
+
+    Raises:
+        InputError: a file or a line of it, the template, or the datastore.
+    """
+    recipe = recipe_of(datastores, settings, k)
+    folder = run / "examples" / recipe.fingerprint
+    if (folder / SHARDS).exists():
+        numbers = range(read_json(folder / SHARDS)["shards"])
+        if all(is_finished(folder / shard_name(number), _shard_recipe(recipe, number)) for number in numbers):
+            yield folder
+            return
+    writer = _Writer.open(datastores, settings, k)
+    lines, number, total = read_lines(settings), 0, 0
+    while block := list(islice(lines, _SHARD_EXAMPLES)):
+        shard, of_shard = folder / shard_name(number), _shard_recipe(recipe, number)
+        if not is_finished(shard, of_shard):
+            with create(shard, of_shard) as (work, counts):
+                for name, array in writer.arrays(block).items():
+                    save_array(work / f"{name}.npy", array)
+                    counts[name] = len(array)
+        number, total = number + 1, total + len(block)
+        log.info("examples: %s prepared, with %d neighbors of each chunk", f"{total:,}", k)
+        yield None
+    if not number:
+        raise InputError(f"finetune.examples: {', '.join(map(str, settings.examples)) or 'no files'}: no examples.")
+    write_json(folder / SHARDS, {"shards": number})
+    yield folder
+
+
+def recipe_of(datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> Recipe:
+    """What prepared examples depend on.
+
+    Raises:
+        InputError: a file of examples, the template or the datastore is missing.
+    """
+    opened = [Datastore.open(location) for location in datastores]
+    inputs = {"tokenizer": fingerprint(tokenizer_identity(opened[0]))}
+    inputs |= {f"datastore {number}": each.fingerprint for number, each in enumerate(opened if k else ())}
+    for number, path in enumerate(settings.examples):
+        try:
+            inputs[f"examples {number}"] = checksum(path)
+        except OSError as error:
+            raise InputError(f"finetune.examples: {path} cannot be read: {error.strerror}.") from error
+    names = ["format", "language"] + ["rerank", "positives_first"] * (settings.format == "questions")
+    chosen = {f"finetune.{name}": getattr(settings, name) for name in names}
+    template = read_template(settings.template)
+    return Recipe("examples", _VERSION, {**chosen, "finetune.template": template, "data.k": k}, inputs)
+
+
+def _shard_recipe(recipe: Recipe, number: int) -> Recipe:
+    return replace(recipe, settings={**recipe.settings, "shard": number})
+
+
+def read_lines(settings: FinetuneSettings) -> Iterator[Line]:
+    """The examples of all files, in order.
+
+    Raises:
+        InputError: a file or a line; the message names both.
+    """
+    for file, path in enumerate(settings.examples):
+        if settings.format == "instructions":
+            yield from (Line(file, number, each) for number, each in read_conversations(path))
+            continue
+        for number, question in read_numbered_questions(path):
+            if not question.answers or not question.answers[0].strip():
+                raise InputError(f'{path}:{number} has no "answers": there is nothing to learn.')
+            yield Line(file, number, question)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Lines → arrays.
+
+    Attributes:
+        settings: formats.
+        tokenizer: the datastore's.
+        template: of conversations.
+        retriever: what finds neighbors; None: nothing does.
+        chunk_length: m.
+        k: neighbors of a chunk.
+    """
+
+    settings: FinetuneSettings
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    retriever: Retriever | None
+    chunk_length: int
+    k: int
+
+    @classmethod
+    def open(cls, datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> "_Writer":
+        datastore = Datastore.open(datastores[0])
+        retriever = Retriever.open(*datastores) if k else None
+        tokenizer = retriever.tokenizer if retriever else Tokenizer.open(datastore.folder / "tokenizer")
+        template = ChatTemplate(tokenizer, read_template(settings.template), settings.language)
+        return cls(settings, tokenizer, template, retriever, datastore.chunk_length, k)
+
+    def arrays(self, block: Sequence[Line]) -> dict[str, np.ndarray]:
+        """The arrays of a shard by name."""
+        m = self.chunk_length
+        written = [self._written(line) for line in block]
+        lengths = np.array([len(each.tokens) - 1 for each in written], dtype=np.int64)
+        counts = -(-lengths // m)  # chunks of each
+        tokens = np.full((counts.sum(), m), self.tokenizer.pad_id, dtype=self.tokenizer.dtype)
+        labels = np.full((counts.sum(), m), IGNORED_LABEL, dtype=np.int32)
+        for each, first, length in zip(written, (np.cumsum(counts) - counts) * m, lengths, strict=True):
+            tokens.reshape(-1)[first : first + length] = each.tokens[:-1]
+            labels.reshape(-1)[first : first + length] = np.where(each.is_answer, each.tokens, IGNORED_LABEL)[1:]
+        neighbors = self._neighbors(block, tokens.astype(np.int64), counts)
+        neighbors.rows[np.cumsum(counts) - 1] = -1
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "neighbors": neighbors.rows,
+            "neighbor_tokens": neighbors.tokens.astype(self.tokenizer.dtype),
+            "neighbor_lengths": neighbors.lengths,
+            "lengths": lengths,
+            "first_labels": np.array([each.is_answer.argmax() - 1 for each in written], dtype=np.int64),
+            "lines": np.array([line[:2] for line in block], dtype=np.int64),
+            "places": np.array([place_of(line.example) for line in block], dtype=np.uint64),
+        }
+
+    def _written(self, line: Line) -> Written:
+        if isinstance(line.example, Question):
+            form = self._format(line.example)
+            prompt, answer = form.prompt(line.example.question), form.answer(line.example.answers[0])
+            return Written(np.concatenate((prompt, answer)), np.arange(len(prompt) + len(answer)) >= len(prompt))
+        try:
+            return self.template.write(line.example)
+        except InputError as error:
+            raise InputError(f"{self.settings.examples[line.file]}:{line.number}: {error}") from error
+
+    def _format(self, question: Question) -> Format:
+        chosen = self.settings.language
+        language: Language = language_of([question.question]) if chosen == "auto" else chosen
+        return Format(self.tokenizer, self.chunk_length, language)
+
+    def _neighbors(self, block: Sequence[Line], tokens: np.ndarray, counts: np.ndarray) -> Neighbors:
+        """Of the chunks of a block's examples, tokens [C, m], of which each example has some [examples]."""
+        if self.retriever is None:
+            none = np.empty((0, 2 * self.chunk_length), dtype=np.int64)
+            return Neighbors(np.full((len(tokens), 0), -1, dtype=np.int64), none, np.empty(0, dtype=np.int64))
+        if self.settings.format == "instructions":
+            return found_by_chunk(self.retriever, tokens, counts, self.k)
+        questions = [line.example for line in block if isinstance(line.example, Question)]
+        rerank, positives_first = self.settings.rerank, self.settings.positives_first
+        passages = find_passages(self.retriever, questions, self.k, rerank=rerank, positives_first=positives_first)
+        return of_questions([self._format(each) for each in questions], passages, counts, self.k)
+
+
+def found_by_chunk(retriever: Retriever, tokens: np.ndarray, counts: np.ndarray, k: int) -> Neighbors:
+    """What each chunk [C, m] but the last of an example finds by itself."""
+    asking = np.ones(len(tokens), dtype=bool)
+    asking[np.cumsum(counts) - 1] = False
+    chunks = tokens[asking]
+    found = np.full((len(tokens), k), -1, dtype=np.int64)
+    if len(chunks):
+        vectors = retriever.embedder.embed(chunks, np.full(len(chunks), tokens.shape[1], dtype=np.int64))
+        found[asking] = retriever.nearest(vectors, k)[0]
+    ids, rows = np.unique(found, return_inverse=True)
+    rows = rows.reshape(found.shape)
+    if len(ids) and ids[0] < 0:  # none
+        ids, rows = ids[1:], rows - 1
+    return Neighbors(rows.astype(np.int64), *retriever.retrieval.with_continuation(ids))
+
+
+def of_questions(
+    formats: Sequence[Format], passages: Sequence[Sequence[Passage]], counts: np.ndarray, k: int
+) -> Neighbors:
+    """The passages of each question, which all chunks of it read; the same passage in one language is one row."""
+    numbers: dict[tuple[Format, Passage], int] = {}
+    rows = np.full((len(passages), k), -1, dtype=np.int64)
+    for question, (form, found) in enumerate(zip(formats, passages, strict=True)):
+        for place, passage in enumerate(found):
+            rows[question, place] = numbers.setdefault((form, passage), len(numbers))
+    keys = list(numbers)
+    tokens = np.empty((len(keys), 2 * formats[0].chunk_length), dtype=np.int64)
+    lengths = np.empty(len(keys), dtype=np.int64)
+    for form in set(formats):
+        own = [number for number, key in enumerate(keys) if key[0] == form]
+        tokens[own], lengths[own] = form.neighbors([keys[number][1] for number in own], len(own))
+    return Neighbors(np.repeat(rows, counts, axis=0), tokens, lengths)
+
+
+def place_of(example: Conversation | Question) -> int:
+    """A number of 64 bits, by which examples are held out: that of a hash of what is asked, so that equal questions stay together."""
+    asked = (
+        [example.question]
+        if isinstance(example, Question)
+        else [message.content for message in example if message.role != "assistant"]
+    )
+    digest = blake2b("\n".join(asked).encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

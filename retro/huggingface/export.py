@@ -1,0 +1,207 @@
+"""A checkpoint as a folder that `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` opens, and back.
+
+    checkpoint ─► config.json, model*.safetensors, generation_config.json     `export_folder`
+               ─► remote code (remote_files.py), tokenizer (tokenizer_files.py), README.md (model_card.py)
+    folder ─► what it says of itself, and its tensors                         `read_folder`
+
+Tensors have the names that they have in `Retro`, with `model.` before them. A plain decoder that one of the families can be
+(families.py) is written as that: then transformers has all the code.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from indexing.store.errors import InputError
+from indexing.store.files import sync_folder, write_bytes, write_json
+from indexing.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from indexing.tokenizer_models import read_object
+from retro.checkpoint import FORMAT_VERSION, Checkpoint
+from retro.exported import exported
+from retro.huggingface.families import config_of
+from retro.huggingface.folder import open_weights
+from retro.huggingface.model_card import model_card
+from retro.huggingface.names import NAMES
+from retro.huggingface.remote_files import MODEL, remote_files
+from retro.huggingface.tokenizer_files import copy_tokenizer, write_tokenizer
+from retro.tensor_files import index, read_tensors
+
+_PREFIX = "model."
+_CLASSES = {
+    "AutoConfig": "configuration_retro.RetroConfig",
+    "AutoModelForCausalLM": "modeling_retro.RetroForCausalLM",
+}
+
+
+def export_folder(
+    checkpoint: Checkpoint, folder: Path, *, datastore: str = "", tokenizer: str = "", max_shard_size: str = "5GB"
+) -> None:
+    """Write a checkpoint in Hugging Face's format, all of it or nothing.
+
+    Args:
+        checkpoint: of any kind.
+        folder: to be made.
+        datastore: whose tokenizer is taken; empty = the first of the training run.
+        tokenizer: a folder with a tokenizer in Hugging Face's format, copied as it is; empty = the datastore's, or where there is
+            none, that of the folder which the model was imported from.
+        max_shard_size: of a file of weights, as huggingface_hub reads it.
+
+    Raises:
+        InputError: the model has a prefix or prompt, the folder holds something, the tokenizer is missing or another than the model's, or huggingface_hub is missing.
+    """
+    if checkpoint.tuning.adapter in ("prefix", "prompt"):
+        raise InputError(
+            f"{checkpoint.path} has a {checkpoint.tuning.adapter}, for which Hugging Face's format has no place: LoRA can be merged; "
+            f"or export it as {folder.name}.safetensors."
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"to = {str(folder)!r} exists and is not empty: remove it, or name another folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        write_bytes(work / "README.md", model_card(checkpoint, folder.name).encode())
+        ids, modules = _write_tokenizer(checkpoint, work, datastore, tokenizer)
+        state, tensors = exported(checkpoint)
+        family = as_family(checkpoint, tensors)
+        config, renamed = family or _as_retro(checkpoint, state, tensors)
+        _save(renamed, work, max_shard_size)
+        config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        write_json(work / "config.json", config | ids)
+        write_json(work / "generation_config.json", ids)
+        for name, text in remote_files((*modules, *(() if family else MODEL))).items():
+            write_bytes(work / name, text.encode())
+        if folder.exists():
+            folder.rmdir()
+        os.rename(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    sync_folder(folder.parent)
+
+
+Written = tuple[dict[str, Any], dict[str, Tensor]]
+"""config.json without what it says of tokens and types, and the tensors by the names that the files give them."""
+
+
+def _as_retro(checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> Written:
+    data = checkpoint.settings["data"]
+    config = {
+        "model_type": "retro",
+        "architectures": ["RetroForCausalLM"],
+        "auto_map": _CLASSES,
+        "model_settings": asdict(checkpoint.model),
+        "num_ids": checkpoint.num_ids,
+        "context": data["sequence_length"],
+        "datastore": None,
+        "k": max(1, data["k"]),
+        "checkpoint": state | {"format_version": FORMAT_VERSION, "weights": digest(tensors)},
+    }
+    return config, {_PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
+def as_family(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Written | None:
+    """A plain decoder as a model of one of the families; None where it is of none, or retrieves."""
+    settings, table = checkpoint.model, tensors["embedding.weight"]
+    if settings.cca_layers:
+        return None
+    try:
+        family, config = config_of(settings, checkpoint.settings["data"]["sequence_length"])
+    except InputError:
+        return None
+    ours = dict(tensors)
+    if settings.scaled_embeddings:  # no family multiplies what it reads of a table: the table is multiplied, and untied
+        ours = {"head.weight": table} | ours | {"embedding.weight": table * settings.d_model**0.5}
+    return config, NAMES[family].theirs(ours, settings.num_heads)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """BLAKE2b-128 of names, types, shapes and bytes, however they lie in files."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        whole.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether a folder is one of ours, and none of the families."""
+    file = folder / "config.json"
+    return file.is_file() and read_object(file).get("model_type") == "retro"
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What an exported folder says of itself, as `exported.write_exported` takes it, and its tensors by our names.
+
+    Where the weights are no longer those of the checkpoint, as after training in transformers, they have a fingerprint of their
+    own, and `started_from` is the checkpoint's.
+
+    Raises:
+        InputError: the folder is none of ours, or a file of it is missing.
+    """
+    state = dict(read_object(folder / "config.json").get("checkpoint") or {})
+    version, recorded = state.pop("format_version", None), state.pop("weights", None)
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{folder / 'config.json'}: checkpoint.format_version is {version!r}, this program reads {FORMAT_VERSION}. Export it again."
+        )
+    with open_weights(folder) as weights:
+        files = sorted(set(weights.files.values()))
+    tensors = read_tensors({name.removeprefix(_PREFIX): one for name, one in index(files).items()})
+    found = digest(tensors)
+    if found != recorded:
+        state |= {"fingerprint": found[:16], "started_from": state["fingerprint"]}
+    return state, tensors
+
+
+def _save(tensors: dict[str, Tensor], folder: Path, max_shard_size: str) -> None:
+    try:
+        from huggingface_hub import save_torch_state_dict
+    except ImportError as error:
+        raise InputError("an export to a folder needs huggingface_hub: pip install 'retro[transformer]'") from error
+    try:
+        save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    except ValueError as error:
+        raise InputError(f"max_shard_size = {max_shard_size!r}: {error}") from error
+    permissions = (folder / "README.md").stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(permissions)  # of any new file: safetensors' are the owner's alone
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+
+
+def _write_tokenizer(
+    checkpoint: Checkpoint, folder: Path, datastore: str, tokenizer: str
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Write the tokenizer's files; the ids of its special tokens, as config.json names them, and what remote code it needs."""
+    modules: tuple[str, ...] = ()
+    if not datastore and not checkpoint.settings["data"]["datastores"]:
+        tokenizer = tokenizer or checkpoint.settings.get("imported", {}).get("folder", "")
+    if tokenizer:
+        copy_tokenizer(Path(tokenizer), folder)
+        with tempfile.TemporaryDirectory() as facts:
+            install_tokenizer(TokenizerSettings(kind="huggingface", path=tokenizer), Path(facts))
+            opened = Tokenizer.open(Path(facts))
+        fits = opened.num_model_tokens <= checkpoint.model.vocab_size
+    else:
+        source = Path(datastore or checkpoint.folders[0]) / "tokenizer"
+        modules = write_tokenizer(source, folder)
+        opened = Tokenizer.open(source)
+        fits = checkpoint.reads(opened.vocab_size)
+    if not fits:
+        raise InputError(
+            f"{tokenizer or source} has {opened.vocab_size} tokens, {checkpoint.path} was trained with {checkpoint.num_ids}: name "
+            "the tokenizer of the training run (--tokenizer, a folder in Hugging Face's format), or a datastore with it (--datastore)."
+        )
+    ids = {"bos": opened.bos_id, "eos": opened.eos_id, "pad": opened.pad_id}
+    if ids["pad"] >= checkpoint.model.vocab_size:  # one that was made up, since there was none
+        ids["pad"] = ids["eos"]
+    return {f"{role}_token_id": number for role, number in ids.items()}, modules

@@ -1,0 +1,348 @@
+"""The families of decoders that are read: what their config.json says, as settings of ours, and back.
+
+    gpt2       learned positions, LayerNorm, biases everywhere, GELU by its tanh formula
+    gpt_neox   (Pythia) part of each head turns, LayerNorm, biases, feed-forward block beside the attention
+    llama      RoPE (scaled: linear, llama3), RMSNorm, SwiGLU, grouped queries, biases where the config says so
+    mistral    and a sliding window
+    qwen2      and biases of queries, keys and values
+    qwen3      and norms of queries and keys
+
+Which setting of a config.json matters is what the family's code in `transformers` reads (versions 4.50 to 5.23); all other keys are passed
+over. Defaults are those of its configuration classes.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from indexing.store.errors import InputError
+from retro.huggingface.config import Config
+from retro.model_settings import Activation, ModelSettings
+
+_GELUS: dict[str, Activation] = {
+    "gelu_new": "gelu-tanh",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu-tanh",
+    "gelu_fast": "gelu-tanh",  # the same formula, factored
+}
+_SILU: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
+_THEIR_GELU = {"gelu": "gelu", "gelu-tanh": "gelu_new"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of `FAMILIES`.
+
+    Attributes:
+        architecture: name of the class in `transformers`.
+        read: settings of ours, and `context`, tokens of the longest sequence it was made for, from a config.
+        write: the config of a plain decoder, as far as the family can say it.
+    """
+
+    architecture: str
+    read: Callable[[Config], dict[str, Any]]
+    write: Callable[[ModelSettings], dict[str, Any]]
+
+
+def settings_of(config: Config, chunk_length: int) -> tuple[str, ModelSettings, int]:
+    """The family of a config, the settings of its decoder, and the longest sequence that it was made for.
+
+    Raises:
+        InputError: another family, or an option that our decoder does not have.
+    """
+    family = config.choice("model_type", {name: name for name in FAMILIES}, "none")
+    config.only("quantization_config", None)
+    read = FAMILIES[family].read(config)
+    context = read.pop("context")
+    read |= {"scaled_embeddings": False, "retrieval_positions": "rope", "cca_layers": (), "chunk_length": chunk_length}
+    try:
+        return family, ModelSettings(vocab_size=config.integer("vocab_size"), **read), context
+    except InputError as error:  # sizes that no model of ours has
+        raise InputError(f"{config.file}: {error}") from error
+
+
+def config_of(settings: ModelSettings, context: int) -> tuple[str, dict[str, Any]]:
+    """The family that a plain decoder is one of, and its config.json; the inverse of `settings_of`.
+
+    Scaled embeddings are none of the settings asked: whoever writes the weights multiplies the table, and unties it.
+
+    Args:
+        settings: of the decoder; encoder and cross-attention are left aside.
+        context: tokens of the longest sequence.
+
+    Raises:
+        InputError: it is of no family; what keeps it from the nearest one is named.
+    """
+    if settings.scaled_embeddings:
+        settings = replace(settings, scaled_embeddings=False, tied_embeddings=False)
+    missed: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        values = {"architectures": [family.architecture], "model_type": name, "vocab_size": settings.vocab_size}
+        values |= {"tie_word_embeddings": settings.tied_embeddings, "max_position_embeddings": context}
+        values |= family.write(settings)
+        try:
+            _, back, _ = settings_of(Config("config.json", values), settings.chunk_length)
+        except InputError:
+            continue  # what the family cannot even say, an activation
+        ours, theirs = asdict(_telling(settings)), asdict(_telling(back))
+        missed[name] = [f"model.{key} = {ours[key]!r}" for key in ours if ours[key] != theirs[key]]
+        if not missed[name]:
+            return name, values
+    nearest = min(missed, key=lambda name: len(missed[name]), default="")
+    told = f"{nearest} has no {', '.join(missed[nearest])}" if nearest else f"model.activation is {settings.activation}"
+    raise InputError(f"the decoder is of no family of Hugging Face's: {told}.")
+
+
+def _telling(settings: ModelSettings) -> ModelSettings:
+    """The settings that mean something of a plain decoder; the others as they are by default."""
+    default, rope = ModelSettings(cca_layers=()), settings.positions == "rope"
+    beside = [field.name for field in fields(settings) if field.name.startswith("encoder_")]
+    beside += ["cca_layers", "retrieval_positions", "shared_embeddings", "dropout", "copying_init", "mup_base_width"]
+    beside += ["max_positions"] if rope else [field.name for field in fields(settings) if field.name[:5] == "rope_"]
+    if settings.rope_scaling == "none":
+        beside += ["rope_factor"]
+    if settings.rope_scaling != "llama3":
+        beside += ["rope_low_factor", "rope_high_factor", "rope_original_length"]
+    if not settings.num_experts:
+        beside += ["experts_every", "experts_per_token", "capacity_factor", "balance_weight", "router_z_weight"]
+    plain = replace(settings, **{name: getattr(default, name) for name in beside})
+    # A head has as many features as turn, or more; only a stream with a table of places in a chunk is another one.
+    told: dict[str, Any] = {"num_kv_heads": plain.kv_heads} | (
+        {"rope_share": plain.turning / plain.head_dim} if rope else {}
+    )
+    if settings.positions == settings.beside == "learned":
+        told["retrieval_positions"] = "learned"
+    return replace(plain, **told)
+
+
+# ------------------------------------------------------------------------------------------------- GPT-2 and GPT-NeoX
+
+
+def _read_gpt2(config: Config) -> dict[str, Any]:
+    width = config.integer("n_embd")
+    config.only("scale_attn_weights", True)
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        config.only(key, False)
+    context = config.integer("n_positions", 1024)
+    return _heads(config, width, "n_head", "n_embd") | {
+        "d_ffw": config.integer("n_inner", 4 * width),
+        "num_layers": config.integer("n_layer"),
+        "positions": "learned",
+        "max_positions": context,
+        "activation": config.choice("activation_function", _GELUS, "gelu_new"),
+        "norm": "layer",
+        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
+        "attention_bias": "all",
+        "feed_forward_bias": True,
+        "tied_embeddings": config.flag("tie_word_embeddings", True),
+        "context": context,
+    }
+
+
+def _write_gpt2(settings: ModelSettings) -> dict[str, Any]:
+    return {
+        "n_embd": settings.d_model,
+        "n_head": settings.num_heads,
+        "n_layer": settings.num_layers,
+        "n_inner": settings.d_ffw,
+        "n_positions": settings.max_positions,
+        "activation_function": _THEIR_GELU.get(settings.activation, settings.activation),
+        "layer_norm_epsilon": settings.norm_eps,
+    }
+
+
+def _read_neox(config: Config) -> dict[str, Any]:
+    width, context = config.integer("hidden_size"), config.integer("max_position_embeddings", 2048)
+    heads = _heads(config, width, "num_attention_heads", "hidden_size")
+    return heads | {
+        "d_ffw": config.integer("intermediate_size"),
+        "num_layers": config.integer("num_hidden_layers"),
+        "activation": config.choice("hidden_act", _GELUS, "gelu"),
+        "norm": "layer",
+        "norm_eps": config.number("layer_norm_eps", 1e-5),
+        "attention_bias": "all" if config.flag("attention_bias", True) else "none",
+        "feed_forward_bias": True,
+        "parallel_residual": config.flag("use_parallel_residual", True),
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "context": context,
+        **_read_rope(config, heads["head_dim"], context, theta="rotary_emb_base", share=("rotary_pct", 0.25)),
+    }
+
+
+def _write_neox(settings: ModelSettings) -> dict[str, Any]:
+    rope = _write_rope(settings)
+    rope["rope_parameters"]["partial_rotary_factor"] = rope["rotary_pct"] = settings.turning / settings.head_dim
+    return rope | {
+        "hidden_size": settings.d_model,
+        "num_attention_heads": settings.num_heads,
+        "num_hidden_layers": settings.num_layers,
+        "intermediate_size": settings.d_ffw,
+        "hidden_act": _THEIR_GELU.get(settings.activation, settings.activation),
+        "layer_norm_eps": settings.norm_eps,
+        "attention_bias": settings.attention_bias != "none",
+        "use_parallel_residual": settings.parallel_residual,
+        "rotary_emb_base": settings.rope_theta,
+    }
+
+
+def _heads(config: Config, width: int, key: str, width_key: str) -> dict[str, Any]:
+    """Sizes of heads that share the width, one for keys and values for each of queries."""
+    heads = config.integer(key)
+    if width % heads:
+        config.refuse(key, f"a divisor of {width_key} = {width}")
+    return {"d_model": width, "num_heads": heads, "head_dim": width // heads}
+
+
+# --------------------------------------------------------------------------------------------- Llama, Mistral and Qwen
+
+
+def _read_llama(config: Config) -> dict[str, Any]:
+    bias = "all" if config.flag("attention_bias", False) else "none"
+    return _read_gated(config) | {"attention_bias": bias, "feed_forward_bias": config.flag("mlp_bias", False)}
+
+
+def _read_mistral(config: Config) -> dict[str, Any]:
+    has_none = "sliding_window" in config.values and config.values["sliding_window"] is None
+    return _read_gated(config) | {"sliding_window": 0 if has_none else config.integer("sliding_window", 4096)}
+
+
+def _read_qwen2(config: Config) -> dict[str, Any]:
+    return _read_gated(config) | {"attention_bias": "qkv", "sliding_window": _read_window(config)}
+
+
+def _read_qwen3(config: Config) -> dict[str, Any]:
+    bias = "all" if config.flag("attention_bias", False) else "none"
+    window = _read_window(config)
+    return _read_gated(config, head_dim=128) | {"attention_bias": bias, "qk_norm": True, "sliding_window": window}
+
+
+def _read_gated(config: Config, head_dim: int = 0) -> dict[str, Any]:
+    """What they have in common."""
+    width, heads, context = (config.integer(key) for key in ("hidden_size", "num_attention_heads", _LONGEST))
+    head_dim = config.integer("head_dim", head_dim or max(1, width // heads))
+    return {
+        "d_model": width,
+        "d_ffw": config.integer("intermediate_size"),
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "num_kv_heads": config.integer("num_key_value_heads", heads),
+        "num_layers": config.integer("num_hidden_layers"),
+        "activation": config.choice("hidden_act", _SILU, "silu"),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "context": context,
+        **_read_rope(config, head_dim, context),
+    }
+
+
+_LONGEST = "max_position_embeddings"
+
+
+def _read_window(config: Config) -> int:
+    """Qwen's: the first layers may see everything, and those from some number on a window; here all must be alike."""
+    window = config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else 0
+    named, num_layers = config.values.get("layer_types"), config.integer("num_hidden_layers")
+    if named is not None:
+        if named == ["full_attention"] * num_layers:
+            return 0
+        if named == ["sliding_attention"] * num_layers and window:
+            return window
+        config.refuse("layer_types", "'full_attention' for all layers, or 'sliding_attention' with use_sliding_window")
+    full = config.values.get("max_window_layers", 28) if window else num_layers
+    if full not in (0, num_layers) and not (isinstance(full, int) and full > num_layers):
+        config.refuse("max_window_layers", f"0, or num_hidden_layers = {num_layers} and more: layers must be alike")
+    return 0 if full else window
+
+
+def _write_llama(settings: ModelSettings) -> dict[str, Any]:
+    return _write_gated(settings) | {"mlp_bias": settings.feed_forward_bias} | _write_bias(settings)
+
+
+def _write_mistral(settings: ModelSettings) -> dict[str, Any]:
+    return _write_gated(settings) | {"sliding_window": settings.sliding_window or None}
+
+
+def _write_qwen2(settings: ModelSettings) -> dict[str, Any]:
+    return _write_gated(settings) | {
+        "sliding_window": settings.sliding_window or None,
+        "use_sliding_window": settings.sliding_window > 0,
+        "max_window_layers": 0 if settings.sliding_window else settings.num_layers,
+        "layer_types": ["sliding_attention" if settings.sliding_window else "full_attention"] * settings.num_layers,
+    }
+
+
+def _write_qwen3(settings: ModelSettings) -> dict[str, Any]:
+    return _write_qwen2(settings) | _write_bias(settings)
+
+
+def _write_bias(settings: ModelSettings) -> dict[str, Any]:
+    return {"attention_bias": settings.attention_bias != "none"}
+
+
+def _write_gated(settings: ModelSettings) -> dict[str, Any]:
+    return _write_rope(settings) | {
+        "hidden_size": settings.d_model,
+        "intermediate_size": settings.d_ffw,
+        "num_attention_heads": settings.num_heads,
+        "head_dim": settings.head_dim,
+        "num_key_value_heads": settings.kv_heads,
+        "num_hidden_layers": settings.num_layers,
+        "hidden_act": "silu" if settings.activation == "swiglu" else settings.activation,
+        "rms_norm_eps": settings.norm_eps,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------- RoPE
+
+
+def _read_rope(
+    config: Config, head_dim: int, context: int, theta: str = "rope_theta", share: tuple[str, float] = ("", 1.0)
+) -> dict[str, Any]:
+    """Newer configs have all of it in `rope_parameters`, older ones in keys of their own and `rope_scaling`."""
+    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
+    rope = config.part(key)
+    for name, value in rope.values.items():
+        if isinstance(value, dict):
+            rope.refuse(name, "numbers, the same for all layers")
+    if "rope_type" not in rope.values and "type" in rope.values:  # its name in older ones
+        rope = Config(rope.file, {**rope.values, "rope_type": rope.values["type"]})
+    scaling = rope.choice("rope_type", {"default": "none", "linear": "linear", "llama3": "llama3"}, "default")
+    share_key, share_default = share
+    turning = rope.number("partial_rotary_factor", config.number(share_key, share_default) if share_key else 1.0)
+    if not share_key and (turning != 1 or config.values.get("partial_rotary_factor") not in (None, 1)):
+        (rope if turning != 1 else config).refuse("partial_rotary_factor", "1")
+    read = {
+        "rope_theta": rope.number("rope_theta", config.number(theta, 10_000.0)),
+        "rope_share": int(head_dim * turning) / head_dim,
+        "rope_scaling": scaling,
+    }
+    if scaling != "none":
+        read["rope_factor"] = rope.number("factor")
+    if scaling == "llama3":
+        read["rope_low_factor"] = rope.number("low_freq_factor")
+        read["rope_high_factor"] = rope.number("high_freq_factor")
+        read["rope_original_length"] = rope.integer("original_max_position_embeddings", context)
+    return read
+
+
+def _write_rope(settings: ModelSettings) -> dict[str, Any]:
+    """For newer versions and older ones."""
+    scaling: dict[str, Any] = {}
+    if settings.rope_scaling != "none":
+        scaling = {"rope_type": settings.rope_scaling, "factor": settings.rope_factor}
+    if settings.rope_scaling == "llama3":
+        scaling |= {"low_freq_factor": settings.rope_low_factor, "high_freq_factor": settings.rope_high_factor}
+        scaling["original_max_position_embeddings"] = settings.rope_original_length
+    parameters = {"rope_type": "default", **scaling, "rope_theta": settings.rope_theta}
+    return {"rope_theta": settings.rope_theta, "rope_scaling": scaling or None, "rope_parameters": parameters}
+
+
+FAMILIES = {
+    "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _write_gpt2),
+    "gpt_neox": Family("GPTNeoXForCausalLM", _read_neox, _write_neox),
+    "llama": Family("LlamaForCausalLM", _read_llama, _write_llama),
+    "mistral": Family("MistralForCausalLM", _read_mistral, _write_mistral),
+    "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen3),
+}
+"""By `model_type`, the plainest first: a decoder that several can be is written as the first of them."""

@@ -1,0 +1,89 @@
+"""A SentencePiece model as a tokenizer of transformers: the project's own encoding and decoding behind its interface."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizer
+
+from indexing.tokenizer_models import SentencePiece
+
+_FILE = "tokenizer.model"
+
+
+class RetroTokenizer(PreTrainedTokenizer):
+    """Gives the ids that the datastore has, and the token that begins a document before them.
+
+    `split_special_tokens` is on: a text that holds the letters of a special token is read as letters.
+    """
+
+    vocab_files_names: ClassVar = {"vocab_file": _FILE}
+    model_input_names: ClassVar = ["input_ids", "attention_mask"]
+
+    def __init__(self, vocab_file: str, **kwargs: Any) -> None:
+        self.vocab_file = vocab_file
+        self.sentencepiece = SentencePiece(Path(vocab_file))
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        """Pieces of the model; `len(tokenizer)` counts what was added after them too."""
+        return self.sentencepiece.num_tokens()
+
+    def get_vocab(self) -> dict[str, int]:
+        """Pieces and added tokens to ids."""
+        pieces = {self._convert_id_to_token(number): number for number in range(self.vocab_size)}
+        return pieces | self.added_tokens_encoder
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # lone surrogates have no bytes
+        return [self._convert_id_to_token(number) for number in self.sentencepiece.encode_batch([text], 1)[0]]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        number: int = self.sentencepiece.processor.piece_to_id(token)
+        return number
+
+    def _convert_id_to_token(self, index: int) -> str:
+        piece: str = self.sentencepiece.processor.id_to_piece(index)
+        return piece
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """The text of pieces; special tokens that stand among them as themselves."""
+        special, texts, run = self.added_tokens_encoder, list[str](), list[int]()
+        for token in [*tokens, None]:
+            if token is not None and token not in special:
+                run.append(self._convert_token_to_id(token))
+                continue
+            texts += self.sentencepiece.decode_batch([run], 1)
+            texts += [] if token is None else [token]
+            run = []
+        return "".join(texts)
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        """The begin of a document, then the text, or both of them."""
+        return [self.bos_token_id, *token_ids_0, *(token_ids_1 or ())]
+
+    def create_token_type_ids_from_sequences(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        """Zeros."""
+        return [0] * len(self.build_inputs_with_special_tokens(token_ids_0, token_ids_1))
+
+    def get_special_tokens_mask(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
+    ) -> list[int]:
+        """1 where a special token stands."""
+        ids = token_ids_0
+        if not already_has_special_tokens:
+            ids = self.build_inputs_with_special_tokens(token_ids_0, token_ids_1)
+        return [int(number in self.all_special_ids) for number in ids]
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
+        """Copy the model file."""
+        target = Path(save_directory) / f"{filename_prefix + '-' if filename_prefix else ''}{_FILE}"
+        if target.resolve() != Path(self.vocab_file).resolve():
+            shutil.copyfile(self.vocab_file, target)
+        return (str(target),)

@@ -1,0 +1,122 @@
+"""The tokenizer of an exported model: files by which AutoTokenizer gives the ids that the datastore has.
+
+    a datastore's SentencePiece model ─ the same file, for SentencePiece itself (remote_code/tokenization_retro.py)
+    a datastore's tokenizer.json ────── with the special tokens that the datastore has added, and the begin of a document in front
+    a folder in Hugging Face's format ─ the same files
+
+SentencePiece models stay what they are: `tokenizers` has models of the same names that part with it on long texts. A
+datastore's tokenizer puts the token that begins a document before a text by itself, for so texts are read everywhere here.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_bytes, write_json
+from indexing.store.remote import present
+from indexing.tokenizer import HUGGINGFACE_MODEL, MODEL, Tokenizer
+from indexing.tokenizer_models import SentencePiece
+
+CONFIG = "tokenizer_config.json"
+SENTENCEPIECE_MODEL = "tokenizer.model"
+_COPIED = (
+    HUGGINGFACE_MODEL, CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "merges.txt", "vocab.txt", SENTENCEPIECE_MODEL, "spiece.model",
+)  # fmt: skip
+
+
+def write_tokenizer(source: Path, folder: Path) -> tuple[str, ...]:
+    """Write the files of a datastore's tokenizer.
+
+    Args:
+        source: a datastore's folder `tokenizer`, or its URL.
+        folder: to write into.
+
+    Returns:
+        The modules of remote code that it needs.
+
+    Raises:
+        InputError: there is none, or the package that reads it is missing.
+    """
+    tokenizer = Tokenizer.open(source)
+    roles = {role: int(getattr(tokenizer, f"{role}_id")) for role in ("bos", "eos", "pad")}
+    config = {"clean_up_tokenization_spaces": False, "padding_side": "left"}
+    if tokenizer.meta.kind == "huggingface":
+        content = read_json(present(source / HUGGINGFACE_MODEL))
+        names = _names(roles, _vocabulary(content))
+        _add(content, roles, names)
+        content["post_processor"] = _beginning_with(names["bos"], roles["bos"])
+        write_bytes(folder / HUGGINGFACE_MODEL, json.dumps(content, ensure_ascii=False).encode())
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    else:
+        path = present(source / MODEL)
+        write_bytes(folder / SENTENCEPIECE_MODEL, path.read_bytes())
+        processor = SentencePiece(path).processor
+        names = _names(roles, {number: processor.id_to_piece(number) for number in range(processor.get_piece_size())})
+        config |= {
+            "tokenizer_class": "RetroTokenizer",
+            "auto_map": {"AutoTokenizer": ["tokenization_retro.RetroTokenizer", None]},
+            "added_tokens_decoder": {str(number): _added(names[role]) for role, number in roles.items()},
+            "split_special_tokens": True,  # "</s>" in a text is no end of a document
+        }
+    write_json(folder / CONFIG, config | {f"{role}_token": name for role, name in names.items()})
+    return () if tokenizer.meta.kind == "huggingface" else ("tokenization_retro",)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer in Hugging Face's format as they are.
+
+    Raises:
+        InputError: the folder holds none.
+    """
+    found = [source / name for name in _COPIED if (source / name).is_file()]
+    if source / HUGGINGFACE_MODEL not in found:
+        raise InputError(f"{source} holds no {HUGGINGFACE_MODEL}: name a folder with a 'fast' Hugging Face tokenizer.")
+    for file in found:
+        write_bytes(folder / file.name, file.read_bytes())
+
+
+def _names(roles: Mapping[str, int], vocabulary: Mapping[int, str]) -> dict[str, str]:
+    """The text of each special token; those after the vocabulary get one that nothing else has."""
+    known, names = dict(vocabulary), {}
+    for role, number in roles.items():
+        if number not in known:
+            taken = set(known.values())
+            known[number] = next(
+                text for text in (f"<{role}>", f"<|{role}|>", f"<|retro_{role}|>") if text not in taken
+            )
+        names[role] = known[number]
+    return names
+
+
+def _vocabulary(content: Mapping[str, Any]) -> dict[int, str]:
+    """Ids and texts of a tokenizer.json."""
+    pieces = content["model"]["vocab"]
+    pairs = pieces.items() if isinstance(pieces, dict) else ((piece[0], number) for number, piece in enumerate(pieces))
+    return {number: text for text, number in pairs} | {each["id"]: each["content"] for each in content["added_tokens"]}
+
+
+def _add(content: dict[str, Any], roles: Mapping[str, int], names: Mapping[str, str]) -> None:
+    """Declare special tokens in a tokenizer.json, and take out what would cut or fill up texts."""
+    declared = {each["id"] for each in content["added_tokens"]}
+    missing = {number: names[role] for role, number in roles.items() if number not in declared}
+    content["added_tokens"] += [{"id": number, **_added(missing[number])} for number in sorted(missing)]
+    content["added_tokens"].sort(key=lambda each: each["id"])
+    content |= {"truncation": None, "padding": None}
+
+
+def _added(text: str) -> dict[str, Any]:
+    return dict(content=text, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+
+
+def _beginning_with(name: str, number: int) -> dict[str, Any]:
+    """A post-processor that puts the token that begins a document before a text."""
+    special, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [special, text],
+        "pair": [special, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]}},
+    }

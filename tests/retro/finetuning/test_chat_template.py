@@ -1,0 +1,157 @@
+"""Which tokens are answers: exactly what the assistant says and the ends of its turns, in every template and language."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from retro.finetuning.chat_template import ChatTemplate, Written, read_template
+from retro.finetuning.conversations import Conversation, Message
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BRACKETS = (  # as of Llama 2: the beginning and the end of a document around each turn
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{% generation %}{{ ' ' + m.content + ' ' + eos_token }}{% endgeneration %}"
+    "{% else %}{{ raise_exception('no system message here') }}{% endif %}{% endfor %}"
+)
+ENGLISH: Conversation = (
+    Message("system", "You are brief."),
+    Message("user", "which index is it? <|im_end|>"),
+    Message("assistant", "the first <|im_end|> one"),
+    Message("user", "and then?"),
+    Message("assistant", "the second one\nof them"),
+)
+CHINESE: Conversation = (Message("user", "今天怎么样？"), Message("assistant", "很好，谢谢。"))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tiny_datastore: Datastore) -> Tokenizer:
+    return Tokenizer.open(tiny_datastore.folder / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def huggingface(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Bytes as tokens, and control tokens; it has no beginning of a document of its own."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = Fast(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(name) for name in ("<|end|>", "<|im_start|>", "<|im_end|>")])
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": CHATML}))
+    install_tokenizer(TokenizerSettings(kind="huggingface", path=str(folder)), folder / "installed")
+    return Tokenizer.open(folder / "installed")
+
+
+def answers(tokenizer: Tokenizer, written: Written) -> list[str]:
+    """The text of each run of answers."""
+    borders = np.flatnonzero(np.diff(written.is_answer.astype(int))) + 1
+    runs = zip(np.split(written.tokens, borders), np.split(written.is_answer, borders), strict=True)
+    return [tokenizer.decode(tokens) for tokens, wanted in runs if wanted[0]]
+
+
+def said(conversation: Conversation) -> list[str]:
+    return [message.content for message in conversation if message.role == "assistant"]
+
+
+@pytest.mark.parametrize("conversation", [ENGLISH, CHINESE, ENGLISH[1:]], ids=["english", "chinese", "without system"])
+@pytest.mark.parametrize("source", ["", CHATML, BRACKETS], ids=["plain", "chatml", "brackets"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_labels_are_what_the_assistant_says_and_the_ends_of_its_turns(
+    kind: str, source: str, conversation: Conversation, request: pytest.FixtureRequest
+) -> None:
+    if source == BRACKETS and conversation is ENGLISH:
+        pytest.skip("it takes no system message")
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    written = ChatTemplate(tokenizer, source).write(conversation)
+    found = answers(tokenizer, written)
+    if kind == "sentencepiece" and source == CHATML:  # it has no such control token, so they are letters
+        found = [text.removesuffix("<|im_end|>") for text in found]
+    assert [text.strip(" ") for text in found] == said(conversation)
+    assert (written.tokens[0], written.is_answer[0]) == (tokenizer.bos_id, False)
+    assert (written.tokens[-1], written.is_answer[-1]) == (tokenizer.eos_id, True)
+    ends = np.flatnonzero(np.diff(written.is_answer.astype(int), append=0) == -1)
+    end = tokenizer.control_tokens.get("<|im_end|>") if source == CHATML else tokenizer.eos_id
+    if end is not None:
+        assert set(written.tokens[ends[:-1]]) <= {end}
+        assert end in written.tokens[ends[-1] - 1 :]
+
+
+def test_a_document_begins_once(huggingface: Tokenizer) -> None:
+    assert ChatTemplate(huggingface, BRACKETS).write(CHINESE).tokens.tolist().count(huggingface.bos_id) == 2
+    assert huggingface.bos_id == huggingface.eos_id
+
+
+def test_plain_words_are_those_of_the_language(sentencepiece: Tokenizer) -> None:
+    def text(conversation: Conversation, language="auto") -> str:
+        return sentencepiece.decode(ChatTemplate(sentencepiece, "", language).write(conversation).tokens)
+
+    assert text(ENGLISH) == (
+        "You are brief.\n\nUser: which index is it? <|im_end|>\nAssistant: the first <|im_end|> one\n"
+        "User: and then?\nAssistant: the second one\nof them"
+    )
+    assert text(CHINESE) == "用户：今天怎么样？\n助手：很好，谢谢。"
+    assert text(CHINESE, "en") == "User: 今天怎么样？\nAssistant: 很好，谢谢。"
+
+
+def test_control_tokens_are_read_in_the_words_of_the_template_alone(huggingface: Tokenizer) -> None:
+    tokens = ChatTemplate(huggingface, CHATML).write(ENGLISH).tokens.tolist()
+    assert tokens.count(huggingface.control_tokens["<|im_start|>"]) == len(ENGLISH)
+    assert tokens.count(huggingface.control_tokens["<|im_end|>"]) == len(ENGLISH)
+
+
+@pytest.mark.parametrize("source", ["", CHATML], ids=["plain", "chatml"])
+def test_a_prompt_is_what_stands_before_the_answer(huggingface: Tokenizer, source: str) -> None:
+    template = ChatTemplate(huggingface, source)
+    prompt, written = template.prompt(ENGLISH[:-1]), template.write(ENGLISH)
+    assert prompt.tolist() == written.tokens[: len(prompt)].tolist()
+    assert huggingface.decode(written.tokens[len(prompt) :]).strip() == ENGLISH[-1].content
+
+
+def test_chatml_is_what_transformers_makes_of_it(huggingface: Tokenizer) -> None:
+    transformers = pytest.importorskip("transformers")
+    plain = tuple(message._replace(content=message.content.replace("<|im_end|>", "").strip()) for message in ENGLISH)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=huggingface._model.tokenizer, chat_template=CHATML)
+    fast.backend_tokenizer.encode_special_tokens = False
+    whole = fast.apply_chat_template([message._asdict() for message in plain], tokenize=True, return_dict=False)
+    ours = ChatTemplate(huggingface, CHATML).write(plain).tokens.tolist()
+    assert ours[1:-1] == whole[:-1]  # ours in a document of its own, and without the line end after the last turn
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (BRACKETS, "no system message here"),
+        ("{% for m in messages %}", "finetune.template"),
+        ("{{ messages[0].content }}", "leaves out a message"),
+    ],
+)
+def test_what_a_template_cannot_write_is_refused(sentencepiece: Tokenizer, source: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        ChatTemplate(sentencepiece, source).write(ENGLISH)
+
+
+def test_a_template_is_a_file_or_that_of_a_tokenizer(tmp_path: Path) -> None:
+    assert read_template("") == ""
+    (tmp_path / "mine.jinja").write_text("words")
+    assert read_template(str(tmp_path / "mine.jinja")) == "words"
+    with pytest.raises(InputError, match=r"finetune\.template = .*name a Jinja file, or the folder"):
+        read_template(str(tmp_path))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]}))  # fmt: skip
+    assert read_template(str(tmp_path)) == "b"
+    config.write_text(json.dumps({"chat_template": "c"}))
+    assert read_template(str(tmp_path)) == "c"
+    (tmp_path / "chat_template.jinja").write_text("d")
+    assert read_template(str(tmp_path)) == "d"

@@ -1,0 +1,441 @@
+"""An exported folder is the model: in transformers, without this package, it says what `retro generate` says, ON and OFF."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.retriever import Retriever
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from pipelines.cli import main
+from retro.checkpoint import load_model, open_checkpoint
+from retro.exported import exported, write_exported
+from retro.generation import GenerationSettings
+from retro.huggingface.export import as_family, export_folder
+from retro.huggingface.remote_files import MODEL, remote_files
+from retro.language_model import LanguageModel
+from retro.loss import token_losses
+from retro.run import read_metrics
+from retro.server.app import make_app
+from retro.server.settings import ServeSettings
+from retro.tensor_files import index, read_tensors
+from tests.retro.huggingface.small_bases import make, save
+from tests.retro.server.conftest import listening
+
+transformers = pytest.importorskip("transformers")
+PROMPTS = ("the index of a chunk and the neighbor in memory with a vector from the store", "检索模型训练")
+NEW = 60  # tokens, with the prompt more than the context of 64
+DIFFICULT = [
+    "", "a", " leading, trailing ", "a  b   c", "x" * 37, "=" * 61, "1234567890 3.14e-10", "\u2581 \u2581", "a\u2581b",
+    "def f(x):\n\n    return x\t# tab\r\n", "\n\n\n\n\n", "\t" * 6, " " * 33 + "x", "中文，標點。", "机器学习与检索增强的语言模型",
+    "Mixed 中英文 text，with ASCII,和全角！", "Ｆｕｌｌ ﬁ ½ é e\u0301 \u00a0\u3000", "\U0001f642\U0001f469\u200d\U0001f467", "𠮷野家",
+    "\x00\x7f\ufffd\ufeff", "<s></s><unk><pad> <0x0A> <|endoftext|>", "</s>", "half \ud800 a pair",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
+    """Of `tiny_run` in float32, with weights moved far enough that texts differ from each other, and ON from OFF."""
+    opened, generator = open_checkpoint(tiny_run), torch.Generator().manual_seed(0)
+    opened.settings["train"]["precision"] = "float32"
+    tensors = read_tensors(index(opened.weights))
+    moved = {name: each + 0.5 * torch.randn(each.shape, generator=generator) for name, each in tensors.items()}
+    file = tmp_path_factory.mktemp("checkpoint") / "moved.safetensors"
+    write_exported(exported(opened)[0], moved, file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """The checkpoint, exported in several files by the command line."""
+    to = tmp_path_factory.mktemp("hf") / "tiny-retro"
+    assert main(["export", str(checkpoint), "--to", str(to), "--max-shard-size", "60KB"]) == 0
+    assert len(list(to.glob("model-*.safetensors"))) > 2
+    return to
+
+
+@pytest.fixture(scope="module")
+def generated(checkpoint: Path) -> dict[str, list[list[int]]]:
+    """What our own generation adds to the prompts greedily, OFF and ON, each alone."""
+    language_model, said = LanguageModel.open(checkpoint, device="cpu"), {}
+    greedy = GenerationSettings(max_tokens=NEW, temperature=0)
+    tokenizer = language_model.tokenizer
+    for mode, k in (("off", 0), ("on", 2)):
+        rows: list[list[int]] = []
+        for prompt in PROMPTS:
+            tokens = np.append(tokenizer.bos_id, tokenizer.encode(prompt)).astype(np.int64)
+            rows.append([piece.token for step in language_model.generate([tokens], greedy, k) for piece in step])
+        said[mode] = rows
+    assert said["off"] != said["on"]
+    assert all(len(set(row)) > 3 for rows in said.values() for row in rows)
+    return said
+
+
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`auto(folder, …)` is a model in this process; copies of remote code lie in a folder of the test's own."""
+    modules = str(tmp_path_factory.mktemp("modules"))
+    before = list(sys.path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+        yield lambda folder, **options: transformers.AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=True, **options
+        )
+    sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def model(auto: Any, folder: Path) -> Any:
+    return auto(folder)
+
+
+# --- where the package is not installed ------------------------------------------------------------------------------
+
+_ELSEWHERE = """
+import json, sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("retro", "indexing", "pipelines"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Without())
+folder, url, new, prompts, texts = json.load(sys.stdin)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+
+def generated():
+    rows = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    return rows[:, inputs["input_ids"].shape[1] :].tolist()
+
+said = {"off": generated(), "ids": [tokenizer(text).input_ids for text in texts]}
+said["texts"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in said["ids"]]
+try:
+    model.retrieve_from("/a/datastore")
+except ImportError as error:
+    said["refused"] = str(error)
+said["on"] = (model.retrieve_from(url), generated())[1]
+said["off again"] = (model.retrieve_from(None), generated())[1]
+json.dump(said, sys.stdout)
+"""
+
+
+def test_without_the_package_it_generates_what_ours_does_and_a_server_is_all_it_needs(
+    tmp_path: Path, folder: Path, generated: dict[str, list[list[int]]], tiny_datastore: Datastore
+) -> None:
+    retriever = Retriever.open(tiny_datastore.folder)
+    environment = os.environ | {"HF_HOME": str(tmp_path), "RETRO_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
+    with listening(make_app(retriever, None, ServeSettings(max_queries=3), token="secret")) as url:
+        asked = json.dumps([str(folder), url, NEW, PROMPTS, DIFFICULT])
+        ran = subprocess.run(
+            [sys.executable, "-c", _ELSEWHERE],
+            input=asked,
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            capture_output=True,
+        )
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout)
+    for mode in ("off", "on"):
+        for row, expected in zip(said[mode], generated[mode], strict=True):
+            ended = row[: len(expected)], row[len(expected) :]
+            assert ended[0] == expected, mode
+            assert set(ended[1]) <= {retriever.tokenizer.pad_id}
+    assert said["off again"] == said["off"]
+    assert "retro serve" in said["refused"]
+    ours = retriever.tokenizer
+    assert said["ids"] == [[ours.bos_id, *ids.tolist()] for ids in ours.encode_batch(DIFFICULT)]
+    assert said["texts"] == [ours.decode(ids) for ids in ours.encode_batch(DIFFICULT)]
+
+
+# --- in this process -------------------------------------------------------------------------------------------------
+
+
+def test_a_datastore_by_its_path_and_in_every_mode_of_generation(
+    auto: Any, folder: Path, generated: dict[str, list[list[int]]], tiny_datastore: Datastore
+) -> None:
+    model = auto(folder, datastore=str(tiny_datastore.folder), k=2)
+    ours = Tokenizer.open(tiny_datastore.folder / "tokenizer")
+    ids = torch.tensor([[ours.bos_id, *ours.encode(PROMPTS[0]).tolist()]])
+    size, expected = ids.shape[1], generated["on"][0]
+    assert model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, size:].tolist() == expected
+    few = 30  # whole sequences are read again and again, and must not outgrow the context
+    modes: list[dict[str, Any]] = [{"use_cache": False}, {"num_beams": 3}, {"num_beams": 3, "use_cache": False}]
+    plain, beams, beams_again = (
+        model.generate(ids, max_new_tokens=few, do_sample=False, **mode)[0, size:].tolist() for mode in modes
+    )
+    assert plain == expected[: len(plain)]
+    assert beams == beams_again
+    torch.manual_seed(0)
+    drawn = model.generate(ids.repeat(2, 1), max_new_tokens=few, do_sample=True, temperature=3.0)[:, size:]
+    assert drawn[0].tolist() != drawn[1].tolist()
+    on = {"do_sample": False, "eos_token_id": []}  # and on, whatever comes
+    begun = model.generate(ids, max_new_tokens=20, return_dict_in_generate=True, **on)
+    ended = model.generate(begun.sequences, past_key_values=begun.past_key_values, max_new_tokens=NEW - 20, **on)
+    assert torch.equal(ended, model.generate(ids, max_new_tokens=NEW, **on))
+    with pytest.raises(ValueError, match="assisted"):
+        model.generate(ids, max_new_tokens=few, assistant_model=model)
+
+
+def test_logits_and_loss_are_ours_given_neighbors_retrieved_and_without(
+    model: Any, checkpoint: Path, tiny_datastore: Datastore
+) -> None:
+    ours = load_model(open_checkpoint(checkpoint), torch.device("cpu"))
+    retriever = Retriever.open(tiny_datastore.folder)
+    tokens = torch.from_numpy(tiny_datastore.valid.tokens.read(0, 4).astype(np.int64)).reshape(1, -1)[:, :50]
+    found = [torch.from_numpy(each)[None] for each in retriever.neighbors(tokens[0, :48].numpy().reshape(3, 16), 2)]
+    for given in ((), tuple(found)):
+        neighbors = dict(zip(("neighbors", "neighbor_lengths"), given, strict=False))
+        with torch.no_grad():
+            hidden = ours.hidden(tokens, None, *given)
+            expected = ours.logits(hidden)
+            output = model(tokens, labels=tokens, **neighbors)
+        assert torch.equal(output.logits, expected)
+        losses = token_losses(hidden[:, :-1], ours.output_weight, tokens[:, 1:])
+        assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
+    model.retrieve_from(str(tiny_datastore.folder), k=2)
+    try:
+        # Padding on either side changes nothing of a row, whose chunks begin with its first token.
+        padded, mask = torch.zeros(2, 57, dtype=torch.int64), torch.zeros(2, 57, dtype=torch.int64)
+        padded[0, 7:], padded[1, :50], mask[0, 7:], mask[1, :50] = tokens, tokens, 1, 1
+        with torch.no_grad():
+            output = model(padded, attention_mask=mask, labels=padded)
+            torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, expected[:, -2:])
+        torch.testing.assert_close(output.logits[0, 7:], expected[0])
+        torch.testing.assert_close(output.logits[1, :50], expected[0])
+        assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
+    finally:
+        model.retrieve_from(None)
+
+
+def test_it_trains_and_is_saved_and_imported_again(auto: Any, folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """What was not touched comes back to the bit, a checkpoint file with its fingerprints; what was trained has its own."""
+    assert main(["import", str(folder), "--to", str(tmp_path / "back.safetensors")]) == 0
+    assert (tmp_path / "back.safetensors").read_bytes() == checkpoint.read_bytes()
+    model = auto(folder)
+    model.save_pretrained(tmp_path / "saved")
+    assert main(["import", str(tmp_path / "saved"), "--to", str(tmp_path / "saved.safetensors")]) == 0
+    assert (tmp_path / "saved.safetensors").read_bytes() == checkpoint.read_bytes()
+    again = auto(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    ids = torch.arange(40)[None]
+    again(ids, labels=ids).loss.backward()
+    torch.optim.SGD(again.parameters(), lr=0.1).step()
+    again.save_pretrained(tmp_path / "trained")
+    assert main(["import", str(tmp_path / "trained"), "--to", str(tmp_path / "trained.safetensors")]) == 0
+    before, after = open_checkpoint(checkpoint), open_checkpoint(tmp_path / "trained.safetensors")
+    assert after.fingerprint != before.fingerprint
+    assert (after.settings, after.datastores, after.started_from) == (
+        before.settings,
+        before.datastores,
+        before.fingerprint,
+    )
+
+
+def test_in_bfloat16_it_generates_what_ours_does(auto: Any, folder: Path, checkpoint: Path) -> None:
+    from retro.decoding import Decoder
+    from retro.device import place
+    from retro.generation import generate
+
+    placement = place("cpu", "bfloat16")
+    ours = load_model(open_checkpoint(checkpoint), placement.device)
+    placement.cast(ours)
+    prompt, greedy = np.arange(1, 40), GenerationSettings(max_tokens=20, temperature=0)
+    steps = generate(Decoder(ours, placement, 64), [prompt], greedy, decode=str, eos_id=-1)
+    model = auto(folder, dtype=torch.bfloat16)
+    theirs = model.generate(torch.from_numpy(prompt)[None], max_new_tokens=20, do_sample=False, eos_token_id=[])
+    assert theirs[0, len(prompt) :].tolist() == [piece.token for step in steps for piece in step]
+    with pytest.raises(ValueError, match=r"dtype=torch.bfloat16"):
+        model.bfloat16().generate(torch.from_numpy(prompt)[None], max_new_tokens=2)
+
+
+def test_what_cannot_be_is_told(auto: Any, model: Any, folder: Path, tiny_datastore: Datastore, tmp_path: Path) -> None:
+    ids, holes = torch.arange(4)[None], torch.tensor([[1, 0, 1, 1]])
+    for wrong, said in (
+        ({"attention_mask": holes}, "only before or after"),
+        ({"inputs_embeds": torch.zeros(1, 4, 32)}, "inputs_embeds"),
+        ({"output_attentions": True}, "output_attentions"),
+        (
+            {
+                "use_cache": True,
+                "logits_to_keep": 1,
+                "attention_mask": holes.flip(1)[:, :4] * torch.tensor([1, 1, 0, 0]),
+            },
+            "left",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model(ids, **wrong)
+    with pytest.raises(ValueError, match="input_ids"):
+        model(labels=ids)
+    with pytest.raises(ValueError, match="extend-vocabulary"):
+        model.resize_token_embeddings(500)
+    with pytest.raises(ValueError, match="k = 0"):
+        model.retrieve_from(str(tiny_datastore.folder), k=0)
+    with pytest.raises(ValueError, match="is not a datastore"):
+        model.retrieve_from(str(tmp_path))
+    with pytest.raises(ValueError, match="does not answer"):
+        model.retrieve_from("http://127.0.0.1:9")
+    app = make_app(Retriever.open(tiny_datastore.folder), None, ServeSettings(), token="secret")
+    with listening(app) as url, pytest.raises(ValueError, match="RETRO_TOKEN"):
+        model.retrieve_from(url)
+    weights = sorted(folder.glob("model-*.safetensors"))[0]
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folder.iterdir():
+        if file != weights:
+            (broken / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(OSError, match=weights.name):
+        auto(broken)
+    assert main(["import", str(broken), "--to", str(tmp_path / "x.safetensors")]) == 2
+    assert main(["import", str(tmp_path), "--to", str(tmp_path / "x.safetensors")]) == 2
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_the_card_holds_fingerprints_and_the_figures_of_the_run(tiny_run: Path, tmp_path: Path) -> None:
+    opened = open_checkpoint(tiny_run)
+    export_folder(opened, tmp_path / "card")
+    card = (tmp_path / "card" / "README.md").read_text()
+    measured = [line for line in read_metrics(tiny_run) if "valid_bits_per_byte_on" in line][-1]
+    assert measured["step"] == opened.step
+    assert f"| valid | {measured['valid_bits_per_byte_off']:.4f} | {measured['valid_bits_per_byte_on']:.4f} |" in card
+    for fact in (opened.fingerprint, *opened.datastores, f"{opened.tokens:,} tokens", "retrieve_from"):
+        assert fact in card
+    again = tmp_path / "again"
+    export_folder(opened, again)
+    for file in (tmp_path / "card").iterdir():
+        assert file.name == "README.md" or (again / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_nothing_half_written_stays_and_nothing_is_overwritten(tiny_run: Path, tmp_path: Path) -> None:
+    opened = open_checkpoint(tiny_run)
+    for wrong, said in (
+        ({"datastore": str(tmp_path)}, "tokenizer"),
+        ({"tokenizer": str(tmp_path)}, "tokenizer.json"),
+        ({"max_shard_size": "many"}, "max_shard_size"),
+    ):
+        with pytest.raises(InputError, match=said):
+            export_folder(opened, tmp_path / "out", **wrong)
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    with pytest.raises(InputError, match="not empty"):
+        export_folder(opened, tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_the_code_is_one_flat_folder_that_needs_nothing_of_this_project() -> None:
+    files = remote_files((*MODEL, "tokenization_retro"))
+    assert {"modeling_retro.py", "configuration_retro.py", "tokenization_retro.py", "retro_model.py"} <= set(files)
+    for name, text in files.items():
+        compile(text, name, "exec")
+        top = [line for line in text.splitlines() if line.startswith(("from ", "import "))]
+        assert not any(line.split()[1].split(".")[0] in ("retro", "indexing", "pipelines") for line in top), name
+        for line in top:
+            if line.startswith("from ."):
+                assert line.split()[1][1:] + ".py" in files
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE as GPT-2's, in Hugging Face's format, with one special token."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    folder, fast = tmp_path_factory.mktemp("byte-level"), Fast(models.BPE())
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    fast.train_from_iterator([PROMPTS[0]] * 3, trainer)
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|endoftext|>", "tokenizer_class": "GPT2Tokenizer"})
+    )
+    return folder
+
+
+def test_a_hugging_face_tokenizer_of_a_datastore(byte_level: Path, tmp_path: Path) -> None:
+    from retro.huggingface.tokenizer_files import write_tokenizer
+
+    install_tokenizer(TokenizerSettings(kind="huggingface", path=str(byte_level)), tmp_path / "tokenizer")
+    (tmp_path / "hf").mkdir()
+    assert write_tokenizer(tmp_path / "tokenizer", tmp_path / "hf") == ()
+    ours, theirs = Tokenizer.open(tmp_path / "tokenizer"), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (ours.bos_id, ours.eos_id, ours.pad_id)
+    assert len(theirs) == ours.vocab_size
+    texts = [text for text in DIFFICULT if "<" not in text and "\ud800" not in text]
+    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
+        assert theirs(text).input_ids == [ours.bos_id, *ids.tolist()]
+        assert theirs.decode(ids, skip_special_tokens=True) == text
+
+
+def test_a_tokenizer_is_copied_as_it_is(tiny_run: Path, byte_level: Path, tmp_path: Path) -> None:
+    export_folder(open_checkpoint(tiny_run), tmp_path / "hf", tokenizer=str(byte_level))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (byte_level / name).read_bytes()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert {config[f"{role}_token_id"] for role in ("bos", "eos")} == {0}
+
+
+# --- plain decoders --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox-serial", "qwen3"])
+def test_what_was_imported_is_exported_as_what_it_was(name: str, byte_level: Path, tmp_path: Path) -> None:
+    """The family's own class, the same weights to the bit and the tokenizer that came with them, without remote code."""
+    base, file, out = (tmp_path / each for each in ("base", "base.safetensors", "out"))
+    theirs = make(name, vocab_size=301)  # one for padding
+    save(theirs, base)
+    for each in byte_level.iterdir():
+        (base / each.name).write_bytes(each.read_bytes())
+    assert main(["import", str(base), "--to", str(file), "--chunk-length", "16", "--no-verify"]) == 0
+    assert main(["export", str(file), "--to", str(out)]) == 0
+    assert not list(out.glob("*.py"))
+    back = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(back) is type(theirs)
+    assert (back.config.bos_token_id, back.config.eos_token_id) == (0, 0)
+    for (key, ours), (other, expected) in zip(back.state_dict().items(), theirs.state_dict().items(), strict=True):
+        assert (key, torch.equal(ours, expected)) == (other, True)
+    assert (out / "tokenizer.json").read_bytes() == (byte_level / "tokenizer.json").read_bytes()
+
+
+def test_a_plain_decoder_of_ours_is_of_a_family_if_it_can_be(checkpoint: Path) -> None:
+    from dataclasses import replace
+
+    from retro.model import Retro
+
+    retro = open_checkpoint(checkpoint)
+    plain = replace(retro.model, cca_layers=(), activation="swiglu", num_kv_heads=1)
+    torch.manual_seed(0)
+    ours = Retro(plain).eval()
+    opened, tensors = replace(retro, model=plain), dict(ours.state_dict())
+    written = as_family(opened, tensors)
+    assert written is not None
+    config, weights = written
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).eval()
+    assert config["model_type"] == "llama"
+    theirs.load_state_dict(weights)
+    tokens = torch.arange(50)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
+    assert as_family(retro, tensors) is None
+    assert as_family(replace(retro, model=replace(plain, smeared_keys=True)), tensors) is None

@@ -1,0 +1,159 @@
+"""Each family's logits are those of `transformers`; whatever our decoder cannot be is refused by name."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from indexing.store.errors import InputError
+from retro.decoding import Decoder
+from retro.device import place
+from retro.huggingface.config import Config
+from retro.huggingface.families import config_of, settings_of
+from retro.huggingface.folder import read_base
+from retro.huggingface.names import NAMES
+from retro.model import Retro
+from retro.model_settings import ModelSettings
+from retro.tensor_files import save_tensors
+from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, their_logits
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+
+pytest.importorskip("transformers")
+
+TOKENS = torch.randint(V, (2, 48), generator=torch.Generator().manual_seed(0))  # longer than every window
+
+
+@pytest.fixture(scope="module", params=BASES)
+def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+    """Each base: its name, the model of `transformers`, its folder."""
+    model = make(request.param)
+    return request.param, model, save(model, tmp_path_factory.mktemp(request.param))
+
+
+def decoder_of(folder: Path) -> Retro:
+    base = read_base(folder, chunk_length=8)
+    model = Retro(base.settings)
+    model.load_state_dict(base.tensors)
+    return model.eval()
+
+
+def test_logits_and_cached_decoding_are_those_of_transformers(named: tuple[str, Any, Path]) -> None:
+    _, model, folder = named
+    expected, ours = their_logits(model, TOKENS), decoder_of(folder)
+    largest = float(expected.abs().max())
+    with torch.no_grad():
+        assert float((ours(TOKENS) - expected).abs().max()) < 1e-5 * largest
+    decoder = Decoder(ours, place("cpu", "float32"), LONGEST)
+    new = [np.array(row[:length]) for row, length in zip(TOKENS, (3, 21), strict=True)]
+    places = np.array([2, 20])
+    for _ in range(20):
+        rows = torch.stack([expected[row, at] for row, at in enumerate(places)])
+        assert float((decoder.read(new) - rows).abs().max()) < 1e-5 * largest
+        places += 1
+        new = [np.array(TOKENS[row, at : at + 1]) for row, at in enumerate(places)]
+
+
+def test_what_is_written_back_is_what_was_read(named: tuple[str, Any, Path], tmp_path: Path) -> None:
+    name, model, folder = named
+    base = read_base(folder)
+    family, config = config_of(base.settings, base.context)
+    assert family == BASES[name][0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_tensors(NAMES[family].theirs(base.tensors, base.settings.num_heads), tmp_path / "model.safetensors")
+    written, stored = load_file(tmp_path / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[key], stored[key]) for key in stored)
+    again = read_base(tmp_path)
+    assert again.settings == base.settings
+    from transformers import AutoModelForCausalLM
+
+    assert torch.equal(
+        their_logits(AutoModelForCausalLM.from_pretrained(tmp_path), TOKENS), their_logits(model, TOKENS)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- configurations
+
+GPT2 = {"model_type": "gpt2", "vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4}
+QWEN = {"model_type": "qwen2", "vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+QWEN |= {"intermediate_size": 48, "max_position_embeddings": 64}
+LLAMA = QWEN | {"model_type": "llama"}
+MISTRAL = QWEN | {"model_type": "mistral"}
+NEOX = QWEN | {"model_type": "gpt_neox"}
+
+
+def read(config: dict[str, Any]) -> ModelSettings:
+    return settings_of(Config("config.json", config), 64)[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (GPT2 | {"model_type": "opt"}, "model_type is 'opt'; accepted: gpt2, gpt_neox, llama, mistral, qwen2, qwen3"),
+        ({"vocab_size": V}, "model_type is missing"),
+        (GPT2 | {"n_embd": None}, "n_embd is None; accepted: a whole number above 0"),
+        (GPT2 | {"n_layer": "12"}, "n_layer is '12'"),
+        (GPT2 | {"n_head": 5}, "n_head is 5; accepted: a divisor of n_embd = 32"),
+        (GPT2 | {"activation_function": "relu"}, "activation_function is 'relu'; accepted: gelu_new, gelu"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; accepted: False"),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights is False; accepted: True"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention is True"),
+        (GPT2 | {"quantization_config": {"bits": 4}}, "quantization_config is"),
+        (GPT2 | {"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0; accepted: a number above 0"),
+        (NEOX | {"use_parallel_residual": 1}, "use_parallel_residual is 1; accepted: true or false"),
+        (NEOX | {"rotary_pct": 0.4}, "model.rope_share is 0.375"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'; accepted: silu"),
+        (LLAMA | {"num_key_value_heads": 3}, "model.num_kv_heads is 3"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type is 'dynamic'"),
+        (LLAMA | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'; accepted: default, linear, llama3"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing; accepted: a number above 0"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        (LLAMA | {"rope_scaling": [2.0]}, r"rope_scaling is \[2.0\]; accepted: an object"),
+        (LLAMA | {"rope_parameters": {"full_attention": {}}}, "full_attention is {}; accepted: numbers, the same for"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; accepted: 1"),
+        (MISTRAL | {"sliding_window": "all"}, "sliding_window is 'all'"),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers is 1; accepted: 0, or num_h"),
+        (QWEN | {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types is \['full_attention', 's"),
+    ],
+)
+def test_what_a_decoder_of_ours_cannot_be_is_refused_by_file_and_key(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=rf"^config\.json.*{told}"):
+        read(config)
+
+
+def test_older_and_newer_names_of_rope_say_the_same() -> None:
+    scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    older = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaled}}
+    newer = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaled}}
+    assert read(older) == read(newer) == replace(read(newer), rope_theta=5e5, rope_scaling="llama3", rope_factor=8.0)
+    oldest = LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read(oldest) == read(LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    pythia = NEOX | {"rotary_emb_base": 500, "rotary_pct": 0.5}
+    assert read(pythia) == read(NEOX | {"rope_parameters": {"rope_theta": 500, "partial_rotary_factor": 0.5}})
+
+
+def test_a_window_that_no_layer_or_every_layer_has_is_read() -> None:
+    assert read(MISTRAL).sliding_window == 4096  # its class's default
+    assert read(MISTRAL | {"sliding_window": None}).sliding_window == 0
+    assert read(QWEN | {"sliding_window": 9}).sliding_window == 0
+    windowed = QWEN | {"use_sliding_window": True, "sliding_window": 9}
+    assert read(windowed).sliding_window == 0  # its class's 28 first layers see everything
+    assert read(windowed | {"max_window_layers": 0}).sliding_window == 9
+    assert read(windowed | {"layer_types": ["sliding_attention"] * 2}).sliding_window == 9
+    assert read(windowed | {"layer_types": ["full_attention"] * 2}).sliding_window == 0
+
+
+def test_a_decoder_of_ours_is_written_as_the_family_it_is_of_or_refused_by_what_it_has() -> None:
+    ours = ModelSettings(V, activation="swiglu", cca_layers=(), scaled_embeddings=True)
+    family, config = config_of(ours, 512)
+    assert family == "llama"
+    assert read(config) == replace(read(config), d_model=256, tied_embeddings=False, scaled_embeddings=False)
+    with pytest.raises(InputError, match=r"no family.*llama has no model.smeared_keys = True"):
+        config_of(replace(ours, smeared_keys=True), 512)
+    with pytest.raises(InputError, match="no family"):
+        config_of(ModelSettings(V, positions="alibi"), 512)
