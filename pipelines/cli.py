@@ -5,12 +5,15 @@
     retro plan train [CONFIG]         memory by mode, and time of a training run
     retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
     retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
+    retro finetune CONFIG             instructions, conversations, or questions with passages as neighbors
     retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
     retro eval-qa CHECKPOINT QUESTIONS exact match and F1         retro lm-eval CHECKPOINT --tasks TASK …
     retro eval-retrieval DATASTORE QUESTIONS                      hit@k, recall@k and MRR of searches
     retro report RUN [RUN2 …]         curves of training runs     retro serve DATASTORE  search and model over HTTP
     retro verify DATASTORE            every checksum and cross-reference
-    retro export CHECKPOINT --to FILE weights and settings in one safetensors file
+    retro export CHECKPOINT --to FILE weights and settings in one safetensors file, or a folder for transformers
+    retro import FOLDER --to FILE     a folder in Hugging Face's format as a CHECKPOINT
+    retro extend-vocabulary CHECKPOINT|TOKENIZER --to FOLDER      pieces of a corpus, and rows for them
     retro delete DATASTORE --ids ID … documents that no result shall name any more
     retro doctor                      versions, devices, conflicts
 
@@ -58,11 +61,12 @@ DOCTOR = Verb(doctor, DoctorOptions)
 
 def table() -> dict[str, Verb]:
     """Every verb. What they import is imported here: `retro doctor` must run where torch or numpy does not."""
-    from pipelines import datastore_verbs, evaluation_verbs, model_verbs, question_verbs
+    from pipelines import datastore_verbs, evaluation_verbs, huggingface_verbs, model_verbs, question_verbs
     from pipelines.config import Config
     from pipelines.demo import DemoOptions, demo
     from pipelines.plan_train import PlanTrainOptions, plan_train
     from pipelines.serve_verb import ServeOptions, serve
+    from pipelines.vocabulary_verb import ExtendVocabularyOptions, extend_vocabulary
 
     return {
         "demo": Verb(demo, DemoOptions),
@@ -70,6 +74,7 @@ def table() -> dict[str, Verb]:
         "plan train": Verb(plan_train, PlanTrainOptions, ("[CONFIG]",)),
         "index": Verb(datastore_verbs.index, datastore_verbs.IndexOptions, ("CONFIG",)),
         "train": Verb(model_verbs.train, Config, ("CONFIG",)),
+        "finetune": Verb(model_verbs.finetune, Config, ("CONFIG",)),
         "eval": Verb(evaluation_verbs.evaluate, evaluation_verbs.EvalOptions, ("CHECKPOINT",)),
         "eval-qa": Verb(evaluation_verbs.evaluate_qa, evaluation_verbs.EvalQaOptions, ("CHECKPOINT", "QUESTIONS")),
         "eval-retrieval": Verb(
@@ -84,6 +89,8 @@ def table() -> dict[str, Verb]:
         "inspect": Verb(model_verbs.inspect, model_verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
         "verify": Verb(datastore_verbs.verify, datastore_verbs.VerifyOptions, ("DATASTORE",)),
         "export": Verb(model_verbs.export, model_verbs.ExportOptions, ("CHECKPOINT",)),
+        "import": Verb(huggingface_verbs.import_, huggingface_verbs.ImportOptions, ("FOLDER",)),
+        "extend-vocabulary": Verb(extend_vocabulary, ExtendVocabularyOptions, ("CHECKPOINT|TOKENIZER",)),
         "doctor": DOCTOR,
     }
 

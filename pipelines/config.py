@@ -15,9 +15,11 @@ from indexing.tokenizer import TokenizerSettings
 from pipelines.executors import ExecutorSettings
 from retro.batches import DataSettings
 from retro.evaluation import EvaluationSettings
+from retro.finetuning.settings import FinetuneSettings
 from retro.model_settings import ModelSettings
 from retro.parallel_settings import ParallelSettings
 from retro.train_settings import TrainSettings
+from retro.tuning_settings import TuningSettings
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class Config:
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    tuning: TuningSettings = field(default_factory=TuningSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
 
     def __post_init__(self) -> None:
         if url := url_of(self.run):

@@ -158,6 +158,7 @@ def _config(options: DemoOptions) -> Config:
             encoder_num_layers=1,
             shared_embeddings=True,  # these three bring copying sooner: docs/results.md
             smeared_keys=True,
+            smeared_tokens=3,
             copying_init=True,
         ),
         train=TrainSettings(batch_size=4, lr=3e-3, warmup_steps=20, eval_every=0, log_every=5, seed=options.seed),

@@ -3,11 +3,11 @@
 results (plain data) → bits-per-byte by k, by share of the datastore, by α; overlap → sections → write_report
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.report import Line, Section, Table, line_plot, stairs, write_report
+from pipelines.report import Line, Section, Table, line_plot, setting_rows, stairs, write_report
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -38,8 +38,8 @@ def write_eval_page(path: Path, results: Mapping[str, Any]) -> None:
             table=_shares(results["datastore_shares"]),
             plots=_plots_by_share(results["datastore_shares"], sets),
         ),
-        Section("Fingerprints", table=Table(["of", "fingerprint"], list(_flat(results["fingerprints"])))),
-        Section("Settings", table=Table(["setting", "value"], list(_flat(results["settings"])))),
+        Section("Fingerprints", table=Table(["of", "fingerprint"], setting_rows(results["fingerprints"]))),
+        Section("Settings", table=Table(["setting", "value"], setting_rows(results["settings"]))),
     ]
     write_report(
         path,
@@ -154,15 +154,6 @@ def _shares(levels: Rows) -> Table:
         first = [level["set"], f"{level['datastore_share']:g}", *size]
         cells.append(first + [found.get(label, "–") for label in labels])
     return Table(["set", "share", "documents", "chunks", *labels], cells)
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[list[str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
-        elif value is not None:
-            shown = ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
-            yield [above + key, shown]
 
 
 # --- plots ---------------------------------------------------------------------------------------------------------

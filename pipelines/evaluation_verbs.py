@@ -2,13 +2,16 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
-from pipelines.eval_qa import QaSettings
 from pipelines.progress import print_rows
+from pipelines.qa_modes import QaSettings
+from retro.checkpoint import Checkpoint
 from retro.evaluation import EvaluationSettings
+from retro.evaluation_sets import EvaluationSet
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,11 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     settings = options.evaluation
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
     eval_shares.check_shares(opened, settings)
-    folders = [options.datastore] if options.datastore else opened[0].settings["data"]["datastores"]
+    folders = [options.datastore] if options.datastore else opened[0].folders
     k = max(settings.k, default=0) if any(each.model.cca_layers for each in opened) else 0
     sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
+    for one in opened:
+        _check_ids(one, sets)
     if not sets:
         raise InputError(f"{checkpoint}: its datastores hold nothing out; name documents with --evaluation.sets.")
     source = Datastore.open(options.leakage_from) if options.leakage_from else None
@@ -84,45 +89,59 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     return 0
 
 
+def _check_ids(checkpoint: Checkpoint, sets: list[EvaluationSet]) -> None:
+    for each in sets:
+        if not checkpoint.reads(ids := int(each.datastore.manifest["vocab_size"])):
+            raise InputError(
+                f"evaluation set {each.name!r}: {each.datastore.folder} has vocab_size {ids}, {checkpoint.path} was trained with "
+                f"{checkpoint.num_ids}: name a datastore built with the model's tokenizer."
+            )
+
+
 @dataclass(frozen=True)
 class EvalQaOptions:
-    """Exact match and F1 of a model's answers to questions: closed book, with passages in the prompt, with retrieval ON."""
+    """Exact match and F1 of a model's answers to questions: closed book, with passages in the prompt or as neighbors, with
+    retrieval ON."""
 
     passages: str = ""
-    """Datastore to search with the questions: its chunks stand in the prompts, and retrieval ON reads it; empty: retrieval
-    ON reads the datastore of the training run."""
+    """Datastore to search with the questions: its chunks stand in the prompts, or are neighbors, and retrieval ON reads it;
+    empty: retrieval ON reads the datastore of the training run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     json: str = ""
     """File to write the results and all answers to, with the fingerprints of checkpoint and datastores."""
+    html: str = ""
+    """File to write a page with the table and some answers to; empty: beside `json`, if that is given."""
     qa: QaSettings = field(default_factory=QaSettings)
 
 
 def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     """`retro eval-qa CHECKPOINT QUESTIONS`."""
     from pipelines import eval_qa
+    from pipelines.qa_modes import all_modes, found_passages
+    from pipelines.qa_page import write_qa_page
     from retro.questions import read_questions
 
     settings, path = options.qa, Path(questions)
     shots, asked = eval_qa.select(read_questions(path), settings, path)
     language = eval_qa.language_for(asked, settings)
     model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, settings, options.device)
-    passages = (
-        eval_qa.retrieved_passages(retriever, asked, settings) if retriever and settings.prompt_passages else None
-    )
-    rows = eval_qa.measure_answers(model, asked, settings, language=language, shots=shots, passages=passages)
-    table = eval_qa.answers_table(rows, settings.seed)
+    found = found_passages(retriever, asked, settings) if retriever else None
+    modes = all_modes(model, asked, settings, language=language, shots=shots, found=found)
+    rows = eval_qa.measure_answers(model, modes, asked, settings, language)
+    prints = {"checkpoint": model.checkpoint.fingerprint}
+    prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
+    prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
+    told = {"checkpoint": checkpoint, "questions": questions, "passages": options.passages, "language": language}
+    results: dict[str, Any] = {"fingerprints": prints, "settings": asdict(settings) | told}
+    results |= eval_qa.as_json(rows, asked, settings.seed)
+    table = eval_qa.answers_table(results["results"])
     print_rows([table.header, *table.rows])
-    held = None if passages is None else eval_qa.answer_in_passages(asked, passages)
-    if held is not None:
-        print(f"a right answer stands in the passages of {100 * held:.1f}% of the questions")
     if options.json:
-        prints = {"checkpoint": model.checkpoint.fingerprint}
-        prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
-        prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
-        told = {"checkpoint": checkpoint, "questions": questions, "passages": options.passages, "language": language}
-        results = {"fingerprints": prints, "settings": asdict(settings) | told, "answer_in_passages": held}
-        write_json(Path(options.json), results | eval_qa.as_json(rows, asked, settings.seed))
+        write_json(Path(options.json), results)
+    if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
+        write_qa_page(Path(page), results)
+        print(f"report: {page}")
     return 0
 
 

@@ -7,21 +7,30 @@ from typing import Any
 
 import numpy as np
 
+from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.datastore_verbs import inspect_datastore
 from pipelines.progress import human_bytes, print_rows, progress
-from pipelines.training import run_training, train_quietly
+from pipelines.training import Learning, finetune_quietly, run_training, train_quietly
 from retro.generation import GenerationSettings
 from retro.loggers import as_line
 
 log = logging.getLogger("retro")
+_WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # files that others write
 
 
 def train(config: Config) -> int:
-    """`retro train CONFIG`: in this process, in several that torchrun has started, or on Ray.
+    """`retro train CONFIG`."""
+    return _learn(config, "train", train_quietly)
 
-    Among several processes the first one speaks.
-    """
+
+def finetune(config: Config) -> int:
+    """`retro finetune CONFIG`."""
+    return _learn(config, "finetune", finetune_quietly)
+
+
+def _learn(config: Config, name: str, learning: Learning) -> int:
+    """In this process, in several that torchrun has started, or on Ray. Among several processes the first one speaks."""
     from pipelines.run_report import write_run_report
     from retro.checkpoint import latest
     from retro.processes import joined
@@ -30,10 +39,10 @@ def train(config: Config) -> int:
     if config.executor.train.workers:
         from pipelines.ray_train import train_on_ray
 
-        train_on_ray(config)
+        train_on_ray(config, name, learning)
     else:
         with joined() as rank:
-            run_training(config, "train") if rank == 0 else train_quietly(config)
+            run_training(config, name, learning) if rank == 0 else learning(config)
         if rank:
             return 0
     print(as_line(read_metrics(config.run)[-1]))
@@ -68,6 +77,8 @@ class GenerateOptions:
 
     prompt: tuple[str, ...] = ("",)
     """Texts to continue, all at once; an empty one: from the beginning of a document."""
+    chat: bool = False
+    """The texts are what users say to a model that was fine-tuned on instructions: answer them, in its own template."""
     retrieval: bool = True
     """Whether finished chunks ask the datastore for neighbors."""
     k: int = 2
@@ -87,14 +98,14 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
         checkpoint, options.datastore or None, options.device, retrieval=options.retrieval
     )
     texts = generate_texts(language_model, options)
-    print("\n───\n".join(prompt + text for prompt, text in zip(options.prompt, texts, strict=True)))
+    between = "\n" if options.chat else ""
+    print("\n───\n".join(prompt + between + text for prompt, text in zip(options.prompt, texts, strict=True)))
     return 0
 
 
 def generate_texts(language_model: Any, options: GenerateOptions) -> list[str]:
     """The continuation of each prompt as text."""
-    tokenizer = language_model.tokenizer
-    prompts = [np.append(tokenizer.bos_id, tokenizer.encode(prompt)).astype(np.int64) for prompt in options.prompt]
+    prompts = _prompts(language_model, options)
     k = options.k if language_model.retriever is not None else 0
     texts = [""] * len(prompts)
     with progress("generate", total=len(prompts) * options.generation.max_tokens, unit="tokens") as advance:
@@ -103,6 +114,18 @@ def generate_texts(language_model: Any, options: GenerateOptions) -> list[str]:
                 texts[piece.row] += piece.text
             advance(len(pieces))
     return texts
+
+
+def _prompts(language_model: Any, options: GenerateOptions) -> list[np.ndarray]:
+    """The tokens of each prompt."""
+    tokenizer = language_model.tokenizer
+    if options.chat:
+        from retro.finetuning.chat_template import template_of
+        from retro.finetuning.conversations import Message
+
+        template = template_of(tokenizer, language_model.checkpoint.settings.get("finetune"))
+        return [template.prompt([Message("user", prompt)]) for prompt in options.prompt]
+    return [np.append(tokenizer.bos_id, tokenizer.encode(prompt)).astype(np.int64) for prompt in options.prompt]
 
 
 @dataclass(frozen=True)
@@ -147,18 +170,37 @@ def inspect_checkpoint(path: Path) -> int:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write a checkpoint's weights, settings and fingerprints as one file, which then serves as CHECKPOINT too."""
+    """Write a checkpoint's weights, settings and fingerprints as one file, which then serves as CHECKPOINT too, or as a folder
+    that transformers opens."""
 
     to: Path
-    """The file, `NAME.safetensors`."""
+    """The file, `NAME.safetensors`; or a folder in Hugging Face's format, any other name."""
+    datastore: str = ""
+    """With a folder: datastore whose tokenizer goes into it; empty: that of the training run."""
+    tokenizer: str = ""
+    """With a folder: a Hugging Face tokenizer's folder to copy as it is, in place of the datastore's."""
+    max_shard_size: str = "5GB"
+    """With a folder: size of a file of weights."""
 
 
 def export(checkpoint: str, options: ExportOptions) -> int:
-    """`retro export CHECKPOINT --to FILE.safetensors`."""
-    from retro.checkpoint import export as write
+    """`retro export CHECKPOINT --to FILE.safetensors|FOLDER`."""
     from retro.checkpoint import open_checkpoint
+    from retro.exported import export as write_file
 
+    if options.to.suffix in _WEIGHTS:
+        raise InputError(
+            f"to = {str(options.to)!r}: a file must end in .safetensors, and a folder not like one of weights."
+        )
     opened = open_checkpoint(Path(checkpoint))
-    write(opened, options.to)
-    print(f"{options.to}: {human_bytes(options.to.stat().st_size)}, step {opened.step:,} of {opened.path}")
+    if options.to.suffix == ".safetensors":
+        write_file(opened, options.to)
+        size = options.to.stat().st_size
+    else:
+        from retro.huggingface.export import export_folder
+
+        names = {"datastore": options.datastore, "tokenizer": options.tokenizer}
+        export_folder(opened, options.to, **names, max_shard_size=options.max_shard_size)
+        size = sum(file.stat().st_size for file in options.to.iterdir())
+    print(f"{options.to}: {human_bytes(size)}, step {opened.step:,} of {opened.path}")
     return 0

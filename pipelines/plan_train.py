@@ -24,6 +24,7 @@ from retro.batches import DataSettings
 from retro.memory import Memory, memory_of, sent_bytes
 from retro.model_settings import ModelSettings
 from retro.parallel_settings import Checkpointing, ParallelSettings, Zero, num_microbatches
+from retro.tuning_settings import ALL, TuningSettings
 
 _RECOMPUTATION: dict[Checkpointing, float] = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
 """Operations over those without checkpointing: a forward pass more beside three; products that are kept cost none."""
@@ -142,10 +143,12 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     """
     import torch
 
+    from retro.checkpoint import open_checkpoint
     from retro.model import Retro
     from retro.presets import count_parameters, resolve
 
-    model = resolve(options.model)
+    start = options.train.start_from if options.model.preset == "base" else ""
+    model = resolve(options.model, open_checkpoint(Path(start)).model if start else None)
     model = replace(model, vocab_size=model.vocab_size or options.tokenizer.vocab_size)
     data, train = options.data, options.train
     if data.sequence_length % model.chunk_length:
@@ -154,7 +157,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         )
     with torch.device("meta"):
         made = Retro(model)
-    per_token = flops_per_token(model, data)
+    per_token = flops_per_token(model, data, options.tuning)
     per_step = train.batch_size * train.accumulation * data.sequence_length
     rate = (
         measured_flops(Path(options.measured), options.measured_devices)
@@ -203,12 +206,12 @@ def _num_data(options: PlanTrainOptions) -> int:
     return options.devices // (options.parallel.tensor * options.parallel.pipeline)
 
 
-def flops_per_token(model: ModelSettings, data: DataSettings) -> float:
+def flops_per_token(model: ModelSettings, data: DataSettings, tuning: TuningSettings = ALL) -> float:
     """Operations of training on a token, as MFU counts them (`retro/flops.py`)."""
-    from retro.flops import forward_flops
+    from retro.flops import training_flops
 
     ks = data.k_choices or (data.k,)
-    return 3 * sum(forward_flops(model, data.sequence_length, k) for k in ks) / len(ks) / data.sequence_length
+    return sum(training_flops(model, data.sequence_length, k, tuning) for k in ks) / len(ks) / data.sequence_length
 
 
 def measured_flops(run: Path, num_devices: int) -> float:
@@ -225,8 +228,9 @@ def measured_flops(run: Path, num_devices: int) -> float:
     if not rates:
         raise InputError(f"{run / 'metrics.jsonl'}: no line has tokens_per_second yet; let the run log a step first.")
     told: dict[str, dict[str, Any]] = read_json(run / "settings.json")
-    model, data = (_without_lists(told[section]) for section in ("model", "data"))
-    return statistics.median(rates) * flops_per_token(ModelSettings(**model), DataSettings(**data)) / num_devices
+    model, data, tuning = (_without_lists(told.get(section, {})) for section in ("model", "data", "tuning"))
+    flops = flops_per_token(ModelSettings(**model), DataSettings(**data), TuningSettings(**tuning))
+    return statistics.median(rates) * flops / num_devices
 
 
 def _without_lists(section: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.executors import connect, use_threads
-from pipelines.training import train_quietly, training_progress
+from pipelines.training import Learning, train_quietly, training_progress
 
 log = logging.getLogger("retro")
 
@@ -29,8 +29,13 @@ _POLL_SECONDS = 1.0
 _AGREEMENT_SECONDS = 10.0  # for all workers to meet the mistake of one
 
 
-def train_on_ray(config: Config) -> None:
+def train_on_ray(config: Config, name: str = "train", learning: Learning = train_quietly) -> None:
     """Train as `config.executor.train` says, and return when the run is complete.
+
+    Args:
+        config: everything.
+        name: of the progress bar.
+        learning: what the workers do.
 
     Raises:
         InputError: there is no cluster, workers failed too often, or a worker's own InputError or FloatingPointError.
@@ -49,7 +54,7 @@ def train_on_ray(config: Config) -> None:
     relay = ray.remote(num_cpus=0)(_Relay).remote()
     trainer = TorchTrainer(
         _work,
-        train_loop_config={"config": config, "relay": relay, "folder": os.getcwd()},
+        train_loop_config={"config": config, "learning": learning, "relay": relay, "folder": os.getcwd()},
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if resources.gpus else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=resources.workers, use_gpu=resources.gpus > 0, resources_per_worker=reserved
@@ -62,7 +67,7 @@ def train_on_ray(config: Config) -> None:
     )
     failure = None
     try:
-        with training_progress(config, "train") as advance, _passed_on(ray, relay, advance):
+        with training_progress(config, name) as advance, _passed_on(ray, relay, advance):
             trainer.fit()
     except TrainingFailedError as error:
         failure = error
@@ -165,6 +170,7 @@ def _work(arguments: dict[str, Any]) -> None:
     from retro.processes import joined
 
     config: Config = arguments["config"]
+    learning: Learning = arguments["learning"]
     relay = arguments["relay"]
     if ray.get(relay.mistake.remote()):
         return
@@ -183,7 +189,7 @@ def _work(arguments: dict[str, Any]) -> None:
 
     try:
         with joined() as rank:
-            train_quietly(config, advance) if rank == 0 else train_quietly(config)
+            learning(config, advance) if rank == 0 else learning(config)
     except (InputError, FloatingPointError) as error:
         deadline = time.monotonic() + _AGREEMENT_SECONDS
         ray.get(relay.refuse.remote(str(error)))

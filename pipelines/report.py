@@ -100,6 +100,18 @@ def write_report(
     write_bytes(path, html.encode("utf-8", errors="replace"))
 
 
+def setting_rows(values: Mapping[str, Any], above: str = "") -> list[list[str]]:
+    """Settings or fingerprints as rows of a table, inner ones by their dotted names."""
+    rows = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            rows += setting_rows(value, f"{above}{key}.")
+        elif value is not None:
+            shown = ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+            rows.append([above + key, shown])
+    return rows
+
+
 def marked(text: str, other: str) -> Any:
     """`text` as HTML in which the runs of words that stand in `other` too are marked."""
     from markupsafe import Markup, escape

@@ -36,7 +36,8 @@ _GROUP_FIGURES = {
     "overflow": ("Overflow", "share of the gradient"),
 }
 _POSITION = ("step", "tokens")
-_HELD_OUT = re.compile(r"(.+)_bits_per_byte_(on|off)")
+_HELD_OUT = re.compile(r"(.+)_(bits_per_byte|loss)_(on|off)")
+_HELD_OUT_UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token of answers"}
 _POINTS = 400  # of a curve on the page; a longer one is thinned
 
 
@@ -67,6 +68,10 @@ class Run:
         """Evaluation sets that were scored."""
         return list(dict.fromkeys(found[1] for name in self.metrics if (found := _HELD_OUT.fullmatch(name))))
 
+    def figure(self, name: str) -> str:
+        """What an evaluation set is measured by: `bits_per_byte`, or `loss` where it holds examples."""
+        return next(found[2] for each in self.metrics if (found := _HELD_OUT.fullmatch(each)) and found[1] == name)
+
     @property
     def position(self) -> tuple[int, int]:
         """The last step and its tokens."""
@@ -79,8 +84,8 @@ class Run:
         return tokens[np.isfinite(values)], values[np.isfinite(values)]
 
     def held_out(self, name: str, mode: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and bits-per-byte of an evaluation set, retrieval `on` or `off`; empty where that was not scored."""
-        return self.curve(f"{name}_bits_per_byte_{mode}")
+        """Tokens and figure of an evaluation set, retrieval `on` or `off`; empty where that was not scored."""
+        return self.curve(f"{name}_{self.figure(name)}_{mode}") if name in self.sets else (np.empty(0), np.empty(0))
 
 
 def open_run(folder: Path, name: str) -> Run:
@@ -169,13 +174,14 @@ def figures_of(run: Run) -> list[tuple[str, str, str]]:
     if len(losses):
         figures.append(("training loss", f"{smoothed(losses)[-1]:.4f}", "nats per token, smoothed"))
     for name in run.sets[:1]:
+        unit = _HELD_OUT_UNITS[run.figure(name)]
         for mode in ("on", "off"):
             reached, values = run.held_out(name, mode)
             if len(values):
                 best = f"best {values.min():.4f} after {reached[values.argmin()]:,.0f} tokens"
-                figures.append((f"{name}, bits per byte, {mode.upper()}", f"{values[-1]:.4f}", best))
+                figures.append((f"{name}, {unit}, {mode.upper()}", f"{values[-1]:.4f}", best))
         if change := gain(run, name):
-            figures.append(("retrieval ON against OFF", change, "bits per byte, the same weights"))
+            figures.append(("retrieval ON against OFF", change, f"{unit}, the same weights"))
     _, rates = run.curve("tokens_per_second")
     if len(rates):
         figures.append(("tokens per second", f"{np.median(rates):,.0f}", "median"))
@@ -186,13 +192,13 @@ def figures_of(run: Run) -> list[tuple[str, str, str]]:
 
 
 def gain(run: Run, name: str) -> str:
-    """The last bits-per-byte of a set, ON against OFF, in percent; empty where one of them is missing."""
+    """The last figure of a set, ON against OFF, in percent; empty where one of them is missing."""
     _, changes = gain_curve(run, name)
     return f"{changes[-1]:+.2f}%" if len(changes) else ""
 
 
 def gain_curve(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and by how many percent bits-per-byte of a set are more ON than OFF."""
+    """Tokens, and by how many percent the figure of a set is more ON than OFF."""
     (tokens, on), (tokens_off, off) = run.held_out(name, "on"), run.held_out(name, "off")
     both, left, right = np.intersect1d(tokens, tokens_off, return_indices=True)
     return both, 100 * (on[left] / off[right] - 1)
@@ -211,7 +217,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def held_out_table(runs: Sequence[Run]) -> Table:
-    """For every run and set the last and the best bits-per-byte, OFF and ON, and what retrieval gains."""
+    """For every run and set the last and the best figure, OFF and ON, and what retrieval gains."""
     rows = []
     for run in runs:
         for name in run.sets:
@@ -311,7 +317,7 @@ def metric_plot(runs: Sequence[Run], metric: str, title: str, unit: str) -> str:
 
 
 def held_out_plots(runs: Sequence[Run]) -> list[str]:
-    """Bits-per-byte of every set, and what retrieval gains on it."""
+    """The figure of every set, and what retrieval gains on it."""
     plots = []
     for name in dict.fromkeys(name for run in runs for name in run.sets):
         lines, gains = {}, {}
@@ -323,7 +329,8 @@ def held_out_plots(runs: Sequence[Run]) -> list[str]:
                     lines[label] = Line(*thinned(*curve), color=number, dashed=mode == "off")
             if len(gain_curve(run, name)[0]):
                 gains[run.name] = Line(*thinned(*gain_curve(run, name)), color=number)
-        plots.append(line_plot(lines, "tokens", "bits per byte", f"Held out: {name}"))
+        unit = next(_HELD_OUT_UNITS[run.figure(name)] for run in runs if name in run.sets)
+        plots.append(line_plot(lines, "tokens", unit, f"Held out: {name}"))
         if gains:
             plots.append(line_plot(gains, "tokens", "percent", f"Held out: {name}, retrieval ON against OFF"))
     return plots

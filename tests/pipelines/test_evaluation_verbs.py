@@ -13,9 +13,12 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines import eval_qa
 from pipelines.cli import main
-from pipelines.eval_qa import Answered, QaSettings
+from pipelines.eval_qa import Answered
+from pipelines.qa_modes import Mode, QaSettings, all_modes, found_passages
 from pipelines.settings import to_toml
 from retro.checkpoint import open_checkpoint
+from retro.decoding import Given
+from retro.generation import GenerationSettings
 from retro.questions import Question
 from tests.conftest import tiny_config
 
@@ -141,8 +144,87 @@ def test_questions_are_asked_closed_and_open_book(trained: Path, questions: Path
         "passages": fingerprint,
         "datastore": fingerprint,
     }
-    assert 0 <= written["answer_in_passages"] <= 1
+    held = [row["answer_in_passages"] for row in written["results"]]
+    assert held[:2] == [None, None]
+    assert held[2] == held[3]
+    assert 0 <= held[2] <= 1
     assert written["settings"]["language"] == "en"
+
+
+def test_passages_are_read_as_neighbors_of_the_papers_prompt(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = Datastore.open(trained / "datastore").train
+    rows = split.metadata(range(4))
+    asked = [
+        {
+            "question": f"what is {row['title']}?",
+            "answers": [f"Document {row['id'][4:]}\n"],
+            "positive_ids": [row["id"]],
+        }
+        for row in rows
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
+    out = tmp_path / "qa.json"
+    arguments = ["eval-qa", str(trained / "run"), str(tmp_path / "q.jsonl"), "--qa.neighbor-passages", "3", "--qa.gold"]
+    few = ["--qa.k", "0", "--qa.prompt-passages", "0", "--qa.max-tokens", "8", "--json", str(out)]
+    assert main([*arguments, *few]) == 2
+    assert "qa.neighbor_passages = 3: name the datastore to search, --passages" in capsys.readouterr().err
+    assert main([*arguments, *few, "--passages", str(trained / "datastore")]) == 0
+    written = json.loads(out.read_text())
+    assert [row["mode"] for row in written["results"]] == [
+        "closed book",
+        "paper's prompt, closed book",
+        "paper's prompt, 3 passages as neighbors",
+        "paper's prompt, 3 passages as neighbors, gold first",
+    ]
+    assert [(row["prompt"], row["neighbors"], row["gold"]) for row in written["results"]] == [
+        ("lines", 0, False),
+        ("paper", 0, False),
+        ("paper", 3, False),
+        ("paper", 3, True),
+    ]
+    gold = written["results"][-1]
+    assert gold["answer_in_passages"] == 1  # a document begins with its number
+    html = (tmp_path / "qa.html").read_text()
+    assert all(row["question"] in html for row in asked)
+    assert not re.findall(r"(?:src|href)=\"(?!#)[^\"]+", html)
+
+
+def test_what_neighbors_hold_is_what_the_passages_say_and_is_given_to_the_model(trained: Path) -> None:
+    settings = QaSettings(k=0, prompt_passages=0, neighbor_passages=2, max_tokens=4)
+    model, retriever = eval_qa.open_model(trained / "run", trained / "datastore", settings, "cpu")
+    assert retriever is not None
+    asked = [Question(f"q{n}", f"is it chunk {n}?", ("yes",)) for n in range(3)]
+    found = found_passages(retriever, asked, settings)
+    assert found is not None
+    *_, closed, read = all_modes(model, asked, settings, language="en", found=found)
+    assert closed.given is None
+    assert read.given is not None
+    assert read.texts is not None
+    for (tokens, lengths), texts, passages in zip(read.given, read.texts, found.searched, strict=True):
+        assert tokens.shape == (2, 2 * model.model.settings.chunk_length)
+        assert (lengths > 0).all()
+        for text, passage in zip(texts, passages, strict=True):
+            assert f"title: {passage.title}, source: {passage.text}".startswith(text.rstrip("\ufffd"))
+    # The model reads them: other passages change what it says next, and without them it is OFF.
+    none = [(tokens, np.zeros_like(lengths)) for tokens, lengths in read.given]
+    others = read.given[1:] + read.given[:1]  # type: ignore[operator]
+
+    def said(given: Given | None) -> list[float]:
+        first = next(model.generate(read.prompts, GenerationSettings(max_tokens=1, temperature=0), given=given))
+        return [piece.log_probability for piece in first]
+
+    assert said(none) == pytest.approx(said(None), abs=1e-6)
+    assert all(one != other for one, other in zip(said(read.given), said(others), strict=True))
+
+
+def test_a_baseline_takes_the_papers_prompt_closed_book_alone(trained: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "qa.json"
+    arguments = ["--qa.neighbor-passages", "2", "--qa.max-questions", "2", "--qa.max-tokens", "4", "--json", str(out)]
+    assert main(["eval-qa", str(trained / "baseline"), str(questions), *arguments]) == 0
+    written = json.loads(out.read_text())
+    assert [row["mode"] for row in written["results"]] == ["closed book", "paper's prompt, closed book"]
 
 
 def test_a_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: Path, tmp_path: Path) -> None:
@@ -157,7 +239,9 @@ def test_a_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: P
 
 
 def test_scores_are_means_over_questions_with_their_interval() -> None:
-    row = Answered(0, 2, ["a", "b", "c", "d"], np.array([1.0, 0, 0, 0]), np.array([1.0, 0.5, 0, 0])).as_json(seed=0)
+    row = Answered(Mode(k=2), ["a", "b", "c", "d"], np.array([1.0, 0, 0, 0]), np.array([1.0, 0.5, 0, 0])).as_json(
+        seed=0
+    )
     assert (row["mode"], row["exact_match"], row["f1"], row["questions"]) == ("ON k=2", 0.25, 0.375, 4)
     assert row["f1_low"] <= row["f1"] <= row["f1_high"]
     asked = [Question("a", "?", ("Paris", "the Seine")), Question("b", "?", ("42",))]
@@ -172,6 +256,11 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
         (["eval-qa", "RUN", "QUESTIONS", "--qa.shots", "7"], ["has 7 questions", "none is left to ask"]),
         (["eval-qa", "RUN", "QUESTIONS", "--qa.max-tokens", "60"], ["max_tokens = 60", "no room"]),
         (["eval-qa", "RUN", "QUESTIONS", "--qa.k", "-1"], ["qa.k = -1"]),
+        (["eval-qa", "RUN", "QUESTIONS", "--qa.gold"], ["qa.gold", "set qa.neighbor_passages"]),
+        (
+            ["eval-qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--qa.neighbor-passages", "2", "--qa.gold"],
+            ["question 'q0'", "it has no positive_ids"],
+        ),
         (["eval-qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
         (["eval-qa", "nowhere", "QUESTIONS"], ["nowhere is neither a checkpoint"]),
         (["eval", "RUN", "--evaluation.datastore-shares", "2"], ["evaluation.datastore_shares = (2.0,)"]),
@@ -179,7 +268,7 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
     ],
 )
 def test_a_mistake_is_told_in_one_message(trained: Path, questions: Path, capsys, arguments, words) -> None:
-    places = {"RUN": str(trained / "run"), "QUESTIONS": str(questions)}
+    places = {"RUN": str(trained / "run"), "QUESTIONS": str(questions), "DATASTORE": str(trained / "datastore")}
     assert main([places.get(each, each) for each in arguments]) == 2
     message = capsys.readouterr().err
     assert "Traceback" not in message

@@ -40,6 +40,16 @@ def write_run(folder: Path, steps: int = 20, *, sets=("valid",), modes=("off", "
     return folder
 
 
+def test_what_examples_are_measured_by_is_shown_as_bits_per_byte_are(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "finetuned")
+    lines = (folder / "metrics.jsonl").read_text().replace("valid_bits_per_byte", "held_out_loss")
+    (folder / "metrics.jsonl").write_text(lines)
+    html = page_of(folder)
+    assert {"Held out: held_out", "Held out: held_out, retrieval ON against OFF"} <= set(titles(html))
+    for words in ("held_out, nats per token of answers, ON", "-10.00%", "1.6200"):
+        assert words in html, words
+
+
 def page_of(*folders: Path) -> str:
     path = folders[0] / "page.html"
     write_run_report(folders, path)
