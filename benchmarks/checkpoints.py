@@ -23,6 +23,7 @@ from measure import seconds, write
 from torch.distributed.fsdp import fully_shard
 
 from retro import checkpoint as checkpoints
+from retro import training_state
 from retro.device import place
 from retro.model import Retro
 from retro.model_settings import ModelSettings
@@ -64,7 +65,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    tensors = partial(checkpoints.tensors_of, model, optimizer, rank_in(group))
+    tensors = partial(training_state.tensors_of, model, optimizer, rank_in(group))
     step()
     unprepared, saver, number = Saver(), Saver(), 0
     first_touch = seconds(lambda: unprepared.save(tensors(), lambda _: None))

@@ -1,12 +1,14 @@
-"""Does retrieval pay? Two baselines and three RETROs with the same tokens and seeds, on one corpus, with controls.
+"""Does retrieval pay? Two baselines and three RETROs with the same tokens and seeds, on one corpus, with controls; and a RETROfit.
 
 python benchmarks/learning.py build CORPUS... --out runs/learning        two datastores of the same chunks: lexical, MiniLM
 python benchmarks/learning.py train --out runs/learning [--models baseline lexical minilm random] [--steps 3000] [--k 2]
+python benchmarks/learning.py train --out runs/learning --models retrofit [--share 0.03]
 python benchmarks/learning.py score --out runs/learning                  held-out bits per byte by leakage, and curves
 
 `baseline` has as many parameters as the RETROs (encoder and cross-attention are added to its FFW width), `decoder` is their
 decoder alone, the paper's baseline. The control is
-trained and scored with neighbors drawn at random. All are scored on the same held-out documents, and filtered by what leaks
+trained and scored with neighbors drawn at random. `retrofit` is the trained `decoder`, frozen, with an encoder and
+cross-attention that learn from a share of its tokens. All are scored on the same held-out documents, and filtered by what leaks
 through the lexical neighbors, so that one α means the same chunks for all. Every part goes on where it was stopped.
 """
 
@@ -20,6 +22,7 @@ from pathlib import Path
 import measure  # noqa: F401  (with it `indexing` is the package, not the file beside this one)
 
 from indexing.embedders import EmbedderSettings
+from indexing.neighbors import NeighborSettings
 from indexing.readers import CorpusSettings
 from indexing.tokenizer import TokenizerSettings
 from pipelines.config import Config
@@ -28,15 +31,17 @@ from retro.batches import DataSettings
 from retro.model_settings import ModelSettings
 from retro.presets import PRESETS, baseline_of
 from retro.train_settings import TrainSettings
+from retro.tuning_settings import TuningSettings
 
-MODELS = ("baseline", "decoder", "lexical", "random", "minilm")
+MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
 # What brings copying sooner (docs/results.md), and the same models without part of it: `paper` has none of it.
-COPYING = {"shared_embeddings": True, "smeared_keys": True, "copying_init": True}
+COPYING = {"shared_embeddings": True, "smeared_keys": True, "smeared_tokens": 3, "copying_init": True}
 ABLATIONS: dict[str, dict[str, bool]] = {
     "plain": {},  # the baseline of the paper
     "paper": {},
     "shared": {"shared_embeddings": True},
     "shared-smeared": {"shared_embeddings": True, "smeared_keys": True},
+    "one-before": {"shared_embeddings": True, "smeared_keys": True, "copying_init": True},
 }
 EMBEDDERS = {"lexical": EmbedderSettings(), "minilm": EmbedderSettings(kind="transformer", path="minilm")}
 
@@ -54,13 +59,19 @@ def build(out: Path, corpus: list[str], vocab_size: int) -> None:
             corpus=CorpusSettings(paths=tuple(corpus)),
             tokenizer=TokenizerSettings(vocab_size=vocab_size),
             embedder=embedder,
+            neighbors=NeighborSettings(search="exact"),  # what is compared is models, not searches
         )
         retro("index", _written(out / f"{name}.toml", config))
 
 
-def train(out: Path, models: list[str], preset: str, cca_layers: list[int], k: int, steps: int, threads: int) -> None:
+def train(
+    out: Path, models: list[str], preset: str, cca_layers: list[int], k: int, steps: int, threads: int, share: float
+) -> None:
     """Runs OUT/run-NAME."""
+    whole = steps
     for name in models:
+        retrofit = name == "retrofit"
+        steps = round(whole * share) if retrofit else whole
         sizes = replace(_sizes(preset, cca_layers), **ABLATIONS.get(name, COPYING))
         plain = {"baseline": baseline_of(sizes), "plain": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
         model: ModelSettings = plain.get(name, sizes)
@@ -73,12 +84,14 @@ def train(out: Path, models: list[str], preset: str, cca_layers: list[int], k: i
                 steps=steps,
                 batch_size=2,
                 lr=2e-3,
-                warmup_steps=100,
+                warmup_steps=min(100, steps // 10),
+                start_from=str(out / "run-decoder") if retrofit else "",
                 threads=threads,
                 eval_every=500,
                 eval_tokens=30_000,
                 checkpoint_every=500,
             ),
+            tuning=TuningSettings(weights="retrieval" if retrofit else "all"),
         )
         retro("train", _written(out / f"run-{name}.toml", config))
 
@@ -126,6 +139,7 @@ def main() -> None:
     parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
     parser.add_argument("--k", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--share", type=float, default=0.03, help="of the steps, for the RETROfit")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=4096)
     options = parser.parse_args()
@@ -133,7 +147,14 @@ def main() -> None:
         build(options.out, options.corpus, options.vocab_size)
     elif options.part == "train":
         train(
-            options.out, options.models, options.preset, options.cca_layers, options.k, options.steps, options.threads
+            options.out,
+            options.models,
+            options.preset,
+            options.cca_layers,
+            options.k,
+            options.steps,
+            options.threads,
+            options.share,
         )
     else:
         score(options.out)
