@@ -18,9 +18,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import measure  # noqa: F401  (with it `indexing` is the package, not the file beside this one)
 
+from indexing.chunks import ChunkSettings
 from indexing.embedders import EmbedderSettings
 from indexing.neighbors import NeighborSettings
 from indexing.readers import CorpusSettings
@@ -51,42 +53,42 @@ def retro(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments], check=True)
 
 
-def build(out: Path, corpus: list[str], vocab_size: int) -> None:
+def build(out: Path, corpus: list[str], vocab_size: int, chunk_length: int) -> None:
     """Datastores OUT/lexical and OUT/minilm."""
     for name, embedder in EMBEDDERS.items():
         config = Config(
             datastore=out / name,
             corpus=CorpusSettings(paths=tuple(corpus)),
             tokenizer=TokenizerSettings(vocab_size=vocab_size),
+            chunks=ChunkSettings(chunk_length=chunk_length),
             embedder=embedder,
             neighbors=NeighborSettings(search="exact"),  # what is compared is models, not searches
         )
         retro("index", _written(out / f"{name}.toml", config))
 
 
-def train(
-    out: Path, models: list[str], preset: str, cca_layers: list[int], k: int, steps: int, threads: int, share: float
-) -> None:
+def train(out: Path, options: argparse.Namespace) -> None:
     """Runs OUT/run-NAME."""
-    whole = steps
-    for name in models:
+    for name in options.models:
         retrofit = name == "retrofit"
-        steps = round(whole * share) if retrofit else whole
-        sizes = replace(_sizes(preset, cca_layers), **ABLATIONS.get(name, COPYING))
+        steps = round(options.steps * options.share) if retrofit else options.steps
+        sizes = replace(_sizes(options), **ABLATIONS.get(name, COPYING))
         plain = {"baseline": baseline_of(sizes), "plain": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
         model: ModelSettings = plain.get(name, sizes)
+        neighbors: Literal["random", "nearest"] = "random" if name == "random" else "nearest"
         config = Config(
             datastore=out / ("minilm" if name == "minilm" else "lexical"),
             run=out / f"run-{name}",
             model=model,
-            data=DataSettings(sequence_length=512, k=k, neighbors="random" if name == "random" else "nearest"),
+            data=DataSettings(sequence_length=512, k=options.k, neighbors=neighbors),
             train=TrainSettings(
                 steps=steps,
                 batch_size=2,
                 lr=2e-3,
                 warmup_steps=min(100, steps // 10),
+                retrieval_dropout=options.retrieval_dropout,
                 start_from=str(out / "run-decoder") if retrofit else "",
-                threads=threads,
+                threads=options.threads,
                 eval_every=500,
                 eval_tokens=30_000,
                 checkpoint_every=500,
@@ -96,11 +98,11 @@ def train(
         retro("train", _written(out / f"run-{name}.toml", config))
 
 
-def _sizes(preset: str, cca_layers: list[int]) -> ModelSettings:
-    """A preset whose encoder is as wide as its decoder, as the smallest of the paper's is."""
-    sizes = PRESETS[preset]
+def _sizes(options: argparse.Namespace) -> ModelSettings:
+    """The preset, whose encoder is as wide as its decoder, as the smallest of the paper's is."""
+    sizes = replace(PRESETS[options.preset], chunk_length=options.chunk_length)
     width = {"encoder_d_model": sizes.d_model, "encoder_num_heads": sizes.num_heads, "encoder_head_dim": sizes.head_dim}
-    return replace(sizes, cca_layers=tuple(cca_layers), **width)
+    return replace(sizes, cca_layers=tuple(options.cca_layers), **width)
 
 
 def score(out: Path) -> None:
@@ -138,24 +140,17 @@ def main() -> None:
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
     parser.add_argument("--k", type=int, default=2)
+    parser.add_argument("--chunk-length", type=int, default=64, help="the same for all three parts")
+    parser.add_argument("--retrieval-dropout", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--share", type=float, default=0.03, help="of the steps, for the RETROfit")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=4096)
     options = parser.parse_args()
     if options.part == "build":
-        build(options.out, options.corpus, options.vocab_size)
+        build(options.out, options.corpus, options.vocab_size, options.chunk_length)
     elif options.part == "train":
-        train(
-            options.out,
-            options.models,
-            options.preset,
-            options.cca_layers,
-            options.k,
-            options.steps,
-            options.threads,
-            options.share,
-        )
+        train(options.out, options)
     else:
         score(options.out)
 
