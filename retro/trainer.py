@@ -30,6 +30,7 @@ from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, Tensors, place
 from retro.evaluation import EvaluationSettings, measure_sets
 from retro.evaluation_sets import open_sets
+from retro.fitted_start import can_be_fitted, start_copying
 from retro.flops import peak_flops, training_flops
 from retro.loader import Source, load
 from retro.loop import Position, Work, loop
@@ -51,7 +52,7 @@ from retro.start import start_adapter, start_from
 from retro.step import make_scaler, make_step, wants_compilation
 from retro.train_settings import TrainSettings
 from retro.tuning import check_parallel, describe, train_only
-from retro.tuning_settings import ALL, TuningSettings
+from retro.tuning_settings import ALL, RETRIEVAL, TuningSettings
 
 log = logging.getLogger("retro")
 
@@ -190,6 +191,8 @@ def fit(
     num_parameters = count_parameters(model)
     if start is not None:
         start_from(start, model, data.fingerprints, tuning)
+        if not start.model.cca_layers and can_be_fitted(model):
+            model.load_state_dict(on_first(group, lambda: _fitted(model, task, placement)), strict=False)
     start_adapter(start, model, tuning)
     train_only(model, tuning)
     if tuning != ALL:
@@ -308,6 +311,12 @@ def _model(model: ModelSettings, settings: TrainSettings) -> Retro:
     """A model with weights drawn from the seed."""
     torch.manual_seed(settings.seed)
     return Retro(model)
+
+
+def _fitted(model: Retro, task: Task, placement: Placement) -> dict[str, Tensor]:
+    """Encoder and cross-attention that copy beside a trained decoder: by one process for all, so that all have the same."""
+    start_copying(model, task.data, task.data_settings.sequence_length, placement)
+    return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(RETRIEVAL)}
 
 
 def _share_out(model: Retro, processes: Processes, placement: Placement, settings: TrainSettings) -> Passes:
