@@ -7,7 +7,7 @@ python benchmarks/learning.py score --out runs/learning                  held-ou
 
 `baseline` has as many parameters as the RETROs (encoder and cross-attention are added to its FFW width), `decoder` is their
 decoder alone, the paper's baseline. The control is
-trained and scored with neighbors drawn at random. `retrofit` is the trained `decoder`, frozen, with an encoder and
+trained and scored with neighbors drawn at random. `retrofit` is the trained `baseline`, frozen, with an encoder and
 cross-attention that learn from a share of its tokens. All are scored on the same held-out documents, and filtered by what leaks
 through the lexical neighbors, so that one α means the same chunks for all. Every part goes on where it was stopped.
 """
@@ -75,6 +75,8 @@ def train(out: Path, options: argparse.Namespace) -> None:
         sizes = replace(_sizes(options), **ABLATIONS.get(name, COPYING))
         plain = {"baseline": baseline_of(sizes), "plain": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
         model: ModelSettings = plain.get(name, sizes)
+        if retrofit:
+            model = replace(plain["baseline"], cca_layers=sizes.cca_layers)
         neighbors: Literal["random", "nearest"] = "random" if name == "random" else "nearest"
         config = Config(
             datastore=out / ("minilm" if name == "minilm" else "lexical"),
@@ -84,12 +86,13 @@ def train(out: Path, options: argparse.Namespace) -> None:
             train=TrainSettings(
                 steps=steps,
                 batch_size=2,
-                lr=2e-3,
+                lr=options.lr,
                 warmup_steps=min(100, steps // 10),
                 retrieval_dropout=options.retrieval_dropout,
-                start_from=str(out / "run-decoder") if retrofit else "",
+                start_from=str(out / "run-baseline") if retrofit else "",
                 threads=options.threads,
-                eval_every=500,
+                compile="yes" if options.compile else "no",
+                eval_every=min(500, max(1, steps // 3)),
                 eval_tokens=30_000,
                 checkpoint_every=500,
             ),
@@ -142,9 +145,11 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=2)
     parser.add_argument("--chunk-length", type=int, default=64, help="the same for all three parts")
     parser.add_argument("--retrieval-dropout", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--share", type=float, default=0.03, help="of the steps, for the RETROfit")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--vocab-size", type=int, default=4096)
     options = parser.parse_args()
     if options.part == "build":
