@@ -18,6 +18,7 @@ from retro.decoding import Decoder
 from retro.device import place
 from retro.exported import export
 from retro.model_settings import ModelSettings
+from retro.presets import resolve
 from retro.tensor_files import index, read_tensors
 from retro.trainer import Outcome, train
 from retro.tuning import is_adapter
@@ -101,6 +102,21 @@ def test_retrofit_leaves_the_base_and_its_retrieval_off_as_they_were_to_the_bit(
     assert moments == set(after) - set(before)
     assert retro.tuning == RETROFIT
     assert retro.started_from == base.fingerprint
+
+
+def test_one_that_copies_is_fitted_to_the_base_and_leaves_it_alone(
+    config: Config, base: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    copying = ModelSettings(preset="base", chunk_length=16, shared_embeddings=True, copying_init=True)
+    smeared = replace(copying, retrieval_smeared_keys=True, smeared_tokens=2)
+    fitted = run(config, tmp_path / "fitted", base.path, model=smeared)
+    after = tensors(checkpoints.open_checkpoint(fitted.checkpoint))
+    assert all(torch.equal(after[name], tensor) for name, tensor in tensors(base).items())
+    assert caplog.text.count("begins as one that copies") == len(resolve(smeared, base.model).cca_layers)
+    caplog.clear()
+    run(config, tmp_path / "plain", base.path, model=copying)
+    assert "begins as one that copies" not in caplog.text
 
 
 def test_the_preset_is_the_decoder_of_the_base_with_the_usual_beside_it(base: Checkpoint, retro: Checkpoint) -> None:
