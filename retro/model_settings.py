@@ -106,7 +106,8 @@ class ModelSettings:
     so that one head finds what followed several tokens at once; at most `chunk_length`."""
     copying_init: bool = False
     """Begin the decoder's attentions as ones that copy: queries look for tokens like their own, and what is read is said
-    again. Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results.md)."""
+    again. Chunked cross-attention needs `shared_embeddings` for it; beside a trained decoder it is fitted to what that says
+    (docs/retrofit.md). Not in the paper (docs/results.md)."""
     num_experts: int = 0
     """Experts of a decoder layer, of which each token asks a few, in the place of its feed-forward block; 0 = none."""
     experts_every: int = 2
