@@ -49,7 +49,9 @@ def start_copying(model: Retro, data: Source, sequence_length: int, placement: P
     samples = range(max(2, _TOKENS // sequence_length))
     batch = placement.put(as_tensors(data.batch(samples, 0.0, data.neighbor_use(0))))
     if batch["neighbors"] is None:
-        log.warning("the first batch has no neighbors: cross-attention is not fitted to them, and begins at random")
+        log.warning(
+            "the first batch has no neighbors: cross-attention is not fitted, and begins as in training from scratch"
+        )
         return
     fit_copying(model.to(placement.device), batch, placement)
     model.to("cpu")
@@ -149,6 +151,7 @@ def _free_features(model: Retro, attention: Attention) -> Tensor:
     if model.settings.beside != "rope":
         return torch.arange(head_dim, device=device)
     slow = frequencies(head_dim // 2, PLAIN_ROPE, device) * model.settings.chunk_length < _TURN
+    slow[-1] = True  # narrow heads have none that is slow enough
     return slow.repeat(2).nonzero()[:, 0]
 
 

@@ -84,6 +84,12 @@ def test_it_is_silent_where_neighbors_tell_nothing(model: Retro) -> None:
     assert nats(model, batch, on=True) <= nats(model, batch, on=False) + 1e-4
 
 
+def test_heads_all_of_whose_features_turn_begin_no_worse_than_off() -> None:
+    model, batch = Retro(replace(SETTINGS, head_dim=2, num_heads=8)).eval(), sequences(telling=True)
+    fit_copying(model, batch, HERE)
+    assert nats(model, batch, on=True) <= nats(model, batch, on=False) + 1e-4
+
+
 def test_only_keys_that_hold_what_stood_before_can_be_fitted() -> None:
     assert can_be_fitted(Retro(SETTINGS))
     for without in ({"retrieval_smeared_keys": False}, {"copying_init": False}, {"cca_layers": ()}):
