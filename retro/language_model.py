@@ -3,7 +3,7 @@
 One class for `retro generate`, the server, question answering and lm-eval. k = 0 is retrieval OFF everywhere.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,12 +95,21 @@ class LanguageModel:
         """
         return [scores.log_probabilities for scores in self.score_with_likeliest(sequences, k, top=0)]
 
-    def score_with_likeliest(self, sequences: Sequence[np.ndarray], k: int = 0, top: int = 1) -> list[Scores]:
-        """As `score`, and the likeliest `top` tokens at every place."""
+    def score_with_likeliest(
+        self,
+        sequences: Sequence[np.ndarray],
+        k: int = 0,
+        top: int = 1,
+        wanted: Callable[[int], bool] = lambda sequence: True,
+    ) -> list[Scores]:
+        """As `score`, and the likeliest `top` tokens at every place; `wanted` as in `retro.scoring.score`."""
         checked = [self._checked(each, f"sequences[{number}]") for number, each in enumerate(sequences)]
         if top < 0:
             raise InputError(f"top = {top}: must be 0 or more.")
-        return score(self.model, checked, self.placement, context=self.context, retrieve=self._retrieve(k), top=top)
+        retrieve = self._retrieve(k)
+        return score(
+            self.model, checked, self.placement, context=self.context, retrieve=retrieve, top=top, wanted=wanted
+        )
 
     def generate(
         self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int = 0, given: Given | None = None

@@ -8,7 +8,7 @@ import pytest
 
 from indexing.store.errors import InputError
 from retro.server import batching
-from retro.server.batching import Batcher
+from retro.server.batching import Batcher, Wanted
 
 
 class Work:
@@ -18,7 +18,7 @@ class Work:
         self.calls: list[tuple[str, list[int]]] = []
         self.let_go, self.begun = threading.Event(), threading.Event()
 
-    def __call__(self, key: str, items: list[int]) -> list[int]:
+    def __call__(self, key: str, items: list[int], wanted: Wanted) -> list[int]:
         self.calls.append((key, list(items)))
         self.begun.set()
         assert self.let_go.wait(10)
@@ -121,7 +121,7 @@ def sizes_with(clients: int, requests: int, seconds: float = 0.01) -> list[int]:
     """Sizes of the batches of clients that each ask again as soon as they have been answered."""
     sizes: list[int] = []
 
-    def work(key: str, items: list[int]) -> list[int]:
+    def work(key: str, items: list[int], wanted: Wanted) -> list[int]:
         time.sleep(seconds)
         return items
 

@@ -24,7 +24,7 @@ from tests.retro.server.conftest import TEXT, Make, listening
 def limited(inner: Callable, admission: Admission | None = None, token: str = "", **settings) -> Limits:
     return Limits(
         inner,
-        settings=ServeSettings(**settings),
+        settings=ServeSettings(**{"allowed_hosts": ("test",), **settings}),
         admission=admission or Admission(),
         metrics=Metrics(),
         token=token,
