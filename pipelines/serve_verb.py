@@ -83,7 +83,7 @@ def serve(datastore: str, options: ServeOptions) -> int:
         )
         server.run(sockets=[listening])
     answered = "what was accepted has been answered"
-    print(f"stopped; {f'requests cut off: {server.cut_off:,}' if server.cut_off else answered}", flush=True)
+    print(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}", flush=True)
     return 0
 
 
