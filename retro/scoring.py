@@ -87,7 +87,7 @@ def score(
     ]
     windows = [each for number, row in enumerate(sequences) for each in _windows(number, len(row), context, m)]
     neighbor_tokens = int(np.prod(found[0][0].shape[1:])) if found else 0  # of a chunk
-    for batch in _batches(windows, neighbor_tokens // m):
+    for batch in _batches(windows, m, neighbor_tokens):
         group = [window for window in batch if wanted(window.sequence)]
         if not group:
             continue
@@ -134,19 +134,21 @@ def _windows(sequence: int, length: int, context: int, m: int) -> Iterator[_Wind
             scored = stop
 
 
-def _batches(windows: list[_Window], neighbor_tokens: int) -> Iterator[list[_Window]]:
+def _batches(windows: list[_Window], m: int, neighbor_tokens: int) -> Iterator[list[_Window]]:
     """Windows of similar length, the longest first: little padding, and what does not fit into memory fails at once.
 
     Args:
         windows: of all sequences.
-        neighbor_tokens: tokens of neighbors that the model reads for each token of a window.
+        m: tokens of a chunk.
+        neighbor_tokens: of all neighbors of a chunk.
     """
     ordered = sorted(windows, key=lambda window: window.start - window.stop)
-    limit = min(_BATCH_TOKENS, _BATCH_NEIGHBOR_TOKENS // neighbor_tokens if neighbor_tokens else _BATCH_TOKENS)
     while ordered:
-        size = max(1, limit // (ordered[0].stop - ordered[0].start))
-        yield ordered[:size]
-        ordered = ordered[size:]
+        longest = ordered[0].stop - ordered[0].start
+        of_neighbors = longest // m * neighbor_tokens
+        size = min(_BATCH_TOKENS // longest, _BATCH_NEIGHBOR_TOKENS // max(1, of_neighbors))
+        yield ordered[: max(1, size)]
+        ordered = ordered[max(1, size) :]
 
 
 def _batch(
