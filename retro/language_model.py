@@ -112,7 +112,12 @@ class LanguageModel:
         )
 
     def generate(
-        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int = 0, given: Given | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        settings: GenerationSettings,
+        k: int = 0,
+        given: Given | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Iterator[list[Piece]]:
         """Continue prompts together: after every step a piece for each row that is not finished.
 
@@ -121,12 +126,14 @@ class LanguageModel:
             settings: length and sampling.
             k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
             given: neighbors of each prompt, which all chunks of it read, whatever they would find; nothing is searched.
+            check: called before each window of the prompts is read; what it raises ends the generation.
 
         Raises:
             InputError: as `score`, at once and not at the first step.
         """
         checked = [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)]
-        decoder = Decoder(self.model, self.placement, self.context, self._retrieve(k) if given is None else None, given)
+        retrieve = self._retrieve(k) if given is None else None
+        decoder = Decoder(self.model, self.placement, self.context, retrieve, given, check)
         return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id)
 
     def _retrieve(self, k: int) -> Retrieve | None:

@@ -2,7 +2,7 @@
 
     a request ─► waits for a thread ─► LanguageModel.generate ─► pieces ─► the event loop that asked
 
-A client that goes away stops its generation at the next token.
+A client that goes away stops its generation at the next token, or at the next window of its prompt.
 """
 
 import asyncio
@@ -17,6 +17,10 @@ from retro.generation import GenerationSettings, Piece
 from retro.language_model import LanguageModel
 from retro.server.errors import ApiError, took_too_long
 from retro.server.metrics import Metrics
+
+
+class _Stopped(Exception):
+    """Nobody waits for the generation any more."""
 
 
 class Generations:
@@ -60,20 +64,24 @@ class Generations:
             if not stopped.is_set():
                 loop.call_soon_threadsafe(steps.put_nowait, step)
 
+        def check() -> None:
+            if stopped.is_set():
+                raise _Stopped
+
         def work() -> None:
             self._waiting.discard(ticket)
-            if stopped.is_set():
-                return
             try:
+                check()
                 since, first = asked, True
-                for step in self._language_model.generate(prompts, settings, k):
-                    if stopped.is_set():
-                        return
+                for step in self._language_model.generate(prompts, settings, k, check=check):
+                    check()
                     now = time.perf_counter()
                     self._metrics.count_step(len(step), now - since, first=first)
                     since, first = now, False
                     tell(step)
                 tell(None)
+            except _Stopped:
+                pass
             except Exception as error:
                 tell(error)
 

@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from retro import scoring
+from retro.decoding import Decoder
 from retro.generation import GenerationSettings
 from retro.language_model import LanguageModel
 from retro.server import search_api
@@ -159,6 +160,22 @@ def test_work_stops_when_the_time_is_over(
         # Whoever comes next is worked on after all that is left of the work before.
         assert client.post(path, json={"text": "a"}).status_code == 200
     assert stopped.calls == 1 + calls_of_a_chunk
+
+
+def test_a_prompt_is_read_only_as_long_as_somebody_waits(
+    app_with: Make, language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Window by window: the first waits until the client has been answered 504."""
+    stopped = Stopped(Decoder._read)
+    monkeypatch.setattr(Decoder, "_read", lambda decoder, numbers: stopped(decoder, numbers))
+    prompt = language_model.tokenizer.encode(TEXT * 9)[:60].tolist()
+    body = {"model": "tiny", "max_tokens": 1}
+    with TestClient(app_with(request_seconds=2, max_generations=1)) as client:
+        assert client.post("/v1/completions", json=body | {"prompt": prompt}).status_code == 504
+        assert stopped.calls == 1
+        stopped.let_go.set()
+        assert client.post("/v1/completions", json=body | {"prompt": [5]}).status_code == 200
+    assert stopped.calls == 2
 
 
 def test_time_to_tokens_and_the_process_are_measured(client: TestClient) -> None:
