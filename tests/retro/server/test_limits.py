@@ -5,8 +5,9 @@ import json
 import logging
 import re
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,6 +15,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from retro.generation import Piece
+from retro.language_model import LanguageModel
 from retro.server.errors import ApiError
 from retro.server.limits import Admission, Limits
 from retro.server.metrics import Metrics
@@ -203,13 +206,25 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
     assert admission.under_way == 0
 
 
-def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason(app_with: Make) -> None:
-    body = {"prompt": TEXT, "max_tokens": 100_000, "temperature": 0}  # it repeats itself
-    with TestClient(app_with(max_tokens=100_000, request_seconds=0.3)) as client:
-        assert reason(client.post("/generate", json=body)) == (504, "timeout")
-        streamed = client.post("/generate", json=body | {"stream": True})
+def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason(
+    app_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def one_token(*_, **options) -> Iterator[list[Piece]]:
+        yield [Piece(0, 5, "one", -1.0)]
+        assert go_on.wait(20)
+        options["check"]()
+        yield [Piece(0, 6, "two", -1.0)]
+
+    with TestClient(app_with(request_seconds=0.3)) as client:
+        monkeypatch.setattr(LanguageModel, "generate", one_token)
+        assert reason(client.post("/generate", json={"prompt": TEXT})) == (504, "timeout")
+        streamed = client.post("/generate", json={"prompt": TEXT, "stream": True})
+        go_on.set()
     assert streamed.status_code == 200
-    *_, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+    one, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+    assert json.loads(one)["text"] == "one"
     assert json.loads(error)["error"]["type"] == "timeout"
     assert done == "[DONE]"
 
