@@ -88,6 +88,7 @@ class Decoder:
         context: int,
         retrieve: Retrieve | None = None,
         given: Given | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """A decoder without rows.
 
@@ -97,6 +98,7 @@ class Decoder:
             context: tokens that the model sees at most, a multiple of the chunk length.
             retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
             given: neighbors of each row, read by all its chunks in place of what `retrieve` finds.
+            check: called before each window of the prompts is read; what it raises ends `read`.
 
         Raises:
             InputError: the model has learned positions for fewer tokens than the context.
@@ -104,7 +106,7 @@ class Decoder:
         model.settings.check_length(context)
         self.model, self.placement, self.context = model, placement, context
         self.retrieve = retrieve if given is None else None
-        self.given = given
+        self.given, self.check = given, check
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(self.m, context // 4 // self.m * self.m)
         self.dtype = placement.dtype
@@ -138,6 +140,7 @@ class Decoder:
             if reading:
                 hidden[reading] = self._read(reading)
             while reading := [number for number, row in enumerate(self.rows) if row.num_read < len(row.tokens)]:
+                self.check()
                 hidden[reading] = self._read(reading)
             return F.linear(self.model.finish(hidden), self.output_weight).float()
 
