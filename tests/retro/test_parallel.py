@@ -27,13 +27,14 @@ from retro.experts import Experts
 from retro.model import Retro
 from retro.parallel import Processes, distribute
 from retro.parallel_settings import ALONE, ParallelSettings
-from retro.passes import Share, WholeModel
+from retro.passes import Passes, Share, WholeModel, all_parameters
+from retro.pipeline import Pipeline
 from retro.step import make_step
 from retro.train_settings import TrainSettings
 from retro.trainer import train
 from retro.tuning_settings import ALL, TuningSettings
 from tests.conftest import forkserver, tiny_config
-from tests.retro.small_model import batch, build
+from tests.retro.small_model import answers_only, batch, build, divided
 
 WORLD = 4
 
@@ -102,6 +103,9 @@ COUNTED: list[tuple[ParallelSettings, int]] = [
     for accumulation in (1, 2)
 ] + [(ParallelSettings(zero=3, checkpointing="full"), 1), (ParallelSettings(expert=4), 1)]
 """What is counted of how many batches' step."""
+ACCUMULATED = [ParallelSettings(), ParallelSettings(zero=2), ParallelSettings(pipeline=2), ParallelSettings(expert=2)]
+"""How four processes share a step of one batch, and of two."""
+CPU = torch.device("cpu")
 
 
 def run_of(
@@ -149,6 +153,24 @@ def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dic
     return {"volume": dict(communication.volume), "sent": dict(communication.sent)}
 
 
+def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
+    """What a step of eight rows measures, labels on answers alone, taken as one batch or as several."""
+    model, placement, processes = build(num_experts=4).train(), place("cpu", "float32"), Processes(parallel, CPU)
+    size = 8 // accumulation
+    shared: Any = (model, processes, placement)
+    piped = parallel.pipeline > 1
+    passes: Passes = Pipeline(*shared, size, z_weight=0.01) if piped else WholeModel(*shared, z_weight=0.01)
+    rows = processes.rows(size)
+    own = [
+        {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
+        for part in divided(answers_only(8), accumulation)
+    ]
+    parameters = [parameter for _, parameter in all_parameters(passes.parts)]
+    optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
+    settings = TrainSettings(accumulation=accumulation, monitor_every=0, z_loss=0.01)
+    return make_step(passes, optimizer, iter(own), processes, placement, settings)(0).metrics
+
+
 def process(rank: int, folder: Path, config: Config) -> None:
     """One of the four: every run in turn; the first one writes what it has measured, each what went wrong."""
     torch.set_num_threads(1)
@@ -176,6 +198,8 @@ def process(rank: int, folder: Path, config: Config) -> None:
         (folder / "changed.json").write_text(json.dumps(metrics))
     counted = [communicated(parallel, accumulation) for parallel, accumulation in COUNTED]
     (folder / f"communicated.{rank}.json").write_text(json.dumps(counted))
+    steps = [accumulated(parallel, count) for parallel in ACCUMULATED for count in (1, 2)]
+    (folder / f"accumulated.{rank}.json").write_text(json.dumps(steps))
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +315,14 @@ def test_communication_is_as_the_formulas_say(folder: Path) -> None:
             assert sum(found["volume"].values()) == pytest.approx(formula, rel=0.02), (parallel, batches)
             assert sum(found["sent"].values()) == pytest.approx(formula * (WORLD - 1) / WORLD, rel=0.02)
             assert ("reduce-scatter" in found["volume"]) == (parallel.zero > 0)
+
+
+@pytest.mark.slow
+def test_a_step_is_the_mean_over_its_labels_however_many_batches_and_processes_it_has(folder: Path) -> None:
+    expected = accumulated(ALONE, 1)
+    for rank in range(WORLD):
+        for found in json.loads((folder / f"accumulated.{rank}.json").read_text()):
+            assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow
