@@ -96,6 +96,7 @@ class Batch:
         documents: [B, U] int64, equal where chunks share a document; None where every row is one document.
         neighbors: [B, U, K, R] int64, or None: retrieval OFF.
         neighbor_lengths: [B, U, K] int64, real tokens of each neighbor, 0 = none.
+        lengths: [B, U] int64, real tokens of each chunk, an incomplete one included; what follows them is padding.
     """
 
     tokens: np.ndarray
@@ -103,6 +104,7 @@ class Batch:
     documents: np.ndarray | None
     neighbors: np.ndarray | None
     neighbor_lengths: np.ndarray | None
+    lengths: np.ndarray
 
 
 # --- sequences -----------------------------------------------------------------------------------------------------
@@ -151,6 +153,7 @@ def read_sequences(
         documents=documents,
         neighbors=neighbors,
         neighbor_lengths=neighbor_lengths,
+        lengths=lengths,
     )
 
 
@@ -168,6 +171,7 @@ def join(parts: Sequence[Batch], rows: np.ndarray) -> Batch:
         documents=documents if (documents != documents[:, :1]).any() else None,
         neighbors=joined("neighbors") if retrieval else None,
         neighbor_lengths=joined("neighbor_lengths") if retrieval else None,
+        lengths=joined("lengths"),
     )
 
 

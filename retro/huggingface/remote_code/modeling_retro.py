@@ -207,7 +207,9 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         if neighbors is None and self._retrieve is not None:
             neighbors, neighbor_lengths = self._retrieved(tokens, lengths)
         with self._placement().autocast():
-            hidden, routing = self.model.hidden_and_routing(tokens, None, neighbors, neighbor_lengths)
+            m = self.model.settings.chunk_length
+            of_chunks = (lengths[:, None] - torch.arange(0, num_tokens, m, device=tokens.device)).clamp(0, m)
+            hidden, routing = self.model.hidden_and_routing(tokens, None, neighbors, neighbor_lengths, of_chunks)
             if shift is not None:
                 hidden = hidden.gather(1, shift[..., None].expand_as(hidden))
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
