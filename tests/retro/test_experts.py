@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from indexing.store.errors import InputError
+from retro.device import Placement
 from retro.experts import ROUTING, ExpertLinear, Experts, counted, queues_of, routing_loss, share_experts
 from retro.loss import loss
 from retro.model import ModelSettings, Retro
@@ -300,6 +301,17 @@ def test_under_bfloat16_autocast_the_routing_is_that_of_float32() -> None:
     assert torch.equal(routing, same)
     assert rounded.dtype == torch.bfloat16
     assert (rounded.float() - exact).abs().mean() < 0.02 * exact.std()
+
+
+@torch.no_grad()
+def test_a_model_that_is_cast_to_be_served_computes_what_it_did() -> None:
+    model, placement = build(num_experts=E, experts_every=1), Placement(torch.device("cpu"), torch.bfloat16)
+    tokens, neighbors, lengths = batch()
+    with placement.autocast():
+        before = model(tokens, None, neighbors, lengths)
+        placement.cast(model)
+        assert model.attention["0"].block.query.weight.dtype == torch.bfloat16
+        assert torch.equal(model(tokens, None, neighbors, lengths), before)
 
 
 def test_compiled_whole_and_with_checkpointing_it_gives_the_same_gradients() -> None:

@@ -73,7 +73,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # what a chunk has retrieved cannot be taken back: no assisted generation
     # In a narrower type the products are taken, under autocast, and the residual stream stays as it is: as in training.
     _keep_in_fp32_modules_strict: ClassVar = [
-        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "key_norm", "smear",
+        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "key_norm", "smear", "router",
         "content_bias", "distance_bias",
     ]  # fmt: skip
 
