@@ -1,6 +1,6 @@
 """Memmaps → batches: tokens, documents and neighbors side by side, with nothing copied but the batch itself.
 
-    sample number ─ mixture ─ datastore, its how-manyeth sequence ─ permutation ─ a run of chunks ─ neighbors by id
+    sample number ─ mixture ─ datastore, index of the sequence in it ─ permutation ─ a run of chunks ─ neighbors by id
 
 Every step is a pure function of the seed and the sample number, so the position in the data is one integer, no order
 depends on how many processes read, and resuming needs no state.
@@ -111,7 +111,12 @@ class Batch:
 
 
 def read_sequences(
-    split: Split, retrieval: RetrievalSet, ranges: Sequence[tuple[int, int]], num_chunks: int, use: NeighborUse
+    split: Split,
+    retrieval: RetrievalSet,
+    ranges: Sequence[tuple[int, int]],
+    num_chunks: int,
+    use: NeighborUse,
+    epochs: Sequence[int] = (),
 ) -> Batch:
     """Runs of chunks as a batch, each padded to the same length.
 
@@ -121,6 +126,7 @@ def read_sequences(
         ranges: first and stop of the chunks of each of B sequences.
         num_chunks: U.
         use: how their neighbors are chosen; k = 0 for retrieval OFF.
+        epochs: how often the data was read before each sequence; empty: never.
     """
     first, stop = np.array(ranges, dtype=np.int64).T[:, :, None]  # [B, 1]
     ids = first + np.arange(num_chunks)  # [B, U]
@@ -143,6 +149,7 @@ def read_sequences(
             tokens=tokens[real],
             lengths=lengths[real],
             followed=followed[real],
+            epochs=np.repeat(epochs or [0] * len(ids), real.sum(axis=1)),
         )
         neighbors = np.full((*ids.shape, use.k, 2 * m), split.pad_id, dtype=np.int64)  # [B, U, K, R]
         neighbor_lengths = np.zeros((*ids.shape, use.k), dtype=np.int64)  # [B, U, K]
@@ -268,14 +275,19 @@ class TrainingData:
 
     def locate(self, sample: int) -> tuple[int, tuple[int, int]]:
         """The datastore of a sample and its chunks [first, stop). Each epoch cuts the chunks at another offset."""
+        chosen, _, chunks = self._locate(sample)
+        return chosen, chunks
+
+    def _locate(self, sample: int) -> tuple[int, int, tuple[int, int]]:
+        """As `locate`, with the epoch of the datastore between."""
         chosen, number = mixture(sample, self.weights, self.seed)
         total = self.datastores[chosen].train.num_chunks
         per_epoch = max(1, total // self.num_chunks)
         epoch, position = divmod(number, per_epoch)
         spare = total - per_epoch * self.num_chunks
         offset = mix(self.seed ^ mix(epoch)) % (spare + 1) if spare > 0 else 0
-        first = offset + self.num_chunks * permuted(position, per_epoch, mix(self.seed + epoch))
-        return chosen, (first, min(first + self.num_chunks, total))
+        first = offset + self.num_chunks * permuted(position, per_epoch, mix(mix(self.seed) + epoch))
+        return chosen, epoch, (first, min(first + self.num_chunks, total))
 
     def neighbor_use(self, first: int) -> NeighborUse:
         """How neighbors are chosen in the batch whose first sample number this is; the same for all of its datastores."""
@@ -291,13 +303,13 @@ class TrainingData:
                 hand in that of the step's first sample, so that they agree about the number of neighbors.
         """
         use = use or self.neighbor_use(samples.start)
-        located = [self.locate(sample) for sample in samples]
+        located = [self._locate(sample) for sample in samples]
         parts, rows = [], []
-        for number in sorted({chosen for chosen, _ in located}):
+        for number in sorted({chosen for chosen, _, _ in located}):
             retrieval = self.retrieval[number]
-            rows.append([row for row, (chosen, _) in enumerate(located) if chosen == number])
-            ranges = [located[row][1] for row in rows[-1]]
-            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use))
+            rows.append([row for row, (chosen, _, _) in enumerate(located) if chosen == number])
+            epochs, ranges = zip(*(located[row][1:] for row in rows[-1]), strict=True)
+            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use, epochs))
         batch = join(parts, np.concatenate(rows))
         drop_neighbors(batch, samples, dropped, self.seed)
         return batch

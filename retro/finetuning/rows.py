@@ -169,7 +169,7 @@ class ExampleData:
     def row_of(self, sample: int) -> int:
         """The row of a sample number: each epoch goes through all of them in another order."""
         epoch, position = divmod(sample, len(self.rows))
-        return permuted(position, len(self.rows), mix(self.seed + epoch))
+        return permuted(position, len(self.rows), mix(mix(self.seed) + epoch))
 
     def neighbor_use(self, first: int) -> NeighborUse:
         """See `TrainingData`."""
