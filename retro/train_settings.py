@@ -33,7 +33,7 @@ class TrainSettings:
     decay_share: float = 0.2
     """Share of the steps in which `wsd` decays."""
     weight_decay: float = 0.1
-    """Of matrices and embeddings; norms are spared."""
+    """Of matrices and embeddings. Not of gains, biases, Transformer-XL's u and v, and what smears keys and queries."""
     beta1: float = 0.9
     """Of the first moment."""
     beta2: float = 0.95

@@ -20,7 +20,7 @@ def test_the_loss_is_the_cross_entropy_and_the_z_loss_stands_beside_it() -> None
     model = build()
     settings = TrainSettings(steps=10, warmup_steps=0, z_loss=0.01, accumulation=2, lr=1e-3)
     expected = losses(model.hidden(tokens), model.output_weight, tokens, z_weight=0.01)
-    optimizer = make_optimizer(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = iter([{"tokens": tokens, "labels": tokens} for _ in range(2)])
     result = step_of(model, optimizer, batches, settings)(0)
     metrics = result.metrics
@@ -35,7 +35,7 @@ def test_groups_learn_at_their_share_of_the_schedule() -> None:
     model = Retro(replace(build().settings, init="mup", mup_base_width=16))
     settings = TrainSettings(steps=10, warmup_steps=2, lr=1e-3)
     optimizer = make_optimizer(
-        model.named_parameters(),
+        [model],
         lr=1e-3,
         betas=(0.9, 0.95),
         weight_decay=0.1,
@@ -83,7 +83,7 @@ def test_a_step_reads_its_figures_at_once() -> None:
     """Beside them the loss alone looks at a batch: how many of its labels count."""
     model, whole = build(num_experts=4, experts_every=1).train(), answers_only()
     settings = TrainSettings(steps=2, warmup_steps=0, accumulation=2, monitor_every=0)
-    optimizer = make_optimizer(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     step = step_of(model, optimizer, iter(divided(whole, 2) * 2), settings)
     step(0)
     with Reads() as reads:
