@@ -44,7 +44,7 @@ class DataSettings:
     k_choices: tuple[int, ...] = ()
     """Numbers of neighbors of which one is drawn for each batch, 0 for retrieval OFF; empty: always data.k."""
     neighbors: Source = "nearest"
-    """`nearest`, as stored; `random`: chunks drawn uniformly outside the sequence's documents, a control."""
+    """`nearest`, as stored; `random`: a control, chunks drawn uniformly outside the sequence's documents in each epoch."""
     max_overlap: float = 1.0
     """Neighbors are skipped that share a longer run of tokens with the chunk or with the next one than this share of its
     length; the next ones stored take their place. 1 skips none."""
