@@ -259,7 +259,9 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]],
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             looser = 50 if name.startswith(("gradient_norm", "monitor/")) else 1
-            assert ours[name] == pytest.approx(value, rel=rounding * looser, abs=1e-7), (name, ours["step"])
+            # A few sums of thousands may come out as exactly 0 in one order and not in another.
+            absolute = 1e-3 if name.startswith("monitor/zero/") else 1e-7
+            assert ours[name] == pytest.approx(value, rel=rounding * looser, abs=absolute), (name, ours["step"])
 
 
 @pytest.mark.slow
