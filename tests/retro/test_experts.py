@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from indexing.store.errors import InputError
 from retro.device import Placement
-from retro.experts import ROUTING, ExpertLinear, Experts, counted, queues_of, routing_loss, share_experts
+from retro.experts import ROUTING, ExpertLinear, Experts, Queues, counted, queues_of, routing_loss, share_experts
 from retro.loss import loss
 from retro.model import ModelSettings, Retro
 from retro.optimizer import make_optimizer
@@ -316,15 +316,16 @@ def test_a_model_that_is_cast_to_be_served_computes_what_it_did() -> None:
 
 def test_compiled_whole_and_with_checkpointing_it_gives_the_same_gradients() -> None:
     experts, x = made(capacity_factor=0.8), activations()
+    queues = queues_of(x, M, DOCUMENTS, LENGTHS)
 
     def gradients(call: Any) -> list[Tensor]:
         experts.zero_grad()
-        y, routing = call(x)
+        y, routing = call(x, queues)
         (y.square().mean() + routing_loss(routing, replace(SETTINGS, num_experts=E, balance_weight=10.0))).backward()
         return [parameter.grad.clone() for parameter in experts.parameters() if parameter.grad is not None]
 
-    def checkpointed(x: Tensor) -> Any:
-        return checkpoint(experts, x, use_reentrant=False)
+    def checkpointed(x: Tensor, queues: Queues) -> Any:
+        return checkpoint(experts, x, queues, use_reentrant=False)
 
     plain = gradients(experts)
     assert len(plain) == 3
