@@ -54,7 +54,7 @@ def main() -> None:
         for layer in (*model.attention.values(), *model.feed_forward.values()):
             fully_shard(layer)
         fully_shard(model)
-    optimizer = make_optimizer(model.named_parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.randint(sizes.vocab_size, (4, 128), device=placement.device)
 
     def step() -> None:

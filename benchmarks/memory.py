@@ -59,7 +59,7 @@ def measured(preset: str, num_sequences: int) -> dict[str, Any]:
     settings = replace(PRESETS[preset], vocab_size=8192)
     run = Pass(num_sequences, 512, 2, gpu=False)
     model = Retro(settings).train()
-    optimizer = make_optimizer(model.named_parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.zeros(num_sequences, 512, dtype=torch.int64)
     documents = torch.zeros(num_sequences, 8, dtype=torch.int64)
     neighbors = torch.zeros(num_sequences, 8, 2, 128, dtype=torch.int64)

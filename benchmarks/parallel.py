@@ -145,7 +145,7 @@ def build(
         passes = WholeModel(whole.to(placement.device), processes, placement)
     for part in passes.parts:
         part.train()
-    optimizer = make_optimizer(all_parameters(passes.parts), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(passes.parts, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     settings = TrainSettings(
         lr=1e-4, schedule="constant", batch_size=options.sequences, accumulation=options.accumulation, monitor_every=0
     )

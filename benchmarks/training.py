@@ -93,7 +93,7 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     if placement.device.type == "cpu" and case.keeps_memory:
         keep_freed_memory()
     model = Retro(case.settings).to(placement.device)
-    optimizer = make_optimizer(model.named_parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     data = batch(case, placement)
     both = data.pop("tokens")
     data |= {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}

@@ -23,7 +23,7 @@ from retro.model import Retro
 from retro.optimizer import make_optimizer
 from retro.parallel import Processes
 from retro.parallel_settings import ALONE
-from retro.passes import WholeModel, all_parameters
+from retro.passes import WholeModel
 from retro.presets import PRESETS, usual_retrieval
 from retro.step import make_step
 from retro.train_settings import TrainSettings
@@ -64,7 +64,7 @@ def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Calla
     placement = place("cpu", "float32")
     processes = Processes(ALONE, placement.device)
     passes = WholeModel(model, processes, placement)
-    optimizer = make_optimizer(all_parameters(passes.parts), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(passes.parts, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches: Iterator[Tensors] = map(dict, itertools.repeat(batch(options, settings.chunk_length)))
     step = make_step(passes, optimizer, batches, processes, placement, TrainSettings(monitor_every=0))
     operations = training_flops(settings, options.length, 2, tuning) / training_flops(settings, options.length, 2)

@@ -18,7 +18,7 @@ def has_bfloat16(device: str) -> bool:
     import torch
 
     if device.startswith("cuda"):
-        return bool(torch.cuda.is_bf16_supported())
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 

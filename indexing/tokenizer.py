@@ -100,6 +100,8 @@ class TokenizerMeta:
         pad_id: fills the last chunk of a document; no text encodes to it, and it is not bos_id or eos_id.
         bos_id, eos_id: begin and end of a document; one id for both where the model has only one.
         lossless: whether decode(encode(text)) == text for each of our difficult samples.
+        added_bytes: UTF-8 bytes that encoding adds to every text: 1 where it puts a blank before it, as Llama 2's does.
+            meta.json has it only where it is not 0.
     """
 
     kind: str
@@ -108,6 +110,7 @@ class TokenizerMeta:
     bos_id: int
     eos_id: int
     lossless: bool
+    added_bytes: int = 0
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
@@ -358,9 +361,17 @@ def _write_facts(folder: Path, kind: str, model: Model, special: Mapping[str, in
     lossless = model.decode_batch(encoded, 1) == list(_PROBES)
     # A token of text that serves as padding would be dropped by decode.
     lossless = lossless and not any({pad, bos, eos} & set(ids) for ids in encoded)
-    meta = TokenizerMeta(kind, vocab_size, pad, bos, eos, lossless)
+    meta = TokenizerMeta(kind, vocab_size, pad, bos, eos, lossless, _added_bytes(model, token_bytes))
     save_array(folder / TOKEN_BYTES, token_bytes)
-    write_json(folder / META, dataclasses.asdict(meta))
+    facts = dataclasses.asdict(meta)
+    write_json(folder / META, facts if meta.added_bytes else {k: v for k, v in facts.items() if k != "added_bytes"})
+
+
+def _added_bytes(model: Model, token_bytes: np.ndarray) -> int:
+    """See `TokenizerMeta`; characters that the model does not know have no bytes, so several are tried."""
+    texts = ["a", "1", "的"]
+    encoded = model.encode_batch(texts, 1)
+    return max(0, *(int(token_bytes[ids].sum()) - len(text.encode()) for text, ids in zip(texts, encoded, strict=True)))
 
 
 class Tokenizer:
@@ -370,7 +381,8 @@ class Tokenizer:
         meta: its facts; `vocab_size`, `pad_id`, `bos_id`, `eos_id` and `dtype` are also here.
         num_model_tokens: ids that the model itself knows; `vocab_size` counts special tokens that were added after them.
         token_bytes: [vocab_size] uint16, UTF-8 bytes that each token adds to the text, 0 for special tokens. For a
-            lossless tokenizer `token_bytes[encode(text)].sum()` is the size of the text; for others it is near.
+            lossless tokenizer `token_bytes[encode(text)].sum()` is the size of the text; for others it is near that and
+            `meta.added_bytes`.
         control_tokens: how the model writes tokens that no text is encoded to, `<|im_end|>` for example, and their ids.
     """
 

@@ -1,6 +1,6 @@
 """Memmaps → batches: tokens, documents and neighbors side by side, with nothing copied but the batch itself.
 
-    sample number ─ mixture ─ datastore, its how-manyeth sequence ─ permutation ─ a run of chunks ─ neighbors by id
+    sample number ─ mixture ─ datastore, index of the sequence in it ─ permutation ─ a run of chunks ─ neighbors by id
 
 Every step is a pure function of the seed and the sample number, so the position in the data is one integer, no order
 depends on how many processes read, and resuming needs no state.
@@ -44,7 +44,7 @@ class DataSettings:
     k_choices: tuple[int, ...] = ()
     """Numbers of neighbors of which one is drawn for each batch, 0 for retrieval OFF; empty: always data.k."""
     neighbors: Source = "nearest"
-    """`nearest`, as stored; `random`: chunks drawn uniformly outside the sequence's documents, a control."""
+    """`nearest`, as stored; `random`: a control, chunks drawn uniformly outside the sequence's documents in each epoch."""
     max_overlap: float = 1.0
     """Neighbors are skipped that share a longer run of tokens with the chunk or with the next one than this share of its
     length; the next ones stored take their place. 1 skips none."""
@@ -96,6 +96,7 @@ class Batch:
         documents: [B, U] int64, equal where chunks share a document; None where every row is one document.
         neighbors: [B, U, K, R] int64, or None: retrieval OFF.
         neighbor_lengths: [B, U, K] int64, real tokens of each neighbor, 0 = none.
+        lengths: [B, U] int64, real tokens of each chunk, an incomplete one included; what follows them is padding.
     """
 
     tokens: np.ndarray
@@ -103,13 +104,19 @@ class Batch:
     documents: np.ndarray | None
     neighbors: np.ndarray | None
     neighbor_lengths: np.ndarray | None
+    lengths: np.ndarray
 
 
 # --- sequences -----------------------------------------------------------------------------------------------------
 
 
 def read_sequences(
-    split: Split, retrieval: RetrievalSet, ranges: Sequence[tuple[int, int]], num_chunks: int, use: NeighborUse
+    split: Split,
+    retrieval: RetrievalSet,
+    ranges: Sequence[tuple[int, int]],
+    num_chunks: int,
+    use: NeighborUse,
+    epochs: Sequence[int] = (),
 ) -> Batch:
     """Runs of chunks as a batch, each padded to the same length.
 
@@ -119,6 +126,7 @@ def read_sequences(
         ranges: first and stop of the chunks of each of B sequences.
         num_chunks: U.
         use: how their neighbors are chosen; k = 0 for retrieval OFF.
+        epochs: how often the data was read before each sequence; empty: never.
     """
     first, stop = np.array(ranges, dtype=np.int64).T[:, :, None]  # [B, 1]
     ids = first + np.arange(num_chunks)  # [B, U]
@@ -141,6 +149,7 @@ def read_sequences(
             tokens=tokens[real],
             lengths=lengths[real],
             followed=followed[real],
+            epochs=np.repeat(epochs or [0] * len(ids), real.sum(axis=1)),
         )
         neighbors = np.full((*ids.shape, use.k, 2 * m), split.pad_id, dtype=np.int64)  # [B, U, K, R]
         neighbor_lengths = np.zeros((*ids.shape, use.k), dtype=np.int64)  # [B, U, K]
@@ -151,6 +160,7 @@ def read_sequences(
         documents=documents,
         neighbors=neighbors,
         neighbor_lengths=neighbor_lengths,
+        lengths=lengths,
     )
 
 
@@ -168,6 +178,7 @@ def join(parts: Sequence[Batch], rows: np.ndarray) -> Batch:
         documents=documents if (documents != documents[:, :1]).any() else None,
         neighbors=joined("neighbors") if retrieval else None,
         neighbor_lengths=joined("neighbor_lengths") if retrieval else None,
+        lengths=joined("lengths"),
     )
 
 
@@ -264,14 +275,19 @@ class TrainingData:
 
     def locate(self, sample: int) -> tuple[int, tuple[int, int]]:
         """The datastore of a sample and its chunks [first, stop). Each epoch cuts the chunks at another offset."""
+        chosen, _, chunks = self._locate(sample)
+        return chosen, chunks
+
+    def _locate(self, sample: int) -> tuple[int, int, tuple[int, int]]:
+        """As `locate`, with the epoch of the datastore between."""
         chosen, number = mixture(sample, self.weights, self.seed)
         total = self.datastores[chosen].train.num_chunks
         per_epoch = max(1, total // self.num_chunks)
         epoch, position = divmod(number, per_epoch)
         spare = total - per_epoch * self.num_chunks
         offset = mix(self.seed ^ mix(epoch)) % (spare + 1) if spare > 0 else 0
-        first = offset + self.num_chunks * permuted(position, per_epoch, mix(self.seed + epoch))
-        return chosen, (first, min(first + self.num_chunks, total))
+        first = offset + self.num_chunks * permuted(position, per_epoch, mix(mix(self.seed) + epoch))
+        return chosen, epoch, (first, min(first + self.num_chunks, total))
 
     def neighbor_use(self, first: int) -> NeighborUse:
         """How neighbors are chosen in the batch whose first sample number this is; the same for all of its datastores."""
@@ -287,13 +303,13 @@ class TrainingData:
                 hand in that of the step's first sample, so that they agree about the number of neighbors.
         """
         use = use or self.neighbor_use(samples.start)
-        located = [self.locate(sample) for sample in samples]
+        located = [self._locate(sample) for sample in samples]
         parts, rows = [], []
-        for number in sorted({chosen for chosen, _ in located}):
+        for number in sorted({chosen for chosen, _, _ in located}):
             retrieval = self.retrieval[number]
-            rows.append([row for row, (chosen, _) in enumerate(located) if chosen == number])
-            ranges = [located[row][1] for row in rows[-1]]
-            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use))
+            rows.append([row for row, (chosen, _, _) in enumerate(located) if chosen == number])
+            epochs, ranges = zip(*(located[row][1:] for row in rows[-1]), strict=True)
+            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use, epochs))
         batch = join(parts, np.concatenate(rows))
         drop_neighbors(batch, samples, dropped, self.seed)
         return batch

@@ -42,12 +42,13 @@ class Placement:
             yield
 
     def cast(self, model: nn.Module) -> None:
-        """Keep the weights of matrix products as they are multiplied: autocast would cast them anew in every pass.
+        """Keep the weights of matrix products in the type they are multiplied in: autocast would cast them in every pass.
 
-        For a model that trains no more, and is called under `autocast` alone: it computes what it did.
+        For a model that is no longer trained, and is only called under `autocast`: its results stay the same. Routers of
+        experts multiply in float32 (`Experts.route`), so they stay as they are.
         """
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] != "router":
                 module.to(self.dtype)
 
     def put(self, tensors: Tensors) -> Tensors:

@@ -195,6 +195,8 @@ def evaluate(
         for part, batch in window_batches(split, retrieval, group, settings.batch_size, use):
             documents = split.documents_of(np.array([window.first for window in part]))[0]
             scores = _score(nats_of, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
+            begins = [window.scored == window.first for window in part]  # a document
+            scores[2, begins, 0] = (scores[2, begins, 0] - evaluation_set.added_bytes).clip(0)
             np.add.at(nats, documents, scores[0].sum(1))
             np.add.at(sizes, documents, scores[2].sum(1))
             for row, window in enumerate(part if by_chunk else ()):

@@ -21,7 +21,7 @@ from indexing.store.errors import InputError
 from indexing.store.reading import Reading
 from indexing.store.remote import url_of
 from indexing.store.retrieval import check_tokenizer
-from indexing.tokenizer import read_token_bytes
+from indexing.tokenizer import read_meta, read_token_bytes
 from retro.model_settings import ModelSettings
 
 log = logging.getLogger("retro")
@@ -61,6 +61,11 @@ class EvaluationSet:
     def token_bytes(self) -> np.ndarray:
         """[vocabulary] bytes of text in each token."""
         return read_token_bytes(self.datastore.folder / "tokenizer")
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes among these that the tokenizer, and not the text, adds to each document."""
+        return read_meta(self.datastore.folder / "tokenizer").added_bytes
 
     def check(self, model: ModelSettings, k: int) -> None:
         """Raise InputError unless a model can be scored on it with k neighbors of each chunk (0 = retrieval OFF)."""

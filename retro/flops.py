@@ -12,12 +12,30 @@ import time
 
 import torch
 
+from indexing.device import has_bfloat16
 from retro.device import Placement
 from retro.model_settings import ModelSettings
 from retro.tuning_settings import ALL, TuningSettings
 
-# Dense matrix products in bfloat16, and alike in float16, in 10^12 operations per second, from the makers' data sheets.
-_PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71}
+# Dense matrix products in bfloat16 or float16 with sums in float32, in 10^12 operations per second, by the name that CUDA
+# reports, from the data sheets. A name that is not here (a laptop's GPU, a MIG slice) is measured: near names differ by half.
+_PEAKS = {
+    "NVIDIA B200": 2250,
+    "NVIDIA H200": 989,
+    "NVIDIA H200 NVL": 835,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA L40S": 362,
+    "NVIDIA L40": 181,
+    "NVIDIA L4": 121,
+    "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA GeForce RTX 3090": 71,
+}
 
 
 def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_length: int = 0) -> int:
@@ -87,20 +105,30 @@ def peak_flops(placement: Placement) -> float:
     """Operations per second of the device: its maker's figure where it is known, else those of a large matrix product."""
     if placement.device.type == "cuda":
         name = torch.cuda.get_device_name(placement.device)
-        for part, peak in _PEAKS.items():
-            if part in name and placement.dtype != torch.float32:
-                return peak * 1e12
-    # No CPU multiplies float16 fast: the large product would take minutes.
-    slow = placement.device.type == "cpu" and placement.dtype == torch.float16
-    return measured_flops(placement, 256 if slow else 2048)
+        if name in _PEAKS and placement.dtype != torch.float32:
+            return _PEAKS[name] * 1e12
+        return measured_flops(placement, 8192)
+    # A CPU that has no instructions for a type multiplies at a hundredth of the rate: the large product would take minutes.
+    fast = placement.dtype == torch.float32 or (placement.dtype == torch.bfloat16 and has_bfloat16("cpu"))
+    return measured_flops(placement, 2048 if fast else 256)
 
 
 def measured_flops(placement: Placement, size: int = 2048, repeats: int = 5) -> float:
-    """The best rate of a square matrix product in the placement's precision, in operations per second."""
+    """The best rate of square matrix products in the placement's precision, in operations per second."""
     a = torch.ones(size, size, device=placement.device, dtype=placement.dtype)  # no random draw: those are the model's
-    best = float("inf")
-    for _ in range(repeats + 1):  # the first one warms up, and is never the best
-        started = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best
+    count = 5 if a.is_cuda else 1  # waiting for each product would be timed too
+    best = min(_seconds(a, count) for _ in range(repeats + 1))  # the first one warms up, and is never the best
+    return 2 * size**3 * count / best
+
+
+def _seconds(a: torch.Tensor, count: int) -> float:
+    """The time of some products of a square matrix with itself, one after another."""
+    out = torch.empty_like(a)
+    if a.is_cuda:
+        torch.cuda.synchronize(a.device)
+    started = time.perf_counter()
+    for _ in range(count):
+        torch.mm(a, a, out=out)
+    if a.is_cuda:
+        torch.cuda.synchronize(a.device)
+    return time.perf_counter() - started

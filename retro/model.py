@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from indexing.store.errors import InputError
 from retro.attention import Attention, first_taps
 from retro.encoder import Encoder
-from retro.experts import ExpertLinear, Experts
+from retro.experts import ExpertLinear, Experts, queues_of
 from retro.feed_forward import FEED_FORWARD, affine, linear
 from retro.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key, visible
 from retro.model_settings import ModelSettings
@@ -199,9 +199,10 @@ class Retro(nn.Module):
         documents: Tensor | None = None,
         neighbors: Tensor | None = None,
         neighbor_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """The logits of every next token, [B, T, V]. The arguments are those of `hidden`."""
-        return self.logits(self.hidden(tokens, documents, neighbors, neighbor_lengths))
+        return self.logits(self.hidden(tokens, documents, neighbors, neighbor_lengths, lengths))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] from `hidden` to [..., V]: apart, since logits are large and few of them may be wanted at a time."""
@@ -218,6 +219,7 @@ class Retro(nn.Module):
         documents: Tensor | None = None,
         neighbors: Tensor | None = None,
         neighbor_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """The activations under the output layer, [B, T, D].
 
@@ -230,8 +232,10 @@ class Retro(nn.Module):
                 the vocabulary. None turns retrieval off. A model without `cca_layers` ignores them.
             neighbor_lengths: int64 [B, U, K], how many of the R tokens are real, from the first on; 0 = no neighbor,
                 K zeros = retrieval off for this chunk. None means all R.
+            lengths: int64 [B, ceil(T / m)], how many tokens of each chunk are real, from the first on. The others are
+                padding, which is sent to no expert; nothing else depends on them. None means all.
         """
-        return self.hidden_and_routing(tokens, documents, neighbors, neighbor_lengths)[0]
+        return self.hidden_and_routing(tokens, documents, neighbors, neighbor_lengths, lengths)[0]
 
     def hidden_and_routing(
         self,
@@ -239,6 +243,7 @@ class Retro(nn.Module):
         documents: Tensor | None = None,
         neighbors: Tensor | None = None,
         neighbor_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `hidden`, and what training needs of the experts: see `run_layers`."""
         (_, num_tokens), m = tokens.shape, self.settings.chunk_length
@@ -248,7 +253,10 @@ class Retro(nn.Module):
             raise ValueError(
                 f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_tokens // m}"
             )
-        h, _, routing = self.run_layers(self.embed(tokens, documents), None, documents, neighbors, neighbor_lengths)
+        if lengths is not None and lengths.shape[1] != -(-num_tokens // m):
+            raise ValueError(f"lengths has {lengths.shape[1]} columns; {num_tokens} tokens begin one every {m}")
+        h = self.embed(tokens, documents)
+        h, _, routing = self.run_layers(h, None, documents, neighbors, neighbor_lengths, lengths)
         return self.finish(h), routing
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -300,6 +308,7 @@ class Retro(nn.Module):
         documents: Tensor | None,
         neighbors: Tensor | None,
         neighbor_lengths: Tensor | None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The layers that this device holds: the residual stream h [B, T, D], and the encoded neighbors [B, U, K, R, E].
 
@@ -323,6 +332,7 @@ class Retro(nn.Module):
             there = place(*self.scheme_beside, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
             real = neighbor_mask(neighbors, neighbor_lengths, documents)
         expert_layers, routing = self.settings.expert_layers, None
+        queues = queues_of(h, m, documents, lengths) if expert_layers else None
         for name, attention in self.attention.items():
             layer = int(name) + 1
             reads = h if self.settings.parallel_residual else None
@@ -331,8 +341,9 @@ class Retro(nn.Module):
                 encoded = self.encoder(neighbors, real, h, self.embedding)
             if layer in cca_layers:
                 h = self.cross[str(layer)](h, there, encoded, real)
-            h = self.feed_forward[name](h, reads=reads)
-            if layer in expert_layers:
-                h, routed = h
+            if layer not in expert_layers:
+                h = self.feed_forward[name](h, reads=reads)
+            else:
+                h, routed = self.feed_forward[name](h, queues, reads=reads)
                 routing = routed if routing is None else routing + routed
         return h, encoded, routing

@@ -115,8 +115,8 @@ class ModelSettings:
     experts_per_token: int = 2
     """Experts that a token asks."""
     capacity_factor: float = 1.25
-    """Tokens of a sequence that an expert takes in training, over an even share; those that come later are dropped. From
-    num_experts / experts_per_token on, and in evaluation, none is."""
+    """Tokens of a document in a sequence that an expert takes in training, over an even share of its chunks. Later ones are
+    dropped: none from num_experts / experts_per_token on, and none in evaluation."""
     balance_weight: float = 0.01
     """Weight in the loss of what keeps the experts evenly busy (Switch Transformer)."""
     router_z_weight: float = 0.0

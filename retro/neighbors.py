@@ -2,7 +2,8 @@
 
     stored neighbors (or random chunks) → deleted ones and own documents out → near copies out (if asked) → the first k that remain
 
-Every step is a function of chunk ids alone: what a chunk is given depends on no other sequence of its batch.
+Every step is a function of chunk ids, and of the epoch for random chunks: what a chunk is given depends on no other sequence
+of its batch.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class NeighborUse:
         source: `nearest`, as stored; or `random`, chunks drawn uniformly from the retrieval set: a control.
         max_overlap: neighbors are skipped that share a longer run of tokens with the chunk, or with the one after it,
             than this share of its length; 1 skips none.
-        seed: of the random draws.
+        seed: of the random draws, which differ from epoch to epoch.
         materialised: whether their text is read from beside the chunk, where it stands there.
         found: [chunks, s] int64 ids, nearest first, of each chunk of the split: what was found by another search, in
             place of what is stored.
@@ -53,6 +54,8 @@ class Queries:
         tokens: [C, m] int64.
         lengths: [C] int64, real tokens.
         followed: [C] bool, whether the next row is the next chunk of the same document.
+        epochs: [C] int64, how often the data was read before, or one number for all. Random neighbors are drawn again in
+            each epoch: the same ones would identify their chunk, and could be memorized.
     """
 
     ids: np.ndarray
@@ -60,6 +63,7 @@ class Queries:
     tokens: np.ndarray
     lengths: np.ndarray
     followed: np.ndarray
+    epochs: np.ndarray | int = 0
 
 
 def read_neighbors(
@@ -119,7 +123,7 @@ def choose_neighbors(
     if use.source == "random":
         # A chunk whose nearest neighbors are missing gets random ones all the same: the control is given as many tokens
         # as there is room for, so that it never has less to read than what it is compared with.
-        drawn = random_numbers(queries.ids, retrieval.num_chunks, 2 * use.k + 16, use.seed)
+        drawn = random_numbers(queries.ids, retrieval.num_chunks, 2 * use.k + 16, use.seed, queries.epochs)
         candidates = retrieval.ids_at(drawn)
     else:
         candidates = split.neighbor_ids.gather(queries.ids) if use.found is None else use.found[queries.ids]
@@ -130,9 +134,10 @@ def choose_neighbors(
     return first_present(candidates, use.k)
 
 
-def random_numbers(ids: np.ndarray, below: int, num_draws: int, seed: int) -> np.ndarray:
-    """Uniform draws from `range(below)`, each a function of seed, chunk id and place: [C] → [C, num_draws] int64."""
-    of_chunk = mix(mix(seed) ^ ids.astype(np.uint64))
+def random_numbers(ids: np.ndarray, below: int, num_draws: int, seed: int, epochs: np.ndarray | int = 0) -> np.ndarray:
+    """Uniform draws from `range(below)`, each a function of seed, epoch, chunk id and place: [C] → [C, num_draws] int64."""
+    of_epoch = mix(np.uint64(mix(seed)) + np.atleast_1d(epochs).astype(np.uint64))
+    of_chunk = mix(of_epoch ^ ids.astype(np.uint64))
     places = np.arange(num_draws, dtype=np.uint64)
     return (mix(of_chunk[:, None] + places) % np.uint64(below)).astype(np.int64)
 

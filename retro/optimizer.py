@@ -1,18 +1,20 @@
 """AdamW with decay groups and the learning-rate schedules (paper, section 3 and table 11)."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from retro.experts import ExpertLinear
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
 def make_optimizer(
-    parameters: Iterable[tuple[str, nn.Parameter]],
+    parts: Iterable[nn.Module],
     *,
     lr: float,
     betas: tuple[float, float],
@@ -20,27 +22,39 @@ def make_optimizer(
     fused: bool,
     factors: Mapping[str, float] = MappingProxyType({}),
 ) -> torch.optim.AdamW:
-    """AdamW whose decay spares what is not a matrix: norm gains and biases.
+    """AdamW that decays matrices, tables of embeddings and virtual tokens, and nothing else: see `decaying`.
 
     Args:
-        parameters: by name; they are grouped by their number of dimensions, and by their factors.
+        parts: of a model, with names of parameters that do not depend on the part.
         lr: peak learning rate.
         betas: of the two moments (paper: 0.9, 0.95).
-        weight_decay: of matrices and embeddings (paper: 0.1).
+        weight_decay: of what decays (paper: 0.1).
         fused: one kernel for the whole step.
-        factors: learning rates over that of the schedule, by the parameters' names; 1 where it says nothing
+        factors: learning rates over that of the schedule, by the parameters' names; 1 for other names
             (`mup.learning_rate_factors`). A group has its factor as `lr_factor`. All matrices decay at one pace.
     """
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
-    named = list(parameters)
+    models = list(parts)
+    named = [named for model in models for named in model.named_parameters()]
+    matrices = {id(parameter) for model in models for parameter in decaying(model)}
     for decays in (True, False):
         for name, parameter in named:
-            if parameter.requires_grad and (parameter.ndim >= 2) == decays:
+            if parameter.requires_grad and (id(parameter) in matrices) == decays:
                 factor = factors.get(name, 1.0)
                 decay = weight_decay / factor if decays else 0.0  # AdamW multiplies it by the learning rate
                 new = {"params": [], "weight_decay": decay, "lr": lr * factor, "lr_factor": factor}
                 groups.setdefault((decays, factor), new)["params"].append(parameter)
     return torch.optim.AdamW(list(groups.values()), lr=lr, betas=betas, fused=fused)
+
+
+def decaying(model: nn.Module) -> Iterator[Tensor]:
+    """The parameters that decay, by the modules that hold them: weights of matrices and tables.
+
+    Gains, biases, and the vectors and numbers that each head has (`PerHead`: Transformer-XL's u and v, taps, smear) do not.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
+            yield module.weight
 
 
 def learning_rate(

@@ -1,7 +1,7 @@
 """The order of training data as pure functions of a seed and a sample number.
 
-The position in the data is therefore one integer, no order depends on how many processes read, and nothing is ever
-materialised: corpora have more sequences than memory has bytes.
+The position in the data is therefore one integer, no order depends on how many processes read, and no large permutation is
+materialized: corpora have more sequences than memory has bytes.
 """
 
 from functools import lru_cache
@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 _MASK64 = (1 << 64) - 1
+_SMALL = 256
 _Bits = TypeVar("_Bits", int, np.ndarray)
 
 
@@ -25,8 +26,11 @@ def permuted(position: int, size: int, seed: int) -> int:
     """The element at `position` of a pseudo-random permutation of `range(size)`, without making the permutation.
 
     A four-round Feistel network on the next even number of bits, walked until it lands inside (less than four times on
-    average). Memory does not depend on `size`.
+    average). Memory does not depend on `size`. Of fewer than about a hundred elements such a network does not reach all
+    permutations alike: small ones are sorted by random keys.
     """
+    if size <= _SMALL:
+        return _shuffled(size, seed)[position]
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
@@ -36,6 +40,12 @@ def permuted(position: int, size: int, seed: int) -> int:
         position = (left << half) | right
         if position < size:
             return position
+
+
+@lru_cache(maxsize=16)  # an epoch asks for every position of one
+def _shuffled(size: int, seed: int) -> list[int]:
+    """A permutation of `range(size)`."""
+    return sorted(range(size), key=lambda element: mix(mix(seed) + element))
 
 
 def mixture(sample: int, weights: tuple[float, ...], seed: int) -> tuple[int, int]:

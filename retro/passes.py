@@ -26,15 +26,15 @@ class Share:
     """What makes a process's part of a batch's losses a part of the step's mean.
 
     Attributes:
-        num_labels: that count in the batch, of all processes: int64 [].
-        num_sequences: of the batch, of all processes.
-        weight: of the batch in the step, times the scale of the loss.
+        num_labels: that count in all batches of the step, of all processes: int64 [].
+        num_sequences: in all batches of the step, of all processes.
+        scale: of the loss.
         last: whether the optimizer steps after this batch.
     """
 
     num_labels: Tensor
     num_sequences: int
-    weight: float
+    scale: float
     last: bool
 
 
@@ -46,7 +46,7 @@ class Passes(Protocol):
         """What this process holds of the model."""
 
     def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
-        """Gradients of a batch's own rows; this process's part of its cross-entropy, z-loss and `ROUTING`: float32 [2 + 4]."""
+        """Gradients of a batch's own rows; their part of the step's cross-entropy, z-loss and `ROUTING`: float32 [2 + 4]."""
 
     def token_losses(self, batch: Tensors) -> Tensor:
         """As `loss.token_losses` of a batch that all processes have: float32 [B, T], in all of them. Without gradients."""
@@ -126,12 +126,12 @@ def part_of_loss(
     z_weight: float,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """This process's part of the step's objective, and of a batch's cross-entropy, z-loss and `ROUTING`: float32 [2 + 4].
+    """A batch's part of the step's objective, and of its cross-entropy, z-loss and `ROUTING`: float32 [2 + 4].
 
     Args:
         own: activations, output layer and labels of its tokens.
         routing: `ROUTING` of its sequences [B, 4], or None.
-        share: of the batch.
+        share: of the step.
         settings: weights of what experts add.
         z_weight: of the z-loss.
         compiled: fuse the work between the matrix products.
@@ -145,7 +145,7 @@ def part_of_loss(
         rows = len(routing) / share.num_sequences
         objective, routed = objective + routing_loss(routing, settings) * rows, routing.detach().mean(0) * rows
     losses = torch.stack((found.cross_entropy, found.z_loss)) / share.num_labels
-    return objective * share.weight, torch.cat((losses, routed))
+    return objective * share.scale, torch.cat((losses, routed))
 
 
 def own_rows(batch: Tensors, processes: Processes, multiple: int) -> tuple[Tensors, int]:

@@ -58,6 +58,7 @@ class Stage(nn.Module):
         documents: Tensor | None = None,
         neighbors: Tensor | None = None,
         neighbor_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Tokens [B, T], or the stream [B, T', D] and what else the stage before has sent; the rest as in `Retro.hidden`.
 
@@ -71,7 +72,7 @@ class Stage(nn.Module):
             h = self.model.embed(x, documents)
         else:
             h = x if self.tensor_mesh is None else DTensor.from_local(x, self.tensor_mesh, [Shard(1)], run_check=False)
-        h, encoded, routing = self.model.run_layers(h, encoded, documents, neighbors, neighbor_lengths)
+        h, encoded, routing = self.model.run_layers(h, encoded, documents, neighbors, neighbor_lengths, lengths)
         h = self.model.finish(h) if self.is_last else h.to_local() if isinstance(h, DTensor) else h
         if routing_before is not None:
             routing = routing_before if routing is None else routing + routing_before
@@ -296,5 +297,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _for_all_stages(batch: Tensors) -> Tensors:
     """What every stage reads of a batch."""
-    wanted = ("documents", "neighbors", "neighbor_lengths")
-    return {name: batch[name] for name in wanted if batch[name] is not None}
+    wanted = ("documents", "neighbors", "neighbor_lengths", "lengths")
+    return {name: batch[name] for name in wanted if batch.get(name) is not None}

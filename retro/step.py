@@ -76,28 +76,35 @@ def make_step(
     model = passes.parts[0].settings
     monitor = Monitor.of(named, placement.dtype, settings.monitor_every) if settings.monitor_every else None
 
-    def forward_backward(number: int, scale: float) -> tuple[Tensor, int]:
-        batch = next(batches)
-        num_labels = processes.sum((batch["labels"] != IGNORED_LABEL).sum(), "data").clamp(min=1)
-        num_tokens, num_sequences = (size * processes.data for size in (batch["tokens"].numel(), len(batch["tokens"])))
-        last = number + 1 == settings.accumulation
-        share = Share(num_labels, num_sequences, scale / settings.accumulation, last)
-        return passes.forward_backward(batch, share) / settings.accumulation, num_tokens
+    def forward_backward(scale: float) -> tuple[Tensor, int]:
+        """All batches of a step. Their labels are counted first: a mean of the batches' means is not the step's mean."""
+        taken = [next(batches) for _ in range(settings.accumulation)]
+        counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in taken]
+        num_labels = processes.sum(torch.stack(counts).sum(), "data").clamp(min=1)
+        num_sequences = sum(len(batch["tokens"]) for batch in taken) * processes.data
+        num_tokens = sum(batch["tokens"].numel() for batch in taken) * processes.data
+        parts = [
+            passes.forward_backward(batch, Share(num_labels, num_sequences, scale, last=number == len(taken)))
+            for number, batch in enumerate(taken, start=1)
+        ]
+        return torch.stack(parts).sum(0), num_tokens
 
     def step(number: int) -> StepResult:
         lr = _schedule(number, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         randomness = random_state(placement.device)
-        scale = float(scaler.scale(torch.ones((), device=placement.device)))  # a new scaler makes it now
-        parts, sizes = zip(*(forward_backward(n, scale) for n in range(settings.accumulation)), strict=True)
-        loss, z_loss, *routing = processes.sum(torch.stack(parts).sum(0)).tolist()
+        # A new scaler makes its scale now. Reading it waits for the device, so not where there is none.
+        scale = float(scaler.scale(torch.ones((), device=placement.device))) if scaler.is_enabled() else 1.0
+        parts, num_tokens = forward_backward(scale)
+        measured = processes.sum(parts)
         looking = monitor if monitor and monitor.due(number + 1) else None
         figures = looking.gradients(scale) if looking else {}
         _unscale(scaler, optimizer, processes)
-        norm = clip_(parameters, settings.clip or math.inf, passes.gradient_norm())
-        metrics = {"loss": loss, "lr": lr, "gradient_norm": norm.item()}
-        update = judge(loss, metrics["gradient_norm"], scale if scaler.is_enabled() else None)
+        clipped = clip_(parameters, settings.clip or math.inf, passes.gradient_norm())
+        norm, loss, z_loss, *routing = torch.cat((clipped.to(measured).reshape(1), measured)).tolist()  # waits
+        metrics = {"loss": loss, "lr": lr, "gradient_norm": norm}
+        update = judge(loss, norm, scale if scaler.is_enabled() else None)
         if update == "applied":
             before = looking.weights() if looking else {}
             optimizer.step()
@@ -110,10 +117,10 @@ def make_step(
         optimizer.zero_grad(set_to_none=True)
         figures = processes.merged(figures) if looking else {}
         if monitor:
-            monitor.watch(number + 1, loss, metrics["gradient_norm"], figures)
+            monitor.watch(number + 1, loss, norm, figures)
         metrics |= {"z_loss": z_loss} if settings.z_loss else {}
         metrics |= {"loss_scale": scale} if scaler.is_enabled() else {}
-        return StepResult(metrics | routing_metrics(routing, model), figures, sum(sizes), update)
+        return StepResult(metrics | routing_metrics(routing, model), figures, num_tokens, update)
 
     return step
 

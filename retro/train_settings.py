@@ -21,7 +21,7 @@ class TrainSettings:
     batch_size: int = 8
     """Sequences of one forward pass."""
     accumulation: int = 1
-    """Forward passes of one optimizer step."""
+    """Batches of one optimizer step, a forward and a backward pass each. The loss is the mean over the labels of all."""
     lr: float = 1e-3
     """Peak learning rate (paper: 2e-4 for the sizes from 172M to 1.5B)."""
     min_lr_ratio: float = 0.1
@@ -33,7 +33,7 @@ class TrainSettings:
     decay_share: float = 0.2
     """Share of the steps in which `wsd` decays."""
     weight_decay: float = 0.1
-    """Of matrices and embeddings; norms are spared."""
+    """Of matrices and embeddings. Not of gains, biases, Transformer-XL's u and v, and what smears keys and queries."""
     beta1: float = 0.9
     """Of the first moment."""
     beta2: float = 0.95

@@ -43,7 +43,7 @@ from retro.optimizer import make_optimizer
 from retro.order import mix
 from retro.parallel import Processes
 from retro.parallel_settings import ALONE, ParallelSettings
-from retro.passes import Passes, WholeModel, all_parameters
+from retro.passes import Passes, WholeModel
 from retro.pipeline import Pipeline
 from retro.presets import count_parameters, resolve
 from retro.processes import on_first, open_group
@@ -331,7 +331,7 @@ def _share_out(model: Retro, processes: Processes, placement: Placement, setting
 
 def _optimizer(passes: Passes, factors: Mapping[str, float], settings: TrainSettings) -> torch.optim.AdamW:
     return make_optimizer(
-        all_parameters(passes.parts),
+        passes.parts,
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,

@@ -175,7 +175,8 @@ def check_tokenizer(datastore: Datastore, other: Datastore, key: str) -> None:
 def tokenizer_identity(datastore: Datastore) -> dict[str, Any]:
     """Equal for two datastores whose tokens mean the same, wherever their tokenizers come from."""
     folder = datastore.folder / "tokenizer"
-    facts = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key != "kind"}
+    ignored = ("kind", "added_bytes")  # the latter follows from the model, and older folders lack it
+    facts = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key not in ignored}
     return {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"} | facts
 
 

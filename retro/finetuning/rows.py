@@ -46,9 +46,9 @@ class Rows:
         """The rows of these numbers with k neighbors of each chunk; 0 = retrieval OFF."""
         m = self.prepared.tokens.row_shape[0]
         num_chunks, num_complete = -(-self.row_length // m), self.row_length // m
-        ids, documents = np.full(
-            (2, len(numbers), num_chunks), -1, dtype=np.int64
-        )  # chunks, and examples, of each place
+        # Chunks and examples of each place.
+        ids, documents = np.full((2, len(numbers), num_chunks), -1, dtype=np.int64)
+        lengths = np.zeros(ids.shape, dtype=np.int64)
         for row, number in enumerate(numbers):
             at = 0
             for example in self.rows[number]:
@@ -56,6 +56,7 @@ class Rows:
                 count = min(stop - first, num_chunks - at)
                 ids[row, at : at + count] = np.arange(first, first + count)
                 documents[row, at : at + count] = example
+                lengths[row, at : at + count] = (self.prepared.lengths[example] - m * np.arange(count)).clip(0, m)
                 at += count
         real = ids >= 0
         tokens = np.full((*ids.shape, m), self.pad_id, dtype=np.int64)
@@ -76,6 +77,7 @@ class Rows:
             documents=documents if any(len(self.rows[number]) > 1 for number in numbers) else None,
             neighbors=neighbors,
             neighbor_lengths=neighbor_lengths,
+            lengths=lengths,
         )
 
 
@@ -167,7 +169,7 @@ class ExampleData:
     def row_of(self, sample: int) -> int:
         """The row of a sample number: each epoch goes through all of them in another order."""
         epoch, position = divmod(sample, len(self.rows))
-        return permuted(position, len(self.rows), mix(self.seed + epoch))
+        return permuted(position, len(self.rows), mix(mix(self.seed) + epoch))
 
     def neighbor_use(self, first: int) -> NeighborUse:
         """See `TrainingData`."""

@@ -102,6 +102,7 @@ def test_special_tokens_add_no_text(trained):
     assert trained.decode(ids) == trained.decode(np.array(ids)) == " a "
     assert trained.token_bytes[[trained.pad_id, trained.bos_id, trained.eos_id]].tolist() == [0, 0, 0]
     assert trained.token_bytes.shape == (trained.vocab_size,)
+    assert trained.meta.added_bytes == 0
 
 
 def test_half_a_character_and_lone_surrogates_do_not_fail(trained):
@@ -197,6 +198,8 @@ def test_a_model_with_all_defaults_is_accepted_and_called_lossy(tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     ids = [tokenizer.bos_id, *tokenizer.encode("The quick brown fox"), tokenizer.eos_id, tokenizer.pad_id]
     assert tokenizer.decode(ids) == "The quick brown fox"
+    assert tokenizer.meta.added_bytes == 1
+    assert int(tokenizer.token_bytes[ids].sum()) == len("The quick brown fox") + 1
 
 
 @pytest.mark.parametrize(("bos", "eos", "expected"), [(-1, 1, (1, 1)), (1, -1, (1, 1)), (-1, -1, ("new", "new"))])

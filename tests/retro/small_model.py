@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from retro.batches import IGNORED_LABEL
 from retro.device import Tensors, place
 from retro.model import Retro
 from retro.model_settings import ModelSettings
@@ -91,6 +92,30 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.randint(V, (B, T), generator=generator)
     neighbors = torch.randint(V, (B, U, K, R), generator=generator)
     return tokens, neighbors, torch.randint(1, R + 1, (B, U, K), generator=generator)
+
+
+def answers_only(num_rows: int = 4) -> Tensors:
+    """Rows of fine-tuning: labels on answers alone, one label in each of the first half of the rows, all in the others."""
+    drawn = [batch(seed) for seed in range(num_rows // B)]
+    tokens, neighbors, lengths = (torch.cat(each) for each in zip(*drawn, strict=True))
+    labels = tokens.roll(-1, 1)
+    labels[: num_rows // 2, 1:] = IGNORED_LABEL
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "documents": None,
+        "neighbors": neighbors,
+        "neighbor_lengths": lengths,
+    }
+
+
+def divided(whole: Tensors, count: int) -> list[Tensors]:
+    """A batch as several, in order."""
+    size = len(whole["tokens"]) // count
+    return [
+        {name: None if value is None else value[start : start + size] for name, value in whole.items()}
+        for start in range(0, count * size, size)
+    ]
 
 
 def step_of(

@@ -90,6 +90,7 @@ def test_labels_are_the_next_token_of_the_same_document(data: TrainingData) -> N
         for t in range(len(tokens)):
             follows = t + 1 < len(tokens) and real[t + 1] and documents[t + 1] == documents[t]
             assert labels[t] == (tokens[t + 1] if follows else IGNORED_LABEL)
+        assert np.array_equal(batch.lengths[0], train.lengths.read(first, stop))
 
 
 def test_an_epoch_sees_every_sequence_once_and_the_next_one_cuts_elsewhere(data: TrainingData) -> None:
@@ -100,6 +101,36 @@ def test_an_epoch_sees_every_sequence_once_and_the_next_one_cuts_elsewhere(data:
         assert all(epoch[i][1] == epoch[i + 1][0] for i in range(per_epoch - 1))
         assert all(stop - first == data.num_chunks for first, stop in epoch)
     assert [data.locate(i) for i in range(20)] != [data.locate(per_epoch + i) for i in range(20)]
+
+
+def test_no_epoch_of_a_seed_has_the_order_of_an_epoch_of_another(tiny_datastore: Datastore) -> None:
+    """So that runs of several epochs with seeds 0, 1, 2 … are independent."""
+    orders = set()
+    for seed in range(4):
+        one = TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, seed=seed), retrieval=False)
+        per_epoch = one.datastores[0].train.num_chunks // one.num_chunks
+        for epoch in range(4):
+            located = [one.locate(epoch * per_epoch + i)[1][0] // one.num_chunks for i in range(per_epoch)]
+            orders.add(tuple(located))
+    assert len(orders) == 16
+
+
+def test_random_neighbors_differ_from_epoch_to_epoch_and_not_with_the_batch(tiny_datastore: Datastore) -> None:
+    options = DataSettings(sequence_length=16, k=3, neighbors="random")
+    data = TrainingData([tiny_datastore.folder], options, retrieval=True)
+    per_epoch = data.datastores[0].train.num_chunks
+    first_chunks = {data.locate(sample)[1]: sample for sample in range(per_epoch)}
+    again = range(per_epoch, per_epoch + 8)
+    before = [data.batch(range(sample, sample + 1)) for sample in (first_chunks[data.locate(new)[1]] for new in again)]
+    now = data.batch(again)
+    assert now.neighbors is not None
+    for row, one in enumerate(before):
+        assert one.neighbors is not None
+        assert np.array_equal(one.tokens[0], now.tokens[row])
+        assert not np.array_equal(one.neighbors[0], now.neighbors[row])
+    across = data.batch(range(per_epoch - 4, per_epoch + 4))  # of the last of one epoch and the first of the next
+    assert across.neighbors is not None
+    assert np.array_equal(across.neighbors[4:], now.neighbors[:4])
 
 
 def test_a_batch_depends_on_its_sample_numbers_alone(tiny_datastore: Datastore, data: TrainingData) -> None:
@@ -182,4 +213,5 @@ def test_a_corpus_shorter_than_a_sequence_is_padded(tiny_datastore: Datastore) -
     real = tiny_datastore.train.num_chunks * 16
     assert batch.tokens.shape == (2, 16 * 8000)
     assert (batch.labels[:, real:] == IGNORED_LABEL).all()
+    assert (batch.lengths[:, real // 16 :] == 0).all()
     assert (batch.neighbor_lengths[:, tiny_datastore.train.num_chunks :] == 0).all()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ import torch
 from indexing.chunks import to_tokens
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.tokenizer import TokenizerSettings, read_meta
 from retro import evaluation
 from retro.device import place
 from retro.evaluation import EvaluationSettings, Result, compare, evaluate
 from retro.evaluation_sets import EvaluationSet
 from retro.model import Retro
 from retro.neighbors import NeighborUse
+from tests.conftest import build_local, tiny_config
+from tests.indexing.test_tokenizer import foreign_model
 
 FLOAT32 = place("cpu", "float32")
 
@@ -49,6 +53,23 @@ def test_bits_per_byte_is_what_one_forward_pass_over_each_document_says(
     assert result.bytes == text_bytes
     assert result.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
     assert result.perplexity == pytest.approx(math.exp(nats / result.tokens), rel=1e-5)
+
+
+def test_a_blank_that_the_tokenizer_puts_before_a_text_is_not_counted_as_its_text(
+    tmp_path: Path, tiny_corpus: Path
+) -> None:
+    """As Llama 2's does."""
+    options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    path = foreign_model(tmp_path / "their.model", vocab_size=600, **options)
+    tokenizer = TokenizerSettings(kind="sentencepiece", path=str(path))
+    datastore = build_local(replace(tiny_config(tmp_path, tiny_corpus), tokenizer=tokenizer))
+    settings = replace(tiny_config(tmp_path, tiny_corpus).model, vocab_size=int(datastore.manifest["vocab_size"]))
+    valid = datastore.valid
+    text_bytes = sum(row["bytes"] for row in valid.metadata(range(valid.num_documents)))
+    for stride in (16, 32):
+        result = measure(Retro(settings), datastore, stride=stride)
+        assert result.bytes == text_bytes
+    assert read_meta(datastore.folder / "tokenizer").added_bytes == 1
 
 
 def test_every_stride_and_batch_size_scores_the_same_tokens(tiny_model: Retro, tiny_datastore: Datastore) -> None:

@@ -1,6 +1,7 @@
 """Experts answer as a loop over tokens would have it, drop what came last, and do so alike however they are shared out."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from indexing.store.errors import InputError
-from retro.experts import ROUTING, ExpertLinear, Experts, places_in_queues, routing_loss, share_experts
+from retro.device import Placement
+from retro.experts import ROUTING, ExpertLinear, Experts, Queues, counted, queues_of, routing_loss, share_experts
 from retro.loss import loss
 from retro.model import ModelSettings, Retro
 from retro.optimizer import make_optimizer
 from retro.train_settings import TrainSettings
-from tests.retro.small_model import SETTINGS, B, T, batch, build, step_of
+from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, step_of
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
 D, E = SETTINGS.d_model, 4
@@ -47,26 +49,40 @@ def answer(experts: Experts, expert: int, token: Tensor) -> Tensor:
     return matrices["out"] @ F.gelu(inner)
 
 
-def slow(experts: Experts, x: Tensor, capacity: int) -> tuple[Tensor, int]:
-    """Experts by a loop over sequences, tokens and choices; and the number of choices that came too late."""
-    y, num_dropped = torch.zeros_like(x), 0
-    for row in range(len(x)):
-        queues = [0] * E
-        for token in range(x.shape[1]):
+def slow(experts: Experts, x: Tensor, documents: Tensor | None = None, lengths: Tensor | None = None) -> Any:
+    """Experts by a loop over rows, tokens and choices; and the share of each row's choices that came too late, [B]."""
+    num_rows, num_tokens = x.shape[:2]
+    documents = torch.zeros(num_rows, U) if documents is None else documents
+    lengths = torch.full((num_rows, U), M) if lengths is None else lengths
+    y, dropped = torch.zeros_like(x), torch.zeros(num_rows)
+    for row in range(num_rows):
+        queues, num_choices = Counter(), 0
+        for token in range(num_tokens):
+            document = documents[row, token // M].item()
+            if token % M >= lengths[row, token // M]:
+                continue
+            chunks = [c for c in range(U) if documents[row, c] == document and lengths[row, c]]
+            even = len(chunks) * M * experts.experts_per_token / E
             probabilities = (experts.router.weight @ x[row, token]).softmax(-1)
             chosen = sorted(range(E), key=lambda expert: -float(probabilities[expert]))[: experts.experts_per_token]
             total = sum(float(probabilities[expert]) for expert in chosen) if len(chosen) > 1 else 1.0
             for expert in chosen:
-                queues[expert] += 1
-                if queues[expert] > capacity:
-                    num_dropped += 1
+                num_choices += 1
+                queues[document, expert] += 1
+                if experts.training and queues[document, expert] > math.ceil(experts.capacity_factor * even):
+                    dropped[row] += 1
                 else:
                     gate = probabilities[expert] / total
                     y[row, token] += gate * answer(experts, expert, x[row, token])
-    return y, num_dropped
+        dropped[row] /= num_choices
+    return y, dropped
 
 
 # --------------------------------------------------------------------------------------------- what is answered, to whom
+
+
+DOCUMENTS = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2], [0, 0, 0, 0]])
+LENGTHS = torch.tensor([[4, 2, 4, 3], [1, 3, 4, 0], [4, 4, 1, 0]])
 
 
 @top_k
@@ -74,22 +90,56 @@ def slow(experts: Experts, x: Tensor, capacity: int) -> tuple[Tensor, int]:
 @torch.no_grad()
 def test_in_evaluation_every_token_is_answered_by_all_it_asks(k: int, activation: str) -> None:
     experts, x = made(k, activation=activation).eval(), activations()
-    y, routing = experts(x)
-    torch.testing.assert_close(y, slow(experts, x, capacity=T)[0], rtol=1e-4, atol=1e-3)
-    assert routing[:, ROUTING.index("dropped_choices")].eq(0).all()
+    for queues in (None, queues_of(x, M, DOCUMENTS, LENGTHS)):
+        y, routing = experts(x, queues)
+        expected, _ = slow(experts, x, *((DOCUMENTS, LENGTHS) if queues else ()))
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
+        assert routing.shape == (len(x), len(ROUTING))
+        assert routing[:, ROUTING.index("dropped_choices")].eq(0).all()
 
 
 @top_k
+@pytest.mark.parametrize("packed", [False, True])
 @torch.no_grad()
-def test_in_training_the_choices_that_come_last_in_a_sequence_are_dropped(k: int) -> None:
+def test_in_training_the_choices_that_come_last_in_a_document_are_dropped(k: int, packed: bool) -> None:
     experts, x = made(k), activations()
-    capacity = math.ceil(T * k / E)
-    expected, num_dropped = slow(experts, x, capacity)
-    y, routing = experts(x)
+    given = (DOCUMENTS, LENGTHS) if packed else (None, None)
+    expected, dropped = slow(experts, x, *given)
+    y, routing = experts(x, queues_of(x, M, *given))
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
-    assert num_dropped > 0
-    dropped = routing[:, ROUTING.index("dropped_choices")].mean()
-    assert dropped.item() == pytest.approx(num_dropped / (len(x) * T * k))
+    assert dropped.sum() > 0
+    torch.testing.assert_close(routing[:, ROUTING.index("dropped_choices")], dropped)
+
+
+@torch.no_grad()
+def test_a_document_asks_experts_as_if_it_were_alone_in_its_row() -> None:
+    """Others before or after it, their padding and its own change neither its logits nor its routing."""
+    model = build(num_experts=E, experts_every=1, capacity_factor=0.6).train()
+    tokens = batch()[0]
+    documents, lengths = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]]), torch.tensor([[4, 3, 4, 2], [2, 4, 1, 4]])
+    packed = model(tokens, documents, lengths=lengths)
+    for row, first, stop in ((0, 0, 2), (0, 2, 4), (1, 0, 1), (1, 1, 3), (1, 3, 4)):
+        at = slice(first * M, stop * M)
+        real = (torch.arange(M) < lengths[row, first:stop, None]).flatten()
+        alone = model(tokens[row : row + 1, at].where(real, 0), None, lengths=lengths[row : row + 1, first:stop])
+        torch.testing.assert_close(alone[0, real], packed[row, at][real], rtol=1e-4, atol=1e-5)
+    _, routing = model.hidden_and_routing(tokens, documents, lengths=lengths)
+    real = (torch.arange(M) < lengths[..., None]).flatten(1)
+    _, same = model.hidden_and_routing(tokens.where(real, 7), documents, lengths=lengths)
+    torch.testing.assert_close(same, routing)
+
+
+@torch.no_grad()
+def test_padding_takes_no_places_and_gets_no_answer() -> None:
+    experts, x = made(capacity_factor=0.5), activations()
+    lengths = LENGTHS[2:].expand(len(x), U)
+    real = (torch.arange(M) < lengths[..., None]).flatten(1)
+    queues = queues_of(x, M, None, lengths)
+    y, routing = experts(x, queues)
+    other, same = experts(x.where(real[..., None], -x), queues)
+    assert y[~real].eq(0).all()
+    assert torch.equal(other, y)
+    assert torch.equal(same, routing)
 
 
 def test_what_is_dropped_changes_nothing_and_teaches_the_experts_nothing() -> None:
@@ -104,10 +154,11 @@ def test_what_is_dropped_changes_nothing_and_teaches_the_experts_nothing() -> No
     assert x.grad[:, 1:].eq(0).all()
 
 
-def test_places_are_given_in_the_order_of_the_tokens() -> None:
-    places, load = places_in_queues(torch.tensor([[2, 0, 2, 2, 1], [0, 0, 0, 1, 1]]), 3)
-    assert places.tolist() == [[0, 0, 1, 2, 0], [0, 1, 2, 0, 1]]
-    assert load.tolist() == [[1, 1, 3], [3, 2, 0]]
+def test_choices_are_counted_in_the_order_of_the_tokens() -> None:
+    chosen = torch.tensor([[2, 0, 2, 2, 1], [0, 0, 0, 1, 1]])
+    so_far = counted(chosen, torch.tensor([[True] * 5, [True, False, True, True, True]]), 3)
+    assert so_far.gather(2, chosen[..., None])[..., 0].tolist() == [[1, 1, 2, 3, 1], [1, 1, 2, 1, 2]]
+    assert so_far[:, -1].tolist() == [[1, 1, 3], [2, 2, 0]]
 
 
 @top_k
@@ -227,7 +278,7 @@ def test_a_step_learns_from_the_balance_loss_and_logs_the_routing() -> None:
     def step(batches: list[dict[str, Any]], **changes: Any) -> tuple[dict[str, float], Retro]:
         model = build(**{"num_experts": E, **changes}).train()
         settings = TrainSettings(steps=1, warmup_steps=0, accumulation=len(batches), clip=0.0)
-        optimizer = make_optimizer(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         return step_of(model, optimizer, iter(batches), settings)(0).metrics, model
 
     together, model = step([whole])
@@ -252,17 +303,29 @@ def test_under_bfloat16_autocast_the_routing_is_that_of_float32() -> None:
     assert (rounded.float() - exact).abs().mean() < 0.02 * exact.std()
 
 
+@torch.no_grad()
+def test_a_model_that_is_cast_to_be_served_computes_what_it_did() -> None:
+    model, placement = build(num_experts=E, experts_every=1), Placement(torch.device("cpu"), torch.bfloat16)
+    tokens, neighbors, lengths = batch()
+    with placement.autocast():
+        before = model(tokens, None, neighbors, lengths)
+        placement.cast(model)
+        assert model.attention["0"].block.query.weight.dtype == torch.bfloat16
+        assert torch.equal(model(tokens, None, neighbors, lengths), before)
+
+
 def test_compiled_whole_and_with_checkpointing_it_gives_the_same_gradients() -> None:
     experts, x = made(capacity_factor=0.8), activations()
+    queues = queues_of(x, M, DOCUMENTS, LENGTHS)
 
     def gradients(call: Any) -> list[Tensor]:
         experts.zero_grad()
-        y, routing = call(x)
+        y, routing = call(x, queues)
         (y.square().mean() + routing_loss(routing, replace(SETTINGS, num_experts=E, balance_weight=10.0))).backward()
         return [parameter.grad.clone() for parameter in experts.parameters() if parameter.grad is not None]
 
-    def checkpointed(x: Tensor) -> Any:
-        return checkpoint(experts, x, use_reentrant=False)
+    def checkpointed(x: Tensor, queues: Queues) -> Any:
+        return checkpoint(experts, x, queues, use_reentrant=False)
 
     plain = gradients(experts)
     assert len(plain) == 3
@@ -275,9 +338,13 @@ def test_compiled_whole_and_with_checkpointing_it_gives_the_same_gradients() -> 
 
 
 def objective(model: Retro, rows: slice) -> Tensor:
-    """A part of the mean over the batch: all parts sum to it."""
-    tokens, neighbors, lengths = (each[rows] for each in batch())
-    hidden, routing = model.hidden_and_routing(tokens, None, neighbors, lengths)
+    """A part of the mean over the batch: all parts sum to it. One row is one document, the other holds three."""
+    tokens, neighbors, neighbor_lengths = (each[rows] for each in batch())
+    documents, lengths = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 2]])[rows], torch.tensor([[4, 4, 4, 4], [2, 4, 1, 4]])
+    one_document = bool((documents == documents[:, :1]).all())
+    hidden, routing = model.hidden_and_routing(
+        tokens, None if one_document else documents, neighbors, neighbor_lengths, lengths[rows]
+    )
     assert routing is not None
     value = loss(hidden, model.output_weight, tokens.roll(-1, 1)) + routing_loss(routing, model.settings)
     return value * len(tokens) / B

@@ -92,6 +92,47 @@ def test_of_large_models_it_is_about_two_for_each_parameter() -> None:
     assert per_token == pytest.approx(2 * 6.5e9 + 2 * 128_000 * 4096, rel=0.15)
 
 
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the products that are measured, in place of measuring them."""
+    found: list[int] = []
+    monkeypatch.setattr("retro.flops.measured_flops", lambda _, size: found.append(size) or 1.0)
+    return found
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_cpu_measures_a_large_product_only_in_types_that_it_multiplies_fast(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch, has: bool
+) -> None:
+    monkeypatch.setattr("retro.flops.has_bfloat16", lambda _: has)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        peak_flops(Placement(torch.device("cpu"), dtype))
+    assert sizes == [2048, 2048 if has else 256, 256]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_a_gpu_has_the_peak_of_its_exact_name_or_is_measured(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: name)
+    assert peak_flops(Placement(torch.device("cuda"), torch.bfloat16)) == (peak or 1.0)
+    assert bool(sizes) == (peak is None)
+    assert peak_flops(Placement(torch.device("cuda"), torch.float32)) == 1.0
+
+
 def test_the_peak_of_a_device_without_a_data_sheet_is_measured() -> None:
     placement = Placement(torch.device("cpu"), torch.float32)
     assert 1e8 < peak_flops(placement) < 1e14

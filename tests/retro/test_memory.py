@@ -26,7 +26,7 @@ def tensor_bytes(tensors: Any) -> int:
 
 def test_whole_states_are_what_a_real_step_leaves() -> None:
     model = build()
-    optimizer = make_optimizer(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     neighbors = torch.zeros(1, 4, 2, 8, dtype=torch.int64)
     model(torch.zeros(1, 16, dtype=torch.int64), neighbors=neighbors).sum().backward()
     gradients = tensor_bytes(parameter.grad for parameter in model.parameters())

@@ -21,7 +21,7 @@ def movement(width: int, **changes: Any) -> dict[str, float]:
     encoder = {"encoder_d_model": width, "encoder_d_ffw": 2 * width, "encoder_head_dim": width // 2}
     model = Retro(replace(SETTINGS, **{**sizes, **encoder, "mup_base_width": 32, **changes}))
     optimizer = make_optimizer(
-        model.named_parameters(),
+        [model],
         lr=1e-2,
         betas=(0.9, 0.95),
         weight_decay=0.0,

@@ -68,7 +68,7 @@ def test_copies_of_a_chunk_or_of_the_next_one_are_skipped_and_the_next_stored_us
     assert only_by_the_next > 0 or max_overlap == 0
 
 
-def test_random_numbers_are_uniform_and_a_function_of_seed_chunk_and_place() -> None:
+def test_random_numbers_are_uniform_and_a_function_of_seed_epoch_chunk_and_place() -> None:
     ids = np.arange(2000)
     drawn = random_numbers(ids, 50, 10, seed=1)
     counts = np.bincount(drawn.ravel(), minlength=50)
@@ -77,6 +77,9 @@ def test_random_numbers_are_uniform_and_a_function_of_seed_chunk_and_place() -> 
     assert np.array_equal(random_numbers(ids[7:9], 50, 4, seed=1), drawn[7:9, :4])
     assert not np.array_equal(random_numbers(ids, 50, 10, seed=2), drawn)
     assert random_numbers(ids[:1], 10**12, 20, seed=0).max() > 2**32
+    later = random_numbers(ids, 50, 10, seed=1, epochs=np.arange(2000) % 2)
+    assert np.array_equal(later[::2], drawn[::2])  # in epoch 0
+    assert 0.01 < (later[1::2] == drawn[1::2]).mean() < 0.03
 
 
 @pytest.mark.parametrize("split_name", ["train", "valid"])

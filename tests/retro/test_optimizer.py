@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from retro.optimizer import learning_rate, make_optimizer
+from tests.retro.small_model import build
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_a_schedule_warms_up_and_ends_where_it_should(schedule, middle: float, e
 
 def test_matrices_decay_and_norms_do_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
-    optimizer = make_optimizer(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
         "0.weight": 0.1,
@@ -37,12 +38,27 @@ def test_matrices_decay_and_norms_do_not() -> None:
     assert isinstance(optimizer, torch.optim.AdamW)
 
 
+@pytest.mark.parametrize("scheme", ["transformer-xl", "smeared", "smeared-far", "neox"])
+def test_what_heads_have_of_their_own_does_not_decay(scheme: str) -> None:
+    """Transformer-XL's u and v are biases, taps and smear are shares: two dimensions do not make a matrix."""
+    model = build(scheme, num_experts=0 if scheme == "neox" else 4)  # experts have no biases
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    spared = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters() if not decay[id(p)]}
+    found = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters()}
+    of_heads = {"content_bias", "distance_bias", "key_taps", "query_taps", "smear"}
+    assert of_heads & found == of_heads & spared
+    assert bool(of_heads & found) == (scheme != "neox")
+    matrices = {"embedding", "query", "key", "value", "out", "up", "router", "distance", "head"}
+    assert {name for name, p in model.named_parameters() if decay[id(p)]} == {
+        name for name, p in model.named_parameters() if name.split(".")[-2] in matrices and name.endswith(".weight")
+    }
+
+
 def test_parameters_with_a_factor_learn_and_decay_as_they_should() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     factors = {"1.weight": 0.25}
-    optimizer = make_optimizer(
-        model.named_parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=False, factors=factors
-    )
+    optimizer = make_optimizer([model], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=False, factors=factors)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert {name: found[id(p)]["lr_factor"] for name, p in model.named_parameters()} == {
         "0.weight": 1,

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,20 @@ def test_mixing_an_array_is_mixing_its_numbers() -> None:
 @given(size=st.integers(1, 300), seed=st.integers(0, 2**63))
 def test_permuted_is_a_permutation(size: int, seed: int) -> None:
     assert sorted(permuted(position, size, seed) for position in range(size)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [3, 5, 8, 16, 64, 300])
+def test_every_element_is_as_likely_at_every_position_and_after_every_other(size: int) -> None:
+    """By the chi-squared statistic over its degrees of freedom, which is 1 of a fair shuffle."""
+    seeds = 20_000 // size
+    rows = np.array([[permuted(position, size, mix(seed)) for position in range(size)] for seed in range(seeds)])
+    places, pairs = np.zeros((2, size, size))
+    np.add.at(places, (np.arange(size), rows), 1)
+    np.add.at(pairs, (rows[:, :-1], rows[:, 1:]), 1)
+    for counts, freedom in ((places, (size - 1) ** 2), (pairs[~np.eye(size, dtype=bool)], size * (size - 1) - 1)):
+        expected = counts.sum() / counts.size
+        statistic = ((counts - expected) ** 2 / expected).sum() / freedom
+        assert abs(statistic - 1) < 5 * (2 / freedom) ** 0.5
 
 
 def test_permuted_depends_on_the_seed_and_handles_any_size() -> None:

@@ -31,7 +31,7 @@ def trained() -> tuple[Retro, torch.optim.Optimizer]:
     model = Retro(
         ModelSettings(vocab_size=50, d_model=16, d_ffw=16, num_heads=1, head_dim=16, num_layers=3, cca_layers=())
     )
-    optimizer = make_optimizer(model.named_parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     step(model, optimizer)
     return model, optimizer
 

@@ -102,7 +102,7 @@ def new_model(seed: int = 0, **changes: Any) -> Retro:
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return make_optimizer(model.named_parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return make_optimizer([model], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def shard(model: Retro, mesh: DeviceMesh) -> Retro:

@@ -73,7 +73,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # what a chunk has retrieved cannot be taken back: no assisted generation
     # In a narrower type the products are taken, under autocast, and the residual stream stays as it is: as in training.
     _keep_in_fp32_modules_strict: ClassVar = [
-        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "key_norm", "smear",
+        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "key_norm", "smear", "router",
         "content_bias", "distance_bias",
     ]  # fmt: skip
 
@@ -207,7 +207,9 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         if neighbors is None and self._retrieve is not None:
             neighbors, neighbor_lengths = self._retrieved(tokens, lengths)
         with self._placement().autocast():
-            hidden, routing = self.model.hidden_and_routing(tokens, None, neighbors, neighbor_lengths)
+            m = self.model.settings.chunk_length
+            of_chunks = (lengths[:, None] - torch.arange(0, num_tokens, m, device=tokens.device)).clamp(0, m)
+            hidden, routing = self.model.hidden_and_routing(tokens, None, neighbors, neighbor_lengths, of_chunks)
             if shift is not None:
                 hidden = hidden.gather(1, shift[..., None].expand_as(hidden))
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -147,6 +147,35 @@ def test_an_epoch_goes_through_all_rows_in_an_order_of_its_own(
     assert not dropped.neighbor_lengths.any()
 
 
+def test_no_epoch_of_a_seed_has_the_order_of_an_epoch_of_another(
+    prepared: Prepared, settings: FinetuneSettings
+) -> None:
+    orders = set()
+    for seed in range(3):
+        data = ExampleData(
+            *(prepared.folder, settings.examples, DataSettings(sequence_length=128, seed=seed), ["f"], 0),
+            held_out=0.0,
+            packed=False,
+            retrieval=True,
+        )
+        size = len(data.rows)
+        orders |= {tuple(data.row_of(epoch * size + place) for place in range(size)) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+@pytest.mark.parametrize("length", [128, 250])
+def test_a_row_says_which_of_its_tokens_are_padding(prepared: Prepared, length: int) -> None:
+    rows = rows_of(prepared, length, packed=True)
+    batch = rows.batch(range(len(rows)), 0)
+    real = (np.arange(M) < batch.lengths[..., None]).reshape(len(rows), -1)[:, :length]
+    for row, examples in enumerate(rows.rows):
+        expected = np.concatenate([
+            np.arange(-(-prepared.lengths[example] // M) * M) < prepared.lengths[example] for example in examples
+        ])[:length]  # fmt: skip
+        assert np.array_equal(real[row, : len(expected)], expected)
+        assert not real[row, len(expected) :].any()
+
+
 def test_too_long_examples_lose_their_ends_and_what_has_no_answer_left_is_not_learned(prepared: Prepared) -> None:
     rows = rows_of(prepared, 32, packed=True)
     numbers = sorted(example for row in rows.rows for example in row)

@@ -17,13 +17,15 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
 from pipelines.cli import main
-from retro.checkpoint import load_model, open_checkpoint
+from retro.checkpoint import load_model, model_settings, open_checkpoint
+from retro.device import place
 from retro.exported import exported, write_exported
 from retro.generation import GenerationSettings
 from retro.huggingface.export import as_family, export_folder
 from retro.huggingface.remote_files import MODEL, remote_files
 from retro.language_model import LanguageModel
 from retro.loss import token_losses
+from retro.model import Retro
 from retro.run import read_metrics
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
@@ -247,7 +249,6 @@ def test_it_trains_and_is_saved_and_imported_again(auto: Any, folder: Path, chec
 
 def test_in_bfloat16_it_generates_what_ours_does(auto: Any, folder: Path, checkpoint: Path) -> None:
     from retro.decoding import Decoder
-    from retro.device import place
     from retro.generation import generate
 
     placement = place("cpu", "bfloat16")
@@ -260,6 +261,20 @@ def test_in_bfloat16_it_generates_what_ours_does(auto: Any, folder: Path, checkp
     assert theirs[0, len(prompt) :].tolist() == [piece.token for step in steps for piece in step]
     with pytest.raises(ValueError, match=r"dtype=torch.bfloat16"):
         model.bfloat16().generate(torch.from_numpy(prompt)[None], max_new_tokens=2)
+
+
+@torch.no_grad()
+def test_in_bfloat16_experts_are_chosen_in_float32(auto: Any, checkpoint: Path, tmp_path: Path) -> None:
+    state, _ = exported(open_checkpoint(checkpoint))
+    state["settings"]["model"] |= {"num_experts": 4, "experts_every": 1}
+    tensors = Retro(model_settings(state["settings"]["model"])).state_dict()
+    write_exported(state, tensors, tmp_path / "experts.safetensors")
+    opened, placement = open_checkpoint(tmp_path / "experts.safetensors"), place("cpu", "bfloat16")
+    export_folder(opened, tmp_path / "hf")
+    ours, tokens = load_model(opened, placement.device).eval(), torch.arange(48)[None]
+    with placement.autocast():
+        expected = ours(tokens)
+    assert torch.equal(auto(tmp_path / "hf", dtype=torch.bfloat16).eval()(tokens).logits, expected)
 
 
 def test_what_cannot_be_is_told(auto: Any, model: Any, folder: Path, tiny_datastore: Datastore, tmp_path: Path) -> None:
