@@ -37,6 +37,7 @@ CANDIDATES = {"embeddings": 64, "bm25": 256, "hybrid": 256}
 """Candidates of each query that are ordered anew, k if that is more: embeddings correct the index's codes, words need a choice."""
 COSINE_WEIGHT = 0.3  # of the hybrid: see docs/evaluation.md
 _FILTERS_KEPT = 8
+_PADDED_TOKENS = 2**22  # of texts that are embedded together, padding included
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,15 @@ class Retriever:
     def embed_tokens(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Token ids [t] of each text → unit vectors [n, d] float32."""
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        if len(rows) > 1 and len(rows) * lengths.max() > _PADDED_TOKENS:
+            # Halves of similar length: one long text must not pad a thousand short ones to its length.
+            order, vectors = (
+                np.argsort(lengths, kind="stable"),
+                np.empty((len(rows), self.embedder.dimension), np.float32),
+            )
+            for half in np.array_split(order, 2):
+                vectors[half] = self.embed_tokens([rows[row] for row in half])
+            return vectors
         tokens = np.full((len(rows), max(1, *lengths) if len(rows) else 1), self.tokenizer.pad_id, dtype=np.int64)
         for number, row in enumerate(rows):
             tokens[number, : len(row)] = row

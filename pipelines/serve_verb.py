@@ -1,7 +1,8 @@
 """`retro serve DATASTORE`: the query API and its page, run by uvicorn on one machine, or by Ray Serve on a cluster.
 
 options ─► the port is taken ─► datastores and checkpoint are opened ─► make_app ─► uvicorn, until SIGTERM or Ctrl-C
-        │                                                                       └─► new requests 503, the others finish
+        │                                     new requests 503, the others finish ◄─┘
+        │                       after --shutdown-seconds or a second signal: 503 ◄─┘
         └─► on = "ray": the same application in the front ends of `ray_serve.py`
 """
 
@@ -14,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
@@ -43,7 +44,7 @@ class ServeOptions(ServeSettings):
     port: int = 8080
     """0 = any that is free."""
     token_env: str = "RETRO_TOKEN"
-    """Environment variable with the bearer token that requests must carry; where it is not set, none is asked for."""
+    """Environment variable with the bearer token that requests must carry; without it no token is needed."""
     device: str = "auto"
     """Of the model: `auto`, `cpu`, `cuda` …"""
     on: Literal["machine", "ray"] = "machine"
@@ -61,8 +62,10 @@ def serve(datastore: str, options: ServeOptions) -> int:
     from indexing.retriever import Retriever
     from retro.language_model import LanguageModel
     from retro.server.app import make_app
+    from retro.server.protocol import uvicorn_config
 
     token = _token(options)
+    options = replace(options, allowed_hosts=(*options.allowed_hosts, options.host))
     if options.on == "ray":
         return _serve_on_ray((datastore, *options.also), options, token)
     with _bound(options.host, options.port) as listening:
@@ -74,16 +77,10 @@ def serve(datastore: str, options: ServeOptions) -> int:
         host, port = listening.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         service = app.state.service
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            log_level="warning",
-            timeout_graceful_shutdown=1,
-            server_header=False,
-        )
         _settle()
-        server = _Server(config, service, "\n".join([*_facts(service, bool(token), options), f"ready: {url}"]))
+        server = _Server(
+            uvicorn_config(app), service, "\n".join([*_facts(service, bool(token), options), f"ready: {url}"])
+        )
         server.run(sockets=[listening])
     answered = "what was accepted has been answered"
     print(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}", flush=True)
@@ -106,12 +103,14 @@ def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready; told to stop, it first finishes what was accepted, while new requests are answered 503."""
+    """Prints a line once it is ready. After a signal it finishes what was accepted, while new requests are answered 503.
+
+    After `shutdown_seconds`, or a second signal, it answers 503 to what is still under way and exits.
+    """
 
     def __init__(self, config: uvicorn.Config, service: "Service", ready: str) -> None:
         super().__init__(config)
-        self._admission, self._seconds = service.admission, service.settings.shutdown_seconds
-        self._ready, self._stop_at = ready, 0.0
+        self._service, self._ready, self._stop_at = service, ready, 0.0
         self.cut_off = 0  # requests that were under way when the time was over
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -120,15 +119,14 @@ class _Server(uvicorn.Server):
             print(self._ready, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._admission.draining:  # a second time: at once
-            super().handle_exit(sig, frame)
-        else:
-            self._stop_at = time.monotonic() + self._seconds
-            self._admission.draining = True
+        admission = self._service.admission
+        seconds = 0.0 if admission.draining else self._service.settings.shutdown_seconds  # a second time: at once
+        self._stop_at, admission.draining = time.monotonic() + seconds, True
 
     async def on_tick(self, counter: int) -> bool:
-        if self._admission.draining and (not self._admission.under_way or time.monotonic() > self._stop_at):
-            self.cut_off = self._admission.under_way
+        admission = self._service.admission
+        if admission.draining and (not admission.under_way or time.monotonic() >= self._stop_at):
+            self.cut_off = await self._service.cut_off()
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -144,9 +142,12 @@ def _settle() -> None:
 
 def _token(options: ServeOptions) -> str:
     """The bearer token; a warning where anybody could ask without one."""
-    token = os.environ.get(options.token_env, "")
-    if not token and options.token_env != ServeOptions.token_env:
+    token = os.environ.get(options.token_env)
+    if token is None and options.token_env != ServeOptions.token_env:
         raise InputError(f"token_env = {options.token_env!r}: the environment variable {options.token_env} is not set.")
+    if token == "":
+        raise InputError(f"{options.token_env} is set and empty: give it a token, or unset it to serve without one.")
+    token = token or ""
     if not token.isascii() or token != token.strip():
         raise InputError(
             f"{options.token_env}: a token is ASCII without blanks around it, as it stands in an HTTP header."

@@ -24,6 +24,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, s
         with torch.autocast(q.device.type, enabled=False):
             bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
             return attend(q.to(k.dtype), k, v, bias, causal, scale)
+    if (
+        q.shape[2] == 1 and k.shape[1] < q.shape[1]
+    ):  # decoding: heads with the same keys become queries, no key is repeated
+        num_groups = k.shape[1]
+        if bias is not None and bias.shape[1] > 1:
+            bias = bias.reshape(len(bias), num_groups, -1, bias.shape[-1])
+        queries = q.reshape(len(q), num_groups, -1, q.shape[-1])  # [N, G, H / G, C]
+        return attend(queries, k, v, bias, False, scale).reshape(q.shape)
     on_cpu = q.device.type == "cpu"
     # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long as this.
     plainly = on_cpu and q.dtype == torch.bfloat16 and q.requires_grad

@@ -26,6 +26,10 @@ from retro.masks import neighbor_mask, visible
 from retro.model import Retro
 from retro.positions import Distances, Nowhere, Places, Relative, Rotary, place
 
+KEY_STEP = 128
+"""Self-attention reads a multiple of so many keys, masked beyond the last token: kernels that are prepared for a shape (compiled
+code, cuDNN's plans) then meet a few shapes, not a new one with every token."""
+
 Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
 
@@ -67,7 +71,7 @@ class _Pass(NamedTuple):
     begins: bool  # whether no token stands before the tokens
     slots: Tensor  # [N, n], of the cache
     stop: int  # beyond the last slot
-    mask: Tensor | None  # bool [N, 1, n, stop]
+    mask: Tensor  # bool [N, 1, n, stop]
 
 
 class Decoder:
@@ -84,6 +88,7 @@ class Decoder:
         context: int,
         retrieve: Retrieve | None = None,
         given: Given | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """A decoder without rows.
 
@@ -93,6 +98,7 @@ class Decoder:
             context: tokens that the model sees at most, a multiple of the chunk length.
             retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
             given: neighbors of each row, read by all its chunks in place of what `retrieve` finds.
+            check: called before each window of the prompts is read; what it raises ends `read`.
 
         Raises:
             InputError: the model has learned positions for fewer tokens than the context.
@@ -100,7 +106,7 @@ class Decoder:
         model.settings.check_length(context)
         self.model, self.placement, self.context = model, placement, context
         self.retrieve = retrieve if given is None else None
-        self.given = given
+        self.given, self.check = given, check
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(self.m, context // 4 // self.m * self.m)
         self.dtype = placement.dtype
@@ -134,6 +140,7 @@ class Decoder:
             if reading:
                 hidden[reading] = self._read(reading)
             while reading := [number for number, row in enumerate(self.rows) if row.num_read < len(row.tokens)]:
+                self.check()
                 hidden[reading] = self._read(reading)
             return F.linear(self.model.finish(hidden), self.output_weight).float()
 
@@ -197,16 +204,13 @@ class Decoder:
         return h[torch.arange(len(rows), device=h.device), span.last]
 
     def _span(self, numbers: list[int], starts: np.ndarray, counts: np.ndarray) -> _Pass:
-        width, stop = int(counts.max()), self.num_virtual + int((starts + counts.max()).max())
-        self._make_room(stop)
+        width, begins = int(counts.max()), int(starts.max()) == 0
+        stop = self._make_room(self.num_virtual + int(starts.max()) + width)
         positions, at = self._put(starts[:, None] + np.arange(width)), self._put(np.array(numbers))
-        begins, mask = int(starts.max()) == 0, None
         if begins:
             self.cache.readable[at] = False
-        window = self.model.settings.sliding_window
-        if width > 1 or len(set(starts.tolist())) > 1 or 0 < window < stop:
-            keys_at = self._keys_at(stop)
-            mask = (visible(positions, keys_at, window) | (keys_at < 0))[:, None]
+        keys_at = self._keys_at(stop)
+        mask = (visible(positions, keys_at, self.model.settings.sliding_window) | (keys_at < 0))[:, None]
         rows = slice(None) if len(numbers) == len(self.rows) else at
         slots = positions + self.num_virtual
         return _Pass(at, rows, positions, self._put(counts - 1), begins, slots, stop, mask)
@@ -347,14 +351,18 @@ class Decoder:
             readable=zeros(0, 0).bool(),
         )
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Let keys and values of so many tokens, the virtual ones included, fit: at least twice as many as before, so that copying is rare."""
-        size = self.cache.keys.shape[3]
-        if num_tokens > size:
-            largest = self.num_virtual + self.context
-            more = min(max(num_tokens, 2 * size, 2 * self.m), max(largest, num_tokens)) - size
+    def _make_room(self, num_tokens: int) -> int:
+        """Make keys and values of `num_tokens` tokens fit, virtual ones included, and return how many of them to read.
+
+        The cache at least doubles, so that copying is rare.
+        """
+        size, largest = self.cache.keys.shape[3], max(self.num_virtual + self.context, num_tokens)
+        stop = min(-(-num_tokens // KEY_STEP) * KEY_STEP, largest)
+        if stop > size:
+            more = min(max(stop, 2 * size), largest) - size
             keys, values = (F.pad(tensor, (0, 0, 0, more)) for tensor in (self.cache.keys, self.cache.values))
             self.cache = self.cache._replace(keys=keys, values=values)
+        return stop
 
     def _learn_size_of_neighbors(self, k: int, r: int) -> None:
         """What has waited for the first neighbors to come."""

@@ -63,7 +63,8 @@ def place(device: str, precision: Precision) -> Placement:
     """Resolve `auto`: CUDA where there is one; bfloat16 where it is multiplied in hardware, CPUs included (AMX or
     AVX512-BF16: a training step takes less than half the time, docs/benchmarks.md).
 
-    On CUDA this also decides for the process whether products of float32 are taken in TensorFloat-32.
+    On CUDA this also decides for the process whether products of float32 are taken in TensorFloat-32, and which kernels compute
+    attention.
 
     Raises:
         InputError: a CUDA device is asked for and there is none, or tf32 of a device that has none.
@@ -80,9 +81,20 @@ def place(device: str, precision: Precision) -> Placement:
         log.warning("float16 is slow on a CPU, by a factor of a hundred or more: it is there for tests")
     if chosen.startswith("cuda"):
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        choose_attention_kernels()
     if precision == "auto":
         precision = "bfloat16" if has_bfloat16(chosen) else "float32"
     return Placement(torch.device(chosen), _TYPES.get(precision, torch.float32))
+
+
+def choose_attention_kernels() -> None:
+    """Let `scaled_dot_product_attention` of this process choose among flash, memory-efficient and math kernels, without cuDNN's.
+
+    On H100 and H200, PyTorch 2.11 and later prefer cuDNN. It prepares a plan for every new shape, 0.1 to 1 s each, in a cache
+    without limit: a server meets new lengths all the time. With a mask its gradients can be NaN where the number of keys modulo
+    128 is 64, as for neighbors of chunks of 32 tokens (pytorch/pytorch#196678). Nothing is set on devices that are not CUDA.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def place_trained(device: str, precision: Precision) -> Placement:

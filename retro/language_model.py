@@ -3,7 +3,7 @@
 One class for `retro generate`, the server, question answering and lm-eval. k = 0 is retrieval OFF everywhere.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,15 +95,29 @@ class LanguageModel:
         """
         return [scores.log_probabilities for scores in self.score_with_likeliest(sequences, k, top=0)]
 
-    def score_with_likeliest(self, sequences: Sequence[np.ndarray], k: int = 0, top: int = 1) -> list[Scores]:
-        """As `score`, and the likeliest `top` tokens at every place."""
+    def score_with_likeliest(
+        self,
+        sequences: Sequence[np.ndarray],
+        k: int = 0,
+        top: int = 1,
+        wanted: Callable[[int], bool] = lambda sequence: True,
+    ) -> list[Scores]:
+        """As `score`, and the likeliest `top` tokens at every place; `wanted` as in `retro.scoring.score`."""
         checked = [self._checked(each, f"sequences[{number}]") for number, each in enumerate(sequences)]
         if top < 0:
             raise InputError(f"top = {top}: must be 0 or more.")
-        return score(self.model, checked, self.placement, context=self.context, retrieve=self._retrieve(k), top=top)
+        retrieve = self._retrieve(k)
+        return score(
+            self.model, checked, self.placement, context=self.context, retrieve=retrieve, top=top, wanted=wanted
+        )
 
     def generate(
-        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int = 0, given: Given | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        settings: GenerationSettings,
+        k: int = 0,
+        given: Given | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Iterator[list[Piece]]:
         """Continue prompts together: after every step a piece for each row that is not finished.
 
@@ -112,12 +126,14 @@ class LanguageModel:
             settings: length and sampling.
             k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
             given: neighbors of each prompt, which all chunks of it read, whatever they would find; nothing is searched.
+            check: called before each window of the prompts is read; what it raises ends the generation.
 
         Raises:
             InputError: as `score`, at once and not at the first step.
         """
         checked = [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)]
-        decoder = Decoder(self.model, self.placement, self.context, self._retrieve(k) if given is None else None, given)
+        retrieve = self._retrieve(k) if given is None else None
+        decoder = Decoder(self.model, self.placement, self.context, retrieve, given, check)
         return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id)
 
     def _retrieve(self, k: int) -> Retrieve | None:

@@ -13,7 +13,6 @@ What a step computes is the same however it is shared out: the mean over the lab
 of it: everything here works on its modules from outside.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -33,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from indexing.store.errors import InputError
 from retro.attention import Attention, PerHead
@@ -240,13 +238,26 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 def _checkpoint_activations(model: Retro, how: Checkpointing) -> None:
-    """Keep only the input of every block, and with `selective` the outcomes of matrix products in it."""
-    contexts = (
-        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
-    )
+    """Keep only the input of every block, and with `selective` the results of its matrix products.
+
+    `forward` itself is wrapped. Dynamo cannot trace the hooks of `torch.distributed._composable.checkpoint`, and a wrapping module
+    would change the names of the parameters.
+    """
+    contexts: dict[str, Any] = {}
+    if how == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     encoder = list(_blocks(model.encoder)) if hasattr(model, "encoder") else []
     for block in [*_blocks(model), *encoder] if how != "none" else []:
-        checkpoint(block, **contexts)
+        block.forward = _checkpointed(block.forward, contexts)
+
+
+def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+    """A function of this file: with `partial(checkpoint, forward)` in its place, compilation skips the block without a word."""
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    return checkpointed
 
 
 # ------------------------------------------------------------------------------------------------------- data parallel
@@ -335,8 +346,11 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
     if (mesh := processes.along("expert")) is not None:
         share_experts(model, mesh)
     _checkpoint_activations(model, settings.checkpointing)
+    if compiled:
+        # One graph for each shape of batch (number of neighbors, borders of documents), and for each kind of block where blocks are
+        # compiled. The settings bound the shapes. At the default limit of 8, a ninth graph of a whole model is an error.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     if compiled and processes.count > 1:
-        torch._dynamo.config.recompile_limit = 64  # blocks share code: every kind of them, for every shape of batch
         for block in _blocks(model):
             block.compile(dynamic=False)
     if processes.count > 1:

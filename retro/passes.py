@@ -100,6 +100,7 @@ class WholeModel:
         return parts
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # evaluation has a shape of its own for each length of text
     def token_losses(self, batch: Tensors) -> Tensor:
         """See `Passes`."""
         processes = self.processes

@@ -169,6 +169,7 @@ class Pipeline:
         return self._losses
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # as in `WholeModel`
     def token_losses(self, batch: Tensors) -> Tensor:
         """See `Passes`."""
         own, num_rows = own_rows(batch, self.processes, self.processes.data * self.num_microbatches)

@@ -7,7 +7,7 @@ A token is scored once, in the first window that holds it: there half a context 
 does. Rows are padded at their end, where causality hides it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +21,9 @@ from retro.device import Placement
 from retro.loss import token_losses
 from retro.model import Retro
 
-# Tokens of a batch, padding included.
+# Tokens of a batch, padding included, and tokens of its neighbors: whichever is reached first.
 _BATCH_TOKENS = 8192
+_BATCH_NEIGHBOR_TOKENS = 4 * _BATCH_TOKENS
 # Tokens whose logits are in memory at a time, where the likeliest are looked for.
 _BLOCK = 512
 
@@ -61,6 +62,7 @@ def score(
     context: int,
     retrieve: Retrieve | None = None,
     top: int = 0,
+    wanted: Callable[[int], bool] = lambda sequence: True,
 ) -> list[Scores]:
     """Score every token of some sequences but the first.
 
@@ -71,6 +73,8 @@ def score(
         context: tokens that the model sees at most, a multiple of the chunk length.
         retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
         top: how many of the likeliest tokens to tell.
+        wanted: number of a sequence → whether its scores are still needed; asked before each batch of windows. Scores of
+            sequences that are not needed any more are incomplete.
 
     Raises:
         InputError: a sequence is longer than a context of one chunk, which has no half.
@@ -82,7 +86,11 @@ def score(
         for each in sequences
     ]
     windows = [each for number, row in enumerate(sequences) for each in _windows(number, len(row), context, m)]
-    for group in _batches(windows):
+    neighbor_tokens = int(np.prod(found[0][0].shape[1:])) if found else 0  # of a chunk
+    for batch in _batches(windows, m, neighbor_tokens):
+        group = [window for window in batch if wanted(window.sequence)]
+        if not group:
+            continue
         inputs, labels = _batch(group, sequences, found, m)
         with placement.autocast():
             hidden = model.hidden(**placement.put(inputs))
@@ -126,13 +134,21 @@ def _windows(sequence: int, length: int, context: int, m: int) -> Iterator[_Wind
             scored = stop
 
 
-def _batches(windows: list[_Window]) -> Iterator[list[_Window]]:
-    """Windows of similar length, the longest first: little padding, and what does not fit into memory fails at once."""
+def _batches(windows: list[_Window], m: int, neighbor_tokens: int) -> Iterator[list[_Window]]:
+    """Windows of similar length, the longest first: little padding, and what does not fit into memory fails at once.
+
+    Args:
+        windows: of all sequences.
+        m: tokens of a chunk.
+        neighbor_tokens: of all neighbors of a chunk.
+    """
     ordered = sorted(windows, key=lambda window: window.start - window.stop)
     while ordered:
-        size = max(1, _BATCH_TOKENS // (ordered[0].stop - ordered[0].start))
-        yield ordered[:size]
-        ordered = ordered[size:]
+        longest = ordered[0].stop - ordered[0].start
+        of_neighbors = longest // m * neighbor_tokens
+        size = min(_BATCH_TOKENS // longest, _BATCH_NEIGHBOR_TOKENS // max(1, of_neighbors))
+        yield ordered[: max(1, size)]
+        ordered = ordered[max(1, size) :]
 
 
 def _batch(

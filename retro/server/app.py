@@ -2,7 +2,7 @@
 
     request ─► CORS (if set) ─► Limits ─► Direct ───────────► endpoint with JSON ─┬─► Service ─► Retriever, LanguageModel
                                              └─► FastAPI ─┬─► other endpoint ─────┘
-                                                          └─► else a file of the page
+                                                          └─► a file of the page
 
 It holds no state of the process: several apps live side by side, and an app is what uvicorn or Ray Serve runs.
 """
@@ -17,6 +17,7 @@ from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 from indexing.retriever import Retriever
@@ -58,11 +59,17 @@ def make_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.service = service
     routers = (router, search_api.router, model_api.router, openai_api.router, docs_page.router)
     for each in routers:
         app.include_router(each)
+    # A route for each file of the page: what is mounted at / would answer every path that has no GET.
+    page_paths = _page_paths()
+    if page_paths:
+        files = StaticFiles(directory=PAGE, html=True)
+        app.router.routes.extend(Route(path, files, methods=["GET", "HEAD"]) for path in sorted(page_paths))
     raise_errors(app)
     app.add_middleware(Direct, routes=[route for each in routers for route in each.routes])
     app.add_middleware(
@@ -71,7 +78,7 @@ def make_app(
         admission=service.admission,
         metrics=service.metrics,
         token=token,
-        public=frozenset({"/health", "/ready", *_page_paths()}),
+        public=frozenset({"/health", "/ready", *page_paths}),
     )
     if settings.cors_origins:
         app.add_middleware(
@@ -80,13 +87,13 @@ def make_app(
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
         )
-    if PAGE.is_dir():
-        app.mount("/", StaticFiles(directory=PAGE, html=True))
     return app
 
 
 def _page_paths() -> set[str]:
     """Paths at which the page's files are, `/` for its index."""
+    if not PAGE.is_dir():
+        return set()
     return {"/"} | {"/" + path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file()}
 
 

@@ -2,11 +2,12 @@
 
     a request ─► waits for a thread ─► LanguageModel.generate ─► pieces ─► the event loop that asked
 
-A client that goes away stops its generation at the next token.
+A client that goes away stops its generation at the next token, or at the next window of its prompt.
 """
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,12 @@ import numpy as np
 
 from retro.generation import GenerationSettings, Piece
 from retro.language_model import LanguageModel
-from retro.server.errors import took_too_long
+from retro.server.errors import ApiError, took_too_long
+from retro.server.metrics import Metrics
+
+
+class _Stopped(Exception):
+    """Nobody waits for the generation any more."""
 
 
 class Generations:
@@ -23,17 +29,23 @@ class Generations:
     Args:
         language_model: what generates.
         threads: generations at once; others wait.
-        count_tokens: called with the number of tokens of every step.
+        metrics: where tokens and the time that they take are counted.
     """
 
-    def __init__(self, language_model: LanguageModel, threads: int, count_tokens: Callable[[int], None]) -> None:
-        self._language_model, self._count_tokens = language_model, count_tokens
+    def __init__(self, language_model: LanguageModel, threads: int, metrics: Metrics) -> None:
+        self._language_model, self._metrics = language_model, metrics
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="generate")
         self._waiting = set[object]()
+        self._tell = set[Callable[[Exception], None]]()  # of each request, waiting or not
 
     def __len__(self) -> int:
         """Requests that wait for a thread."""
         return len(self._waiting)
+
+    def cut_off(self) -> None:
+        """Let every generation end with an error, streams too: the server stops."""
+        for tell in self._tell:
+            tell(ApiError(503, "the server was stopped before the generation was finished."))
 
     async def pieces(
         self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, seconds: float
@@ -44,7 +56,7 @@ class Generations:
             ApiError: it is not done after so many seconds.
             InputError: at the first step; see `LanguageModel.generate`.
         """
-        loop, ticket = asyncio.get_running_loop(), object()
+        loop, ticket, asked = asyncio.get_running_loop(), object(), time.perf_counter()
         steps: asyncio.Queue[list[Piece] | Exception | None] = asyncio.Queue()
         stopped = threading.Event()
 
@@ -52,19 +64,29 @@ class Generations:
             if not stopped.is_set():
                 loop.call_soon_threadsafe(steps.put_nowait, step)
 
+        def check() -> None:
+            if stopped.is_set():
+                raise _Stopped
+
         def work() -> None:
             self._waiting.discard(ticket)
             try:
-                for step in self._language_model.generate(prompts, settings, k):
-                    if stopped.is_set():
-                        return
-                    self._count_tokens(len(step))
+                check()
+                since, first = asked, True
+                for step in self._language_model.generate(prompts, settings, k, check=check):
+                    check()
+                    now = time.perf_counter()
+                    self._metrics.count_step(len(step), now - since, first=first)
+                    since, first = now, False
                     tell(step)
                 tell(None)
+            except _Stopped:
+                pass
             except Exception as error:
                 tell(error)
 
         self._waiting.add(ticket)
+        self._tell.add(tell)
         job, until = self._pool.submit(work), loop.time() + seconds
         try:
             while True:
@@ -80,5 +102,6 @@ class Generations:
                 yield step
         finally:
             stopped.set()
+            self._tell.discard(tell)
             job.cancel()
             self._waiting.discard(ticket)

@@ -8,12 +8,13 @@ answer these, and in the same way: but its layers, each of which can do more tha
 
 from collections.abc import Callable, Coroutine, Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -52,13 +53,25 @@ class JsonRoute(APIRoute):
         kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
         if kind.partition(b";")[0].strip().lower() != b"application/json":
             problem = "the body must be JSON: send the header Content-Type: application/json"
-            raise RequestValidationError([{"loc": ("body",), "msg": problem}])
+            raise RequestValidationError([{"type": "content_type", "loc": ("body",), "msg": problem}])
         try:
             asked = self._request_model.model_validate_json(body)
         except ValidationError as error:
-            raise RequestValidationError(error.errors(include_url=False, include_input=False)) from error
+            problems = error.errors(include_url=False, include_input=False)
+            raise RequestValidationError([_located(self._request_model, each) for each in problems]) from error
         answer = await self.endpoint(request=asked, service=scope["app"].state.service)
         return answer if isinstance(answer, Response) else as_json(answer)
+
+
+def _located(model: type[BaseModel], problem: ErrorDetails) -> dict[str, Any]:
+    """A problem of a body as FastAPI would place it; of a field that does not exist, `ctx` has those that do."""
+    *parents, _ = problem["loc"] or [""]
+    for name in parents:
+        field = model.model_fields.get(str(name))
+        kinds = [field.annotation, *get_args(field.annotation)] if field else []
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
+    accepted = {"accepted": list(model.model_fields)} if problem["type"] == "extra_forbidden" else {}
+    return {**problem, "loc": ("body", *problem["loc"]), "ctx": problem.get("ctx", {}) | accepted}
 
 
 class Direct:

@@ -1,21 +1,28 @@
-"""What stands before every endpoint: who may come in, how much may be sent, how long it may take.
+"""What stands before every endpoint: who may ask, how much a request may hold, how long it may take.
 
-    request ─► token? 401 ─► shutting down? 503 ─► too many? 429 ─► body too long? 413 ─► the app, until it has answered,
-                                                          the client is gone, or the time is over (504)
+    request ─► headers too long? 431 ─► may not ask? 401, 403 ─► shutting down? 503 ─► too many? 429
+            ─► body too long? 413; too slow? 408 ─► counted as under way
+            ─► the app, until it has answered, the client is gone, the time is over (504) or the server stops (503)
 
 What the app raises is answered as `errors.py` says.
 """
 
 import asyncio
-import hmac
+import logging
+import re
 import time
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from retro.server.access import Access, header
 from retro.server.errors import ApiError, as_api_error, error_response, took_too_long
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
+
+access_log = logging.getLogger("retro.access")
 
 _WHATEVER_HAPPENS = "/metrics"  # needs the token, but is answered under any load and while shutting down
 _SECURITY_HEADERS = [
@@ -25,6 +32,9 @@ _SECURITY_HEADERS = [
     (b"referrer-policy", b"no-referrer"),
 ]
 _CLIENT_GONE = 499  # what nginx writes into its log for a client that did not wait for the answer
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_UNREAD_BODIES = 64  # bodies of full length that may be in memory before they are whole
+_CLOSE = {"Connection": "close"}
 
 
 @dataclass
@@ -32,11 +42,38 @@ class Admission:
     """How many requests are under way, and whether more are taken.
 
     Attributes:
+        under_way: requests that have arrived whole and have not been answered.
         draining: set once the server is told to stop: what was accepted is finished, new requests are answered 503.
+        unread_bytes: of bodies that have not arrived whole.
+        unanswered: what works on requests whose answers have not begun.
     """
 
     under_way: int = 0
     draining: bool = False
+    unread_bytes: int = 0
+    unanswered: set[asyncio.Task[object]] = field(default_factory=set)
+
+    def cut_off(self) -> None:
+        """Stop what is under way: it is answered 503. Streams are not touched; see `Generations.cut_off`."""
+        self.draining = True
+        for task in self.unanswered:
+            task.cancel()
+
+
+class _Answer:
+    """Sends an answer with the headers that all have, and remembers how far it is."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send, self._headers = send, [*_SECURITY_HEADERS, (b"x-request-id", request_id)]
+        self.status, self.begun = _CLIENT_GONE, False
+
+    async def send(self, message: Message) -> None:
+        """See ASGI."""
+        if message["type"] == "http.response.start":
+            self.status, self.begun = message["status"], True
+            named = {name.lower() for name, _ in message["headers"]}
+            message["headers"] = [*message["headers"], *(each for each in self._headers if each[0] not in named)]
+        await self._send(message)
 
 
 class Limits:
@@ -62,67 +99,80 @@ class Limits:
         public: frozenset[str],
     ) -> None:
         self._app, self._settings, self._admission, self._metrics = app, settings, admission, metrics
-        self._token, self._public = token.encode(), public
+        self._access, self._public = Access(token, settings.allowed_hosts), public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        started, status = time.perf_counter(), _CLIENT_GONE
-
-        async def send_noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                named = {name.lower() for name, _ in message["headers"]}
-                message["headers"] = [
-                    *message["headers"],
-                    *(each for each in _SECURITY_HEADERS if each[0] not in named),
-                ]
-            await send(message)
-
+        started, request_id = time.perf_counter(), _request_id(scope)
+        answer = _Answer(send, request_id)
         try:
-            if scope["path"] in self._public:
-                await self._answered(scope, receive, send_noting)
-                return
-            self._check_token(scope)
-            if scope["path"] == _WHATEVER_HAPPENS:
-                await self._answered(scope, receive, send_noting)
-                return
-            self._check_load()
-            self._admission.under_way += 1
-            try:
-                await self._answered(scope, receive, send_noting)
-            finally:
-                self._admission.under_way -= 1
+            await self._limited(scope, receive, answer)
         except ApiError as error:
-            await error_response(error, scope["path"])(scope, receive, send_noting)
+            await error_response(error, scope["path"])(scope, receive, answer.send)
         finally:
+            seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.count_request(scope["method"], route, status, time.perf_counter() - started)
+            self._metrics.count_request(scope["method"], route, answer.status, seconds)
+            if self._settings.access_log:
+                client = (scope.get("client") or ("-",))[0]
+                access_log.info(
+                    "%s %s %s %d %.1f ms %s",
+                    client, scope["method"], quote(scope["path"]), answer.status, 1e3 * seconds, request_id.decode(),
+                )  # fmt: skip
 
-    def _check_token(self, scope: Scope) -> None:
-        if not self._token:
+    async def _limited(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """Let the app answer; raises ApiError where a limit is passed before the answer begins."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._admission.unanswered.add(task)
+        try:
+            await self._admitted(scope, receive, answer)
+        except asyncio.CancelledError:
+            if not self._admission.draining:
+                raise
+            task.uncancel()
+            if not answer.begun:
+                raise ApiError(503, "the server was stopped before it could answer.", headers=_CLOSE) from None
+        finally:
+            self._admission.unanswered.discard(task)
+
+    async def _admitted(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        self._check_head(scope)
+        public = scope["path"] in self._public
+        if not public:
+            self._access.check(scope)
+        if public or scope["path"] == _WHATEVER_HAPPENS:
+            if (body := await self._read(scope, receive, 0)) is not None:
+                await self._answered(scope, receive, answer, body)
             return
-        given = _header(scope, b"authorization")
-        scheme, _, token = given.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
-            said = "the bearer token is wrong" if given else "a bearer token is needed"
-            message = f"{said}: send the header `Authorization: Bearer TOKEN` with the one the server was started with."
-            raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+        self._check_load()
+        body = await self._read(scope, receive, self._settings.max_body_bytes)
+        if body is None:
+            return
+        self._check_load()  # others may have come meanwhile
+        self._admission.under_way += 1
+        try:
+            await self._answered(scope, receive, answer, body)
+        finally:
+            self._admission.under_way -= 1
+
+    def _check_head(self, scope: Scope) -> None:
+        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > self._settings.max_head_bytes:
+            raise head_too_long(self._settings.max_head_bytes)
 
     def _check_load(self) -> None:
         if self._admission.draining:
-            raise ApiError(503, "the server is shutting down.", headers={"Retry-After": "5", "Connection": "close"})
+            raise ApiError(503, "the server is shutting down.", headers={"Retry-After": "5"} | _CLOSE)
         if self._admission.under_way >= self._settings.max_requests:
             message = f"{self._admission.under_way:,} requests are under way, as many as are taken (max_requests)."
             raise ApiError(429, message, headers={"Retry-After": "1"})
 
-    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the app answer; raises ApiError where a limit is passed before the answer begins."""
-        begun, gone = False, False
-        body = await self._read(scope, receive)
-        if body is None:
-            return  # the client is gone
+    async def _answered(self, scope: Scope, receive: Receive, answer: _Answer, body: bytes) -> None:
+        """Let the app answer a request that has arrived; raises ApiError where the time is over before the answer begins."""
+        gone = False
         task = asyncio.current_task()
         assert task is not None
 
@@ -133,19 +183,18 @@ class Limits:
             gone = True
             task.cancel()
 
-        async def send_begun(message: Message) -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
+        async def send(message: Message) -> None:
+            if not answer.begun:
                 deadline.reschedule(None)  # a stream looks at the time itself
-            await send(message)
+                self._admission.unanswered.discard(task)
+            await answer.send(message)
 
         watcher = asyncio.ensure_future(watch())
         try:
             async with asyncio.timeout(self._settings.request_seconds) as deadline:
-                await self._app(scope, _replay(body), send_begun)
+                await self._app(scope, _replay(body), send)
         except TimeoutError as error:
-            if begun or not deadline.expired():
+            if answer.begun or not deadline.expired():
                 raise
             raise took_too_long(self._settings.request_seconds) from error
         except asyncio.CancelledError:
@@ -155,30 +204,67 @@ class Limits:
         except ApiError:
             raise
         except Exception as error:
-            answer = as_api_error(error)
-            if begun:
+            if answer.begun:
                 raise
-            raise answer from error
+            raise as_api_error(error) from error
         finally:
             watcher.cancel()
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None where the client went away meanwhile."""
-        limit = self._settings.max_body_bytes
-        message = f"the request is longer than {limit:,} bytes (max_body_bytes)."
-        if int(_header(scope, b"content-length") or 0) > limit:
-            raise ApiError(413, message, headers={"Connection": "close"})
+    async def _read(self, scope: Scope, receive: Receive, limit: int) -> bytes | None:
+        """The body; None where the client went away meanwhile.
+
+        Raises:
+            ApiError: it has more bytes than the limit, or does not arrive in time.
+        """
+        if int(header(scope, b"content-length") or 0) > limit:
+            raise _too_long(limit)
         parts, size = [], 0
-        while True:
-            received = await receive()
-            if received["type"] == "http.disconnect":
-                return None
-            parts.append(received.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise ApiError(413, message, headers={"Connection": "close"})
-            if not received.get("more_body", False):
-                return b"".join(parts)
+        try:
+            async with asyncio.timeout(self._settings.read_seconds):
+                while True:
+                    received = await receive()
+                    if received["type"] == "http.disconnect":
+                        return None
+                    parts.append(received.get("body", b""))
+                    size += len(parts[-1])
+                    self._admission.unread_bytes += len(parts[-1])
+                    if size > limit:
+                        raise _too_long(limit)
+                    if not received.get("more_body", False):
+                        return b"".join(parts)
+                    if self._admission.unread_bytes > _UNREAD_BODIES * self._settings.max_body_bytes:
+                        raise ApiError(429, "too many bodies are arriving.", headers={"Retry-After": "1"} | _CLOSE)
+        except TimeoutError as error:
+            raise read_too_slowly(self._settings.read_seconds) from error
+        finally:
+            self._admission.unread_bytes -= size
+
+
+def head_too_long(limit: int) -> ApiError:
+    """Address and headers that pass the limit."""
+    return ApiError(
+        431, f"the request's address and headers are longer than {limit:,} bytes (max_head_bytes).", headers=_CLOSE
+    )
+
+
+def read_too_slowly(seconds: float) -> ApiError:
+    """A request that does not arrive in time."""
+    return ApiError(408, f"the request did not arrive within {seconds:g} s (read_seconds).", headers=_CLOSE)
+
+
+def _too_long(limit: int) -> ApiError:
+    message = (
+        f"the request is longer than {limit:,} bytes (max_body_bytes)."
+        if limit
+        else "nothing is accepted as a body here."
+    )
+    return ApiError(413, message, headers=_CLOSE)
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's own, where it is one, or a new one."""
+    given = header(scope, b"x-request-id")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 def _replay(body: bytes) -> Receive:
@@ -191,7 +277,3 @@ def _replay(body: bytes) -> Receive:
         return messages.pop()
 
     return receive
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")

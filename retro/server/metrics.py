@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -21,6 +21,13 @@ class Metrics:
         )  # fmt: skip
         self._batches = Histogram("retro_batch_size", "Items worked on at once.", ["work"], buckets=_SIZES, **own)
         self._tokens = Counter("retro_generated_tokens", "Tokens generated.", **own)
+        self._first_token = Histogram(
+            "retro_first_token_seconds", "From a request to its first generated token.", buckets=_SECONDS, **own
+        )
+        self._next_token = Histogram(
+            "retro_next_token_seconds", "From one generated token of a request to the next.", buckets=_SECONDS, **own
+        )
+        ProcessCollector(registry=self._registry)
 
     def watch(self, waiting: Mapping[str, Callable[[], int]], under_way: Callable[[], int]) -> None:
         """Tell with the counts what is the case when they are asked for.
@@ -45,9 +52,16 @@ class Metrics:
         observe: Callable[[int], None] = self._batches.labels(work).observe
         return observe
 
-    def count_tokens(self, number: int) -> None:
-        """Count tokens that were generated."""
-        self._tokens.inc(number)
+    def count_step(self, tokens: int, seconds: float, *, first: bool) -> None:
+        """Count tokens that were generated side by side, one for each prompt of a request.
+
+        Args:
+            tokens: how many.
+            seconds: since the request was accepted, where they are its first; else since the step before.
+            first: whether they are the request's first.
+        """
+        self._tokens.inc(tokens)
+        (self._first_token if first else self._next_token).observe(seconds)
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""

@@ -30,10 +30,14 @@ _LEAST_TEMPERATURE = 1e-3  # logits are divided by it: below, all that is left i
 async def score(request: schemas.ScoreRequest, service: Serving) -> Response:
     """Log-probabilities of a text's tokens, retrieval ON and OFF: where the difference is above 0, retrieval helped."""
     service.model()
-    service.check_k(request.k)
+    if service.retrieves:
+        service.check_model_k(request.k)
     tokens = (await service.encoded([request.text], "text"))[0]
     sequence = document_of(service, tokens)
-    asked = [(0,), (request.k,)] if service.retrieves else [(0,)]
+    asked = [(0,)]
+    if service.retrieves:
+        service.check_neighbors([len(tokens)], request.k, "text")
+        asked.append((request.k,))
     off, *rest = await asyncio.gather(*(service.scores([sequence], *k) for k in asked))
     on = rest[0][0].log_probabilities if rest else None
     return as_json(await asyncio.to_thread(_scored, service, request.text, tokens, on, off[0].log_probabilities))
@@ -87,7 +91,8 @@ async def generate(request: schemas.GenerateRequest, service: Serving) -> Respon
         seed=request.seed,
         stop=tuple(request.stop),
     )
-    k = service.check_k(request.k) if request.retrieval and service.retrieves else 0
+    k = service.check_model_k(request.k) if request.retrieval and service.retrieves else 0
+    service.check_generation([prompt], request.max_tokens, k, "prompt")
     steps = await begun(service.generate([prompt], settings, k))
     if request.stream:
         return event_stream(_events(steps))

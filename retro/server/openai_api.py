@@ -53,13 +53,14 @@ def model(model: str, service: Serving) -> schemas.Model:
 
 
 def _model(service: Service, name: str) -> schemas.Model:
-    return schemas.Model(id=name, created=service.started)
+    context = None if name.endswith(_EMBEDDER) else service.model().context
+    return schemas.Model(id=name, created=service.started, max_model_len=context)
 
 
 def _check_model(service: Service, name: str, accepted: Sequence[str]) -> None:
     if name not in accepted:
         message = f"model = {name!r}: accepted here are {', '.join(accepted)}."
-        raise ApiError(404, message, param="model", type="model_not_found")
+        raise ApiError(404, message, param="model", type="invalid_request_error", code="model_not_found")
 
 
 # --- completions -----------------------------------------------------------------------------------------------------
@@ -82,8 +83,9 @@ async def completions(request: schemas.CompletionRequest, service: Serving) -> R
     _check_model(service, request.model, [name for name in _model_names(service) if not name.endswith(_EMBEDDER)])
     _check_supported(request)
     settings = _generation_settings(service, request)
-    k = service.check_k(request.k) if service.retrieves and not request.model.endswith(_OFF) else 0
+    k = service.check_model_k(request.k) if service.retrieves and not request.model.endswith(_OFF) else 0
     prompts = await _token_rows(service, request.prompt, "prompt")
+    _check_lengths(service, prompts, settings, k)
     parts = Parts(service.retriever.tokenizer, request.logprobs)
     steps = await begun(_steps(service, request, prompts, settings, k, parts))
     answer = schemas.CompletionResponse.model_construct(
@@ -96,6 +98,17 @@ async def completions(request: schemas.CompletionRequest, service: Serving) -> R
         return event_stream(_events(request, answer, steps, prompts, parts))
     choices = joined([part async for step in steps for part in step], request.logprobs)
     return as_json(answer.model_copy(update={"choices": choices, "usage": _usage(prompts, parts.generated)}))
+
+
+def _check_lengths(
+    service: Service, prompts: Sequence[np.ndarray], settings: GenerationSettings | None, k: int
+) -> None:
+    """Raise ApiError where prompts do not fit into the context, or read too many neighbors."""
+    rows = [document_of(service, prompt) for prompt in prompts]
+    if settings is not None:
+        service.check_generation(rows, settings.max_tokens, k, "prompt")
+    else:  # scored, by as many windows as it takes
+        service.check_neighbors([len(row) for row in rows], k, "prompt")
 
 
 async def _steps(
@@ -234,8 +247,8 @@ async def tokenize(request: schemas.TokenizeRequest, service: Serving) -> schema
         tokens = (await service.encoded([request.prompt], "prompt"))[0].tolist()
     if request.add_special_tokens:
         tokens = [tokenizer.bos_id, *tokens]
-    longest = service.settings.max_input_tokens
-    return schemas.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=longest)
+    context = service.language_model.context if service.language_model else None
+    return schemas.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=context)
 
 
 @router.post("/detokenize", response_model=schemas.DetokenizeResponse, responses=declared(413, 422), tags=["tokenizer"])

@@ -130,6 +130,7 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "retro"
+    max_model_len: int | None = Field(None, description="Tokens that the model sees at most; null of an embedder.")
 
 
 class ModelList(BaseModel):
@@ -154,7 +155,7 @@ class TokenizeResponse(BaseModel):
 
     tokens: list[int]
     count: int
-    max_model_len: int
+    max_model_len: int | None = Field(description="Tokens that the model sees at most; null without a model.")
 
 
 class DetokenizeRequest(Request):

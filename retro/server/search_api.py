@@ -57,6 +57,7 @@ async def found_for(service: Service, request: schemas.SearchRequest) -> list[Fo
     queries: Any
     if request.texts is not None:
         kind, queries = "texts", request.texts
+        service.check_characters(queries, "texts")
     elif request.tokens is not None:
         kind, queries = "tokens", [np.array(row, dtype=np.int64) for row in request.tokens]
         service.check_input([len(row) for row in queries], "tokens")
@@ -64,8 +65,9 @@ async def found_for(service: Service, request: schemas.SearchRequest) -> list[Fo
         assert request.vectors is not None
         kind, queries = "vectors", vectors_of(request.vectors, service.retriever.embedder.dimension)
     service.check_queries(len(queries), kind)
+    service.check_candidates(len(queries), service.check_k(request.k), request.rerank)
     filters = json.dumps(request.filters, sort_keys=True)
-    search = Search(kind, service.check_k(request.k), filters, request.rerank, request.text)
+    search = Search(kind, request.k, filters, request.rerank, request.text)
     return await service.search(search, queries)
 
 
@@ -126,6 +128,7 @@ def _hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
 async def embed(request: schemas.EmbedRequest, service: Serving) -> Response:
     """Unit vectors of texts, by the datastore's own embedder."""
     service.check_queries(len(request.texts), "texts")
+    service.check_characters(request.texts, "texts")
     vectors = await service.embed("texts", request.texts)
     return as_json(schemas.EmbedResponse.model_construct(vectors=[encoded(row, request.encoding) for row in vectors]))
 
@@ -150,9 +153,13 @@ async def neighbors(request: schemas.NeighborsRequest, service: Serving) -> Resp
     m = retriever.datastore.chunk_length
     rows = [tokens[start : start + m] for start in range(0, len(tokens), m)]
     service.check_queries(len(rows), "chunks of text")
-    search = Search("tokens", service.check_k(request.k), json.dumps(request.filters, sort_keys=True), request.rerank)
+    service.check_candidates(len(rows), service.check_k(request.k), request.rerank)
+    service.check_neighbors([len(rows) * m], request.k, "text")
+    search = Search("tokens", request.k, json.dumps(request.filters, sort_keys=True), request.rerank)
     found = await service.search(search, rows)
-    chunks = await run_in_threadpool(lambda: [_chunk(retriever, *each) for each in zip(rows, found, strict=True)])
+    # Chunk by chunk, so that nothing goes on when the client is gone or the time is over.
+    texts = NeighborTexts(retriever)
+    chunks = [await run_in_threadpool(_chunk, retriever, texts, *each) for each in zip(rows, found, strict=True)]
     return as_json(schemas.NeighborsResponse(chunks=chunks, **_missing(found)))
 
 
@@ -167,7 +174,8 @@ async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: Servi
     for number, row in enumerate(request.chunks):
         if len(row) != m:
             raise Refused(f"chunks[{number}] has {len(row)} tokens, the datastore's chunks have {m}.", param="chunks")
-    search = Search("tokens", service.check_k(request.k), "{}", "embeddings", text=False)
+    service.check_candidates(len(request.chunks), service.check_k(request.k), "embeddings")
+    search = Search("tokens", request.k, "{}", "embeddings", text=False)
     found = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
     ids = np.full((len(found), request.k), -1, dtype=np.int64)
     for number, each in enumerate(found):
@@ -182,25 +190,38 @@ async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: Servi
     )
 
 
-def _chunk(retriever: Retriever, tokens: np.ndarray, found: Found) -> schemas.Chunk:
+class NeighborTexts:
+    """Characters of the tokens of neighbors, for one request: a chunk that several chunks have found is decoded once."""
+
+    def __init__(self, retriever: Retriever) -> None:
+        self._decode, self._m = retriever.tokenizer.decode_batch, retriever.datastore.chunk_length
+        self._ends: dict[int, list[int]] = {}
+
+    def ends(self, chunk_id: int, tokens: np.ndarray) -> list[int]:
+        """`token_ends` of a chunk and its continuation, decoded apart, as the hit's two texts were."""
+        if chunk_id not in self._ends:
+            text, ends = token_ends(self._decode, tokens[: self._m])
+            _, later = token_ends(self._decode, tokens[self._m :])
+            self._ends[chunk_id] = ends + [len(text) + end for end in later]
+        return self._ends[chunk_id]
+
+
+def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, found: Found) -> schemas.Chunk:
     """A chunk [≤ m] of the text with its neighbors."""
-    decode, m = retriever.tokenizer.decode_batch, retriever.datastore.chunk_length
-    text, ends = token_ends(decode, tokens)
+    text, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
     ids = np.array([hit.chunk_id for hit in found.hits], dtype=np.int64)
     stored, lengths = retriever.retrieval.with_continuation(ids)  # [k, 2m], [k]
+    shares = overlap(np.tile(tokens, (len(ids), 1)), np.full(len(ids), len(tokens)), stored, lengths)
     neighbors = []
-    for hit, row, length in zip(found.hits, stored, lengths, strict=True):
-        own, following = row[: min(m, length)], row[m : max(m, length)]
-        # Decoded apart, as the hit's two texts were.
-        hit_text, hit_ends = token_ends(decode, own)
-        _, later_ends = token_ends(decode, following)
-        hit_ends += [len(hit_text) + end for end in later_ends]
-        both = np.concatenate([own, following])
+    for hit, row, length, share in zip(found.hits, stored, lengths, shares, strict=True):
         spans = [
-            schemas.Span(chunk=characters(ends, i, i + n), neighbor=characters(hit_ends, j, j + n), tokens=n)
-            for i, j, n in shared_runs(tokens, both)
+            schemas.Span(
+                chunk=characters(ends, i, i + n),
+                neighbor=characters(texts.ends(hit.chunk_id, row[:length]), j, j + n),
+                tokens=n,
+            )
+            for i, j, n in shared_runs(tokens, row[:length])
         ]
-        share = overlap(tokens[None], np.array([len(tokens)]), both[None], np.array([len(both)]))[0]
         neighbors.append(schemas.NeighborHit(**_hit_fields(hit), overlap=share, spans=spans))
     return schemas.Chunk(text=text, tokens=len(tokens), neighbors=neighbors)
 
@@ -214,16 +235,26 @@ def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: Serving
     return as_json(_stored_chunk(service.retriever.chunk(chunk_id)))
 
 
+First = Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Place of the first chunk, from 0.")]
+Count = Annotated[int, Query(ge=0, le=1024, description="Chunks at most.")]
+
+
+@router.get("/documents", response_model=schemas.StoredDocument, responses=declared(404, 422), tags=["by id"])
+def document_of_any_id(
+    id: Annotated[str, Query(description="Any id, also one that no path can hold: `..`, line breaks.")],
+    service: Serving,
+    first: First = 0,
+    count: Count = 8,
+) -> Response:
+    """A document by the id that a hit has, with some of its chunks."""
+    return document(id, service, first, count)
+
+
 @router.get(
     "/documents/{document_id:path}", response_model=schemas.StoredDocument, responses=declared(404, 422), tags=["by id"]
 )
-def document(
-    document_id: str,
-    service: Serving,
-    first: Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Place of the first chunk, from 0.")] = 0,
-    count: Annotated[int, Query(ge=0, le=1024, description="Chunks at most.")] = 8,
-) -> Response:
-    """A document by the id that a hit has, with some of its chunks."""
+def document(document_id: str, service: Serving, first: First = 0, count: Count = 8) -> Response:
+    """The same by a path, which most ids can be part of."""
     found = service.retriever.document(document_id, first, count)
     return as_json(
         schemas.StoredDocument(

@@ -71,17 +71,21 @@ def shared_runs(first: np.ndarray, second: np.ndarray, least: int = 3) -> list[t
 
     The longest run is taken, then the longest of what touches none that was taken, in either row, and so on.
     """
-    runs = np.zeros((len(first) + 1, len(second) + 1), dtype=np.int64)  # tokens of the run that ends before each pair
-    for number, token in enumerate(first):
-        runs[number + 1, 1:] = (runs[number, :-1] + 1) * (second == token)
-    longer = np.zeros_like(runs, dtype=bool)
-    longer[:-1, :-1] = runs[1:, 1:] > 0
-    ends = np.argwhere((runs >= least) & ~longer)
-    found = sorted(((-int(runs[i, j]), int(i), int(j)) for i, j in ends))
+    equal = first[:, None] == second[None, :]  # [s, t]; runs are along its diagonals
+    rows, columns = (max(0, size - least + 1) for size in equal.shape)
+    begins = np.logical_and.reduce([equal[i : i + rows, i : i + columns] for i in range(least)])
+    if begins.size:
+        begins[1:, 1:] &= ~equal[: rows - 1, : columns - 1]
+    found = sorted((-_run_length(equal, i, j), i, j) for i, j in np.argwhere(begins).tolist())
     taken: list[tuple[int, int, int]] = []
     for negative, i, j in found:
         length = -negative
-        a, b = i - length, j - length
-        if all((i <= c or a >= c + n) and (j <= d or b >= d + n) for c, d, n in taken):
-            taken.append((a, b, length))
+        if all((i + length <= c or i >= c + n) and (j + length <= d or j >= d + n) for c, d, n in taken):
+            taken.append((i, j, length))
     return taken
+
+
+def _run_length(equal: np.ndarray, row: int, column: int) -> int:
+    """How far a diagonal of [s, t] bool is true from here on."""
+    diagonal = equal.diagonal(column - row)[min(row, column) :]
+    return len(diagonal) if diagonal.all() else int(diagonal.argmin())

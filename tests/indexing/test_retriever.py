@@ -258,3 +258,19 @@ def test_parts_of_an_index_that_do_not_answer_are_named_in_the_results(
     assert results.missing == ("shard 2",)
     assert results.hits[0][0].text == text_of(retriever, 10)
     assert all(hit.chunk_id < 50 for hit in results.hits[0])
+
+
+def test_one_long_text_does_not_pad_many_short_ones(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["index " * 300, *("chunk " * number for number in range(1, 20)), "检索 " * 40]
+    expected, padded = retriever.embed(texts), list[int]()
+    embed = type(retriever.embedder).embed
+
+    def counted(self: object, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        padded.append(tokens.size)
+        return embed(self, tokens, lengths)
+
+    monkeypatch.setattr(type(retriever.embedder), "embed", counted)
+    monkeypatch.setattr("indexing.retriever._PADDED_TOKENS", 1000)
+    np.testing.assert_allclose(retriever.embed(texts), expected, rtol=1e-6)
+    assert sum(padded) < 3000  # 300 and more for each of 21 texts, if all were as long as the longest
+    assert len(padded) < 10

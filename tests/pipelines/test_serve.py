@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -84,6 +85,25 @@ def test_who_has_the_token_may_ask(with_token: Serving) -> None:
         assert client.get("/health").status_code == client.get("/ready").status_code == 200
 
 
+def test_headers_without_end_are_not_kept(with_token: Serving) -> None:
+    """Before the token is looked at, the server's memory does not grow with what a client sends."""
+    address = urlsplit(with_token.url)
+    before, sent = resident_bytes(with_token.process.pid), 0
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            connection = stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=20))
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+                for _ in range(400):
+                    sent += connection.send(b"x" * 2**16)
+        assert resident_bytes(with_token.process.pid) < before + 20 * 2**20
+    assert sent < 100 * 2**20
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.mark.parametrize("said", [True, False], ids=["with Content-Length", "chunked"])
 def test_a_body_that_is_too_long(with_token: Serving, said: bool) -> None:
     whole = b"x" * (5 * 2**20)
@@ -124,10 +144,7 @@ def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_
                 events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
                 first = next(events)
                 server.process.send_signal(number)
-                until = time.monotonic() + 10
-                while httpx.get(server.url + "/ready").status_code == 200:
-                    assert time.monotonic() < until
-                    time.sleep(0.01)
+                wait_until_not_ready(server)
                 refused = httpx.post(server.url + "/search", json={"texts": [TEXT]})
                 assert (refused.status_code, refused.json()["error"]["type"]) == (503, "unavailable")
                 *rest, last, done = events
@@ -144,20 +161,56 @@ def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_
 def test_shutdown_waits_only_so_long(tiny_datastore: Datastore, tiny_run: Path) -> None:
     limits = ("--max-tokens", "1000000", "--shutdown-seconds", "0.3", "--name", "tiny")
     with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
-        with httpx.stream(
-            "POST", server.url + "/generate", json={**LONG, "max_tokens": 10**6, "stream": True}
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            started = time.monotonic()
-            server.process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(httpx.TransportError):
-                for _ in lines:
-                    pass
-        assert server.process.wait(20) == 0
-        assert server.process.stdout is not None
-        assert "1 requests were cut off" in server.process.stdout.read()
-        assert time.monotonic() - started < 10
+        cut_off_all(server, lambda: server.process.send_signal(signal.SIGTERM))
+
+
+def test_a_second_signal_cuts_off_and_says_so(tiny_datastore: Datastore, tiny_run: Path) -> None:
+    limits = ("--max-tokens", "1000000", "--shutdown-seconds", "1000", "--name", "tiny")
+
+    def twice() -> None:
+        server.process.send_signal(signal.SIGINT)
+        wait_until_not_ready(server)
+        server.process.send_signal(signal.SIGINT)
+
+    with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
+        cut_off_all(server, twice)
+
+
+def cut_off_all(server: Serving, stop: Callable[[], None]) -> None:
+    """A stream, a generation and a request whose body does not come are told that the server stops, and nothing is a trace."""
+    endless = {**LONG, "max_tokens": 10**6}
+    address = urlsplit(server.url)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.stream("POST", server.url + "/generate", json=endless | {"stream": True}) as stream,
+        socket.create_connection((address.hostname, address.port), timeout=20) as slow,
+    ):
+        slow.sendall(b"POST /search HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        lines = stream.iter_lines()
+        next(lines)
+        whole = pool.submit(httpx.post, server.url + "/generate", json=endless, timeout=60)
+        while "retro_requests_under_way 2.0" not in httpx.get(server.url + "/metrics").text:
+            time.sleep(0.01)
+        stop()
+        *_, error, done = (line.removeprefix("data: ") for line in lines if line)
+        assert (json.loads(error)["error"]["type"], done) == ("unavailable", "[DONE]")
+        answer = whole.result()
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable")
+        assert slow.recv(2**16).startswith(b"HTTP/1.1 503 ")
+    assert server.process.wait(20) == 0
+    assert server.process.stdout is not None
+    assert server.process.stderr is not None
+    assert "stopped; 2 requests were cut off" in server.process.stdout.read()
+    said = server.process.stderr.read()
+    assert "Traceback" not in said
+    assert "Exception" not in said
+
+
+def wait_until_not_ready(server: Serving) -> None:
+    until = time.monotonic() + 10
+    while httpx.get(server.url + "/ready").status_code == 200:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 # --- what is wrong is told in one line -------------------------------------------------------------------------------
@@ -202,6 +255,12 @@ def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tiny_corpus: Path, tmp_p
 def test_a_token_that_no_header_can_hold(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
     monkeypatch.setenv("RETRO_TOKEN", "geheim ß")
     assert "ASCII" in said(str(tiny_datastore.folder))
+
+
+def test_an_empty_token_is_a_mistake(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
+    """As of `RETRO_TOKEN=$(cat no-such-file)`: the server would be open to all."""
+    monkeypatch.setenv("RETRO_TOKEN", "")
+    assert "RETRO_TOKEN is set and empty" in said(str(tiny_datastore.folder))
 
 
 def test_everybody_may_ask_is_warned_of(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

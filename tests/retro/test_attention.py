@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from retro.attention import Attention, attend, first_taps, smear, tapped
@@ -224,3 +225,18 @@ def test_smeared_keys_mix_in_the_one_before_and_stop_where_something_new_starts(
     assert smear(k, share, None).flatten().tolist() == [0, 0.75, 1.75, 2.75, 3.75, 4.75]
     starts = torch.tensor([[True, False, False, True, False, False]])
     assert smear(k, share, starts).flatten().tolist() == [0, 0.75, 1.75, 3, 3.75, 4.75]
+
+
+@pytest.mark.parametrize("heads_of_bias", [0, 1, 6])
+def test_one_query_of_each_row_reads_shared_keys_without_repeating_them(
+    heads_of_bias: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = torch.randn(3, 6, 1, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    bias = torch.randn(3, heads_of_bias, 1, 5) if heads_of_bias else None
+    expected = attend(q, *(x.repeat_interleave(3, dim=1) for x in (k, v)), bias, False)
+    seen, kernel = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *given, **rest: (seen.append(given), kernel(*given, **rest))[1]
+    )
+    torch.testing.assert_close(attend(q, k, v, bias, False), expected)
+    assert [tuple(x.shape) for x in seen[0]] == [(3, 2, 3, 8), (3, 2, 5, 8), (3, 2, 5, 8)]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.decoding import Decoder, Retrieve
+from retro import attention, decoding
+from retro.decoding import KEY_STEP, Decoder, Retrieve
 from retro.device import Placement, place
 from retro.model import Retro
 from retro.tuning import add_adapter
@@ -71,7 +72,10 @@ def check_steps(
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 @every_scheme
-def test_every_step_gives_the_logits_of_the_whole_forward_pass(scheme: str, k: int) -> None:
+def test_every_step_gives_the_logits_of_the_whole_forward_pass(
+    scheme: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "KEY_STEP", 3 * M)  # some steps read a longer run of keys than the one before
     model, retrieve = model_of(scheme), retriever(k)
     decoder = Decoder(model, FLOAT32, 4 * T, retrieve)
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(*LENGTHS), 2 * M + 2, keep_at=M)
@@ -178,6 +182,15 @@ def test_a_step_passes_one_token_of_each_row_through_the_layers() -> None:
     for _ in range(2 * M):
         decoder.read(rows(1, 1))
     assert seen == [(2, 1)] * 2 * M
+
+
+def test_attention_meets_few_numbers_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, attend = set(), attention.attend
+    monkeypatch.setattr(attention, "attend", lambda q, k, *rest: (lengths.add(k.shape[2]), attend(q, k, *rest))[1])
+    decoder = Decoder(model_of("rope"), FLOAT32, 2 * KEY_STEP + 3 * M)
+    for prompts in (rows(1, 3), *[rows(1, 1)] * (2 * KEY_STEP)):
+        decoder.read(prompts)
+    assert lengths == {KEY_STEP, 2 * KEY_STEP, 2 * KEY_STEP + 3 * M}
 
 
 def test_neighbors_of_every_complete_chunk_in_sight_are_asked_for_once() -> None:

@@ -10,6 +10,7 @@ import os
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from retro.train_settings import TrainSettings
 from retro.trainer import train
 from retro.tuning_settings import ALL, TuningSettings
 from tests.conftest import forkserver, tiny_config
-from tests.retro.small_model import answers_only, batch, build, divided
+from tests.retro.small_model import M, T, answers_only, batch, build, divided
 
 WORLD = 4
 
@@ -172,6 +173,29 @@ def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, floa
     return make_step(passes, optimizer, iter(own), processes, placement, settings)(0).metrics
 
 
+def graphs() -> dict[str, int]:
+    """How many a compiled, checkpointed model of several processes has after a training step, and after an evaluation."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    placement = place("cpu", "float32")
+    processes = Processes(ParallelSettings(zero=2, checkpointing="full"), placement.device)
+    passes = WholeModel(build().train(), processes, placement, compiled=True)
+    tokens, neighbors, _ = batch()
+    inputs = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
+    counts = {}
+    for name, lengths in (("training", [T]), ("evaluation", range(M, T, M))):
+        for length in lengths:
+            cut = {
+                key: one if one is None else one[:, : length if one is not neighbors else length // M]
+                for key, one in inputs.items()
+            }
+            if name == "evaluation":
+                passes.token_losses(cut)
+            else:
+                passes.forward_backward(cut, Share(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True))
+        counts[name] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return counts
+
+
 def process(rank: int, folder: Path, config: Config) -> None:
     """One of the four: every run in turn; the first one writes what it has measured, each what went wrong."""
     torch.set_num_threads(1)
@@ -201,6 +225,7 @@ def process(rank: int, folder: Path, config: Config) -> None:
     (folder / f"communicated.{rank}.json").write_text(json.dumps(counted))
     steps = [accumulated(parallel, count) for parallel in ACCUMULATED for count in (1, 2)]
     (folder / f"accumulated.{rank}.json").write_text(json.dumps(steps))
+    (folder / f"graphs.{rank}.json").write_text(json.dumps(graphs()))
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +363,13 @@ def test_experts_exchange_their_queues_twice_a_pass(folder: Path) -> None:
     num_places = len(tokens) * tokens.shape[1] // layer.chunk_length * math.ceil(layer.rate)
     queues = 4 * num_places * model.settings.d_model * 4  # of 4 experts, in bytes of float32
     assert found["volume"]["all-to-all"] == len(model.settings.expert_layers) * 4 * queues
+
+
+@pytest.mark.slow
+def test_evaluation_compiles_no_blocks_for_its_lengths(folder: Path) -> None:
+    counts = json.loads((folder / "graphs.0.json").read_text())
+    # One for each kind of block (attention, cross-attention, feed-forward), and the loss.
+    assert counts == {"training": 4, "evaluation": 4}
 
 
 def refused(settings: ParallelSettings, **model: Any) -> str:

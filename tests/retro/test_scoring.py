@@ -85,3 +85,40 @@ def test_a_context_of_one_chunk_has_no_windows() -> None:
     with pytest.raises(InputError, match=f"a sequence of {M + 1} tokens"):
         score(model_of("rope"), rows(M + 1), FLOAT32, context=M)
     assert score(model_of("rope"), [], FLOAT32, context=M) == []
+
+
+def test_batches_are_limited_by_the_tokens_of_neighbors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sequences = model_of("rope"), rows(*[CONTEXT] * 8)
+    sizes: list[int] = []
+
+    def batch(windows: list, *rest) -> tuple:
+        sizes.append(len(windows))
+        return made(windows, *rest)
+
+    made = scoring._batch
+    monkeypatch.setattr(scoring, "_batch", batch)
+    few = scored(model, sequences, k=1)
+    assert sizes == [8]
+    length = retriever(1)(sequences[0][:M][None])[0].shape[2]
+    for k in (1, 2):
+        monkeypatch.setattr(scoring, "_BATCH_NEIGHBOR_TOKENS", 4 * CONTEXT // M * length)  # of four windows with k = 1
+        sizes.clear()
+        again = scored(model, sequences, k=k)
+        assert sizes == [4 // k] * 2 * k
+        if k == 1:
+            for one, other in zip(few, again, strict=True):
+                np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=1e-5)
+
+
+def test_sequences_that_nobody_waits_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_BATCH_TOKENS", CONTEXT)  # a window at a time
+    model, sequences = model_of("rope"), rows(3 * CONTEXT, CONTEXT)
+    asked: list[int] = []
+
+    def wanted(sequence: int) -> bool:
+        asked.append(sequence)
+        return sequence == 1 or asked.count(0) <= 2
+
+    gone, stays = scored(model, sequences, wanted=wanted)
+    np.testing.assert_array_equal(stays.log_probabilities, scored(model, sequences[1:])[0].log_probabilities)
+    assert (gone.log_probabilities != 0).sum() == CONTEXT - 1 + CONTEXT // 2  # two windows of five

@@ -274,8 +274,9 @@ def assert_learns_as_uncompiled(config: Config, run_folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
-def test_a_compiled_model_learns_the_same(compiled: Config, tmp_path: Path) -> None:
-    assert_learns_as_uncompiled(compiled, tmp_path / "plain")
+def test_a_compiled_and_checkpointed_model_learns_the_same(compiled: Config, tmp_path: Path) -> None:
+    config = replace(compiled, parallel=replace(compiled.parallel, checkpointing="selective"))
+    assert_learns_as_uncompiled(config, tmp_path / "plain")
 
 
 def test_a_compiled_model_is_compiled_whole_and_few_times(compiled: Config, tmp_path: Path, monkeypatch) -> None:

@@ -71,7 +71,8 @@ class _Server:
         self.facts = self._ask("/datastore")
         limits = self.facts.get("limits", {})
         tokens = limits.get("max_input_tokens", 16_384) // self.facts.get("chunk_length", 64)
-        self.most = max(1, min(limits.get("max_queries", 256), tokens))  # chunks in a request
+        candidates = limits.get("max_candidates", 16_384) // max(64, k)  # a search has 64 or more for each chunk
+        self.most = max(1, min(limits.get("max_queries", 256), tokens, candidates))  # chunks in a request
 
     def __call__(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Retrieve`."""

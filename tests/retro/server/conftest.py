@@ -15,6 +15,7 @@ from indexing.retriever import Retriever
 from indexing.store.datastore import Datastore
 from retro.language_model import LanguageModel
 from retro.server.app import make_app
+from retro.server.protocol import uvicorn_config
 from retro.server.settings import ServeSettings
 
 TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
@@ -38,9 +39,8 @@ def app_with(retriever: Retriever, language_model: LanguageModel) -> Make:
     """Makes an app: keywords are its settings, `token`, and `model=False` for one without a language model."""
 
     def make(token: str = "", model: bool = True, **settings) -> FastAPI:
-        return make_app(
-            retriever, language_model if model else None, ServeSettings(name="tiny", **settings), token=token
-        )
+        settings = {"name": "tiny", "allowed_hosts": ("testserver",), **settings}
+        return make_app(retriever, language_model if model else None, ServeSettings(**settings), token=token)
 
     return make
 
@@ -55,7 +55,7 @@ def client(app_with: Make) -> Iterator[TestClient]:
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """The URL at which an app answers, from a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, log_level="error"))
+    server = uvicorn.Server(uvicorn_config(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

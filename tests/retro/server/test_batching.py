@@ -8,7 +8,7 @@ import pytest
 
 from indexing.store.errors import InputError
 from retro.server import batching
-from retro.server.batching import Batcher
+from retro.server.batching import Batcher, Wanted
 
 
 class Work:
@@ -18,7 +18,7 @@ class Work:
         self.calls: list[tuple[str, list[int]]] = []
         self.let_go, self.begun = threading.Event(), threading.Event()
 
-    def __call__(self, key: str, items: list[int]) -> list[int]:
+    def __call__(self, key: str, items: list[int], wanted: Wanted) -> list[int]:
         self.calls.append((key, list(items)))
         self.begun.set()
         assert self.let_go.wait(10)
@@ -53,6 +53,43 @@ def test_a_batch_is_no_larger_than_allowed() -> None:
     batcher = Batcher("test", work, 2)
     assert asyncio.run(gathered(batcher, work, [("a", [n]) for n in range(5)])) == [[2 * n] for n in range(5)]
     assert [items for _, items in work.calls] == [[0], [0, 1], [2, 3], [4]]
+
+
+def test_what_a_batch_costs_decides_and_a_large_request_is_alone() -> None:
+    work = Work()
+    batcher = Batcher("test", work, 10, cost=lambda key, item: item)
+    requests = [("a", [4]), ("a", [5]), ("a", [30]), ("a", [1, 2]), ("a", [3])]
+    assert asyncio.run(gathered(batcher, work, requests)) == [[8], [10], [60], [2, 4], [6]]
+    assert [items for _, items in work.calls] == [[0], [4, 5], [30], [1, 2, 3]]
+
+
+def test_work_can_ask_who_still_waits() -> None:
+    found: list[bool] = []
+    begun, go_on = ({key: threading.Event() for key in ("first", "a")} for _ in range(2))
+
+    def work(key: str, items: list[int], wanted: Wanted) -> list[int]:
+        begun[key].set()
+        assert go_on[key].wait(10)
+        if key == "a":
+            found.extend(map(wanted, range(len(items))))
+        return items
+
+    async def one_goes() -> None:
+        batcher = Batcher("test", work, 100)
+        first = asyncio.ensure_future(batcher("first", [0]))
+        await asyncio.to_thread(begun["first"].wait, 10)
+        gone, stays = (asyncio.ensure_future(batcher("a", items)) for items in ([1, 2], [3]))
+        await asyncio.sleep(0)
+        go_on["first"].set()
+        await first
+        await asyncio.to_thread(begun["a"].wait, 10)
+        gone.cancel()
+        await asyncio.sleep(0)
+        go_on["a"].set()
+        assert await stays == [3]
+
+    asyncio.run(one_goes())
+    assert found == [False, False, True]
 
 
 def test_an_idle_worker_starts_at_once() -> None:
@@ -121,7 +158,7 @@ def sizes_with(clients: int, requests: int, seconds: float = 0.01) -> list[int]:
     """Sizes of the batches of clients that each ask again as soon as they have been answered."""
     sizes: list[int] = []
 
-    def work(key: str, items: list[int]) -> list[int]:
+    def work(key: str, items: list[int], wanted: Wanted) -> list[int]:
         time.sleep(seconds)
         return items
 

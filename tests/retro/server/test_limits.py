@@ -5,8 +5,9 @@ import json
 import logging
 import re
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,6 +15,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from retro.generation import Piece
+from retro.language_model import LanguageModel
 from retro.server.errors import ApiError
 from retro.server.limits import Admission, Limits
 from retro.server.metrics import Metrics
@@ -24,7 +27,7 @@ from tests.retro.server.conftest import TEXT, Make, listening
 def limited(inner: Callable, admission: Admission | None = None, token: str = "", **settings) -> Limits:
     return Limits(
         inner,
-        settings=ServeSettings(**settings),
+        settings=ServeSettings(**{"allowed_hosts": ("test",), **settings}),
         admission=admission or Admission(),
         metrics=Metrics(),
         token=token,
@@ -82,6 +85,46 @@ def test_a_longer_body_is_refused_and_not_kept(said: bool) -> None:
     assert reason(response) == (413, "request_too_large")
     assert "1,000 bytes" in response.json()["error"]["message"]
     assert sent <= 1200
+
+
+@pytest.mark.parametrize("path", ["/ready", "/metrics"])
+def test_what_is_always_answered_takes_no_body(path: str) -> None:
+    for content in (b"x", b""):
+        (response,) = asked(limited(echo), {"url": path, "content": content})
+        assert response.status_code == (413 if content else 200)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_and_keeps_nobody_out() -> None:
+    admission = Admission()
+
+    async def slow():
+        yield b"x"
+        assert admission.under_way == 0
+        await asyncio.Event().wait()
+
+    app = limited(echo, admission, max_requests=1, read_seconds=0.1)
+    *slow_ones, quick = asked(app, {"content": slow()}, {"content": slow()}, {"content": b"y"})
+    assert [reason(each) for each in slow_ones] == [(408, "request_timeout")] * 2
+    assert (quick.status_code, quick.content) == (200, b"y")
+    assert (admission.under_way, admission.unread_bytes) == (0, 0)
+
+
+def test_bodies_that_are_not_whole_are_kept_only_up_to_a_limit() -> None:
+    async def unfinished():
+        yield b"x" * 10
+        await asyncio.Event().wait()
+
+    app = limited(echo, max_body_bytes=10, read_seconds=0.2)
+    answers = asked(app, *({"content": unfinished()} for _ in range(70)))
+    assert [each.status_code for each in answers] == [408] * 64 + [429] * 6
+
+
+@pytest.mark.parametrize(
+    "changes", [{"headers": {"X": "x" * 1000}}, {"url": "/" + "x" * 1000}, {"params": {"x": "x" * 1000}}]
+)
+def test_address_and_headers_are_limited_before_anything_else(changes: dict) -> None:
+    (response,) = asked(limited(echo, max_head_bytes=1000, token="right"), changes)
+    assert reason(response) == (431, "request_too_large")
 
 
 # --- token -----------------------------------------------------------------------------------------------------------
@@ -163,15 +206,40 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
     assert admission.under_way == 0
 
 
-def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason(app_with: Make) -> None:
-    body = {"prompt": TEXT, "max_tokens": 100_000, "temperature": 0}  # it repeats itself
-    with TestClient(app_with(max_tokens=100_000, request_seconds=0.3)) as client:
-        assert reason(client.post("/generate", json=body)) == (504, "timeout")
-        streamed = client.post("/generate", json=body | {"stream": True})
+def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason(
+    app_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def one_token(*_, **options) -> Iterator[list[Piece]]:
+        yield [Piece(0, 5, "one", -1.0)]
+        assert go_on.wait(20)
+        options["check"]()
+        yield [Piece(0, 6, "two", -1.0)]
+
+    with TestClient(app_with(request_seconds=0.3)) as client:
+        monkeypatch.setattr(LanguageModel, "generate", one_token)
+        assert reason(client.post("/generate", json={"prompt": TEXT})) == (504, "timeout")
+        streamed = client.post("/generate", json={"prompt": TEXT, "stream": True})
+        go_on.set()
     assert streamed.status_code == 200
-    *_, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+    one, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+    assert json.loads(one)["text"] == "one"
     assert json.loads(error)["error"]["type"] == "timeout"
     assert done == "[DONE]"
+
+
+def test_who_is_cut_off_is_told_so() -> None:
+    """As JSON, and nothing is raised that would become a trace in the log."""
+    admission = Admission()
+
+    async def forever(scope, receive, send) -> None:
+        asyncio.get_running_loop().call_soon(admission.cut_off)
+        await asyncio.Event().wait()
+
+    (response,) = asked(limited(forever, admission), {})
+    assert reason(response) == (503, "unavailable")
+    assert admission.under_way == 0
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -194,6 +262,8 @@ def test_a_fault_has_an_id_that_stands_in_the_log(caplog: pytest.LogCaptureFixtu
 def test_what_is_meant_for_the_client_is_told(client: TestClient) -> None:
     assert reason(client.get("/nothing")) == (404, "not_found")
     assert reason(client.delete("/search")) == (405, "method_not_allowed")
+    for path in ("/v1/chat/completions", "/search/", "/v1/nothing"):
+        assert reason(client.post(path, json={})) == (404, "not_found")
     assert reason(client.post("/search", content=b"{", headers={"Content-Type": "application/json"}))[0] == 422
     assert reason(client.post("/search", json={"texts": ["a"], "nonsense": 1}))[0] == 422
     assert (
@@ -218,6 +288,43 @@ def test_the_message_of_an_error_may_hold_anything() -> None:
     assert reason(response) == (422, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/search", "POST"),
+        ("PUT", "/search", "POST"),
+        ("GET", "/v1/completions", "POST"),
+        ("POST", "/datastore", "GET"),
+        ("POST", "/page.css", "GET, HEAD"),
+    ],
+)
+def test_another_method_is_told_those_that_there_are(client: TestClient, method: str, path: str, allow: str) -> None:
+    response = client.request(method, path)
+    assert reason(response) == (405, "method_not_allowed")
+    assert sorted(response.headers["Allow"].split(", ")) == sorted(allow.split(", "))
+
+
+@pytest.mark.parametrize("name", ["query", "path", "body", "str", "int", "top_k"])
+def test_a_field_that_does_not_exist_is_named_and_those_that_do(client: TestClient, name: str) -> None:
+    error = client.post("/search", json={"texts": ["a"], name: "a"}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unknown_parameter")
+    assert error["message"].startswith(f"{name}: there is no such field")
+    assert "texts, tokens, vectors, k," in error["message"]
+    options = {"model": "tiny", "prompt": "a", "stream_options": {name: True}}
+    error = client.post("/v1/completions", json=options).json()["error"]
+    assert error["param"] == f"stream_options.{name}"
+    assert error["message"].endswith("accepted are include_usage.")
+
+
+def test_types_that_were_tried_are_no_part_of_a_field(client: TestClient) -> None:
+    for path, body, param in (
+        ("/v1/completions", {"model": "tiny", "prompt": {}}, "prompt"),
+        ("/search", {"vectors": [["x"]]}, "vectors.0.0"),
+        ("/search", {"texts": ["a"], "filters": {"str": {}}}, "filters"),
+    ):
+        assert client.post(path, json=body).json()["error"]["param"] == param
+
+
 # --- headers ---------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +346,27 @@ def test_other_origins_may_ask_where_a_setting_says_so(app_with: Make) -> None:
         assert "Access-Control-Allow-Origin" not in client.options("/search", headers=asks).headers
 
 
+def test_a_request_has_an_id_in_the_answer_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    app = limited(echo, access_log=True, token="right")
+    headers = [{"X-Request-Id": "mine-1"}, {"X-Request-Id": "not mine"}, {}, {"Authorization": "Bearer right"}]
+    with caplog.at_level(logging.INFO, logger="retro.access"):
+        answers = asked(app, *({"url": "/a%0Ab?secret", "headers": each} for each in headers))
+    ids = [each.headers["X-Request-Id"] for each in answers]
+    assert ids[0] == "mine-1"
+    assert len(set(ids)) == 4
+    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids[1:])
+    lines = [record.getMessage() for record in caplog.records]
+    for line in lines:
+        assert re.fullmatch(r"\S+ POST /a%0Ab (401|200) [\d.]+ ms \S+", line)
+    assert sorted(line.split()[-1] for line in lines) == sorted(ids)
+
+
+def test_without_the_setting_there_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="retro.access"):
+        asked(limited(echo), {})
+    assert not caplog.records
+
+
 # --- clients that go away --------------------------------------------------------------------------------------------
 
 
@@ -250,7 +378,7 @@ def test_a_client_that_goes_away_stops_its_generation(app_with: Make, stream: bo
         body = json.dumps(
             {"prompt": TEXT, "max_tokens": 100_000, "temperature": 1, "seed": 3, "stream": stream}
         ).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as connection:
             connection.sendall(head.encode() + body)
             wait_until(lambda: generated(url) > 3)

@@ -1,13 +1,20 @@
 """Scores and continuations over HTTP are those of the language model."""
 
 import json
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from retro import scoring
+from retro.decoding import Decoder
 from retro.generation import GenerationSettings
 from retro.language_model import LanguageModel
+from retro.server import search_api
 from tests.retro.server.conftest import TEXT, Make
 
 
@@ -48,10 +55,11 @@ def test_generation_is_the_models_own_streamed_or_not(client: TestClient, langua
 
 
 def test_off_is_k_0(client: TestClient, language_model: LanguageModel) -> None:
-    body = {"prompt": TEXT * 2, "max_tokens": 10, "temperature": 0}
+    body = {"prompt": TEXT, "max_tokens": 10, "temperature": 0}
     settings = GenerationSettings(max_tokens=10, temperature=0)
+    assert len(sequence(language_model, TEXT)) > 16  # a whole chunk, which has neighbors
     for retrieval, k in ((True, 2), (False, 0)):
-        steps = language_model.generate([sequence(language_model, TEXT * 2)], settings, k)
+        steps = language_model.generate([sequence(language_model, TEXT)], settings, k)
         text = "".join(step[0].text for step in steps)
         assert client.post("/generate", json=body | {"retrieval": retrieval}).json()["text"] == text
 
@@ -69,13 +77,13 @@ def test_a_stop_string_is_never_shown(client: TestClient) -> None:
     ("path", "body", "param"),
     [
         ("/generate", {"prompt": "a", "max_tokens": 1025}, "max_tokens"),
-        ("/generate", {"prompt": "a", "k": 101}, "k"),
+        ("/generate", {"prompt": "a", "k": 17}, "k"),
         ("/generate", {"prompt": "龘" * 10_000}, "prompt"),
         ("/generate", {"prompt": "a", "seed": -1}, "seed"),
         ("/generate", {"prompt": "a", "stop": [""]}, "stop.0"),
         ("/generate", {"prompt": "a", "top_p": 0}, "top_p"),
         ("/score", {"text": ""}, "text"),
-        ("/score", {"text": "a", "k": 101}, "k"),
+        ("/score", {"text": "a", "k": 17}, "k"),
         ("/score", {"text": "龘" * 10_000}, "text"),
     ],
 )
@@ -83,6 +91,104 @@ def test_limits_are_told_with_their_field(client: TestClient, path: str, body: d
     response = client.post(path, json=body)
     assert response.status_code == 422
     assert response.json()["error"]["param"] == param
+
+
+def test_the_neighbors_of_a_request_are_limited_together(app_with: Make) -> None:
+    """Each chunk of 16 tokens reads k neighbors of 32."""
+    with TestClient(app_with(max_neighbor_tokens=4 * 32)) as client:
+        two_chunks = client.app.state.service.retriever.tokenizer.decode(np.arange(40, 72))
+        asked = {
+            "/score": {"text": two_chunks},
+            "/neighbors": {"text": TEXT[:20]},
+            "/generate": {"prompt": "a", "max_tokens": 31},
+            "/v1/completions": {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 16},
+        }
+        for path, body in asked.items():
+            assert client.post(path, json=body | {"k": 2}).status_code == 200, path
+            refused = client.post(path, json=body | {"k": 5})
+            assert refused.status_code in (400, 422), path
+            assert "at most 128 (max_neighbor_tokens)" in refused.json()["error"]["message"]
+        assert client.post("/generate", json=asked["/generate"] | {"k": 5, "retrieval": False}).status_code == 200
+
+
+def test_a_prompt_beyond_the_context_is_refused_and_what_is_generated_may_pass_it(client: TestClient) -> None:
+    tokenizer, context = client.app.state.service.retriever.tokenizer, 64
+    ids = tokenizer.encode(TEXT * 9)
+    body = {"max_tokens": 4, "temperature": 0}
+    fits = client.post("/v1/completions", json={"model": "tiny", "prompt": ids[: context - 1].tolist(), **body})
+    assert fits.json()["usage"] == {"prompt_tokens": 63, "completion_tokens": 4, "total_tokens": 67}
+    for path, more in (
+        ("/v1/completions", {"model": "tiny", "prompt": [[5], ids[:context].tolist()]}),
+        ("/generate", {"prompt": tokenizer.decode(ids[: context + 8])}),
+    ):
+        answer = client.post(path, json=body | more)
+        error = answer.json()["error"]
+        assert answer.status_code == (400 if path.startswith("/v1") else 422)
+        assert "maximum context length is 64 tokens" in error["message"]
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    scored = {"model": "tiny", "prompt": ids.tolist(), "echo": True, "logprobs": 0, "max_tokens": 0}
+    assert client.post("/v1/completions", json=scored).status_code == 200  # by windows
+
+
+class Stopped:
+    """Stands before a function: the first call waits until it is let go; counts the calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+        self.begun, self.let_go = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.begun.set()
+        assert self.let_go.wait(20)
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("path", "calls_of_a_chunk"), [("/score", 2), ("/neighbors", 1)])
+def test_work_stops_when_the_time_is_over(
+    app_with: Make, monkeypatch: pytest.MonkeyPatch, path: str, calls_of_a_chunk: int
+) -> None:
+    """Between windows, of which `/score` reads each with retrieval OFF and ON, and between chunks."""
+    monkeypatch.setattr(scoring, "_BATCH_TOKENS", 1)  # a window at a time
+    with TestClient(app_with(request_seconds=2)) as client:
+        module, name = (scoring, "_batch") if path == "/score" else (search_api, "_chunk")
+        stopped = Stopped(getattr(module, name))
+        monkeypatch.setattr(module, name, stopped)
+        assert client.post(path, json={"text": TEXT * 9, "k": 2}).status_code == 504
+        assert stopped.calls == 1
+        stopped.let_go.set()
+        # Whoever comes next is worked on after all that is left of the work before.
+        assert client.post(path, json={"text": "a"}).status_code == 200
+    assert stopped.calls == 1 + calls_of_a_chunk
+
+
+def test_a_prompt_is_read_only_as_long_as_somebody_waits(
+    app_with: Make, language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Window by window: the first waits until the client has been answered 504."""
+    stopped = Stopped(Decoder._read)
+    monkeypatch.setattr(Decoder, "_read", lambda decoder, numbers: stopped(decoder, numbers))
+    prompt = language_model.tokenizer.encode(TEXT * 9)[:60].tolist()
+    body = {"model": "tiny", "max_tokens": 1}
+    with TestClient(app_with(request_seconds=2, max_generations=1)) as client:
+        assert client.post("/v1/completions", json=body | {"prompt": prompt}).status_code == 504
+        assert stopped.calls == 1
+        stopped.let_go.set()
+        assert client.post("/v1/completions", json=body | {"prompt": [5]}).status_code == 200
+    assert stopped.calls == 2
+
+
+def test_time_to_tokens_and_the_process_are_measured(client: TestClient) -> None:
+    def count(name: str) -> float:
+        found = re.search(rf"^{name} ([\d.e+]+)$", client.get("/metrics").text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    names = ("retro_first_token_seconds_count", "retro_next_token_seconds_count")
+    before = [count(name) for name in names]
+    client.post("/v1/completions", json={"model": "tiny", "prompt": ["a", "b"], "max_tokens": 5, "temperature": 0})
+    assert [count(name) for name in names] == [before[0] + 1, before[1] + 4]
+    assert count("process_resident_memory_bytes") > 1e6
 
 
 def test_a_temperature_next_to_0_is_0(client: TestClient) -> None:

@@ -31,8 +31,16 @@ def test_models(api: openai.OpenAI) -> None:
     names = [each.id for each in api.models.list()]
     assert names == ["tiny", "tiny:off", "tiny:embedder"]
     assert all(api.models.retrieve(name).id == name for name in names)
-    with pytest.raises(openai.NotFoundError, match="tiny:off"):
+    with pytest.raises(openai.NotFoundError, match="tiny:off") as refused:
         api.models.retrieve("other")
+    error = refused.value
+    assert (error.type, error.code, error.param) == ("invalid_request_error", "model_not_found", "model")
+
+
+def test_the_context_is_told(api: openai.OpenAI, client: TestClient, language_model: LanguageModel) -> None:
+    lengths = {each.id: each.max_model_len for each in api.models.list()}
+    assert lengths == {"tiny": language_model.context, "tiny:off": language_model.context, "tiny:embedder": None}
+    assert client.post("/tokenize", json={"prompt": "a"}).json()["max_model_len"] == language_model.context
 
 
 # --- completions -----------------------------------------------------------------------------------------------------
@@ -177,8 +185,9 @@ def test_a_token_is_the_api_key(app_with: Make) -> None:
                 if key == "right":
                     assert api.completions.create(model="tiny", prompt="a", max_tokens=1).choices
                 else:
-                    with pytest.raises(openai.AuthenticationError):
+                    with pytest.raises(openai.AuthenticationError) as refused:
                         api.models.list()
+                    assert refused.value.code == "invalid_api_key"
 
 
 # --- embeddings ------------------------------------------------------------------------------------------------------

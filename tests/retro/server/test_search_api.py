@@ -10,6 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from indexing.retriever import Retriever
+from indexing.store.errors import NotFound
+from indexing.tokenizer import Tokenizer
 from tests.retro.server.conftest import TEXT, Make
 
 TEXTS = [TEXT, "gradient of the loss", "检索模型训练"]
@@ -79,6 +81,9 @@ def test_requests_at_the_same_time_get_their_own_answers(client: TestClient) -> 
         ({"tokens": [[]]}, None, "empty"),
         ({"tokens": [[10**6]]}, None, "token id 1000000"),
         ({"tokens": [[5] * 17_000]}, "tokens", "at most 16,384 (max_input_tokens)"),
+        ({"texts": ["a" * 200_000, "b" * 70_000]}, "texts", "270,000 characters, at most 262,144 (max_characters)"),
+        ({"texts": ["a"] * 65, "rerank": "hybrid"}, None, "16,640 candidates, at most 16,384 (max_candidates)"),
+        ({"texts": ["a"] * 164, "k": 100}, None, "16,400 candidates, at most 16,384 (max_candidates)"),
         ({"vectors": [[0.5] * 31]}, "vectors", "vectors[0] has 31 numbers, the embedder's vectors have 32"),
         ({"vectors": [[0.5] * 32, [math.nan] * 32]}, "vectors.1.0", "finite"),
         ({"vectors": [[math.inf] * 32]}, "vectors.0.0", "finite"),
@@ -140,6 +145,22 @@ def test_a_document_is_its_chunks(client: TestClient) -> None:
     assert beyond["chunks"] == []
 
 
+def test_any_id_can_be_asked_for(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_path = client.get("/documents/doc-1", params={"count": 2}).json()
+    assert client.get("/documents", params={"id": "doc-1", "count": 2}).json() == by_path
+    assert client.get("/documents").status_code == 422
+    asked: list[str] = []
+
+    def document(self: Retriever, document_id: str, first: int, count: int) -> None:
+        asked.append(document_id)
+        raise NotFound("none")
+
+    monkeypatch.setattr(Retriever, "document", document)
+    odd = [".", "..", "a\nb", "\r\n", "../../etc/passwd", "a//b", "#?&=%00", "汉字"]
+    assert [client.get("/documents", params={"id": each}).status_code for each in odd] == [404] * len(odd)
+    assert asked == odd
+
+
 @pytest.mark.parametrize("path", ["/chunks/10000000", f"/chunks/{2**62}", "/documents/none", "/documents/a/b"])
 def test_what_is_not_there_is_404(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
@@ -178,6 +199,18 @@ def test_neighbors_as_tokens_are_what_the_retriever_gives_a_model(client: TestCl
         assert problem(client, "/neighbors/tokens", **wrong)[:2] == (422, param)
     assert problem(client, "/neighbors/tokens", chunks=[[10**6] * 16])[0] == 422
     assert problem(client, "/neighbors/tokens", chunks=[whole] * 257)[:2] == (422, "chunks")
+
+
+@pytest.mark.parametrize("path", ["/embed", "/neighbors", "/score", "/tokenize", "/generate"])
+def test_long_texts_are_refused_before_they_are_cut_into_tokens(
+    client: TestClient, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = {"/embed": "texts", "/tokenize": "prompt", "/generate": "prompt"}.get(path, "text")
+    monkeypatch.setattr(Tokenizer, "encode_batch", None)
+    text = "a" * (2**18 + 1)
+    status, param, message = problem(client, path, **{field: [text] if field == "texts" else text})
+    assert (status, param) == (422, field)
+    assert "max_characters" in message
 
 
 def test_a_text_may_have_so_many_chunks(app_with: Make) -> None:
