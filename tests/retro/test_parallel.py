@@ -155,6 +155,24 @@ def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dic
     return {"volume": dict(communication.volume), "sent": dict(communication.sent)}
 
 
+def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
+    """What a step of eight rows measures, labels on answers alone, taken as one batch or as several."""
+    model, placement, processes = build(num_experts=4).train(), place("cpu", "float32"), Processes(parallel, CPU)
+    size = 8 // accumulation
+    shared: Any = (model, processes, placement)
+    piped = parallel.pipeline > 1
+    passes: Passes = Pipeline(*shared, size, z_weight=0.01) if piped else WholeModel(*shared, z_weight=0.01)
+    rows = processes.rows(size)
+    own = [
+        {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
+        for part in divided(answers_only(8), accumulation)
+    ]
+    parameters = [parameter for _, parameter in all_parameters(passes.parts)]
+    optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
+    settings = TrainSettings(accumulation=accumulation, monitor_every=0, z_loss=0.01)
+    return make_step(passes, optimizer, iter(own), processes, placement, settings)(0).metrics
+
+
 def graphs() -> dict[str, int]:
     """How many a compiled, checkpointed model of several processes has after a training step, and after an evaluation."""
     torch.compile = partial(torch.compile, backend="aot_eager")
@@ -176,24 +194,6 @@ def graphs() -> dict[str, int]:
                 passes.forward_backward(cut, Share(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True))
         counts[name] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return counts
-
-
-def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
-    """What a step of eight rows measures, labels on answers alone, taken as one batch or as several."""
-    model, placement, processes = build(num_experts=4).train(), place("cpu", "float32"), Processes(parallel, CPU)
-    size = 8 // accumulation
-    shared: Any = (model, processes, placement)
-    piped = parallel.pipeline > 1
-    passes: Passes = Pipeline(*shared, size, z_weight=0.01) if piped else WholeModel(*shared, z_weight=0.01)
-    rows = processes.rows(size)
-    own = [
-        {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
-        for part in divided(answers_only(8), accumulation)
-    ]
-    parameters = [parameter for _, parameter in all_parameters(passes.parts)]
-    optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
-    settings = TrainSettings(accumulation=accumulation, monitor_every=0, z_loss=0.01)
-    return make_step(passes, optimizer, iter(own), processes, placement, settings)(0).metrics
 
 
 def process(rank: int, folder: Path, config: Config) -> None:
@@ -223,9 +223,9 @@ def process(rank: int, folder: Path, config: Config) -> None:
         (folder / "changed.json").write_text(json.dumps(metrics))
     counted = [communicated(parallel, accumulation) for parallel, accumulation in COUNTED]
     (folder / f"communicated.{rank}.json").write_text(json.dumps(counted))
-    (folder / f"graphs.{rank}.json").write_text(json.dumps(graphs()))
     steps = [accumulated(parallel, count) for parallel in ACCUMULATED for count in (1, 2)]
     (folder / f"accumulated.{rank}.json").write_text(json.dumps(steps))
+    (folder / f"graphs.{rank}.json").write_text(json.dumps(graphs()))
 
 
 @pytest.fixture(scope="module")
