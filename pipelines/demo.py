@@ -7,7 +7,7 @@ same tokens → held-out bits-per-byte → neighbors, a generated paragraph, rep
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,15 +18,16 @@ from indexing.store.files import read_json, write_bytes, write_json
 from pipelines import report
 from pipelines.config import Config
 from pipelines.datastore_verbs import indented
-from pipelines.eval_report import in_words, measure_all
 from pipelines.model_verbs import GenerateOptions, generate_texts
 from pipelines.progress import print_rows
 from pipelines.python_corpus import write_python_corpus
 from pipelines.settings import load, to_toml
 from pipelines.training import run_training
-from retro.evaluation import EvaluationSettings, Result, compare
-from retro.evaluation_sets import EvaluationSet
-from retro.generation import GenerationSettings
+from retro.evaluation_settings import EvaluationSettings
+from retro.generation_settings import GenerationSettings
+
+if TYPE_CHECKING:
+    from retro.evaluation import Result
 
 log = logging.getLogger("retro")
 
@@ -51,11 +52,14 @@ class DemoOptions:
 
 def demo(options: DemoOptions) -> int:
     """`retro demo`."""
+    from pipelines.eval_report import in_words, measure_all
     from pipelines.executors import make_executor
     from pipelines.index_report import sample_examples, write_index_report
     from pipelines.stages import build
     from retro.checkpoint import load_model, open_checkpoint
     from retro.device import place
+    from retro.evaluation import compare
+    from retro.evaluation_sets import EvaluationSet
 
     config = _config(options)
     print(f"1. datastore: {config.datastore}")
@@ -226,7 +230,7 @@ def _print_datastore(measured: dict[str, Any]) -> None:
     )
 
 
-def _results_table(baseline: Result, off: Result, on: list[Result]) -> report.Table:
+def _results_table(baseline: "Result", off: "Result", on: "list[Result]") -> report.Table:
     names = ["baseline (no retrieval)", "RETRO, retrieval OFF", *(f"RETRO, retrieval ON, k={r.k}" for r in on)]
     rows = [
         [

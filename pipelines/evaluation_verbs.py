@@ -2,16 +2,18 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from pipelines.progress import print_rows
-from pipelines.qa_modes import QaSettings
-from retro.checkpoint import Checkpoint
-from retro.evaluation import EvaluationSettings
-from retro.evaluation_sets import EvaluationSet
+from pipelines.qa_settings import QaSettings
+from retro.evaluation_settings import EvaluationSettings
+
+if TYPE_CHECKING:
+    from retro.checkpoint import Checkpoint
+    from retro.evaluation_sets import EvaluationSet
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     return 0
 
 
-def _check_ids(checkpoint: Checkpoint, sets: list[EvaluationSet]) -> None:
+def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
     for each in sets:
         if not checkpoint.reads(ids := int(each.datastore.manifest["vocab_size"])):
             raise InputError(

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from indexing.device import Precision
 from indexing.store.errors import InputError
 from pipelines.progress import human_bytes
-from retro.device import Precision
 
 
 @dataclass(frozen=True)

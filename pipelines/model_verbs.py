@@ -12,8 +12,7 @@ from pipelines.config import Config
 from pipelines.datastore_verbs import inspect_datastore
 from pipelines.progress import human_bytes, print_rows, progress
 from pipelines.training import Learning, finetune_quietly, run_training, train_quietly
-from retro.generation import GenerationSettings
-from retro.loggers import as_line
+from retro.generation_settings import GenerationSettings
 
 log = logging.getLogger("retro")
 _WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # files that others write
@@ -33,6 +32,7 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
     """In this process, in several that torchrun has started, or on Ray. Among several processes the first one speaks."""
     from pipelines.run_report import write_run_report
     from retro.checkpoint import latest
+    from retro.loggers import as_line
     from retro.processes import joined
     from retro.run import read_metrics
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import uvicorn
 
 from indexing.store.errors import InputError
-from pipelines.ray_serve import ClusterSettings, Served, serve_on_ray
+from pipelines.cluster_settings import ClusterSettings
 from retro.server.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def serve(datastore: str, options: ServeOptions) -> int:
 
 def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str) -> int:
     """Until SIGTERM or Ctrl-C. Ray drains the front ends: what was accepted is answered."""
+    from pipelines.ray_serve import Served, serve_on_ray
+
     served = Served(datastores, options.checkpoint, options.device, token, options)
     with serve_on_ray(served, options.cluster, options.host, options.port) as url:
         # Only now: Ray has put a handler of its own there, which aborts the process three seconds later.

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-Schedule = Literal["cosine", "linear", "wsd", "constant"]
+from retro.train_settings import Schedule
 
 
 def make_optimizer(

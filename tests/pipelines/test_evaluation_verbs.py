@@ -14,11 +14,12 @@ from indexing.store.errors import InputError
 from pipelines import eval_qa
 from pipelines.cli import main
 from pipelines.eval_qa import Answered
-from pipelines.qa_modes import Mode, QaSettings, all_modes, found_passages
+from pipelines.qa_modes import Mode, all_modes, found_passages
+from pipelines.qa_settings import QaSettings
 from pipelines.settings import to_toml
 from retro.checkpoint import open_checkpoint
 from retro.decoding import Given
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.questions import Question
 from tests.conftest import tiny_config
 

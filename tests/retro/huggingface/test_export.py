@@ -19,7 +19,7 @@ from indexing.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
 from pipelines.cli import main
 from retro.checkpoint import load_model, open_checkpoint
 from retro.exported import exported, write_exported
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.huggingface.export import as_family, export_folder
 from retro.huggingface.remote_files import MODEL, remote_files
 from retro.language_model import LanguageModel

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.language_model import LanguageModel
 from tests.retro.server.conftest import TEXT, Make
 
