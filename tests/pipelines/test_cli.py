@@ -10,7 +10,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.tokenizer import Tokenizer
-from pipelines.cli import main, table
+from pipelines.cli import VERBS, main
 from pipelines.settings import to_toml
 from tests.conftest import tiny_config
 
@@ -176,7 +176,7 @@ def test_a_mistake_is_told_in_one_message_with_status_2(trained: Path, capsys, a
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("verb", table())
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])
@@ -187,7 +187,7 @@ def test_every_verb_has_help(verb: str, capsys) -> None:
 def test_the_program_without_a_verb_lists_them(capsys) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert all(f"retro {verb}" in printed for verb in table())
+    assert all(f"retro {verb}" in printed for verb in VERBS)
 
 
 def test_the_command_exits_with_the_status(tmp_path) -> None:

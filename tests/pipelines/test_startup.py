@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from pipelines.cli import table
+from pipelines.cli import VERBS
 
 HEAVY = {"torch", "faiss", "ray", "transformers", "autofaiss", "matplotlib", "pyarrow", "sentencepiece", "fastapi"}
 
@@ -40,7 +40,7 @@ MISTAKES = (
 
 
 def test_help_and_mistakes_import_nothing_heavy() -> None:
-    helps = [["--help"], *([*verb.split(), "--help"] for verb in table())]
+    helps = [["--help"], *([*verb.split(), "--help"] for verb in VERBS)]
     commands = json.dumps([sorted(HEAVY), *helps, *MISTAKES])
     process = subprocess.run([sys.executable, "-c", PROGRAM, commands], capture_output=True, text=True, check=True)
     answers = [json.loads(line) for line in process.stdout.splitlines()]
