@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
-from pipelines.progress import setup_logging
+from pipelines.progress import echo, setup_logging
 from pipelines.settings import load
 from retro.stop import Stopped
 
@@ -98,24 +98,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(__doc__)
+        echo(__doc__)
         return 0
     setup_logging()
     try:
         return run_verb(arguments[0], arguments[1:])
     except (InputError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        echo(f"error: {error}", sys.stderr)
         return 2
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise
-        print(f"error: {error}", file=sys.stderr)  # a full disk, a folder that may not be written, …
+        echo(f"error: {error}", sys.stderr)  # a full disk, a folder that may not be written, …
         return 2
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        echo(stopped, sys.stderr)
         return stopped.exit_status
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from what is finished", file=sys.stderr)
+        echo("stopped; the same command goes on from what is finished", sys.stderr)
         return 130
 
 

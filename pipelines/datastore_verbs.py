@@ -19,7 +19,7 @@ from indexing.store.files import read_json, write_json
 from indexing.store.remote import present
 from indexing.tokenizer import read_meta
 from pipelines.config import Config
-from pipelines.progress import StagesView, human_bytes, print_rows, progress
+from pipelines.progress import StagesView, echo, human_bytes, one_line, print_rows, progress
 
 log = logging.getLogger("retro")
 
@@ -56,7 +56,7 @@ def index(options: IndexOptions) -> int:
     )
     if datastore.has("neighbors"):
         print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
-        print(f"report: {datastore.folder / 'report.html'}")
+        echo(f"report: {datastore.folder / 'report.html'}")
     return 0
 
 
@@ -109,10 +109,10 @@ def plan(options: PlanOptions) -> int:
     }
     print_rows(calibration_rows(calibration))
     for name, each in plans.items():
-        print(f"\n{titles[name]}")
+        echo(f"\n{titles[name]}")
         for rows in plan_tables(each, calibration, machines, price, options.days):
             print_rows(rows)
-            print()
+            echo()
     if options.json:
         write_json(Path(options.json), as_json(calibration, plans))
     return 0
@@ -144,12 +144,12 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
     filters = parse_filters(options.filters)
     hits = retriever.search([text], options.k, filters=filters, rerank=options.rerank).hits[0]
     if options.json:
-        print(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
+        echo(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
         return 0
     for rank, hit in enumerate(hits, start=1):
         score = "" if options.rerank == "embeddings" else f"{options.rerank} {hit.score:.3f}  "
-        print(f"{rank}. {score}cosine {1 - hit.distance / 2:.3f}  {hit.document_id}  (chunk {hit.chunk_id})")
-        print(indented(hit.text) + (f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else "") + "\n")
+        echo(f"{rank}. {score}cosine {1 - hit.distance / 2:.3f}  {one_line(hit.document_id)}  (chunk {hit.chunk_id})")
+        echo(indented(hit.text) + (f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else "") + "\n")
     return 0
 
 
@@ -188,7 +188,7 @@ def delete(datastore: str, options: DeleteOptions) -> int:
     if not numbers:
         raise InputError("name documents to delete: --ids ID …, or --ids-from FILE with one id a line.")
     ranges = np.array([opened.train.chunk_range(number) for number in numbers], dtype=np.int64)
-    print(
+    echo(
         f"{datastore}: {delete_ranges(opened.folder, ranges):,} documents deleted, {int(np.diff(ranges).sum()):,} chunks"
     )
     return 0
@@ -244,14 +244,14 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         found = verify_datastore(folder, progress)
         removed = mend(folder, found) if options.mend else []
     for problem in found.problems:
-        print(problem)
+        echo(problem)
     size = f"{found.artefacts:,} artefacts, {found.files:,} files, {human_bytes(found.bytes)}"
     if not found.problems:
-        print(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
+        echo(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
         return 0
-    print(f"{folder}: {size}: {len(found.problems)} broken")
+    echo(f"{folder}: {size}: {len(found.problems)} broken")
     if options.mend:
-        print(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG` makes it again")
+        echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG` makes it again")
     return 1
 
 

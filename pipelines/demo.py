@@ -19,7 +19,7 @@ from pipelines import report
 from pipelines.config import Config
 from pipelines.datastore_verbs import indented
 from pipelines.model_verbs import GenerateOptions, generate_texts
-from pipelines.progress import print_rows
+from pipelines.progress import echo, one_line, print_rows
 from pipelines.python_corpus import write_python_corpus
 from pipelines.settings import load, to_toml
 from pipelines.training import run_training
@@ -62,19 +62,19 @@ def demo(options: DemoOptions) -> int:
     from retro.evaluation_sets import EvaluationSet
 
     config = _config(options)
-    print(f"1. datastore: {config.datastore}")
+    echo(f"1. datastore: {config.datastore}")
     datastore = build(config, make_executor(config.executor))
     measured = write_index_report(datastore)
     _print_datastore(measured)
 
     config = _with_steps(config, options)
     tokens = config.train.steps * config.train.batch_size * config.data.sequence_length
-    print(f"\n2. two models, {tokens:,} tokens each ({config.train.steps} steps)")
+    echo(f"\n2. two models, {tokens:,} tokens each ({config.train.steps} steps)")
     outcomes = {name: run_training(run, name) for name, run in runs_of(config).items()}
     for name, outcome in outcomes.items():
-        print(f"   {name}: {outcome.parameters:,} parameters without embeddings")
+        echo(f"   {name}: {outcome.parameters:,} parameters without embeddings")
 
-    print("\n3. held-out documents")
+    echo("\n3. held-out documents")
     placement = place(config.train.device, config.train.precision)
     models = {
         name: load_model(open_checkpoint(outcome.checkpoint), placement.device) for name, outcome in outcomes.items()
@@ -92,21 +92,21 @@ def demo(options: DemoOptions) -> int:
         f"RETRO ON (k={on[0].k}) against the baseline: {in_words(*compare(on[0], baseline))}; "
         "one training run each, and another seed can move a small model by more than that",
     ]
-    print("\n".join(f"   {line}" for line in verdict))
+    echo("\n".join(f"   {line}" for line in verdict))
 
     from indexing.retriever import Retriever
     from retro.language_model import LanguageModel
 
     retriever = Retriever.open(config.datastore)
     examples = sample_examples(retriever, 3)
-    print("\n4. three held-out chunks and their neighbors")
+    echo("\n4. three held-out chunks and their neighbors")
     _print_examples(examples)
 
     prompt = _first_words(retriever, datastore)
     options_for_text = GenerateOptions(prompt=(prompt,), k=config.data.k, generation=GenerationSettings(max_tokens=150))
     language_model = LanguageModel.open(outcomes["retro"].checkpoint, retriever, config.train.device)
     (text,) = generate_texts(language_model, options_for_text)
-    print(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(prompt + text)}")
+    echo(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(prompt + text)}")
 
     path = options.out / "report.html"
     _write_html(path, retriever, measured, outcomes, table, verdict, examples, prompt, text, tokens)
@@ -115,10 +115,10 @@ def demo(options: DemoOptions) -> int:
         "verdict": verdict,
     }
     write_json(options.out / "results.json", summary)
-    print(f'\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} "open a file"')
-    print(f"checkpoint: {outcomes['retro'].checkpoint}")
-    print(f"page:       retro serve {config.datastore} --checkpoint {options.out / 'retro'}")
-    print(
+    echo(f'\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} "open a file"')
+    echo(f"checkpoint: {outcomes['retro'].checkpoint}")
+    echo(f"page:       retro serve {config.datastore} --checkpoint {options.out / 'retro'}")
+    echo(
         f"settings:   {options.out / 'demo.toml'}   change them and run: retro train {options.out / 'demo.toml'} --run NEW"
     )
     return 0
@@ -219,11 +219,11 @@ def _print_datastore(measured: dict[str, Any]) -> None:
     from pipelines.index_report import recalls
 
     totals, held_out = measured["splits"]["train"], measured["splits"]["valid"]
-    print(
+    echo(
         f"   {totals['documents']:,} documents, {totals['chunks']:,} chunks, {totals['tokens']:,} tokens; "
         f"held out: {held_out['documents']:,} documents, {held_out['tokens']:,} tokens"
     )
-    print(
+    echo(
         f"   index {measured['index']['key']}, nprobe {measured['index']['nprobe']}; neighbors by {measured['search']}, against exact search: "
         + ", ".join(f"recall@{k} {value:.3f}" for k, value in recalls(measured))
         + f"; missing {100 * measured['neighbors']['train']['missing_share']:.2f}%"
@@ -246,11 +246,11 @@ def _results_table(baseline: "Result", off: "Result", on: "list[Result]") -> rep
 
 def _print_examples(examples: list[report.NeighborExample]) -> None:
     for example in examples:
-        print(f"   ─── chunk\n{indented(_shortened(example.chunk))}")
+        echo(f"   ─── chunk\n{indented(_shortened(example.chunk))}")
         for neighbor in example.neighbors:
-            print(f"   ─── neighbor from {neighbor.document}, squared distance {neighbor.score:.3f}")
-            print(indented(_shortened(neighbor.text) + " ⋯ " + _shortened(neighbor.continuation)))
-        print()
+            echo(f"   ─── neighbor from {one_line(neighbor.document)}, squared distance {neighbor.score:.3f}")
+            echo(indented(_shortened(neighbor.text) + " ⋯ " + _shortened(neighbor.continuation)))
+        echo()
 
 
 def _shortened(text: str, limit: int = 220) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
-from pipelines.progress import print_rows
+from pipelines.progress import echo, print_rows
 from pipelines.qa_settings import QaSettings
 from retro.evaluation_settings import EvaluationSettings
 
@@ -67,7 +67,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
             shares += eval_shares.measure_shares(opened, each, rows, settings, options.device)
     table = eval_report.results_table([each for rows in measured for each in rows])
     print_rows([table.header, *table.rows])
-    print("\n".join(eval_report.change_lines(levels)))
+    echo("\n".join(eval_report.change_lines(levels)))
     tables = [eval_shares.shares_table(shares)] if shares else []
     if statistics:
         labels = [each.label for each in measured[0]]
@@ -87,7 +87,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         write_json(Path(options.json), results)
     if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
         write_eval_page(Path(page), results)
-        print(f"report: {page}")
+        echo(f"report: {page}")
     return 0
 
 
@@ -143,7 +143,7 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
         write_json(Path(options.json), results)
     if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
         write_qa_page(Path(page), results)
-        print(f"report: {page}")
+        echo(f"report: {page}")
     return 0
 
 
@@ -210,7 +210,7 @@ def lm_eval(checkpoint: str, options: LmEvalOptions) -> int:
         log_samples=False,
     )
     assert results is not None  # only other processes of a group get none
-    print(make_table(results))
+    echo(make_table(results))
     if options.json:
         told = {"checkpoint": checkpoint} | asdict(options)
         kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from indexing.device import Precision
 from indexing.store.errors import InputError
-from pipelines.progress import human_bytes
+from pipelines.progress import echo, human_bytes
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ def import_(folder: str, options: ImportOptions) -> int:
     if is_exported(Path(folder)):
         state, tensors = read_folder(Path(folder))
         write_exported(state, tensors, options.to)
-        print(f"{options.to}: {human_bytes(options.to.stat().st_size)}, fingerprint {state['fingerprint']}")
+        echo(f"{options.to}: {human_bytes(options.to.stat().st_size)}, fingerprint {state['fingerprint']}")
         return 0
     base = read_base(Path(folder), options.chunk_length)
     if options.verify and has_transformers():
         difference, largest = verify(base)
-        print(f"logits differ from transformers' by {difference:.2g} at most, the largest is {largest:.3g}")
+        echo(f"logits differ from transformers' by {difference:.2g} at most, the largest is {largest:.3g}")
     elif options.verify:
-        print("logits were not compared: transformers is not installed (pip install 'retro[transformer]')")
+        echo("logits were not compared: transformers is not installed (pip install 'retro[transformer]')")
     import_base(base, options.to, options.context, options.precision)
     number = sum(tensor.numel() for tensor in base.tensors.values())
-    print(f"{options.to}: {base.family}, {number:,} parameters, {human_bytes(options.to.stat().st_size)}")
+    echo(f"{options.to}: {base.family}, {number:,} parameters, {human_bytes(options.to.stat().st_size)}")
     if base.added_rows:
-        print(f"{base.added_rows} ids of its tokenizer had no rows: they have the mean of the others")
+        echo(f"{base.added_rows} ids of its tokenizer had no rows: they have the mean of the others")
     return 0

@@ -10,7 +10,7 @@ import numpy as np
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.datastore_verbs import inspect_datastore
-from pipelines.progress import human_bytes, print_rows, progress
+from pipelines.progress import echo, human_bytes, print_rows, progress
 from pipelines.training import Learning, finetune_quietly, run_training, train_quietly
 from retro.generation_settings import GenerationSettings
 
@@ -45,10 +45,10 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
             run_training(config, name, learning) if rank == 0 else learning(config)
         if rank:
             return 0
-    print(as_line(read_metrics(config.run)[-1]))
-    print(f"checkpoint: {latest(config.run)}")
+    echo(as_line(read_metrics(config.run)[-1]))
+    echo(f"checkpoint: {latest(config.run)}")
     write_run_report([config.run], config.run / "report.html")
-    print(f"report: {config.run / 'report.html'}")
+    echo(f"report: {config.run / 'report.html'}")
     return 0
 
 
@@ -67,7 +67,7 @@ def report(runs: list[str], options: ReportOptions) -> int:
     folders = [Path(run) for run in runs]
     path = Path(options.out) if options.out else folders[0] / ("comparison.html" if folders[1:] else "report.html")
     print_rows(write_run_report(folders, path))
-    print(f"report: {path}")
+    echo(f"report: {path}")
     return 0
 
 
@@ -99,7 +99,7 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     )
     texts = generate_texts(language_model, options)
     between = "\n" if options.chat else ""
-    print("\n───\n".join(prompt + between + text for prompt, text in zip(options.prompt, texts, strict=True)))
+    echo("\n───\n".join(prompt + between + text for prompt, text in zip(options.prompt, texts, strict=True)))
     return 0
 
 
@@ -202,5 +202,5 @@ def export(checkpoint: str, options: ExportOptions) -> int:
         names = {"datastore": options.datastore, "tokenizer": options.tokenizer}
         export_folder(opened, options.to, **names, max_shard_size=options.max_shard_size)
         size = sum(file.stat().st_size for file in options.to.iterdir())
-    print(f"{options.to}: {human_bytes(size)}, step {opened.step:,} of {opened.path}")
+    echo(f"{options.to}: {human_bytes(size)}, step {opened.step:,} of {opened.path}")
     return 0

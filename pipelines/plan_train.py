@@ -18,7 +18,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from pipelines.config import Config
 from pipelines.plan_report import long_time
-from pipelines.progress import human_bytes, human_count, print_rows
+from pipelines.progress import echo, human_bytes, human_count, print_rows
 from retro.batches import DataSettings
 from retro.model_settings import ModelSettings
 from retro.parallel_settings import Checkpointing, ParallelSettings, Zero, num_microbatches
@@ -126,8 +126,8 @@ def plan_train(options: PlanTrainOptions) -> int:
     plan = plan_training(options)
     for rows in tables(plan, options):
         print_rows(rows)
-        print()
-    print(advice(plan, options))
+        echo()
+    echo(advice(plan, options))
     if options.json:
         write_json(Path(options.json), asdict(plan))
     return 0

@@ -1,4 +1,4 @@
-"""The one progress bar, the one view of all stages, the one logger, and numbers as people read them.
+"""Everything that reaches the terminal: one progress bar, one view of all stages, one logger, one `echo`, readable numbers.
 
     with progress("embed", total=12345, unit="chunks") as advance:
         advance(512)
@@ -16,11 +16,13 @@ starts, each minute, and when something is done. In both, a summary with the rat
 
 import contextlib
 import logging
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -247,7 +249,29 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def print_rows(rows: list[list[str]]) -> None:
     """Rows of text as aligned columns on standard output."""
-    print("\n".join(aligned(rows)))
+    echo("\n".join(aligned(rows)))
+
+
+def echo(text: object = "", file: TextIO | None = None) -> None:
+    """Print text, `printable`, on standard output or to a file. The project prints through this function alone."""
+    print(printable(str(text)), file=file, flush=True)
+
+
+# Control characters but line breaks and tabs, marks that reverse the order of what follows, halves of surrogate pairs.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Text that cannot control the terminal (its title, its clipboard, its colors), whoever wrote it.
+
+    Control characters become `\u001b` and the like, so JSON keeps its meaning; line breaks and tabs stay.
+    """
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
+
+
+def one_line(text: str) -> str:
+    r"""The same without line breaks and tabs (`\u000a`, `\u0009`), for a name that must not look like more than one line."""
+    return printable(text).replace("\n", "\\u000a").replace("\t", "\\u0009")
 
 
 @contextlib.contextmanager
@@ -305,11 +329,11 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """One message, which says so if it is a warning."""
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        message = level + self.format(record)
+        message = printable(level + self.format(record))
         if _live:
             _live[-1].console.print(Text(message), soft_wrap=True)
         else:
-            print(message, file=sys.stderr, flush=True)
+            echo(message, sys.stderr)
 
 
 def setup_logging() -> None:
