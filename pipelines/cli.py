@@ -10,7 +10,7 @@
     retro eval-qa CHECKPOINT QUESTIONS exact match and F1         retro lm-eval CHECKPOINT --tasks TASK …
     retro eval-retrieval DATASTORE QUESTIONS                      hit@k, recall@k and MRR of searches
     retro report RUN [RUN2 …]         curves of training runs     retro serve DATASTORE  search and model over HTTP
-    retro verify DATASTORE            every checksum and cross-reference
+    retro verify DATASTORE|CHECKPOINT every checksum, and the cross-references of a datastore
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file, or a folder for transformers
     retro import FOLDER --to FILE     a folder in Hugging Face's format as a CHECKPOINT
     retro extend-vocabulary CHECKPOINT|TOKENIZER --to FOLDER      pieces of a corpus, and rows for them
@@ -81,7 +81,7 @@ VERBS = {
     "serve": Verb("serve_verb", "serve", "ServeOptions", ("DATASTORE",)),
     "delete": Verb("datastore_verbs", "delete", "DeleteOptions", ("DATASTORE",)),
     "inspect": Verb("model_verbs", "inspect", "InspectOptions", ("DATASTORE|CHECKPOINT",)),
-    "verify": Verb("datastore_verbs", "verify", "VerifyOptions", ("DATASTORE",)),
+    "verify": Verb("model_verbs", "verify", "VerifyOptions", ("DATASTORE|CHECKPOINT",)),
     "export": Verb("model_verbs", "export", "ExportOptions", ("CHECKPOINT",)),
     "import": Verb("huggingface_verbs", "import_", "ImportOptions", ("FOLDER",)),
     "extend-vocabulary": Verb(

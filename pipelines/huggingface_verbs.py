@@ -5,6 +5,7 @@ from pathlib import Path
 
 from indexing.device import Precision
 from indexing.store.errors import InputError
+from pipelines.model_verbs import check_target
 from pipelines.progress import echo, human_bytes
 
 
@@ -23,6 +24,8 @@ class ImportOptions:
     """Of matrix products in scoring and generation, as `train.precision`."""
     verify: bool = True
     """Compare its logits with those of `transformers`, where that is installed; both models are in memory at a time."""
+    overwrite: bool = False
+    """Replace the file if it exists."""
 
 
 def import_(folder: str, options: ImportOptions) -> int:
@@ -34,6 +37,7 @@ def import_(folder: str, options: ImportOptions) -> int:
 
     if options.to.suffix != ".safetensors":
         raise InputError(f"to = {str(options.to)!r}: the name must end in .safetensors, by which such a file is known.")
+    check_target(options.to, options.overwrite)
     if is_exported(Path(folder)):
         state, tensors = read_folder(Path(folder))
         write_exported(state, tensors, options.to)

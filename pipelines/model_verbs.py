@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from indexing.store.errors import InputError
+from pipelines import datastore_verbs
 from pipelines.config import Config
-from pipelines.datastore_verbs import inspect_datastore
-from pipelines.progress import echo, human_bytes, print_rows, progress
+from pipelines.datastore_verbs import VerifyOptions
+from pipelines.progress import echo, human_bytes, print_groups, print_rows, progress
 from pipelines.training import Learning, finetune_quietly, run_training, train_quietly
 from retro.generation_settings import GenerationSettings
 
@@ -135,15 +136,19 @@ class InspectOptions:
 
 def inspect(path: str, options: InspectOptions) -> int:
     """`retro inspect DATASTORE|CHECKPOINT`."""
-    from retro.checkpoint import locate
-
-    if locate(Path(path)) is not None:
+    if is_checkpoint(Path(path)):
         return inspect_checkpoint(Path(path))
-    return inspect_datastore(Path(path))
+    return datastore_verbs.inspect_datastore(Path(path))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is of a checkpoint (whole or not), a run, `RUN@best` or an exported file; else it is of a datastore."""
+    named = path.suffix == ".safetensors" or path.name.endswith("@best")
+    return named or (path / "state.json").exists() or (path / "checkpoints").is_dir()
 
 
 def inspect_checkpoint(path: Path) -> int:
-    """Step, sizes, parameters and settings."""
+    """Step, sizes and parameters, then the settings by section."""
     import torch
 
     from retro.checkpoint import open_checkpoint
@@ -153,19 +158,49 @@ def inspect_checkpoint(path: Path) -> int:
     opened = open_checkpoint(path)
     with torch.device("meta"):
         model = Retro(opened.model)
-    rows = [["checkpoint", str(opened.path)], ["fingerprint", opened.fingerprint]]
-    rows += [["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
+    rows = [["fingerprint", opened.fingerprint], ["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
     rows.append(
         ["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"]
     )
     if opened.model.num_experts:
         rows.append(["parameters of a token", f"{count_active_parameters(model):,}"])
     rows.append(["datastores", ", ".join(opened.settings["data"]["datastores"])])
-    rows += [
-        [f"{section}.{key}", str(value)] for section, values in opened.settings.items() for key, value in values.items()
-    ]
-    print_rows(rows)
+    sections = {
+        f"[{section}]": [[key, str(value)] for key, value in values.items()]
+        for section, values in opened.settings.items()
+    }
+    print_groups({str(opened.path): rows, **sections})
     return 0
+
+
+def verify(path: str, options: VerifyOptions) -> int:
+    """`retro verify DATASTORE|CHECKPOINT`: 0 = all is as written, 1 = something is broken."""
+    if not is_checkpoint(Path(path)):
+        return datastore_verbs.verify(path, options)
+    if options.mend:
+        raise InputError(
+            f"--mend applies only to datastores, and {path} is not one. Remove a broken checkpoint yourself."
+        )
+    return verify_checkpoints(Path(path))
+
+
+def verify_checkpoints(path: Path) -> int:
+    """Compare every byte of a checkpoint, or of all checkpoints of a run, with sizes and checksums of when it was written."""
+    from retro.checkpoint import best, finished, locate, open_checkpoint
+
+    of_run = {*finished(path), best(path)} - {None}
+    checkpoints = sorted(filter(None, of_run)) or [locate(path) or open_checkpoint(path).path]
+    broken, size = 0, 0
+    for each in checkpoints:
+        size += sum(file.stat().st_size for file in (each.iterdir() if each.is_dir() else [each]))
+        try:
+            open_checkpoint(each)
+        except InputError as error:
+            broken += 1
+            echo(error)
+    checked = f"{path}: {len(checkpoints):,} checkpoints, {human_bytes(size)}"
+    echo(f"{checked}: {broken:,} broken" if broken else f"{checked}: every byte is as written")
+    return int(broken > 0)
 
 
 @dataclass(frozen=True)
@@ -181,6 +216,8 @@ class ExportOptions:
     """With a folder: a Hugging Face tokenizer's folder to copy as it is, in place of the datastore's."""
     max_shard_size: str = "5GB"
     """With a folder: size of a file of weights."""
+    overwrite: bool = False
+    """Replace the file if it exists. A folder must be new or empty."""
 
 
 def export(checkpoint: str, options: ExportOptions) -> int:
@@ -192,6 +229,7 @@ def export(checkpoint: str, options: ExportOptions) -> int:
         raise InputError(
             f"to = {str(options.to)!r}: a file must end in .safetensors, and a folder not like one of weights."
         )
+    check_target(options.to, options.overwrite)
     opened = open_checkpoint(Path(checkpoint))
     if options.to.suffix == ".safetensors":
         write_file(opened, options.to)
@@ -204,3 +242,13 @@ def export(checkpoint: str, options: ExportOptions) -> int:
         size = sum(file.stat().st_size for file in options.to.iterdir())
     echo(f"{options.to}: {human_bytes(size)}, step {opened.step:,} of {opened.path}")
     return 0
+
+
+def check_target(file: Path, overwrite: bool) -> None:
+    """Refuse to replace a file unless told to.
+
+    Raises:
+        InputError: it exists.
+    """
+    if file.is_file() and not overwrite:
+        raise InputError(f"to = {str(file)!r} exists already. Name another file, or replace it with --overwrite.")

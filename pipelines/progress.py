@@ -20,7 +20,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -250,6 +250,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def print_rows(rows: list[list[str]]) -> None:
     """Rows of text as aligned columns on standard output."""
     echo("\n".join(aligned(rows)))
+
+
+def print_groups(groups: Mapping[str, list[list[str]]]) -> None:
+    """Rows of text under headings, a blank line between two groups."""
+    echo("\n\n".join("\n".join([heading, *(f"  {row}" for row in aligned(rows))]) for heading, rows in groups.items()))
 
 
 def echo(text: object = "", file: TextIO | None = None) -> None:
