@@ -147,8 +147,8 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
         echo(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
         return 0
     for rank, hit in enumerate(hits, start=1):
-        score = "" if options.rerank == "embeddings" else f"{options.rerank} {hit.score:.3f}  "
-        echo(f"{rank}. {score}cosine {1 - hit.distance / 2:.3f}  {one_line(hit.document_id)}  (chunk {hit.chunk_id})")
+        figures = f"score {hit.score:.3f}  distance {hit.distance:.3f}"
+        echo(f"{rank}. {figures}  {one_line(hit.document_id)}  (chunk {hit.chunk_id})")
         echo(indented(hit.text) + (f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else "") + "\n")
     return 0
 
