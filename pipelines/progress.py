@@ -16,7 +16,9 @@ starts, each minute, and when something is done. In both, a summary with the rat
 
 import contextlib
 import logging
+import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -258,8 +260,16 @@ def print_groups(groups: Mapping[str, list[list[str]]]) -> None:
 
 
 def echo(text: object = "", file: TextIO | None = None) -> None:
-    """Print text, `printable`, on standard output or to a file. The project prints through this function alone."""
-    print(printable(str(text)), file=file, flush=True)
+    """Print text, `printable`, on standard output or to a file. The project prints through this function alone.
+
+    Where the reader has gone (`| head`), the program ends without a word, with the status of SIGPIPE.
+    """
+    file = file or sys.stdout
+    try:
+        print(printable(str(text)), file=file, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what is still to be flushed goes nowhere
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 # Control characters but line breaks and tabs, marks that reverse the order of what follows, halves of surrogate pairs.

@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import subprocess
 import sys
 import unicodedata
 from pathlib import Path
@@ -86,3 +88,13 @@ def test_errors_messages_and_tables_are_shown(capsys) -> None:
     assert printed.out.startswith("\\u001b]0;owned")
     assert "error: nowhere\\u001b]0;owned" in printed.err
     assert "warning: \\u001b]0;owned" in printed.err
+
+
+def test_a_reader_that_wants_no_more_ends_the_program_quietly() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", "--help"], stdout=writing, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (141, b"")
