@@ -73,8 +73,8 @@ def right_documents(retrieval: RetrievalSet, questions: Sequence[Question]) -> l
     for question in questions:
         if not question.positive_ids:
             raise InputError(
-                f'question {question.id!r} has no "positive_ids". Retrieval is measured with questions that name the documents '
-                'with an answer: "positive_ids": ["id", …].'
+                f'question {question.id!r} has no "positive_ids". Questions must name the documents that hold their answers: '
+                '"positive_ids": ["id", …].'
             )
         found = [number for each in question.positive_ids for number in numbers[each]]
         if not found:

@@ -260,7 +260,7 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
         (["eval-qa", "RUN", "QUESTIONS", "--qa.gold"], ["qa.gold", "set qa.neighbor_passages"]),
         (
             ["eval-qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--qa.neighbor-passages", "2", "--qa.gold"],
-            ["question 'q0'", "it has no positive_ids"],
+            ["question 'q0'", 'has no "positive_ids"'],
         ),
         (["eval-qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
         (["eval-qa", "nowhere", "QUESTIONS"], ["nowhere is neither a checkpoint"]),
