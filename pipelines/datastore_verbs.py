@@ -131,7 +131,7 @@ class SearchOptions:
     also: tuple[str, ...] = ()
     """Further datastores, searched with the first as one."""
     json: bool = False
-    """Print JSON instead of text."""
+    """Print JSON, which holds the exact text. Otherwise control characters are shown as `\\u001b`."""
 
 
 def search(datastore: str, text: str, options: SearchOptions) -> int:

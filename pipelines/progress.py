@@ -352,8 +352,9 @@ class _Handler(logging.Handler):
 
 
 def setup_logging() -> None:
-    """Send the project's messages to standard error; called once, by the command line."""
+    """Send the project's messages to standard error, and warnings of libraries; called once, by the command line."""
     log.handlers[:] = [_Handler()]
+    logging.lastResort = _Handler(logging.WARNING)  # for every logger without a handler
     log.setLevel(logging.INFO)
     log.propagate = False
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from pipelines import model_verbs
 from pipelines.cli import main
-from pipelines.progress import one_line, print_rows, printable, setup_logging
+from pipelines.progress import one_line, print_rows, printable
 from retro.language_model import LanguageModel
 from tests.conftest import build_local, tiny_config
 
@@ -78,16 +79,19 @@ def test_generated_text_is_shown(monkeypatch, capsys) -> None:
     assert printed.endswith("\n\tend\n")
 
 
-def test_errors_messages_and_tables_are_shown(capsys) -> None:
+def test_errors_messages_and_tables_are_shown(monkeypatch, capsys) -> None:
     assert main(["inspect", f"nowhere{ATTACK}"]) == 2
-    setup_logging()
     model_verbs.log.warning("%s", ATTACK)
+    library = logging.getLogger("library")
+    monkeypatch.setattr(library, "propagate", False)  # pytest has handlers above it
+    library.warning("of a library %s", ATTACK)
     print_rows([[ATTACK, "b"]])
     printed = capsys.readouterr()
     assert controls(printed.out + printed.err) == set()
     assert printed.out.startswith("\\u001b]0;owned")
     assert "error: nowhere\\u001b]0;owned" in printed.err
     assert "warning: \\u001b]0;owned" in printed.err
+    assert "warning: of a library \\u001b]0;owned" in printed.err
 
 
 def test_a_reader_that_wants_no_more_ends_the_program_quietly() -> None:
