@@ -25,7 +25,8 @@ from training import SMALL, their_model
 from indexing.retriever import Retriever
 from retro.decoding import Decoder, Retrieve
 from retro.device import Placement, place
-from retro.generation import GenerationSettings, generate
+from retro.generation import generate
+from retro.generation_settings import GenerationSettings
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.text_stream import Decode

@@ -2,6 +2,9 @@
 
 import contextlib
 import ctypes
+from typing import Literal
+
+Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 

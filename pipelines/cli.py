@@ -10,7 +10,7 @@
     retro eval-qa CHECKPOINT QUESTIONS exact match and F1         retro lm-eval CHECKPOINT --tasks TASK …
     retro eval-retrieval DATASTORE QUESTIONS                      hit@k, recall@k and MRR of searches
     retro report RUN [RUN2 …]         curves of training runs     retro serve DATASTORE  search and model over HTTP
-    retro verify DATASTORE            every checksum and cross-reference
+    retro verify DATASTORE|CHECKPOINT every checksum, and the cross-references of a datastore
     retro export CHECKPOINT --to FILE weights and settings in one safetensors file, or a folder for transformers
     retro import FOLDER --to FILE     a folder in Hugging Face's format as a CHECKPOINT
     retro extend-vocabulary CHECKPOINT|TOKENIZER --to FOLDER      pieces of a corpus, and rows for them
@@ -22,6 +22,8 @@ CHECKPOINT is a checkpoint's folder, a RUN (its newest), RUN@best (lowest held-o
 Settings come from the TOML file named first and from options (`--train.lr 1e-3`), which win.
 """
 
+import difflib
+import importlib
 import logging
 import os
 import sys
@@ -32,8 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
-from pipelines.doctor import DoctorOptions, doctor
-from pipelines.progress import setup_logging
+from pipelines.progress import echo, setup_logging
 from pipelines.settings import load
 from retro.stop import Stopped
 
@@ -42,57 +43,52 @@ log = logging.getLogger("retro")
 
 @dataclass(frozen=True)
 class Verb:
-    """A row of the table.
+    """A row of the table. Names in place of objects: a verb imports its own module only, and a mistyped one none.
 
     Attributes:
-        run: called with the positional arguments and the settings; returns the exit status.
-        settings: the type of its settings.
+        module: of `pipelines`, which holds the next two.
+        run: function called with the positional arguments and the settings; returns the exit status.
+        settings: type of its settings.
         positional: names of the positional arguments. `CONFIG` is a TOML file and goes into the settings; `[CONFIG]` may be
             left out. One that ends in `…`, alone, stands for one or more, handed on as a list.
     """
 
-    run: Callable[..., int]
-    settings: type[Any]
+    module: str
+    run: str
+    settings: str
     positional: tuple[str, ...] = ()
 
+    def load(self) -> tuple[Callable[..., int], type[Any]]:
+        """The function and the type of its settings."""
+        module = importlib.import_module(f"pipelines.{self.module}")
+        return getattr(module, self.run), getattr(module, self.settings)
 
-DOCTOR = Verb(doctor, DoctorOptions)
 
-
-def table() -> dict[str, Verb]:
-    """Every verb. What they import is imported here: `retro doctor` must run where torch or numpy does not."""
-    from pipelines import datastore_verbs, evaluation_verbs, huggingface_verbs, model_verbs, question_verbs
-    from pipelines.config import Config
-    from pipelines.demo import DemoOptions, demo
-    from pipelines.plan_train import PlanTrainOptions, plan_train
-    from pipelines.serve_verb import ServeOptions, serve
-    from pipelines.vocabulary_verb import ExtendVocabularyOptions, extend_vocabulary
-
-    return {
-        "demo": Verb(demo, DemoOptions),
-        "plan": Verb(datastore_verbs.plan, datastore_verbs.PlanOptions, ("[CONFIG]",)),
-        "plan train": Verb(plan_train, PlanTrainOptions, ("[CONFIG]",)),
-        "index": Verb(datastore_verbs.index, datastore_verbs.IndexOptions, ("CONFIG",)),
-        "train": Verb(model_verbs.train, Config, ("CONFIG",)),
-        "finetune": Verb(model_verbs.finetune, Config, ("CONFIG",)),
-        "eval": Verb(evaluation_verbs.evaluate, evaluation_verbs.EvalOptions, ("CHECKPOINT",)),
-        "eval-qa": Verb(evaluation_verbs.evaluate_qa, evaluation_verbs.EvalQaOptions, ("CHECKPOINT", "QUESTIONS")),
-        "eval-retrieval": Verb(
-            question_verbs.evaluate_retrieval, question_verbs.EvalRetrievalOptions, ("DATASTORE", "QUESTIONS")
-        ),
-        "lm-eval": Verb(evaluation_verbs.lm_eval, evaluation_verbs.LmEvalOptions, ("CHECKPOINT",)),
-        "report": Verb(model_verbs.report, model_verbs.ReportOptions, ("RUN…",)),
-        "generate": Verb(model_verbs.generate, model_verbs.GenerateOptions, ("CHECKPOINT",)),
-        "search": Verb(datastore_verbs.search, datastore_verbs.SearchOptions, ("DATASTORE", "TEXT")),
-        "serve": Verb(serve, ServeOptions, ("DATASTORE",)),
-        "delete": Verb(datastore_verbs.delete, datastore_verbs.DeleteOptions, ("DATASTORE",)),
-        "inspect": Verb(model_verbs.inspect, model_verbs.InspectOptions, ("DATASTORE|CHECKPOINT",)),
-        "verify": Verb(datastore_verbs.verify, datastore_verbs.VerifyOptions, ("DATASTORE",)),
-        "export": Verb(model_verbs.export, model_verbs.ExportOptions, ("CHECKPOINT",)),
-        "import": Verb(huggingface_verbs.import_, huggingface_verbs.ImportOptions, ("FOLDER",)),
-        "extend-vocabulary": Verb(extend_vocabulary, ExtendVocabularyOptions, ("CHECKPOINT|TOKENIZER",)),
-        "doctor": DOCTOR,
-    }
+VERBS = {
+    "demo": Verb("demo", "demo", "DemoOptions"),
+    "plan": Verb("datastore_verbs", "plan", "PlanOptions", ("[CONFIG]",)),
+    "plan train": Verb("plan_train", "plan_train", "PlanTrainOptions", ("[CONFIG]",)),
+    "index": Verb("datastore_verbs", "index", "IndexOptions", ("CONFIG",)),
+    "train": Verb("model_verbs", "train", "Config", ("CONFIG",)),
+    "finetune": Verb("model_verbs", "finetune", "Config", ("CONFIG",)),
+    "eval": Verb("evaluation_verbs", "evaluate", "EvalOptions", ("CHECKPOINT",)),
+    "eval-qa": Verb("evaluation_verbs", "evaluate_qa", "EvalQaOptions", ("CHECKPOINT", "QUESTIONS")),
+    "eval-retrieval": Verb("question_verbs", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS")),
+    "lm-eval": Verb("evaluation_verbs", "lm_eval", "LmEvalOptions", ("CHECKPOINT",)),
+    "report": Verb("model_verbs", "report", "ReportOptions", ("RUN…",)),
+    "generate": Verb("model_verbs", "generate", "GenerateOptions", ("CHECKPOINT",)),
+    "search": Verb("datastore_verbs", "search", "SearchOptions", ("DATASTORE", "TEXT")),
+    "serve": Verb("serve_verb", "serve", "ServeOptions", ("DATASTORE",)),
+    "delete": Verb("datastore_verbs", "delete", "DeleteOptions", ("DATASTORE",)),
+    "inspect": Verb("model_verbs", "inspect", "InspectOptions", ("DATASTORE|CHECKPOINT",)),
+    "verify": Verb("model_verbs", "verify", "VerifyOptions", ("DATASTORE|CHECKPOINT",)),
+    "export": Verb("model_verbs", "export", "ExportOptions", ("CHECKPOINT",)),
+    "import": Verb("huggingface_verbs", "import_", "ImportOptions", ("FOLDER",)),
+    "extend-vocabulary": Verb(
+        "vocabulary_verb", "extend_vocabulary", "ExtendVocabularyOptions", ("CHECKPOINT|TOKENIZER",)
+    ),
+    "doctor": Verb("doctor", "doctor", "DoctorOptions"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,24 +98,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(__doc__)
+        echo(__doc__)
         return 0
     setup_logging()
     try:
         return run_verb(arguments[0], arguments[1:])
     except (InputError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        echo(f"error: {error}", sys.stderr)
         return 2
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise
-        print(f"error: {error}", file=sys.stderr)  # a full disk, a folder that may not be written, …
+        echo(f"error: {error}", sys.stderr)  # a full disk, a folder that may not be written, …
         return 2
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        echo(stopped, sys.stderr)
         return stopped.exit_status
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from what is finished", file=sys.stderr)
+        echo("stopped; the same command goes on from what is finished", sys.stderr)
         return 130
 
 
@@ -129,20 +125,17 @@ def run_verb(name: str, arguments: list[str]) -> int:
     Raises:
         InputError: an unknown verb, a missing argument, or settings that are refused.
     """
-    import difflib
-
     if name == "serve":
         # Read when they are loaded: the threads of Faiss and of torch, which have pools of their own, sleep while they wait. Else
         # they spin, and take the cores from each other (docs/serving.md).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    verbs = {"doctor": DOCTOR} if name == "doctor" else table()
-    if name not in verbs:
-        close = difflib.get_close_matches(name, verbs, n=1)
+    if name not in VERBS:
+        close = difflib.get_close_matches(name, VERBS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"unknown verb {name!r}.{hint} Verbs: {', '.join(verbs)}.")
-    if arguments and f"{name} {arguments[0]}" in verbs:  # a verb of two words; a file of that name is ./train
+        raise InputError(f"unknown verb {name!r}.{hint} Verbs: {', '.join(VERBS)}.")
+    if arguments and f"{name} {arguments[0]}" in VERBS:  # a verb of two words; a file of that name is ./train
         name, arguments = f"{name} {arguments[0]}", arguments[1:]
-    verb = verbs[name]
+    verb = VERBS[name]
     wanted = len(verb.positional)
     several = wanted == 1 and verb.positional[0].endswith("…")
     leading = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
@@ -154,10 +147,11 @@ def run_verb(name: str, arguments: list[str]) -> int:
         )
     rest = arguments[len(given) :]
     usage = " ".join((name, *verb.positional))
+    run, settings = verb.load()
     if optional or verb.positional == ("CONFIG",):
-        return verb.run(load(verb.settings, Path(given[0]) if given else None, rest, verb=usage))
+        return run(load(settings, Path(given[0]) if given else None, rest, verb=usage))
     values: list[Any] = [given] if several else given
-    return verb.run(*values, load(verb.settings, None, rest, verb=usage))
+    return run(*values, load(settings, None, rest, verb=usage))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from indexing.store.remote import url_of
 from indexing.tokenizer import TokenizerSettings
 from pipelines.executors import ExecutorSettings
 from retro.batches import DataSettings
-from retro.evaluation import EvaluationSettings
+from retro.evaluation_settings import EvaluationSettings
 from retro.finetuning.settings import FinetuneSettings
 from retro.model_settings import ModelSettings
 from retro.parallel_settings import ParallelSettings

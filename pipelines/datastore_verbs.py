@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from indexing.store.files import read_json, write_json
 from indexing.store.remote import present
 from indexing.tokenizer import read_meta
 from pipelines.config import Config
-from pipelines.progress import StagesView, human_bytes, print_rows, progress
+from pipelines.progress import StagesView, echo, human_bytes, one_line, print_groups, print_rows, progress
 
 log = logging.getLogger("retro")
 
@@ -56,7 +56,7 @@ def index(options: IndexOptions) -> int:
     )
     if datastore.has("neighbors"):
         print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
-        print(f"report: {datastore.folder / 'report.html'}")
+        echo(f"report: {datastore.folder / 'report.html'}")
     return 0
 
 
@@ -109,10 +109,10 @@ def plan(options: PlanOptions) -> int:
     }
     print_rows(calibration_rows(calibration))
     for name, each in plans.items():
-        print(f"\n{titles[name]}")
+        echo(f"\n{titles[name]}")
         for rows in plan_tables(each, calibration, machines, price, options.days):
             print_rows(rows)
-            print()
+            echo()
     if options.json:
         write_json(Path(options.json), as_json(calibration, plans))
     return 0
@@ -131,7 +131,7 @@ class SearchOptions:
     also: tuple[str, ...] = ()
     """Further datastores, searched with the first as one."""
     json: bool = False
-    """Print JSON instead of text."""
+    """Print JSON, which holds the exact text. Otherwise control characters are shown as `\\u001b`."""
 
 
 def search(datastore: str, text: str, options: SearchOptions) -> int:
@@ -144,12 +144,12 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
     filters = parse_filters(options.filters)
     hits = retriever.search([text], options.k, filters=filters, rerank=options.rerank).hits[0]
     if options.json:
-        print(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
+        echo(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
         return 0
     for rank, hit in enumerate(hits, start=1):
-        score = "" if options.rerank == "embeddings" else f"{options.rerank} {hit.score:.3f}  "
-        print(f"{rank}. {score}cosine {1 - hit.distance / 2:.3f}  {hit.document_id}  (chunk {hit.chunk_id})")
-        print(indented(hit.text) + (f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else "") + "\n")
+        figures = f"score {hit.score:.3f}  distance {hit.distance:.3f}"
+        echo(f"{rank}. {figures}  {one_line(hit.document_id)}  (chunk {hit.chunk_id})")
+        echo(indented(hit.text) + (f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else "") + "\n")
     return 0
 
 
@@ -188,7 +188,7 @@ def delete(datastore: str, options: DeleteOptions) -> int:
     if not numbers:
         raise InputError("name documents to delete: --ids ID …, or --ids-from FILE with one id a line.")
     ranges = np.array([opened.train.chunk_range(number) for number in numbers], dtype=np.int64)
-    print(
+    echo(
         f"{datastore}: {delete_ranges(opened.folder, ranges):,} documents deleted, {int(np.diff(ranges).sum()):,} chunks"
     )
     return 0
@@ -196,42 +196,64 @@ def delete(datastore: str, options: DeleteOptions) -> int:
 
 def inspect_datastore(folder: Path) -> int:
     """Totals, stages, problems of the corpus, near copies removed and, where it has been measured, the report."""
-    from pipelines import dedup_stage
-    from pipelines.index_report import recalls
-
     datastore = Datastore.open(folder)
     folder = datastore.folder
     meta = read_meta(folder / "tokenizer")
     rows = [
         ["fingerprint", datastore.fingerprint],
+        ["finished stages", ", ".join(datastore.manifest["fingerprints"])],
         ["tokenizer", f"{meta.kind}, {meta.vocab_size:,} tokens, {'lossless' if meta.lossless else 'not lossless'}"],
+        ["chunk length", str(datastore.chunk_length)],
+        ["deleted", f"{len(deleted_ranges(folder)):,} documents"],
+        ["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))],
     ]
-    rows.append(["chunk length", str(datastore.chunk_length)])
+    groups = {str(folder): rows, "corpus": _corpus_rows(datastore)}
+    if (folder / "report.json").exists():
+        groups |= _measured_groups(read_json(folder / "report.json"))
+    print_groups(groups)
+    return 0
+
+
+def _corpus_rows(datastore: Datastore) -> list[list[str]]:
+    """What each split holds, and what was left out."""
+    from pipelines import dedup_stage
+
+    rows, folder = [], datastore.folder
     for name in datastore.split_names:
         totals = datastore.manifest["splits"][name]
         parts = (f"{sum(totals[key]):,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))
         rows.append([name, ", ".join(parts) + f", in {len(totals['chunks'])} shards"])
-    rows.append(["finished stages", ", ".join(datastore.manifest["fingerprints"])])
     problems = read_json(present(folder / "corpus" / "problems.json"))["counts"]
-    rows.append(["corpus problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
+    rows.append(["problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
     if "dedup" in read_manifest(folder / "chunks" / shard_name(0))["recipe"]["inputs"]:
         rows.append(["dedup", dedup_stage.summary(folder / dedup_stage.FOLDER / "removed")])
-    rows.append(["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))])
-    rows.append(["deleted", f"{len(deleted_ranges(folder)):,} documents"])
-    if (folder / "report.json").exists():
-        measured = read_json(folder / "report.json")
-        rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
-        rows += [[f"recall at {k}", f"{value:.3f}"] for k, value in recalls(measured)]
-    print_rows(rows)
-    return 0
+    return rows
+
+
+def _measured_groups(measured: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The recalls of two searches: the one that answers queries, and the one that found the stored neighbors."""
+    from pipelines.index_report import recalls
+
+    index = measured["index"]
+    return {
+        "index, for `retro search` and the server": [
+            ["searched with", f"{index['key']}, nprobe {index['nprobe']}"],
+            ["recall at 10", f"{index['recall_at_10']:.3f}"],
+        ],
+        "stored neighbors, for training and evaluation": [
+            ["found by", measured["search"]],
+            *([f"recall at {k}", f"{value:.3f}"] for k, value in recalls(measured)),
+        ],
+    }
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Check every checksum and cross-reference of a datastore: one line for each thing that is broken, with how to mend it."""
+    """Compare every byte with its checksum: of a datastore, and every cross-reference in it; of a checkpoint, a run (all its
+    checkpoints) or an exported file. One line for each thing that is broken, with how to repair it."""
 
     mend: bool = False
-    """Remove what is broken, so that `retro index CONFIG` makes it again."""
+    """Remove the broken parts of a datastore, so that `retro index CONFIG` makes them again."""
 
 
 def verify(datastore: str, options: VerifyOptions) -> int:
@@ -244,14 +266,14 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         found = verify_datastore(folder, progress)
         removed = mend(folder, found) if options.mend else []
     for problem in found.problems:
-        print(problem)
+        echo(problem)
     size = f"{found.artefacts:,} artefacts, {found.files:,} files, {human_bytes(found.bytes)}"
     if not found.problems:
-        print(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
+        echo(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
         return 0
-    print(f"{folder}: {size}: {len(found.problems)} broken")
+    echo(f"{folder}: {size}: {len(found.problems)} broken")
     if options.mend:
-        print(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG` makes it again")
+        echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG` makes it again")
     return 1
 
 

@@ -7,7 +7,7 @@ same tokens → held-out bits-per-byte → neighbors, a generated paragraph, rep
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,15 +18,16 @@ from indexing.store.files import read_json, write_bytes, write_json
 from pipelines import report
 from pipelines.config import Config
 from pipelines.datastore_verbs import indented
-from pipelines.eval_report import in_words, measure_all
 from pipelines.model_verbs import GenerateOptions, generate_texts
-from pipelines.progress import print_rows
+from pipelines.progress import echo, one_line, print_rows
 from pipelines.python_corpus import write_python_corpus
 from pipelines.settings import load, to_toml
 from pipelines.training import run_training
-from retro.evaluation import EvaluationSettings, Result, compare
-from retro.evaluation_sets import EvaluationSet
-from retro.generation import GenerationSettings
+from retro.evaluation_settings import EvaluationSettings
+from retro.generation_settings import GenerationSettings
+
+if TYPE_CHECKING:
+    from retro.evaluation import Result
 
 log = logging.getLogger("retro")
 
@@ -51,26 +52,29 @@ class DemoOptions:
 
 def demo(options: DemoOptions) -> int:
     """`retro demo`."""
+    from pipelines.eval_report import in_words, measure_all
     from pipelines.executors import make_executor
     from pipelines.index_report import sample_examples, write_index_report
     from pipelines.stages import build
     from retro.checkpoint import load_model, open_checkpoint
     from retro.device import place
+    from retro.evaluation import compare
+    from retro.evaluation_sets import EvaluationSet
 
     config = _config(options)
-    print(f"1. datastore: {config.datastore}")
+    echo(f"1. datastore: {config.datastore}")
     datastore = build(config, make_executor(config.executor))
     measured = write_index_report(datastore)
     _print_datastore(measured)
 
     config = _with_steps(config, options)
     tokens = config.train.steps * config.train.batch_size * config.data.sequence_length
-    print(f"\n2. two models, {tokens:,} tokens each ({config.train.steps} steps)")
+    echo(f"\n2. two models, {tokens:,} tokens each ({config.train.steps} steps)")
     outcomes = {name: run_training(run, name) for name, run in runs_of(config).items()}
     for name, outcome in outcomes.items():
-        print(f"   {name}: {outcome.parameters:,} parameters without embeddings")
+        echo(f"   {name}: {outcome.parameters:,} parameters without embeddings")
 
-    print("\n3. held-out documents")
+    echo("\n3. held-out documents")
     placement = place(config.train.device, config.train.precision)
     models = {
         name: load_model(open_checkpoint(outcome.checkpoint), placement.device) for name, outcome in outcomes.items()
@@ -88,21 +92,21 @@ def demo(options: DemoOptions) -> int:
         f"RETRO ON (k={on[0].k}) against the baseline: {in_words(*compare(on[0], baseline))}; "
         "one training run each, and another seed can move a small model by more than that",
     ]
-    print("\n".join(f"   {line}" for line in verdict))
+    echo("\n".join(f"   {line}" for line in verdict))
 
     from indexing.retriever import Retriever
     from retro.language_model import LanguageModel
 
     retriever = Retriever.open(config.datastore)
     examples = sample_examples(retriever, 3)
-    print("\n4. three held-out chunks and their neighbors")
+    echo("\n4. three held-out chunks and their neighbors")
     _print_examples(examples)
 
     prompt = _first_words(retriever, datastore)
     options_for_text = GenerateOptions(prompt=(prompt,), k=config.data.k, generation=GenerationSettings(max_tokens=150))
     language_model = LanguageModel.open(outcomes["retro"].checkpoint, retriever, config.train.device)
     (text,) = generate_texts(language_model, options_for_text)
-    print(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(prompt + text)}")
+    echo(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(prompt + text)}")
 
     path = options.out / "report.html"
     _write_html(path, retriever, measured, outcomes, table, verdict, examples, prompt, text, tokens)
@@ -111,10 +115,10 @@ def demo(options: DemoOptions) -> int:
         "verdict": verdict,
     }
     write_json(options.out / "results.json", summary)
-    print(f'\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} "open a file"')
-    print(f"checkpoint: {outcomes['retro'].checkpoint}")
-    print(f"page:       retro serve {config.datastore} --checkpoint {options.out / 'retro'}")
-    print(
+    echo(f'\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} "open a file"')
+    echo(f"checkpoint: {outcomes['retro'].checkpoint}")
+    echo(f"page:       retro serve {config.datastore} --checkpoint {options.out / 'retro'}")
+    echo(
         f"settings:   {options.out / 'demo.toml'}   change them and run: retro train {options.out / 'demo.toml'} --run NEW"
     )
     return 0
@@ -215,18 +219,18 @@ def _print_datastore(measured: dict[str, Any]) -> None:
     from pipelines.index_report import recalls
 
     totals, held_out = measured["splits"]["train"], measured["splits"]["valid"]
-    print(
+    echo(
         f"   {totals['documents']:,} documents, {totals['chunks']:,} chunks, {totals['tokens']:,} tokens; "
         f"held out: {held_out['documents']:,} documents, {held_out['tokens']:,} tokens"
     )
-    print(
+    echo(
         f"   index {measured['index']['key']}, nprobe {measured['index']['nprobe']}; neighbors by {measured['search']}, against exact search: "
         + ", ".join(f"recall@{k} {value:.3f}" for k, value in recalls(measured))
         + f"; missing {100 * measured['neighbors']['train']['missing_share']:.2f}%"
     )
 
 
-def _results_table(baseline: Result, off: Result, on: list[Result]) -> report.Table:
+def _results_table(baseline: "Result", off: "Result", on: "list[Result]") -> report.Table:
     names = ["baseline (no retrieval)", "RETRO, retrieval OFF", *(f"RETRO, retrieval ON, k={r.k}" for r in on)]
     rows = [
         [
@@ -242,11 +246,11 @@ def _results_table(baseline: Result, off: Result, on: list[Result]) -> report.Ta
 
 def _print_examples(examples: list[report.NeighborExample]) -> None:
     for example in examples:
-        print(f"   ─── chunk\n{indented(_shortened(example.chunk))}")
+        echo(f"   ─── chunk\n{indented(_shortened(example.chunk))}")
         for neighbor in example.neighbors:
-            print(f"   ─── neighbor from {neighbor.document}, squared distance {neighbor.score:.3f}")
-            print(indented(_shortened(neighbor.text) + " ⋯ " + _shortened(neighbor.continuation)))
-        print()
+            echo(f"   ─── neighbor from {one_line(neighbor.document)}, squared distance {neighbor.score:.3f}")
+            echo(indented(_shortened(neighbor.text) + " ⋯ " + _shortened(neighbor.continuation)))
+        echo()
 
 
 def _shortened(text: str, limit: int = 220) -> str:

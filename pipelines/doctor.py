@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pipelines.progress import human_bytes
+from pipelines.progress import echo, human_bytes
 
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "autofaiss": "autofaiss",
@@ -225,5 +225,5 @@ def print_findings(findings: list[Finding]) -> int:
     for finding in findings:
         sign = {"ok": "  ", "warning": "! ", "error": "✗ "}[finding.level]
         action = f"  →  {finding.action}" if finding.action else ""
-        print(f"{sign}{finding.topic.ljust(width)}  {finding.message}{action}")
+        echo(f"{sign}{finding.topic.ljust(width)}  {finding.message}{action}")
     return int(any(finding.level == "error" for finding in findings))

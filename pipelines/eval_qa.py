@@ -16,7 +16,8 @@ from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.retrieval import check_tokenizer
 from pipelines.progress import progress
-from pipelines.qa_modes import Asked, Mode, QaSettings
+from pipelines.qa_modes import Asked, Mode
+from pipelines.qa_settings import QaSettings
 from pipelines.report import Table
 from retro.checkpoint import Checkpoint, open_checkpoint
 from retro.language_model import LanguageModel

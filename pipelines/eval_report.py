@@ -16,8 +16,9 @@ from pipelines.progress import progress
 from pipelines.report import Table
 from retro.checkpoint import Checkpoint, load_model
 from retro.device import Placement, place_trained
-from retro.evaluation import EvaluationSettings, Result, compare, evaluate
+from retro.evaluation import Result, compare, evaluate
 from retro.evaluation_sets import EvaluationSet, short_names
+from retro.evaluation_settings import EvaluationSettings
 from retro.leakage import by_leakage, check_source, leakage_of
 from retro.model import Retro
 from retro.neighbors import NeighborUse, Source

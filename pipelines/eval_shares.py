@@ -16,8 +16,8 @@ from pipelines.report import Table
 from retro.checkpoint import Checkpoint, load_model
 from retro.datastore_shares import search_shares
 from retro.device import place_trained
-from retro.evaluation import EvaluationSettings
 from retro.evaluation_sets import EvaluationSet
+from retro.evaluation_settings import EvaluationSettings
 from retro.neighbors import NeighborUse
 
 

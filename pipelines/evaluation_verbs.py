@@ -2,16 +2,18 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
-from pipelines.progress import print_rows
-from pipelines.qa_modes import QaSettings
-from retro.checkpoint import Checkpoint
-from retro.evaluation import EvaluationSettings
-from retro.evaluation_sets import EvaluationSet
+from pipelines.progress import echo, print_rows
+from pipelines.qa_settings import QaSettings
+from retro.evaluation_settings import EvaluationSettings
+
+if TYPE_CHECKING:
+    from retro.checkpoint import Checkpoint
+    from retro.evaluation_sets import EvaluationSet
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
             shares += eval_shares.measure_shares(opened, each, rows, settings, options.device)
     table = eval_report.results_table([each for rows in measured for each in rows])
     print_rows([table.header, *table.rows])
-    print("\n".join(eval_report.change_lines(levels)))
+    echo("\n".join(eval_report.change_lines(levels)))
     tables = [eval_shares.shares_table(shares)] if shares else []
     if statistics:
         labels = [each.label for each in measured[0]]
@@ -85,11 +87,11 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         write_json(Path(options.json), results)
     if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
         write_eval_page(Path(page), results)
-        print(f"report: {page}")
+        echo(f"report: {page}")
     return 0
 
 
-def _check_ids(checkpoint: Checkpoint, sets: list[EvaluationSet]) -> None:
+def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
     for each in sets:
         if not checkpoint.reads(ids := int(each.datastore.manifest["vocab_size"])):
             raise InputError(
@@ -141,7 +143,7 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
         write_json(Path(options.json), results)
     if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
         write_qa_page(Path(page), results)
-        print(f"report: {page}")
+        echo(f"report: {page}")
     return 0
 
 
@@ -208,7 +210,7 @@ def lm_eval(checkpoint: str, options: LmEvalOptions) -> int:
         log_samples=False,
     )
     assert results is not None  # only other processes of a group get none
-    print(make_table(results))
+    echo(make_table(results))
     if options.json:
         told = {"checkpoint": checkpoint} | asdict(options)
         kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}

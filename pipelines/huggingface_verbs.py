@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from indexing.device import Precision
 from indexing.store.errors import InputError
-from pipelines.progress import human_bytes
-from retro.device import Precision
+from pipelines.model_verbs import check_target
+from pipelines.progress import echo, human_bytes
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class ImportOptions:
     """Of matrix products in scoring and generation, as `train.precision`."""
     verify: bool = True
     """Compare its logits with those of `transformers`, where that is installed; both models are in memory at a time."""
+    overwrite: bool = False
+    """Replace the file if it exists."""
 
 
 def import_(folder: str, options: ImportOptions) -> int:
@@ -34,20 +37,21 @@ def import_(folder: str, options: ImportOptions) -> int:
 
     if options.to.suffix != ".safetensors":
         raise InputError(f"to = {str(options.to)!r}: the name must end in .safetensors, by which such a file is known.")
+    check_target(options.to, options.overwrite)
     if is_exported(Path(folder)):
         state, tensors = read_folder(Path(folder))
         write_exported(state, tensors, options.to)
-        print(f"{options.to}: {human_bytes(options.to.stat().st_size)}, fingerprint {state['fingerprint']}")
+        echo(f"{options.to}: {human_bytes(options.to.stat().st_size)}, fingerprint {state['fingerprint']}")
         return 0
     base = read_base(Path(folder), options.chunk_length)
     if options.verify and has_transformers():
         difference, largest = verify(base)
-        print(f"logits differ from transformers' by {difference:.2g} at most, the largest is {largest:.3g}")
+        echo(f"logits differ from transformers' by {difference:.2g} at most, the largest is {largest:.3g}")
     elif options.verify:
-        print("logits were not compared: transformers is not installed (pip install 'retro[transformer]')")
+        echo("logits were not compared: transformers is not installed (pip install 'retro[transformer]')")
     import_base(base, options.to, options.context, options.precision)
     number = sum(tensor.numel() for tensor in base.tensors.values())
-    print(f"{options.to}: {base.family}, {number:,} parameters, {human_bytes(options.to.stat().st_size)}")
+    echo(f"{options.to}: {base.family}, {number:,} parameters, {human_bytes(options.to.stat().st_size)}")
     if base.added_rows:
-        print(f"{base.added_rows} ids of its tokenizer had no rows: they have the mean of the others")
+        echo(f"{base.added_rows} ids of its tokenizer had no rows: they have the mean of the others")
     return 0

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from indexing.store.errors import InputError
+from pipelines import datastore_verbs
 from pipelines.config import Config
-from pipelines.datastore_verbs import inspect_datastore
-from pipelines.progress import human_bytes, print_rows, progress
+from pipelines.datastore_verbs import VerifyOptions
+from pipelines.progress import echo, human_bytes, print_groups, print_rows, progress
 from pipelines.training import Learning, finetune_quietly, run_training, train_quietly
-from retro.generation import GenerationSettings
-from retro.loggers import as_line
+from retro.generation_settings import GenerationSettings
 
 log = logging.getLogger("retro")
 _WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # files that others write
@@ -33,6 +33,7 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
     """In this process, in several that torchrun has started, or on Ray. Among several processes the first one speaks."""
     from pipelines.run_report import write_run_report
     from retro.checkpoint import latest
+    from retro.loggers import as_line
     from retro.processes import joined
     from retro.run import read_metrics
 
@@ -45,10 +46,10 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
             run_training(config, name, learning) if rank == 0 else learning(config)
         if rank:
             return 0
-    print(as_line(read_metrics(config.run)[-1]))
-    print(f"checkpoint: {latest(config.run)}")
+    echo(as_line(read_metrics(config.run)[-1]))
+    echo(f"checkpoint: {latest(config.run)}")
     write_run_report([config.run], config.run / "report.html")
-    print(f"report: {config.run / 'report.html'}")
+    echo(f"report: {config.run / 'report.html'}")
     return 0
 
 
@@ -67,7 +68,7 @@ def report(runs: list[str], options: ReportOptions) -> int:
     folders = [Path(run) for run in runs]
     path = Path(options.out) if options.out else folders[0] / ("comparison.html" if folders[1:] else "report.html")
     print_rows(write_run_report(folders, path))
-    print(f"report: {path}")
+    echo(f"report: {path}")
     return 0
 
 
@@ -99,7 +100,7 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     )
     texts = generate_texts(language_model, options)
     between = "\n" if options.chat else ""
-    print("\n───\n".join(prompt + between + text for prompt, text in zip(options.prompt, texts, strict=True)))
+    echo("\n───\n".join(prompt + between + text for prompt, text in zip(options.prompt, texts, strict=True)))
     return 0
 
 
@@ -135,15 +136,19 @@ class InspectOptions:
 
 def inspect(path: str, options: InspectOptions) -> int:
     """`retro inspect DATASTORE|CHECKPOINT`."""
-    from retro.checkpoint import locate
-
-    if locate(Path(path)) is not None:
+    if is_checkpoint(Path(path)):
         return inspect_checkpoint(Path(path))
-    return inspect_datastore(Path(path))
+    return datastore_verbs.inspect_datastore(Path(path))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is of a checkpoint (whole or not), a run, `RUN@best` or an exported file; else it is of a datastore."""
+    named = path.suffix == ".safetensors" or path.name.endswith("@best")
+    return named or (path / "state.json").exists() or (path / "checkpoints").is_dir()
 
 
 def inspect_checkpoint(path: Path) -> int:
-    """Step, sizes, parameters and settings."""
+    """Step, sizes and parameters, then the settings by section."""
     import torch
 
     from retro.checkpoint import open_checkpoint
@@ -153,19 +158,49 @@ def inspect_checkpoint(path: Path) -> int:
     opened = open_checkpoint(path)
     with torch.device("meta"):
         model = Retro(opened.model)
-    rows = [["checkpoint", str(opened.path)], ["fingerprint", opened.fingerprint]]
-    rows += [["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
+    rows = [["fingerprint", opened.fingerprint], ["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
     rows.append(
         ["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"]
     )
     if opened.model.num_experts:
         rows.append(["parameters of a token", f"{count_active_parameters(model):,}"])
     rows.append(["datastores", ", ".join(opened.settings["data"]["datastores"])])
-    rows += [
-        [f"{section}.{key}", str(value)] for section, values in opened.settings.items() for key, value in values.items()
-    ]
-    print_rows(rows)
+    sections = {
+        f"[{section}]": [[key, str(value)] for key, value in values.items()]
+        for section, values in opened.settings.items()
+    }
+    print_groups({str(opened.path): rows, **sections})
     return 0
+
+
+def verify(path: str, options: VerifyOptions) -> int:
+    """`retro verify DATASTORE|CHECKPOINT`: 0 = all is as written, 1 = something is broken."""
+    if not is_checkpoint(Path(path)):
+        return datastore_verbs.verify(path, options)
+    if options.mend:
+        raise InputError(
+            f"--mend applies only to datastores, and {path} is not one. Remove a broken checkpoint yourself."
+        )
+    return verify_checkpoints(Path(path))
+
+
+def verify_checkpoints(path: Path) -> int:
+    """Compare every byte of a checkpoint, or of all checkpoints of a run, with sizes and checksums of when it was written."""
+    from retro.checkpoint import best, finished, locate, open_checkpoint
+
+    of_run = {*finished(path), best(path)} - {None}
+    checkpoints = sorted(filter(None, of_run)) or [locate(path) or open_checkpoint(path).path]
+    broken, size = 0, 0
+    for each in checkpoints:
+        size += sum(file.stat().st_size for file in (each.iterdir() if each.is_dir() else [each]))
+        try:
+            open_checkpoint(each)
+        except InputError as error:
+            broken += 1
+            echo(error)
+    checked = f"{path}: {len(checkpoints):,} checkpoints, {human_bytes(size)}"
+    echo(f"{checked}: {broken:,} broken" if broken else f"{checked}: every byte is as written")
+    return int(broken > 0)
 
 
 @dataclass(frozen=True)
@@ -181,6 +216,8 @@ class ExportOptions:
     """With a folder: a Hugging Face tokenizer's folder to copy as it is, in place of the datastore's."""
     max_shard_size: str = "5GB"
     """With a folder: size of a file of weights."""
+    overwrite: bool = False
+    """Replace the file if it exists. A folder must be new or empty."""
 
 
 def export(checkpoint: str, options: ExportOptions) -> int:
@@ -192,6 +229,7 @@ def export(checkpoint: str, options: ExportOptions) -> int:
         raise InputError(
             f"to = {str(options.to)!r}: a file must end in .safetensors, and a folder not like one of weights."
         )
+    check_target(options.to, options.overwrite)
     opened = open_checkpoint(Path(checkpoint))
     if options.to.suffix == ".safetensors":
         write_file(opened, options.to)
@@ -202,5 +240,15 @@ def export(checkpoint: str, options: ExportOptions) -> int:
         names = {"datastore": options.datastore, "tokenizer": options.tokenizer}
         export_folder(opened, options.to, **names, max_shard_size=options.max_shard_size)
         size = sum(file.stat().st_size for file in options.to.iterdir())
-    print(f"{options.to}: {human_bytes(size)}, step {opened.step:,} of {opened.path}")
+    echo(f"{options.to}: {human_bytes(size)}, step {opened.step:,} of {opened.path}")
     return 0
+
+
+def check_target(file: Path, overwrite: bool) -> None:
+    """Refuse to replace a file unless told to.
+
+    Raises:
+        InputError: it exists.
+    """
+    if file.is_file() and not overwrite:
+        raise InputError(f"to = {str(file)!r} exists already. Name another file, or replace it with --overwrite.")

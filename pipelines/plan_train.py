@@ -12,19 +12,20 @@ import re
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from pipelines.config import Config
 from pipelines.plan_report import long_time
-from pipelines.progress import human_bytes, human_count, print_rows
-from retro.activations import Pass
+from pipelines.progress import echo, human_bytes, human_count, print_rows
 from retro.batches import DataSettings
-from retro.memory import Memory, memory_of, sent_bytes
 from retro.model_settings import ModelSettings
 from retro.parallel_settings import Checkpointing, ParallelSettings, Zero, num_microbatches
 from retro.tuning_settings import ALL, TuningSettings
+
+if TYPE_CHECKING:
+    from retro.memory import Memory
 
 _RECOMPUTATION: dict[Checkpointing, float] = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
 """Operations over those without checkpointing: a forward pass more beside three; products that are kept cost none."""
@@ -83,7 +84,7 @@ class Mode:
     """
 
     parallel: ParallelSettings
-    memory: Memory
+    memory: "Memory"
     sent_bytes: int
     step_seconds: float
     days: float
@@ -125,8 +126,8 @@ def plan_train(options: PlanTrainOptions) -> int:
     plan = plan_training(options)
     for rows in tables(plan, options):
         print_rows(rows)
-        print()
-    print(advice(plan, options))
+        echo()
+    echo(advice(plan, options))
     if options.json:
         write_json(Path(options.json), asdict(plan))
     return 0
@@ -143,7 +144,9 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     """
     import torch
 
+    from retro.activations import Pass
     from retro.checkpoint import open_checkpoint
+    from retro.memory import memory_of, sent_bytes
     from retro.model import Retro
     from retro.presets import count_parameters, resolve
 

@@ -1,4 +1,4 @@
-"""The one progress bar, the one view of all stages, the one logger, and numbers as people read them.
+"""Everything that reaches the terminal: one progress bar, one view of all stages, one logger, one `echo`, readable numbers.
 
     with progress("embed", total=12345, unit="chunks") as advance:
         advance(512)
@@ -16,11 +16,15 @@ starts, each minute, and when something is done. In both, a summary with the rat
 
 import contextlib
 import logging
+import os
+import re
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -247,7 +251,42 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def print_rows(rows: list[list[str]]) -> None:
     """Rows of text as aligned columns on standard output."""
-    print("\n".join(aligned(rows)))
+    echo("\n".join(aligned(rows)))
+
+
+def print_groups(groups: Mapping[str, list[list[str]]]) -> None:
+    """Rows of text under headings, a blank line between two groups."""
+    echo("\n\n".join("\n".join([heading, *(f"  {row}" for row in aligned(rows))]) for heading, rows in groups.items()))
+
+
+def echo(text: object = "", file: TextIO | None = None) -> None:
+    """Print text, `printable`, on standard output or to a file. The project prints through this function alone.
+
+    Where the reader has gone (`| head`), the program ends without a word, with the status of SIGPIPE.
+    """
+    file = file or sys.stdout
+    try:
+        print(printable(str(text)), file=file, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what is still to be flushed goes nowhere
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+# Control characters but line breaks and tabs, marks that reverse the order of what follows, halves of surrogate pairs.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Text that cannot control the terminal (its title, its clipboard, its colors), whoever wrote it.
+
+    Control characters become `\u001b` and the like, so JSON keeps its meaning; line breaks and tabs stay.
+    """
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
+
+
+def one_line(text: str) -> str:
+    r"""The same without line breaks and tabs (`\u000a`, `\u0009`), for a name that must not look like more than one line."""
+    return printable(text).replace("\n", "\\u000a").replace("\t", "\\u0009")
 
 
 @contextlib.contextmanager
@@ -305,16 +344,17 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """One message, which says so if it is a warning."""
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        message = level + self.format(record)
+        message = printable(level + self.format(record))
         if _live:
             _live[-1].console.print(Text(message), soft_wrap=True)
         else:
-            print(message, file=sys.stderr, flush=True)
+            echo(message, sys.stderr)
 
 
 def setup_logging() -> None:
-    """Send the project's messages to standard error; called once, by the command line."""
+    """Send the project's messages to standard error, and warnings of libraries; called once, by the command line."""
     log.handlers[:] = [_Handler()]
+    logging.lastResort = _Handler(logging.WARNING)  # for every logger without a handler
     log.setLevel(logging.INFO)
     log.propagate = False
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Literal
 import uvicorn
 
 from indexing.store.errors import InputError
-from pipelines.ray_serve import ClusterSettings, Served, serve_on_ray
+from pipelines.cluster_settings import ClusterSettings
+from pipelines.progress import echo
 from retro.server.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -83,22 +84,24 @@ def serve(datastore: str, options: ServeOptions) -> int:
         )
         server.run(sockets=[listening])
     answered = "what was accepted has been answered"
-    print(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}", flush=True)
+    echo(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}")
     return 0
 
 
 def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str) -> int:
     """Until SIGTERM or Ctrl-C. Ray drains the front ends: what was accepted is answered."""
+    from pipelines.ray_serve import Served, serve_on_ray
+
     served = Served(datastores, options.checkpoint, options.device, token, options)
     with serve_on_ray(served, options.cluster, options.host, options.port) as url:
         # Only now: Ray has put a handler of its own there, which aborts the process three seconds later.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        print(f"ready: {url}", flush=True)
+        echo(f"ready: {url}")
         try:
             while True:
                 time.sleep(1)
         except KeyboardInterrupt:
-            print("stopping", flush=True)
+            echo("stopping")
     return 0
 
 
@@ -116,7 +119,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            print(self._ready, flush=True)
+            echo(self._ready)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         admission = self._service.admission

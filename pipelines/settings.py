@@ -233,7 +233,8 @@ def _mirror(
                     f"{source.at(here)}: {key} = {_shown(values[name])}: accepted is {_accepted(hint)}."
                 ) from error
         specs.append((name, hint) if default is MISSING else (name, hint, dataclasses.field(default=default)))
-    namespace = {"__doc__": settings_type.__doc__, "__post_init__": lambda self: None}
+    # tyro reads source code for the help text of every field. In "builtins" it looks for none, and takes the base class's.
+    namespace = {"__doc__": settings_type.__doc__, "__module__": "builtins", "__post_init__": lambda self: None}
     return dataclasses.make_dataclass(
         settings_type.__name__, specs, bases=(settings_type,), namespace=namespace, frozen=True, kw_only=True
     )

@@ -21,7 +21,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from indexing.tokenizer import Sample
 from indexing.vocabulary import Base, Comparison, Extension, compare, extend, open_base
-from pipelines.progress import print_rows, progress
+from pipelines.progress import echo, print_rows, progress
 
 log = logging.getLogger("retro")
 
@@ -91,9 +91,9 @@ def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
         counts.update({"old_ids": extension.old.vocab_size, "pieces": len(extension.pieces)})
         place = options.to / extension.path.relative_to(work)
     print_rows(_rows(extension, figures))
-    print(f'tokenizer: tokenizer.kind = "{extension.kind}", tokenizer.path = "{place}"')
+    echo(f'tokenizer: tokenizer.kind = "{extension.kind}", tokenizer.path = "{place}"')
     if checkpoint is not None:
-        print(f"model: {options.to / 'model.safetensors'}")
+        echo(f"model: {options.to / 'model.safetensors'}")
     return 0
 
 

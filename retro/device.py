@@ -4,17 +4,16 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from indexing.device import has_bfloat16, resolve
+from indexing.device import Precision, has_bfloat16, resolve
 from indexing.store.errors import InputError
 
 log = logging.getLogger("retro")
 
-Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Tensors = dict[str, Any]
 """A batch: the model's arguments by name, and `labels`; tensors, or None for what it lacks."""

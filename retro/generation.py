@@ -6,7 +6,6 @@ What a prompt goes on with depends on itself and the seed alone, not on the prom
 its own, and all of them begin with the seed. (To rounding: a batch may be multiplied in another order than a row alone.)
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,46 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from indexing.store.errors import InputError
 from retro.decoding import Decoder
+from retro.generation_settings import GenerationSettings
 from retro.text_stream import Decode, TextStream
 
 FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class GenerationSettings:
-    """How the next token is drawn, and when a text ends."""
-
-    max_tokens: int = 128
-    """Tokens to generate at most; the end of the document ends it too."""
-    temperature: float = 0.8
-    """0 takes the likeliest token."""
-    top_k: int = 50
-    """Only the likeliest this many; 0 = all."""
-    top_p: float = 0.95
-    """Only the likeliest that together hold this probability."""
-    seed: int = 0
-    """Of the draws; every prompt of a batch begins with it."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the continuation; they are not shown."""
-    logprobs: int = 0
-    """Likeliest tokens to tell with each token."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InputError(f"generation.max_tokens = {self.max_tokens}: must be at least 1.")
-        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise InputError(
-                f"generation.temperature = {self.temperature} and generation.top_k = {self.top_k} must be 0 or more, "
-                f"generation.top_p = {self.top_p} in (0, 1]."
-            )
-        if self.logprobs < 0 or not 0 <= self.seed < 2**63:
-            raise InputError(
-                f"generation.logprobs = {self.logprobs} and generation.seed = {self.seed}: 0 or more, the seed below 2^63."
-            )
-        if "" in self.stop:
-            raise InputError("generation.stop holds an empty text: it would end everything before its first character.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from indexing.tokenizer import Tokenizer
 from retro.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.decoding import Decoder, Given, Retrieve
 from retro.device import Placement, place_trained
-from retro.generation import GenerationSettings, Piece, generate
+from retro.generation import Piece, generate
+from retro.generation_settings import GenerationSettings
 from retro.model import Retro
 from retro.scoring import Scores, score
 

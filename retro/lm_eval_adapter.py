@@ -22,7 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from indexing.store.errors import InputError
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.language_model import LanguageModel
 
 _DEFAULT_BATCH = 8

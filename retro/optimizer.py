@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retro.experts import ExpertLinear
-
-Schedule = Literal["cosine", "linear", "wsd", "constant"]
+from retro.train_settings import Schedule
 
 
 def make_optimizer(

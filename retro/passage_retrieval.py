@@ -62,7 +62,7 @@ def right_documents(retrieval: RetrievalSet, questions: Sequence[Question]) -> l
     """The document numbers [right] int64 (`RetrievalSet.documents_of`) that hold the answer to each question.
 
     Raises:
-        InputError: a question names no document, or none that can be found.
+        InputError: a question names no document, or none that the datastore has.
     """
     numbers: dict[str, list[int]] = {each: [] for question in questions for each in question.positive_ids}
     for first, table in retrieval.scan_documents(["id"]):
@@ -71,12 +71,16 @@ def right_documents(retrieval: RetrievalSet, questions: Sequence[Question]) -> l
                 numbers[name].append(row)
     right = []
     for question in questions:
+        if not question.positive_ids:
+            raise InputError(
+                f'question {question.id!r} has no "positive_ids". Questions must name the documents that hold their answers: '
+                '"positive_ids": ["id", …].'
+            )
         found = [number for each in question.positive_ids for number in numbers[each]]
         if not found:
-            named = f"none of its positive_ids {list(question.positive_ids[:3])} is a document that is searched"
             raise InputError(
-                f"question {question.id!r}: {named if question.positive_ids else 'it has no positive_ids'}. Build the datastore of "
-                "the set's passages, and hold none out: corpus.split = [1, 0, 0]."
+                f'question {question.id!r}: the datastore has none of its "positive_ids" {list(question.positive_ids[:3])}. '
+                "Build it from the passages of the set, and hold none out: corpus.split = [1, 0, 0]."
             )
         right.append(np.array(found, dtype=np.int64))
     return right

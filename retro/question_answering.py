@@ -16,7 +16,7 @@ import numpy as np
 from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
 from retro.decoding import Given
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.language_model import LanguageModel
 from retro.qa import Language
 from retro.questions import Question

@@ -50,7 +50,8 @@ def read_numbered_questions(path: Path) -> Iterator[tuple[int, Question]]:
 def _question(where: str, number: int, row: Any) -> Question:
     if not isinstance(row, dict) or not isinstance(row.get("question"), str) or not row["question"].strip():
         raise InputError(
-            f'{where} has no "question": each line is an object with "question" (text) and "answers" (texts).'
+            f'{where} has no "question". Each line is an object with "question" (text) and "answers" (texts); "positive_ids" '
+            "(ids of the documents with an answer) is needed by eval-retrieval and qa.gold."
         )
     lists = {}
     for key in ("answers", "positive_ids"):

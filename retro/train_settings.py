@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from indexing.device import Precision
 from indexing.store.errors import InputError
-from retro.device import Precision
-from retro.optimizer import Schedule
 
 Compile = Literal["auto", "yes", "no"]
 OnNan = Literal["stop", "skip"]
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from retro import training_state
 from retro.bad_batch import name_batch
 from retro.batches import DataSettings, TrainingData
 from retro.device import Placement, Tensors, place
-from retro.evaluation import EvaluationSettings, measure_sets
+from retro.evaluation import measure_sets
 from retro.evaluation_sets import open_sets
+from retro.evaluation_settings import EvaluationSettings
 from retro.fitted_start import can_be_fitted, start_copying
 from retro.flops import peak_flops, training_flops
 from retro.loader import Source, load

@@ -19,7 +19,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from retro.batches import IGNORED_LABEL, DataSettings
 from retro.device import Placement, Tensors
-from retro.evaluation import EvaluationSettings
+from retro.evaluation_settings import EvaluationSettings
 from retro.finetuning.chat_template import read_template
 from retro.finetuning.prepare import preparation
 from retro.finetuning.rows import ExampleData, Rows

@@ -19,12 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from indexing.device import Precision
 from indexing.store.artefact import fingerprint
 from indexing.store.errors import InputError
 from indexing.tokenizer import HUGGINGFACE_MODEL, SENTENCEPIECE_MODEL, TokenizerSettings, install_tokenizer, read_meta
 from indexing.tokenizer_models import read_object
 from retro.batches import DataSettings
-from retro.device import Precision
 from retro.exported import write_exported
 from retro.huggingface.config import Config
 from retro.huggingface.families import settings_of

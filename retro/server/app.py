@@ -43,7 +43,7 @@ def make_app(
         retriever: what is searched.
         language_model: what scores and generates; None = those endpoints answer 404.
         settings: limits and name.
-        token: that every request must bear, but for health, readiness and the page; empty = none.
+        token: that every request must bear, but for health, readiness, the page and the description of the API; empty = none.
     """
     service = Service.of(retriever, language_model, settings)
 
@@ -78,7 +78,7 @@ def make_app(
         admission=service.admission,
         metrics=service.metrics,
         token=token,
-        public=frozenset({"/health", "/ready", *page_paths}),
+        public=frozenset({"/health", "/ready", "/docs", *page_paths}),
     )
     if settings.cors_origins:
         app.add_middleware(

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from retro.generation import GenerationSettings, Piece
+from retro.generation import Piece
+from retro.generation_settings import GenerationSettings
 from retro.language_model import LanguageModel
 from retro.server.errors import ApiError, took_too_long
 from retro.server.metrics import Metrics

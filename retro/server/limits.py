@@ -85,7 +85,7 @@ class Limits:
         admission: shared with who asks whether the server is ready.
         metrics: where answers are counted.
         token: that requests must bear; empty = none.
-        public: paths that are always answered, and need no token: health, readiness, the page.
+        public: paths that are always answered, and need no token: health, readiness, the page, the description of the API.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.language_model import Scores
 from retro.server import openai_schemas as schemas
 from retro.server.completions import Parts, joined, special_names

@@ -16,7 +16,8 @@ from fastapi import Depends, Request
 
 from indexing.hits import Hit
 from indexing.retriever import CANDIDATES, Rerank, Retriever
-from retro.generation import GenerationSettings, Piece
+from retro.generation import Piece
+from retro.generation_settings import GenerationSettings
 from retro.language_model import LanguageModel, Scores
 from retro.server.batching import Batcher, Wanted
 from retro.server.errors import ApiError, Refused

@@ -10,7 +10,8 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.tokenizer import Tokenizer
-from pipelines.cli import main, table
+from pipelines.cli import VERBS, main
+from pipelines.index_report import summary_table
 from pipelines.settings import to_toml
 from tests.conftest import tiny_config
 
@@ -111,13 +112,77 @@ def test_search_finds_the_chunk_that_holds_the_text(trained: Path, capsys) -> No
     assert [hit["distance"] for hit in hits] == sorted(hit["distance"] for hit in hits)
 
 
-@pytest.mark.parametrize(
-    ("what", "words"), [("datastore", ["finished stages", "recall at 2"]), ("run", ["parameters", "train.lr"])]
-)
-def test_inspect_tells_what_is_there(trained: Path, capsys, what: str, words: list[str]) -> None:
-    assert main(["inspect", str(trained / what)]) == 0
-    printed = capsys.readouterr().out
-    assert all(word in printed for word in words)
+def groups_of(printed: str) -> dict[str, dict[str, str]]:
+    """What `retro inspect` printed: names and values under each heading."""
+    groups = {}
+    for group in printed.rstrip().split("\n\n"):
+        heading, *rows = group.splitlines()
+        groups[heading] = {name: value.strip() for name, _, value in (row.strip().partition("  ") for row in rows)}
+    return groups
+
+
+def test_inspect_groups_what_a_checkpoint_holds_by_section(trained: Path, capsys) -> None:
+    assert main(["inspect", str(trained / "run")]) == 0
+    groups = groups_of(capsys.readouterr().out)
+    first = groups[str(trained / "run" / "checkpoints" / "00000008")]
+    assert first["step"] == "8"
+    assert "parameters" in first
+    assert groups["[train]"]["lr"] == "0.001"
+    assert groups["[model]"]["d_model"] == "32"
+
+
+def test_inspect_tells_the_recall_of_the_index_and_of_the_stored_neighbors_apart(
+    trained: Path, tmp_path, capsys
+) -> None:
+    folder = Path(shutil.copytree(trained / "datastore", tmp_path / "inspected"))
+    measured = json.loads((folder / "report.json").read_text())
+    measured["index"] |= {"nprobe": 256, "recall_at_10": 0.856}
+    measured |= {"search": "lists, nprobe 127", "recall": {"recall_at_2": 0.9, "recall_at_10": 0.807}}
+    (folder / "report.json").write_text(json.dumps(measured))
+    assert main(["inspect", str(folder)]) == 0
+    groups = groups_of(capsys.readouterr().out)
+    index = next(rows for heading, rows in groups.items() if heading.startswith("index"))
+    stored = next(rows for heading, rows in groups.items() if heading.startswith("stored neighbors"))
+    assert index["searched with"].endswith("nprobe 256")
+    assert index["recall at 10"] == "0.856"
+    assert stored["found by"] == "lists, nprobe 127"
+    assert stored["recall at 10"] == "0.807"
+    assert "chunk" in groups[str(folder)]["finished stages"]
+    table = dict(summary_table(measured).rows)
+    assert (table["index: recall at 10"], table["stored neighbors: recall at 10"]) == ("0.856", "0.807")
+
+
+def test_verify_checks_every_byte_of_a_runs_checkpoints_and_of_an_exported_file(
+    trained: Path, tmp_path, capsys
+) -> None:
+    run, file = Path(shutil.copytree(trained / "run", tmp_path / "run")), tmp_path / "model.safetensors"
+    assert main(["export", str(run), "--to", str(file)]) == 0
+    paths = [run, f"{run}@best", run / "checkpoints" / "00000008", file]
+    for path in paths:
+        capsys.readouterr()
+        assert main(["verify", str(path)]) == 0
+        assert "as written" in capsys.readouterr().out
+    for broken in (run / "checkpoints" / "00000008" / "model.safetensors", file):
+        changed = bytearray(broken.read_bytes())
+        changed[-1] ^= 1
+        broken.write_bytes(changed)
+    for path in (run, run / "checkpoints" / "00000008", file):
+        assert main(["verify", str(path)]) == 1
+        printed = capsys.readouterr().out
+        assert f"{broken if path == file else 'model.safetensors'} has changed" in printed
+    assert main(["verify", str(run), "--mend"]) == 2
+    assert "--mend" in capsys.readouterr().err
+
+
+def test_export_and_import_replace_a_file_only_when_told(trained: Path, tmp_path, capsys) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"precious")
+    for verb, source in (("export", trained / "run"), ("import", tmp_path)):
+        assert main([verb, str(source), "--to", str(file)]) == 2
+        assert "--overwrite" in capsys.readouterr().err
+        assert file.read_bytes() == b"precious"
+    assert main(["export", str(trained / "run"), "--to", str(file), "--overwrite"]) == 0
+    assert main(["verify", str(file)]) == 0
 
 
 def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_does(
@@ -176,7 +241,7 @@ def test_a_mistake_is_told_in_one_message_with_status_2(trained: Path, capsys, a
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("verb", table())
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])
@@ -187,7 +252,7 @@ def test_every_verb_has_help(verb: str, capsys) -> None:
 def test_the_program_without_a_verb_lists_them(capsys) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert all(f"retro {verb}" in printed for verb in table())
+    assert all(f"retro {verb}" in printed for verb in VERBS)
 
 
 def test_the_command_exits_with_the_status(tmp_path) -> None:

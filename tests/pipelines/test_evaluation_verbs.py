@@ -14,11 +14,12 @@ from indexing.store.errors import InputError
 from pipelines import eval_qa
 from pipelines.cli import main
 from pipelines.eval_qa import Answered
-from pipelines.qa_modes import Mode, QaSettings, all_modes, found_passages
+from pipelines.qa_modes import Mode, all_modes, found_passages
+from pipelines.qa_settings import QaSettings
 from pipelines.settings import to_toml
 from retro.checkpoint import open_checkpoint
 from retro.decoding import Given
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.questions import Question
 from tests.conftest import tiny_config
 
@@ -259,7 +260,7 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
         (["eval-qa", "RUN", "QUESTIONS", "--qa.gold"], ["qa.gold", "set qa.neighbor_passages"]),
         (
             ["eval-qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--qa.neighbor-passages", "2", "--qa.gold"],
-            ["question 'q0'", "it has no positive_ids"],
+            ["question 'q0'", 'has no "positive_ids"'],
         ),
         (["eval-qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
         (["eval-qa", "nowhere", "QUESTIONS"], ["nowhere is neither a checkpoint"]),

@@ -81,7 +81,7 @@ def test_the_verbs_take_it(imported: Path, datastore: Datastore, capsys: pytest.
     assert main(["generate", str(imported), *store, "--prompt", "The", "--generation.max-tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("The")
     assert main(["inspect", str(imported)]) == 0
-    assert "imported.family" in capsys.readouterr().out
+    assert "\n[imported]\n" in capsys.readouterr().out
 
 
 def test_without_a_datastore_or_with_too_large_a_tokenizer_it_is_told(

@@ -61,9 +61,11 @@ def test_search_filters_and_orders(tiny_datastore: Datastore, capsys) -> None:
     assert hits[0]["document"]["title"] == "Title 42"
     assert {hit["document"]["title"] for hit in hits} <= {"Title 41", "Title 42"}
     assert main(["search", folder, "title 42", "--rerank", "bm25", "--k", "1"]) == 0
-    assert re.match(r"1\. bm25 \d+\.\d+  cosine ", capsys.readouterr().out)
+    assert re.match(
+        r"1\. score \d+\.\d+  distance \d\.\d+  ", capsys.readouterr().out
+    )  # as the API and the page name them
     assert main(["search", folder, "title 42", "--also", folder, "--k", "1"]) == 0
-    assert capsys.readouterr().out.startswith("1. cosine ")
+    assert capsys.readouterr().out.startswith("1. score 0.")
 
 
 @pytest.mark.parametrize(
@@ -77,3 +79,22 @@ def test_search_filters_and_orders(tiny_datastore: Datastore, capsys) -> None:
 def test_filters_that_cannot_be_are_refused(tiny_datastore: Datastore, filters: str, words: str, capsys) -> None:
     assert main(["search", str(tiny_datastore.folder), "text", "--filters", filters]) == 2
     assert re.search(words, capsys.readouterr().err)
+
+
+def test_questions_without_ids_of_documents_are_told_what_is_missing(
+    tiny_datastore: Datastore, tmp_path, capsys
+) -> None:
+    path = tmp_path / "questions.jsonl"
+    told = []
+    for line in (
+        {"answers": ["a"]},
+        {"question": "why?", "answers": ["a"]},
+        {"question": "why?", "positive_ids": ["none"]},
+    ):
+        path.write_text(json.dumps(line))
+        assert main(["eval-retrieval", str(tiny_datastore.folder), str(path)]) == 2
+        told.append(capsys.readouterr().err)
+    assert f"{path}:1" in told[0]
+    assert all('"positive_ids"' in each for each in told)
+    assert "datastore" not in told[1]  # another one would not help
+    assert "corpus.split = [1, 0, 0]" in told[2]

@@ -15,8 +15,9 @@ from indexing.store.files import read_json, write_json
 from retro import datastore_shares
 from retro.datastore_shares import PartialDatastore, points_of, search_shares
 from retro.device import place
-from retro.evaluation import EvaluationSettings, evaluate
+from retro.evaluation import evaluate
 from retro.evaluation_sets import EvaluationSet
+from retro.evaluation_settings import EvaluationSettings
 from retro.model import Retro
 from retro.neighbors import NeighborUse
 

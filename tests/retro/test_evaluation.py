@@ -14,8 +14,9 @@ from indexing.store.errors import InputError
 from indexing.tokenizer import TokenizerSettings, read_meta
 from retro import evaluation
 from retro.device import place
-from retro.evaluation import EvaluationSettings, Result, compare, evaluate
+from retro.evaluation import Result, compare, evaluate
 from retro.evaluation_sets import EvaluationSet
+from retro.evaluation_settings import EvaluationSettings
 from retro.model import Retro
 from retro.neighbors import NeighborUse
 from tests.conftest import build_local, tiny_config

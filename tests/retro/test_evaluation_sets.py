@@ -10,8 +10,9 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from retro.device import place
-from retro.evaluation import EvaluationSettings, measure_sets
+from retro.evaluation import measure_sets
 from retro.evaluation_sets import EvaluationSet, open_sets, parse_set, short_names
+from retro.evaluation_settings import EvaluationSettings
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.neighbors import NeighborUse

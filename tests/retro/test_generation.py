@@ -7,7 +7,8 @@ import torch
 from indexing.store.errors import InputError
 from retro.decoding import Decoder
 from retro.device import place
-from retro.generation import GenerationSettings, Piece, draw, generate
+from retro.generation import Piece, draw, generate
+from retro.generation_settings import GenerationSettings
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 

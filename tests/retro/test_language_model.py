@@ -9,7 +9,7 @@ import pytest
 from indexing.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.language_model import LanguageModel
 from retro.trainer import train
 from tests.conftest import tiny_config

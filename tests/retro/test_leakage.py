@@ -12,8 +12,9 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from retro.device import place
-from retro.evaluation import EvaluationSettings, Result, evaluate
+from retro.evaluation import Result, evaluate
 from retro.evaluation_sets import EvaluationSet
+from retro.evaluation_settings import EvaluationSettings
 from retro.leakage import by_leakage, leakage_of
 from retro.model import Retro
 from retro.neighbors import NeighborUse

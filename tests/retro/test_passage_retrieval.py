@@ -47,8 +47,8 @@ def test_right_documents_are_found_by_id_in_every_datastore(retriever: Retriever
 @pytest.mark.parametrize(
     ("positive_ids", "words"),
     [
-        (("nobody",), r"question 'q': none of its positive_ids \['nobody'\]"),
-        ((), "question 'q': it has no positive_ids"),
+        (("nobody",), r"question 'q': the datastore has none of its \"positive_ids\" \['nobody'\]"),
+        ((), "question 'q' has no \"positive_ids\""),
     ],
 )
 def test_questions_about_other_documents_are_refused(retriever: Retriever, positive_ids, words: str) -> None:

@@ -11,7 +11,8 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenizer import Tokenizer
 from retro.decoding import Given
-from retro.generation import GenerationSettings, Piece
+from retro.generation import Piece
+from retro.generation_settings import GenerationSettings
 from retro.question_answering import Prompts, answer, room_for_prompts
 from retro.questions import Question
 

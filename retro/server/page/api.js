@@ -36,15 +36,29 @@ export async function* stream(path, body, signal) {
 }
 
 let datastore = null;
+const waiting = [];
 
-/** What is served, asked for once. @returns {Promise<any>} */
+/** What is served, asked for until it is answered once. @returns {Promise<any>} */
 export function served() {
-  datastore ??= get("datastore").catch((error) => {
-    datastore = null;
-    throw error;
-  });
+  datastore ??= get("datastore").then(
+    (answer) => {
+      for (const use of waiting.splice(0)) use(answer);
+      return answer;
+    },
+    (error) => {
+      datastore = null;
+      throw error;
+    },
+  );
   return datastore;
 }
+
+/**
+ * Call `use` with what is served, as soon as that is known. If the server does not tell now, it is asked again after its next answer.
+ *
+ * @param {(answer: any) => void} use
+ */
+export const whenServed = (use) => served().then(use, () => waiting.push(use));
 
 function send(path, body, signal) {
   return request(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal });
@@ -55,6 +69,7 @@ async function request(path, options) {
     const token = sessionStorage.getItem(TOKEN);
     const headers = { ...options.headers, ...(token && { authorization: `Bearer ${token}` }) };
     const response = await reach(path, { ...options, headers });
+    if (response.ok && waiting.length) served().catch(() => {});
     if (response.status !== 401) return response.ok ? response : Promise.reject(await errorOf(response));
     // Another request may have brought a token while this one was under way.
     if (token === sessionStorage.getItem(TOKEN) && !(await askToken(Boolean(token)))) throw await errorOf(response);

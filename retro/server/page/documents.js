@@ -26,14 +26,14 @@ export function show(parameters, id) {
     const about = element("details", { class: "about" }, element("summary", {}, "Metadata"), factTable("Metadata", rows));
     const source = stored.source ? element("p", { class: "source" }, sourceText(stored.source)) : "";
     const chunks = stored.chunks.map((chunk, number) => chunkCard(chunk, stored.first + number, chunk.chunk_id === marked));
-    queueMicrotask(() => (chunks.find((card) => card.hasAttribute("aria-current")) ?? title).focus());
     const nodes = [element("header", {}, title, source, about), pages(stored, marked, "Pages"), ...chunks];
     if (chunks.length > 2) nodes.push(pages(stored, marked, "Pages, below the text"));
-    return { nodes, summary: `${name}, ${range(stored)}.` };
+    const focus = chunks.find((card) => card.hasAttribute("aria-current")) ?? title;
+    return { nodes, summary: `${name}, ${range(stored)}.`, focus };
   });
 }
 
-const read = (id, first, number, signal) => get(`documents/${encodeURIComponent(id)}?first=${first}&count=${number}`, signal);
+const read = (id, first, number, signal) => get(`documents?${new URLSearchParams({ id, first, count: number })}`, signal);
 
 /** Where the page with a chunk begins. The chunks of a document have consecutive ids, so its first chunk's id tells. */
 async function pageOf(id, chunk, signal) {

@@ -1,6 +1,6 @@
 // Filters on the documents' metadata: rows of a column and a value. Rows of one column are alternatives, columns must all fit.
 
-import { served } from "./api.js";
+import { whenServed } from "./api.js";
 import { element } from "./elements.js";
 
 /**
@@ -12,20 +12,17 @@ import { element } from "./elements.js";
 export function filterRows(group, form) {
   const rows = group.querySelector(".rows");
   const add = (columns) => rows.append(row(columns));
-  served().then(
-    ({ filters }) => {
-      group.hidden = filters.length === 0;
-      group.querySelector("button").addEventListener("click", () => {
-        add(filters);
-        rows.lastElementChild.querySelector("select").focus();
-      });
-    },
-    () => (group.hidden = true), // The view that needs the answer shows the error.
-  );
+  whenServed(({ filters }) => {
+    group.hidden = filters.length === 0;
+    group.querySelector("button").addEventListener("click", () => {
+      add(filters);
+      rows.lastElementChild.querySelector("select").focus();
+    });
+  });
   form.addEventListener("restore", ({ detail: parameters }) => {
     const names = parameters.getAll("column");
     rows.replaceChildren(...names.map((name) => row([name])));
-    served().then(({ filters }) => rows.querySelectorAll("select").forEach((select) => offer(select, filters)), () => {});
+    whenServed(({ filters }) => rows.querySelectorAll("select").forEach((select) => offer(select, filters)));
   });
 }
 

@@ -1,6 +1,6 @@
 // The view of generation: one prompt continued twice side by side, with and without retrieval, as the tokens come.
 
-import { served, stream } from "./api.js";
+import { stream, whenServed } from "./api.js";
 import { element, language } from "./elements.js";
 import { queryForm } from "./query_form.js";
 import { announce, noModel, problem } from "./region.js";
@@ -15,7 +15,7 @@ let control = new AbortController();
 
 export const show = queryForm(form, "generation", generate);
 stop.addEventListener("click", () => control.abort());
-served().then(({ model }) => !model && results.replaceChildren(noModel()), () => {});
+whenServed(({ model }) => !model && results.replaceChildren(noModel()));
 
 async function generate(values) {
   control.abort();

@@ -1,9 +1,10 @@
 // Starts the page: the address names the view that is shown, the tabs change the address.
 
 import { addressOf, readAddress } from "./address.js";
-import { served } from "./api.js";
+import { served, whenServed } from "./api.js";
 import * as datastore from "./datastore.js";
 import * as documents from "./documents.js";
+import { element } from "./elements.js";
 import * as generation from "./generation.js";
 import { roving } from "./keyboard.js";
 import * as neighbors from "./neighbors.js";
@@ -51,5 +52,14 @@ function introduce({ datastores, model, limits }) {
   }
 }
 
-served().then(introduce, () => {}); // Each view shows the error for itself.
+/** In place of what is served, why that is not known. */
+function excuse(error) {
+  const again = element("button", { type: "button", class: "quiet", click: ask }, "Try again");
+  document.querySelector(".served").replaceChildren(element("span", { class: "refused", role: "alert" }, error.message), again);
+}
+
+const ask = () => served().catch(excuse);
+
+whenServed(introduce);
+ask();
 route();

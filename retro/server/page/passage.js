@@ -1,6 +1,6 @@
 // The view of a passage: every token coloured by how much retrieval helped (blue) or hurt (orange), with the exact numbers.
 
-import { post, served } from "./api.js";
+import { post, whenServed } from "./api.js";
 import { element, figures, language } from "./elements.js";
 import { roving } from "./keyboard.js";
 import { fixed, percent, signed } from "./numbers.js";
@@ -15,7 +15,7 @@ const form = view.querySelector("form");
 const results = view.querySelector(".results");
 
 export const show = queryForm(form, "passage", score);
-served().then(({ model }) => !model && results.replaceChildren(noModel()), () => {});
+whenServed(({ model }) => !model && results.replaceChildren(noModel()));
 
 function score(values) {
   fill(results, "Reading the passage with and without retrieval…", async (signal) => {

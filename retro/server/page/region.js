@@ -1,4 +1,4 @@
-// A region of the page that waits for an answer: a skeleton, then the answer or an error with a way to try again.
+// A region of the page that waits for an answer: a skeleton, then the answer or an error, with a way to try again if that may help.
 
 import { ApiError } from "./api.js";
 import { element } from "./elements.js";
@@ -10,7 +10,7 @@ const running = new WeakMap();
  *
  * @param {HTMLElement} region
  * @param {string} label what is being done, for the skeleton and for readers of screens
- * @param {(signal: AbortSignal) => Promise<{nodes: Node[], summary: string}>} work
+ * @param {(signal: AbortSignal) => Promise<{nodes: Node[], summary: string, focus?: HTMLElement}>} work `focus`: one of the nodes
  */
 export async function fill(region, label, work) {
   running.get(region)?.abort();
@@ -20,9 +20,10 @@ export async function fill(region, label, work) {
   region.replaceChildren(skeleton(label));
   announce(label);
   try {
-    const { nodes, summary } = await work(control.signal);
+    const { nodes, summary, focus } = await work(control.signal);
     if (control.signal.aborted) return;
     region.replaceChildren(...nodes);
+    focus?.focus();
     announce(summary);
   } catch (error) {
     if (control.signal.aborted) return;
@@ -46,13 +47,13 @@ export function announce(message) {
 export function problem(error, retry) {
   if (!(error instanceof ApiError)) reportError(error);
   if (error.type === "no_model") return noModel();
-  const wait = error.retryAfter ? ` Wait ${error.retryAfter} s before you try again.` : "";
+  const wait = error.status === 429 && error.retryAfter ? ` Wait ${error.retryAfter} s before you try again.` : "";
   return element(
     "div",
     { class: "card problem", role: "alert" },
     element("h3", {}, heading(error)),
     element("p", {}, `${error.message}${wait}`),
-    element("button", { type: "button", click: retry }, "Try again"),
+    mayPass(error) ? element("button", { type: "button", click: retry }, "Try again") : null,
   );
 }
 
@@ -70,10 +71,14 @@ export function noModel() {
 /** @param {string} title @param {string} text @returns {HTMLElement} */
 export const notice = (title, text) => element("div", { class: "card notice" }, element("h3", {}, title), element("p", {}, text));
 
+/** Whether the same request may be answered later: after a token, a pause or a restart. A request that is refused stays refused. */
+const mayPass = ({ status = 0 }) => status < 400 || status >= 500 || [401, 408, 429].includes(status);
+
 function heading({ status = 0 }) {
   if (status === 401) return "A token is needed";
   if (status === 404) return "Not found";
-  if (status === 429 || status === 503) return "The server is busy";
+  if (status === 429) return "The server is busy";
+  if (status === 503) return "The server is unavailable";
   if (status >= 500) return "The server could not answer";
   return status >= 400 ? "The request was refused" : "No answer";
 }

@@ -21,7 +21,8 @@ from retro.finetuning import prepare as preparing
 from retro.finetuning.chat_template import ChatTemplate
 from retro.finetuning.conversations import Message
 from retro.finetuning.settings import FinetuneSettings
-from retro.generation import GenerationSettings, generate
+from retro.generation import generate
+from retro.generation_settings import GenerationSettings
 from retro.model_settings import ModelSettings
 from retro.reading_comprehension import Format, Passage
 from retro.tensor_files import index, read_tensors

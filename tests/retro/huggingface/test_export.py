@@ -20,7 +20,7 @@ from pipelines.cli import main
 from retro.checkpoint import load_model, model_settings, open_checkpoint
 from retro.device import place
 from retro.exported import exported, write_exported
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.huggingface.export import as_family, export_folder
 from retro.huggingface.remote_files import MODEL, remote_files
 from retro.language_model import LanguageModel

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from retro import scoring
 from retro.decoding import Decoder
-from retro.generation import GenerationSettings
+from retro.generation_settings import GenerationSettings
 from retro.language_model import LanguageModel
 from retro.server import search_api
 from tests.retro.server.conftest import TEXT, Make

@@ -88,7 +88,7 @@ def test_shared_runs_are_marked_alike_on_both_sides_and_stand_in_the_stored_text
 
 
 def test_a_neighbor_leads_to_its_document_where_it_is_marked(open_page, url: str, retriever: Retriever) -> None:
-    page = open_page(url)
+    page = open_page(url, viewport={"width": 900, "height": 300})
     ask(page, "neighbors", retriever.chunk(90).text, "Find neighbors")
     link = page.locator(".neighbor h4 a").first
     number = int(re.search(r"chunk=(\d+)", link.get_attribute("href")).group(1))
@@ -96,6 +96,8 @@ def test_a_neighbor_leads_to_its_document_where_it_is_marked(open_page, url: str
     found = page.locator("#document [aria-current]")
     expect(found).to_have_count(1)
     assert found.locator("pre").text_content() == retriever.chunk(number).text
+    expect(found).to_be_focused()
+    expect(found).to_be_in_viewport()
     page.go_back()
     expect(page.locator(".neighbor").first).to_be_visible()  # the address holds the query
 
@@ -274,6 +276,76 @@ def test_text_stands_out_in_light_and_dark(open_page, url: str, scheme: str) -> 
         assert all(ratio >= 4.5 for ratio in found), (selector, min(found))
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(float, re.findall(r"[\d.]+", background)[:3])) > 380) == (scheme == "light")
+
+
+def test_a_filter_stays_on_one_line_on_a_phone(open_page, url: str) -> None:
+    page = open_page(url, viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    page.get_by_role("button", name="Add a filter").click()
+    word = page.locator(".filter span", has_text="is")
+    assert word.bounding_box()["height"] < 2 * float(
+        word.evaluate("node => parseFloat(getComputedStyle(node).fontSize)")
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_fields_of_a_row_stand_at_one_height(open_page, url: str) -> None:
+    page = open_page(url)
+    number, choice = (page.locator(f"#neighbors [name={name}]").bounding_box() for name in ("k", "rerank"))
+    assert (number["y"], number["height"]) == (choice["y"], choice["height"])
+
+
+@pytest.mark.parametrize(
+    ("status", "heading"), [(503, "unavailable"), (422, "refused"), (413, "refused"), (404, "Not found")]
+)
+def test_an_error_that_stays_offers_no_second_try_and_no_waiting(
+    open_page, url: str, status: int, heading: str
+) -> None:
+    page = open_page(url, errors=True)
+    body = json.dumps({"error": {"message": "no.", "type": "x", "param": None, "code": None}})
+    answer = {"status": status, "content_type": "application/json", "headers": {"Retry-After": "5"}, "body": body}
+    page.route("**/neighbors", lambda route: route.fulfill(**answer))
+    ask(page, "neighbors", TEXT, "Find neighbors")
+    problem = page.get_by_role("alert")
+    expect(problem).to_contain_text(heading)
+    expect(problem).not_to_contain_text("Wait")
+    expect(problem.get_by_role("button", name="Try again")).to_have_count(int(status == 503))
+
+
+def introduced(page: Page) -> None:
+    """The page shows what is served: in its header, by filters, by the largest numbers that its fields take."""
+    expect(page.locator(".served")).to_contain_text("chunks")
+    expect(page.get_by_role("button", name="Add a filter")).to_be_visible()
+    expect(page.locator("#neighbors input[name=k]")).to_have_attribute("max", "100")
+
+
+def test_a_server_that_did_not_answer_at_first_is_introduced_on_a_second_try(open_page, url: str) -> None:
+    page = open_page("about:blank", errors=True)
+    page.route("**/datastore", lambda route: route.abort())
+    page.goto(url)
+    expect(page.locator("header").get_by_role("alert")).to_contain_text("does not answer")
+    page.unroute("**/datastore")
+    page.get_by_role("button", name="Try again").click()
+    introduced(page)
+
+
+def test_a_token_given_later_introduces_the_server(open_page, app_with: Make) -> None:
+    with listening(app_with(token="secret")) as url:
+        page = open_page(url, errors=True)
+        page.get_by_role("button", name="Cancel").click()
+        expect(page.locator("header").get_by_role("alert")).to_contain_text("token")
+        ask(page, "neighbors", TEXT, "Find neighbors")
+        page.get_by_label("Token", exact=True).fill("secret")
+        page.get_by_role("button", name="Use it").click()
+        expect(page.locator(".neighbor").first).to_be_visible()
+        introduced(page)
+
+
+def test_the_api_is_described_without_a_token(open_page, app_with: Make) -> None:
+    with listening(app_with(token="secret")) as url:
+        page = open_page(f"{url}/#/datastore", errors=True)
+        page.get_by_role("button", name="Cancel").click()
+        page.get_by_role("link", name="its description").click()
+        expect(page.get_by_text("POST /neighbors", exact=True)).to_be_visible()
 
 
 @pytest.mark.parametrize(("status", "heading"), [(500, "could not answer"), (429, "busy")])

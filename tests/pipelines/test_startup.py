@@ -1,0 +1,47 @@
+"""Help and mistakes are answered without the libraries that take seconds to import."""
+
+import json
+import subprocess
+import sys
+
+from pipelines.cli import VERBS
+
+HEAVY = {"torch", "faiss", "ray", "transformers", "autofaiss", "matplotlib", "pyarrow", "sentencepiece", "fastapi"}
+
+PROGRAM = """
+import contextlib, io, json, sys
+from pipelines.cli import main
+
+heavy, *commands = json.loads(sys.argv[1])
+for arguments in commands:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            status = main(arguments)
+        except SystemExit as ended:
+            status = ended.code
+    print(json.dumps([arguments, status, sorted(set(heavy) & set(sys.modules))]))
+"""
+
+MISTAKES = (
+    ["serch", "datastore", "text"],
+    ["search"],
+    ["search", "datastore", "text", "--kk", "3"],
+    ["search", "datastore", "text", "--k", "three"],
+    ["train", "missing.toml"],
+    ["train", "--train.lr"],
+    ["plan", "train", "--devices", "0"],
+    ["eval", "run", "--evaluation.k", "0"],
+    ["eval-qa", "run", "questions.jsonl", "--qa.gold"],
+    ["generate", "run", "--generation.max-tokens", "0"],
+    ["serve", "datastore", "--port", "70000"],
+    ["export", "run"],
+    ["demo", "--minutes", "0"],
+)
+
+
+def test_help_and_mistakes_import_nothing_heavy() -> None:
+    helps = [["--help"], *([*verb.split(), "--help"] for verb in VERBS)]
+    commands = json.dumps([sorted(HEAVY), *helps, *MISTAKES])
+    process = subprocess.run([sys.executable, "-c", PROGRAM, commands], capture_output=True, text=True, check=True)
+    answers = [json.loads(line) for line in process.stdout.splitlines()]
+    assert answers == [[arguments, 0, []] for arguments in helps] + [[arguments, 2, []] for arguments in MISTAKES]

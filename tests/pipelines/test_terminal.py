@@ -1,0 +1,104 @@
+"""Text from a corpus, a model or a mistake reaches the terminal as text: it moves no cursor, sets no title, fills no clipboard."""
+
+import ast
+import json
+import logging
+import os
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipelines import model_verbs
+from pipelines.cli import main
+from pipelines.progress import one_line, print_rows, printable
+from retro.language_model import LanguageModel
+from tests.conftest import build_local, tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+ATTACK = "\x1b]0;owned\x07\x1b]52;c;cm0gLXJm\x07\x1b[31mred \x9b2J \x7f\b \u202egnp.exe"
+
+
+def controls(text: str) -> set[str]:
+    """Characters that a terminal obeys; line breaks and tabs are meant."""
+    return {each for each in text if unicodedata.category(each) in ("Cc", "Cs") or each in "\u202e\u2066"} - {
+        "\n",
+        "\t",
+    }
+
+
+def test_control_characters_are_shown_and_everything_else_stays() -> None:
+    every = "".join(map(chr, range(sys.maxunicode + 1)))
+    assert controls(printable(every)) == set()
+    plain = "a\tb\n汉字 é 👩‍💻 \u200f\n"
+    assert printable(plain) == plain
+    assert printable("a\r\nb\rc") == "a\nb\\u000dc"
+    assert printable(ATTACK).startswith("\\u001b]0;owned\\u0007")
+    assert json.loads(printable(json.dumps(ATTACK, ensure_ascii=False))) == ATTACK
+
+
+def test_a_name_stays_on_its_line() -> None:
+    assert one_line("a\nb\tc\x1b") == "a\\u000ab\\u0009c\\u001b"
+
+
+@pytest.mark.parametrize("layer", ["indexing", "retro", "pipelines"])
+def test_one_function_writes_to_the_terminal(layer: str) -> None:
+    for path in (ROOT / layer).rglob("*.py"):
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        assert "print" not in names or path.name == "progress.py", path
+
+
+def test_search_shows_what_a_corpus_would_do_to_a_terminal(tmp_path, capsys) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    with open(corpus, "w") as file:
+        for number in range(30):
+            file.write(json.dumps({"id": f"{ATTACK}\n{number}", "text": f"{ATTACK} text {number} of it\n" * 3}) + "\n")
+    folder = build_local(tiny_config(tmp_path, corpus)).folder
+    capsys.readouterr()
+    assert main(["search", str(folder), "text of it"]) == 0
+    printed = capsys.readouterr().out
+    assert controls(printed) == set()
+    assert printed.startswith("1. ")
+    assert sum(line[:3] in ("1. ", "2. ", "3. ", "4. ", "5. ") for line in printed.splitlines()) == 5
+    assert "\\u001b]0;owned" in printed
+    assert main(["search", str(folder), "text of it", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert controls(printed) == set()
+    assert all(hit["document"]["id"].startswith(ATTACK) for hit in json.loads(printed))
+
+
+def test_generated_text_is_shown(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(LanguageModel, "open", lambda *given, **options: SimpleNamespace())
+    monkeypatch.setattr(model_verbs, "generate_texts", lambda model, options: [ATTACK + "\n\tend"])
+    assert main(["generate", "run", "--prompt", "begin "]) == 0
+    printed = capsys.readouterr().out
+    assert controls(printed) == set()
+    assert printed.endswith("\n\tend\n")
+
+
+def test_errors_messages_and_tables_are_shown(monkeypatch, capsys) -> None:
+    assert main(["inspect", f"nowhere{ATTACK}"]) == 2
+    model_verbs.log.warning("%s", ATTACK)
+    library = logging.getLogger("library")
+    monkeypatch.setattr(library, "propagate", False)  # pytest has handlers above it
+    library.warning("of a library %s", ATTACK)
+    print_rows([[ATTACK, "b"]])
+    printed = capsys.readouterr()
+    assert controls(printed.out + printed.err) == set()
+    assert printed.out.startswith("\\u001b]0;owned")
+    assert "error: nowhere\\u001b]0;owned" in printed.err
+    assert "warning: \\u001b]0;owned" in printed.err
+    assert "warning: of a library \\u001b]0;owned" in printed.err
+
+
+def test_a_reader_that_wants_no_more_ends_the_program_quietly() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", "--help"], stdout=writing, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (141, b"")
