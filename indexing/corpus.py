@@ -27,6 +27,7 @@ from indexing.readers import (
     read,
     read_documents,
 )
+from indexing.store.artefact import fingerprint
 from indexing.store.errors import InputError
 from indexing.streams import HashingReader
 
@@ -213,6 +214,13 @@ def scan_file(
         documents, text_bytes, problems, examples, cuts, checksum,
         np.frombuffer(bytes(hashes), dtype="<u8"), np.frombuffer(bytes(lines), dtype="<i8"),
     )  # fmt: skip
+
+
+def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """What the recipe of a corpus says of its files, from the name and checksum of each: `{name: checksum}`, or one
+    fingerprint of all where there are more than 1,000 or two share a name."""
+    checksums = dict(files)
+    return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(each) for each in files])}
 
 
 def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_bytes: int) -> list[list[Piece]]:

@@ -10,14 +10,15 @@ one line. Memory stays flat: arrays are read in blocks, indexes shard by shard.
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from indexing.corpus import recipe_inputs
 from indexing.store.artefact import MANIFEST, fingerprint, parse_manifest, remove, wrong_checksum, wrong_sizes
-from indexing.store.datastore import Datastore, shard_name
+from indexing.store.datastore import Datastore, read_datastore_manifest, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.remote import url_of
@@ -25,7 +26,7 @@ from indexing.store.retrieval import RetrievalSet
 from indexing.verify_contents import Check, check_chunks, check_of
 
 # Artefacts in the order in which they are made, each from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised", "index/merged")  # fmt: skip
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised", "index/merged")  # fmt: skip
 _OF_STAGE = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
@@ -60,10 +61,11 @@ class Problem:
     def __str__(self) -> str:
         if self.artefact == MANIFEST:
             return f"{self.found}: `retro index CONFIG` writes it again."
+        command = "retro index CONFIG" + (" --append" if _stage(self.artefact) == "appended" else "")
         if self.gone:
-            return f"{self.found}: `retro index CONFIG` makes it again."
+            return f"{self.found}: `{command}` makes it again."
         if self.artefact:
-            return f"{self.found}: remove {self.artefact} (--mend does), and `retro index CONFIG` makes it again."
+            return f"{self.found}: remove {self.artefact} (--mend does), and `{command}` makes it again."
         return self.found
 
 
@@ -107,7 +109,7 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
     sizes = {name: sum(file["bytes"] for file in manifest["files"].values()) for name, manifest in manifests.items()}
     with progress("checksums", total=sum(sizes.values()), unit="bytes") as advance:
         problems += _check_files(folder, manifests, advance)
-    strangers = list(_check_recipes(folder, manifests, _broken(problems)))
+    strangers = list(_check_recipes(folder, manifests, _broken(problems), _listed(top)))
     problems += strangers
     known = {name: manifest for name, manifest in manifests.items() if name not in _broken(strangers)}
     problems += _check_top(folder, top, known, _broken(problems))
@@ -140,8 +142,13 @@ def _broken(problems: Sequence[Problem]) -> set[str]:
 
 def _rank(name: str) -> int:
     """The place of an artefact in the order in which they are made; what is none comes last."""
-    kind = "index/*" if _shard_of(name, "index") is not None else name.partition("/")[0]
-    return next((place for place, one in enumerate(_ORDER) if one in (name, kind)), len(_ORDER))
+    kinds = {"index/*"} if _shard_of(name, "index") is not None else {name, name.rpartition("/")[0]}
+    return next((place for place, one in enumerate(_ORDER) if one in kinds), len(_ORDER))
+
+
+def _stage(name: str) -> str:
+    """The folder of an artefact: `chunks`, `dedup`, …"""
+    return name.partition("/")[0]
 
 
 def _shard_of(name: str, stage: str) -> int | None:
@@ -161,7 +168,7 @@ def _read_top(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
         return None
     if path.exists():
         try:
-            read_json(path)
+            read_datastore_manifest(folder)
         except ValueError as error:
             problems.append(Problem(MANIFEST, f"{path} cannot be read ({error})"))
             return None
@@ -170,19 +177,51 @@ def _read_top(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
 
 def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[Problem]) -> Manifests:
     """The manifest of every artefact by name, in order; one that a finished stage lacks, or that is broken, is a problem."""
-    there = [path.parent.relative_to(folder) for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}")]
+    depths = ("*", "*/*", "dedup/*/*")
+    there = [path.parent.relative_to(folder) for depth in depths for path in folder.glob(f"{depth}/{MANIFEST}")]
     names = {path.as_posix() for path in there if not path.name.startswith(".")}
     if top:
-        shards = [shard_name(shard) for shard in range(len(top["splits"]["train"]["chunks"]))]
+        shards = [shard_name(shard) for shard in range(_listed(top))]
         patterns = [pattern for stage in top["fingerprints"] for pattern in _OF_STAGE.get(stage, ())]
         names |= {pattern.replace("*", shard) for pattern in patterns for shard in shards}
-    manifests = {}
-    for name in sorted(names, key=lambda name: (_rank(name), name)):
-        try:
-            manifests[name] = parse_manifest(folder / name)
-        except InputError as error:
-            problems.append(Problem(name, str(error), gone=not (folder / name).exists()))
-    return manifests
+    manifests: dict[str, dict[str, Any]] = {}
+
+    def read(names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                manifests[name] = parse_manifest(folder / name)
+            except InputError as error:
+                problems.append(Problem(name, str(error), gone=not (folder / name).exists()))
+
+    read(names)
+    more = _dedup_names(manifests)
+    generations = len(_generations(manifests))
+    if generations and _listed(top) > _num_shards(manifests):
+        more.add(f"appended/{shard_name(generations)}")
+    read(more - names)
+    return {name: manifests[name] for name in sorted(manifests, key=lambda name: (_rank(name), name))}
+
+
+def _listed(top: Mapping[str, Any] | None) -> int:
+    """How many shards the datastore's manifest lists; 0 where it cannot be read."""
+    return len(top["splits"]["train"]["chunks"]) if top else 0
+
+
+def _dedup_names(manifests: Manifests) -> set[str]:
+    """The artefacts that `dedup/` must hold, because the chunks or the list of removed documents were made from them."""
+
+    def made_from(name: str, stage: str) -> bool:
+        return any(name in found["recipe"]["inputs"] for other, found in manifests.items() if _stage(other) == stage)
+
+    if not made_from("dedup", "chunks"):
+        return set()
+    signed = [shard_name(shard) for shard in range(_num_shards(manifests))]
+    names = {"dedup/removed"}
+    if made_from("evaluation", "dedup"):
+        names.add("dedup/evaluation")
+        counts = manifests.get("dedup/evaluation", {}).get("counts", {})
+        signed += [f"evaluation-{shard_name(shard)}" for shard in range(counts.get("shards", 0))]
+    return names | {f"dedup/signatures/{shard}" for shard in signed}
 
 
 def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], None]) -> Iterator[Problem]:
@@ -230,10 +269,10 @@ def _made_from_broken(folder: Path, manifests: Manifests, problems: Sequence[Pro
 
 
 def _generations(manifests: Manifests) -> list[range]:
-    """The shard numbers of the corpus and of what was appended; none where the corpus is not known."""
-    names = ["corpus", *sorted(name for name in manifests if name.startswith("appended/"))]
+    """The shard numbers of the corpus and of what was appended, up to the first of these that is not known."""
+    names = itertools.chain(["corpus"], (f"appended/{shard_name(number)}" for number in itertools.count(1)))
     starts = [0]
-    for name in names if "corpus" in manifests else ():
+    for name in itertools.takewhile(manifests.__contains__, names):
         starts.append(starts[-1] + manifests[name]["counts"]["shards"])
     return [range(first, stop) for first, stop in itertools.pairwise(starts)]
 
@@ -278,10 +317,14 @@ def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
     if stage == "neighbors":
         return {f"generation {number}": _searched(manifests, number) for number in range(len(generations))}
     if stage == "chunks":
-        home = next((number for number, each in enumerate(generations) if shard.isdigit() and int(shard) in each), 0)
+        home = next((number for number, each in enumerate(generations) if shard.isdigit() and int(shard) in each), None)
         corpus = f"appended/{shard_name(home)}" if home else "corpus"
         dedup = {"dedup": print_of("dedup/removed")} if "dedup/removed" in manifests else {}
-        return {"corpus": print_of(corpus), "tokenizer": print_of("tokenizer"), **dedup}
+        known = None if home is None else print_of(corpus)
+        return {"corpus": known, "tokenizer": print_of("tokenizer"), **dedup}
+    if stage == "dedup" and name != "dedup/evaluation":
+        made_from = {"corpus": "corpus", "tokenizer": "tokenizer", "evaluation": "dedup/evaluation"}
+        return {key: print_of(made_from[key]) for key in manifests[name]["recipe"]["inputs"] if key in made_from}
     return {
         "tokenizer": {"corpus": print_of("corpus")},
         "embedder": {"chunks": _joint(manifests, "chunks", first)},
@@ -291,31 +334,36 @@ def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
     }.get(stage, {})
 
 
-def _check_recipes(folder: Path, manifests: Manifests, broken: set[str]) -> Iterator[Problem]:
-    """Every artefact that was not made from those that are there; one that was made from such a stranger is none itself."""
+def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed: int) -> Iterator[Problem]:
+    """Every artefact that was not made from those that are there; one that was made from such a stranger is none itself.
+
+    `listed` is how many shards the datastore's manifest lists.
+    """
     known = dict(manifests)
     for name in [name for name in manifests if name not in broken]:
-        found = [f"{folder / name} {what}" for what in _strange(folder, name, known)]
+        found = [f"{folder / name} {what}" for what in _strange(folder, name, known, listed)]
         yield from (Problem(name, what) for what in found)
         if found:
             del known[name]
 
 
-def _strange(folder: Path, name: str, known: Manifests) -> Iterator[str]:
+def _strange(folder: Path, name: str, known: Manifests, listed: int) -> Iterator[str]:
     inputs, settings = (known[name]["recipe"][key] for key in ("inputs", "settings"))
     for key, expected in _expected_inputs(name, known).items():
         outside = key not in inputs and name in ("tokenizer", "embedder")  # `tokenizer.path`, `embedder.path`
         if not outside and expected is not None and inputs.get(key) != expected:
             yield f"was made from another '{key}' than the one that is there"
-    shard = name.partition("/")[2]
-    if shard.isdigit() and settings.get("shard", int(shard)) != int(shard):
-        yield f"holds shard {settings['shard']}"
-    in_stage = name.partition("/")[0] in ("chunks", "embeddings", "index", "neighbors", "materialised")
-    if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= _num_shards(known):
+    stage, shard = _stage(name), name.rpartition("/")[2]
+    held = settings.get("shard", shard)
+    if (shard.isdigit() or stage == "dedup") and (shard_name(held) if isinstance(held, int) else held) != shard:
+        yield f"holds shard {held}"
+    in_stage = stage in ("chunks", "embeddings", "index", "neighbors", "materialised")
+    # Of shards that are listed, the part of the corpus may be missing: that is the problem then.
+    if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= max(_num_shards(known), listed):
         yield "is no shard of this corpus"
-    if name == "corpus" or name.startswith("appended/"):
-        listed = [[file["name"], file["checksum"]] for file in read_json(folder / name / "files.json")]
-        if inputs != (dict(listed) if len(listed) <= 1000 else {"files": fingerprint(listed)}):
+    if name in ("corpus", "dedup/evaluation") or stage == "appended":
+        files = [(file["name"], file["checksum"]) for file in read_json(folder / name / "files.json")]
+        if inputs != recipe_inputs(files):
             yield "lists other files than its recipe"
 
 
@@ -325,6 +373,8 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
         return
     path = folder / MANIFEST
     generations = _generations(manifests)
+    if 0 < _num_shards(manifests) < _listed(top):  # a part of the corpus is missing
+        return
     single = {"train-index": "index/trained", "add": "index/tuned", "merge": "index/merged"}
     joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialise": "materialised"}
     for stage, found in top["fingerprints"].items():

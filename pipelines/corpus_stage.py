@@ -22,6 +22,7 @@ from indexing.corpus import (
     list_files,
     plan_shards,
     read_piece,
+    recipe_inputs,
     scan_file,
     split_of,
     strict_problem,
@@ -80,7 +81,8 @@ def append(config: Config, executor: Executor) -> None:
     if not new:
         log.info("append: corpus.paths names no file that %s does not have", config.datastore)
         return
-    look_through(config.datastore / "appended" / shard_name(len(groups)), config.corpus, new, executor)
+    folders = (config.datastore / "appended" / shard_name(number) for number in itertools.count(1))
+    look_through(next(folder for folder in folders if damage(folder)), config.corpus, new, executor)
 
 
 def corpus_folders(datastore: Path) -> list[Path]:
@@ -128,9 +130,7 @@ def look_through(
         stage="chunk",
         version=1,
         settings={f"corpus.{name}": getattr(settings, name) for name in names},
-        inputs={file.name: value for file, value in zip(files, checksums, strict=True)}
-        if len({file.name for file in files}) == len(files) <= 1000
-        else {"files": fingerprint([[file.name, value] for file, value in zip(files, checksums, strict=True)])},
+        inputs=recipe_inputs([(file.name, value) for file, value in zip(files, checksums, strict=True)]),
     )
     if not is_finished(folder, recipe):
         _write_corpus(folder, recipe, settings, files, scans or _scan(settings, files, executor), key)

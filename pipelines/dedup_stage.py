@@ -62,9 +62,9 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
     """
     folder = config.datastore / FOLDER
     out = folder / "removed"
+    shards = _shards(config)
+    _sign(config, executor, recipe, shards)  # also where the list is finished: `retro verify --mend` may have removed some
     if not is_finished(out, recipe):
-        shards = _shards(config)
-        _sign(config, executor, recipe, shards)
         _find_candidates(config, executor, recipe, shards)
         _collect_grams(config, executor, recipe, shards)
         signatures = [folder / "signatures" / name for name in shards]

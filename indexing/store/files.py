@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,45 @@ class NpyWriter:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON with sorted keys, atomically: readers see the old file or the whole new one."""
-    write_bytes(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+    write_bytes(path, _json_bytes(value))
+
+
+def _json_bytes(value: Any) -> bytes:
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    # File names may hold bytes that are not UTF-8: lone surrogates in Python, and escapes in JSON (\udce9).
+    return text.encode(errors="backslashreplace")
+
+
+def write_checked(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an object as `write_json` does, with a `checksum` of its other keys, so that `read_checked` finds any change."""
+    write_json(path, {**value, "checksum": _checksum_of(value)})
+
+
+def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
+    """Read an object written by `write_checked`; returns it without its checksum.
+
+    Args:
+        path: the file.
+        keys: the keys that it may have without a checksum: earlier versions wrote none.
+
+    Raises:
+        ValueError: its bytes are not those that were written.
+        FileNotFoundError: there is no such file.
+    """
+    data = path.read_bytes()
+    value = json.loads(data.decode())
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    found = {key: item for key, item in value.items() if key != "checksum"}
+    # Compared as bytes: a changed blank or a lost line end is a change too.
+    expected = {**found, "checksum": _checksum_of(found)} if "checksum" in value else found
+    if data != _json_bytes(expected) or (expected is found and not found.keys() <= set(keys)):
+        raise ValueError("wrong checksum")
+    return found
+
+
+def _checksum_of(value: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(_json_bytes(dict(value)), digest_size=16).hexdigest()
 
 
 def write_bytes(path: Path, data: bytes) -> None:
