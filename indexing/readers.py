@@ -20,7 +20,15 @@ import numpy as np
 
 from indexing.megatron import INDEX_SUFFIX, SUFFIX, is_megatron, open_index
 from indexing.store.errors import InputError
-from indexing.streams import COMPRESSION_SUFFIXES, DAMAGED, StoredReader, uncompressed, unpacked
+from indexing.streams import (
+    COMPRESSION_SUFFIXES,
+    DAMAGED,
+    StoredReader,
+    compression_suffix,
+    filesystem_of,
+    uncompressed,
+    unpacked,
+)
 
 # One document a file; its id is the file's name. `.json` is left out: it may hold a document, a list of documents or
 # settings, and a guess would be wrong silently.
@@ -41,7 +49,7 @@ _BLOCK_DOCUMENTS = 1 << 16  # whose positions in a Megatron file are held in mem
 
 ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
-    "duplicate id", "truncated file", "unreadable file",
+    "duplicate id", "truncated file", "unreadable file", "wrong suffix",
 ]  # fmt: skip
 
 
@@ -170,10 +178,9 @@ def read_documents(
 @contextlib.contextmanager
 def opened(file: CorpusFile, on_problem: Callable[[Problem], None]) -> Iterator[Any]:
     """The stored bytes of a file as a binary file object, or None after reporting that it cannot be opened."""
-    import fsspec
-
     try:
-        opened = fsspec.open(file.path, "rb").open()
+        filesystem, path = filesystem_of(file.path)
+        opened = filesystem.open(path, "rb")
     except _UNREADABLE as error:
         on_problem(Problem("unreadable file", printable(file.path), 1, str(error)))
         yield None
@@ -209,11 +216,15 @@ def read(raw: Any, window: Window) -> Iterator[Document]:
     if is_megatron(name):
         yield from _token_documents(raw, window)
         return
-    if window.offset:
+    if window.offset:  # only an uncompressed file is entered in the middle
         raw.stored.seek(window.offset)
-    stream = unpacked(raw, name)
+        yield from _json_lines(io.BufferedReader(raw, 1 << 20), window, has_offsets=True)
+        return
+    stream, compression = unpacked(raw, name)
+    if compression != compression_suffix(name):
+        window.report("wrong suffix", 1, f"the file is {compression or 'not compressed'} and was read so; rename it")
     if uncompressed(name).endswith(LINE_SUFFIXES):
-        yield from _json_lines(stream, window, has_offsets=not name.endswith(COMPRESSION_SUFFIXES))
+        yield from _json_lines(stream, window, has_offsets=not compression)
     elif window.start == 0 and window.stop != 0:
         yield from _whole_file(stream, window)
 

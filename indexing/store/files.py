@@ -85,7 +85,7 @@ def _json_bytes(value: Any) -> bytes:
 
 def write_checked(path: Path, value: Mapping[str, Any]) -> None:
     """Write an object as `write_json` does, with a `checksum` of its other keys, so that `read_checked` finds any change."""
-    write_json(path, {**value, "checksum": _checksum_of(value)})
+    write_json(path, _with_checksum(value))
 
 
 def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
@@ -103,16 +103,17 @@ def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
     value = json.loads(data.decode())
     if not isinstance(value, dict):
         raise ValueError("it holds no JSON object")
-    found = {key: item for key, item in value.items() if key != "checksum"}
+    has_checksum = "checksum" in value or not value.keys() <= set(keys)
     # Compared as bytes: a changed blank or a lost line end is a change too.
-    expected = {**found, "checksum": _checksum_of(found)} if "checksum" in value else found
-    if data != _json_bytes(expected) or (expected is found and not found.keys() <= set(keys)):
+    if data != _json_bytes(_with_checksum(value) if has_checksum else value):
         raise ValueError("wrong checksum")
-    return found
+    value.pop("checksum", None)
+    return value
 
 
-def _checksum_of(value: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(_json_bytes(dict(value)), digest_size=16).hexdigest()
+def _with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+    checked = {key: item for key, item in value.items() if key != "checksum"}
+    return checked | {"checksum": hashlib.blake2b(_json_bytes(checked), digest_size=16).hexdigest()}
 
 
 def write_bytes(path: Path, data: bytes) -> None:

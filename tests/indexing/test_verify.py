@@ -15,7 +15,7 @@ from indexing.neighbors import NeighborSettings
 from indexing.store.artefact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import checksum, read_json, write_json
+from indexing.store.files import checksum, read_json, write_checked
 from indexing.verify import Verified, mend, verify_datastore
 from indexing.verify_contents import ids_of, wrong_neighbors
 from tests.conftest import build_local, contents, tiny_config
@@ -45,7 +45,7 @@ def flip(path: Path, place: float = 0.5) -> None:
 def edit(path: Path, change: Callable[[dict], None]) -> None:
     value = read_json(path)
     change(value)
-    write_json(path, value)
+    write_checked(path, value)
 
 
 def rewrite(folder: Path, artefact: str, file: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
