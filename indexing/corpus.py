@@ -173,10 +173,10 @@ def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
 def _walk(folder: str, depth: int | None, is_linked: bool = False, above: tuple[str, ...] = ()) -> Iterator[Any]:
     """The files in a folder and `depth` levels below it: whether a link leads to it, and its path.
 
-    Links are followed, but not back to a folder above.
+    Links are followed, but not back to a folder that holds this one.
     """
     real = os.path.realpath(folder)
-    if real in above:
+    if any(os.path.join(each, "").startswith(os.path.join(real, "")) for each in above):
         return
     try:
         entries = list(os.scandir(folder))

@@ -44,6 +44,7 @@ ACCEPTED = (
     f"Accepted suffixes: {', '.join((*LINE_SUFFIXES, PARQUET_SUFFIX, *WHOLE_FILE_SUFFIXES))}, and {SUFFIX} with its "
     f"{INDEX_SUFFIX} beside it (Megatron); those of text and JSON Lines may be followed by {' or '.join(COMPRESSION_SUFFIXES)}."
 )
+TEXT_COLUMNS, NUMBER_COLUMNS = ("id", "file"), ("bytes", "tokens", "chunks")  # of every document, beside its metadata
 _TOKEN_TEXT_BYTES = 4  # text in a token, about, where only the tokens are known
 _BLOCK_DOCUMENTS = 1 << 16  # whose positions in a Megatron file are held in memory
 
@@ -81,6 +82,14 @@ class CorpusSettings:
                 raise InputError(f"corpus.{name} is empty. Name the key or column, for example '{name[:-4]}'.")
         if "" in self.metadata_keys or "" in self.paths:
             raise InputError("corpus.metadata_keys and corpus.paths must not contain an empty string.")
+        for column in (*TEXT_COLUMNS, *NUMBER_COLUMNS):
+            if column in self.metadata_keys:
+                raise InputError(
+                    f"corpus.metadata_keys has {column!r}, which is a column of every document "
+                    f"({', '.join((*TEXT_COLUMNS, *NUMBER_COLUMNS))}). Remove it, or rename the key in the data."
+                )
+        if len(set(self.metadata_keys)) < len(self.metadata_keys):
+            raise InputError(f"corpus.metadata_keys = {self.metadata_keys}: each key must be named once.")
         if self.shard_bytes < 1:
             raise InputError(f"corpus.shard_bytes is {self.shard_bytes}; it must be 1 or more.")
         if len(self.split) != 3 or min(self.split) < 0 or self.split[0] < 1:

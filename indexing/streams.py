@@ -116,7 +116,7 @@ class _ZstdReader(io.RawIOBase):
     `zstandard.ZstdDecompressor.stream_reader` ends quietly where a file was cut off; this raises EOFError.
     """
 
-    def __init__(self, raw: io.BufferedReader) -> None:
+    def __init__(self, raw: io.BufferedIOBase) -> None:
         import zstandard
 
         self.raw = raw

@@ -63,7 +63,8 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
     folder = config.datastore / FOLDER
     out = folder / "removed"
     shards = _shards(config)
-    _sign(config, executor, recipe, shards)  # also where the list is finished: `retro verify --mend` may have removed some
+    # Signatures stay, so those that `retro verify --mend` removed are made again even if the list is finished.
+    _sign(config, executor, recipe, shards)
     if not is_finished(out, recipe):
         _find_candidates(config, executor, recipe, shards)
         _collect_grams(config, executor, recipe, shards)

@@ -7,6 +7,7 @@ makes no difference to the bytes on disk.
 import logging
 import os
 import re
+import socket
 import statistics
 import time
 import uuid
@@ -23,6 +24,7 @@ Advance = Callable[[int], None]
 StageName = Literal["chunk", "embed", "train_index", "add", "neighbors"]
 
 _POLL_SECONDS = 1.0
+_ANSWER_SECONDS = 7  # for a cluster to accept a connection, and to answer
 _WAITING_SECONDS = 30
 _ATTEMPTS = 4  # times that a task is begun before its worker's death counts as its own fault
 _STRAGGLER = 3.0  # times the median time of the finished tasks of a stage
@@ -106,6 +108,12 @@ class Executor(Protocol):
         """Yield the result of each task in order; `advance` is told of progress."""
 
 
+def _reason(error: BaseException | None) -> str:
+    """An error in one line: its message, after its type where that is not a user's mistake."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (InputError, OSError)) else f"{type(error).__name__}: {text}"
+
+
 def use_threads(threads: int) -> None:
     """Set the threads of torch and Faiss in this process: Ray's OMP_NUM_THREADS=1 outlives the task it was meant for."""
     import faiss
@@ -130,8 +138,8 @@ class LocalExecutor:
         for task in tasks:
             try:
                 result = function(*task.arguments, advance=advance)
-            except Exception:
-                log.error("%s failed", task.name)
+            except Exception as error:
+                log.error("%s failed: %s", task.name, _reason(error))
                 raise
             yield result
 
@@ -175,13 +183,42 @@ def connect(address: str, key: str) -> None:
     if ray.is_initialized():
         return
     try:
+        _require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
-    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise InputError(
             f"{key}: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
             "authentication wants RAY_AUTH_MODE=token and its token here too (docs/indexing.md)."
         ) from error
+
+
+def _require_answer(address: str) -> None:
+    """Return when a cluster answers at `HOST:PORT` or `ray://HOST:PORT`, soon or not at all: Ray itself tries for minutes.
+
+    Raises:
+        ConnectionError: nothing listens there, or it does not speak gRPC as Ray does.
+    """
+    found = re.fullmatch(r"(ray://)?(\[[^\]]+\]|[^:/]+):(\d+)", address)
+    if found is None:  # `auto`, empty, or what Ray itself refuses at once
+        return
+    import grpc
+    import ray
+
+    client, host, port = found.groups()
+    if not client and host in ("localhost", "127.0.0.1", "[::1]"):
+        host = ray.util.get_node_ip_address()  # where Ray looks then
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return
+    with grpc.insecure_channel(f"{host}:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
+        except grpc.FutureTimeoutError:
+            raise ConnectionError(f"what listens there did not answer in {_ANSWER_SECONDS} s") from None
 
 
 def _room(ray: Any, resources: Resources) -> int:
@@ -286,7 +323,7 @@ class _Pool:
         try:
             return self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
-            log.error("%s failed", self.tasks[number].name)
+            log.error("%s failed: %s", self.tasks[number].name, _reason(error.cause))
             # A user's mistake and a full disk keep their type and message; everything else its remote traceback.
             if isinstance(error.cause, (InputError, OSError)):
                 raise error.cause from None
@@ -297,7 +334,7 @@ class _Pool:
         name, reason = self.tasks[number].name, " ".join(str(error).split())
         self.losses[number] += 1
         if self.losses[number] >= _ATTEMPTS:
-            log.error("%s failed", name)
+            log.error("%s failed: its worker died %d times: %s", name, _ATTEMPTS, reason)
             raise InputError(
                 f"{name}: its worker died {_ATTEMPTS} times ({reason}). Most often memory ran out: give the stage fewer "
                 f"workers or more memory (executor.{self.stage}.workers, executor.{self.stage}.memory); what is finished "

@@ -208,7 +208,7 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
     remote.fetch_manifest(folder)
     try:
         manifest = read_checked(path, _KEYS)
-        changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not _KEYS <= manifest.keys()
+        changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not manifest.keys() >= _KEYS
     except FileNotFoundError:
         raise InputError(f"{folder} is not finished: {path} is missing") from None
     except (ValueError, KeyError, TypeError) as error:

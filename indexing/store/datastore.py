@@ -33,7 +33,8 @@ from indexing.store.reading import RangedArray, Reading, check_rows
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
-_KEYS = {"format_version", "chunk_length", "pad_id", "vocab_size", "fingerprints", "splits", "also"}  # of the top manifest
+# Keys of the top manifest.
+_KEYS = {"format_version", "chunk_length", "pad_id", "vocab_size", "fingerprints", "splits", "also"}
 
 
 def shard_name(shard: int) -> str:

@@ -1,6 +1,7 @@
 """The stage table: nothing twice, nothing silently, nothing half; the same bytes every time."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from indexing.readers import CorpusSettings
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
+from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings
 from pipelines.settings import to_toml
@@ -325,3 +327,35 @@ def test_a_corpus_without_text_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"corpus\.text_key = 'text'"):
         build_local(tiny_config(tmp_path, tmp_path / "x.jsonl"))
     assert not (tmp_path / "datastore").exists()
+
+
+def test_files_with_odd_names_go_through_every_stage_and_are_verified(tmp_path, capsys) -> None:
+    """Two files of one name, one file named twice, a name that is not UTF-8, one with `::`, and a wrong suffix."""
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    corpus = write_corpus(tmp_path / "a" / "c.jsonl", 12)
+    write_corpus(tmp_path / "b" / "c.jsonl", 12, seed=1)
+    undecodable = os.fsdecode(os.fsencode(str(tmp_path)) + b"/b/caf\xe9.txt")
+    Path(undecodable).write_text("A text in a file with an odd name. " * 9)
+    (tmp_path / "b" / "x::y.jsonl.gz").write_text('{"text": "plain"}\n')
+    (tmp_path / "a" / "again.jsonl").symlink_to(corpus)
+    paths = (str(corpus), str(tmp_path / "b" / ".." / "a"), str(tmp_path / "a" / "again.jsonl"), str(tmp_path / "b"))
+    config = tiny_config(tmp_path, corpus)
+    config = replace(config, corpus=replace(config.corpus, paths=paths))
+    datastore = build_local(config)
+    assert sum(datastore.split(name).num_documents for name in SPLITS) == 12 + 12 + 1 + 1
+    assert main(["verify", str(datastore.folder)]) == 0
+    before = contents(datastore.folder)
+    assert build_local(config).fingerprint == datastore.fingerprint
+    assert contents(datastore.folder) == before
+    problems = read_json(datastore.folder / "corpus" / "problems.json")["counts"]
+    assert problems == {"duplicate id": 12, "wrong suffix": 1}  # write_corpus numbers them alike
+
+
+def test_more_neighbors_than_chunks_are_warned_of(tmp_path, caplog) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "c.jsonl", 4))
+    config = replace(config, neighbors=replace(config.neighbors, k=4096, candidates=4096))
+    with caplog.at_level(logging.WARNING, "retro"):
+        build_local(config)
+    (warning,) = [record.message for record in caplog.records if "neighbors.k" in record.message]
+    assert re.search(r"neighbors\.k = 4,096, but there are only \d+ chunks to retrieve", warning)
