@@ -8,7 +8,6 @@ one line. Memory stays flat: arrays are read in blocks, indexes shard by shard.
 """
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from indexing.corpus import recipe_inputs
 from indexing.store.artefact import MANIFEST, fingerprint, parse_manifest, remove, wrong_checksum, wrong_sizes
 from indexing.store.datastore import Datastore, read_datastore_manifest, shard_name
 from indexing.store.errors import InputError
@@ -24,6 +22,16 @@ from indexing.store.files import read_json
 from indexing.store.remote import url_of
 from indexing.store.retrieval import RetrievalSet
 from indexing.verify_contents import Check, check_chunks, check_of
+from indexing.verify_recipes import (
+    Manifests,
+    dedup_names,
+    generations_of,
+    joint_fingerprint,
+    num_shards_of,
+    shard_of,
+    stage_of,
+    strange,
+)
 
 # Artefacts in the order in which they are made, each from some of those before it.
 _ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised", "index/merged")  # fmt: skip
@@ -37,7 +45,6 @@ _OF_STAGE = {
     "merge": ("index/merged",),
 }
 
-Manifests = Mapping[str, dict[str, Any]]
 Progress = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]
 
 
@@ -61,7 +68,7 @@ class Problem:
     def __str__(self) -> str:
         if self.artefact == MANIFEST:
             return f"{self.found}: `retro index CONFIG` writes it again."
-        command = "retro index CONFIG" + (" --append" if _stage(self.artefact) == "appended" else "")
+        command = "retro index CONFIG" + (" --append" if stage_of(self.artefact) == "appended" else "")
         if self.gone:
             return f"{self.found}: `{command}` makes it again."
         if self.artefact:
@@ -142,19 +149,8 @@ def _broken(problems: Sequence[Problem]) -> set[str]:
 
 def _rank(name: str) -> int:
     """The place of an artefact in the order in which they are made; what is none comes last."""
-    kinds = {"index/*"} if _shard_of(name, "index") is not None else {name, name.rpartition("/")[0]}
+    kinds = {"index/*"} if shard_of(name, "index") is not None else {name, name.rpartition("/")[0]}
     return next((place for place, one in enumerate(_ORDER) if one in kinds), len(_ORDER))
-
-
-def _stage(name: str) -> str:
-    """The folder of an artefact: `chunks`, `dedup`, …"""
-    return name.partition("/")[0]
-
-
-def _shard_of(name: str, stage: str) -> int | None:
-    """The number of an artefact among the shards of this stage, or None where it is none of them."""
-    folder, _, shard = name.partition("/")
-    return int(shard) if folder == stage and shard.isdigit() else None
 
 
 # --- manifests and files ---------------------------------------------------------------------------------------------
@@ -173,6 +169,11 @@ def _read_top(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
             problems.append(Problem(MANIFEST, f"{path} cannot be read ({error})"))
             return None
     return Datastore.open(folder).manifest
+
+
+def _listed(top: Mapping[str, Any] | None) -> int:
+    """How many shards the datastore's manifest lists; 0 where it cannot be read."""
+    return len(top["splits"]["train"]["chunks"]) if top else 0
 
 
 def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[Problem]) -> Manifests:
@@ -194,34 +195,12 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
                 problems.append(Problem(name, str(error), gone=not (folder / name).exists()))
 
     read(names)
-    more = _dedup_names(manifests)
-    generations = len(_generations(manifests))
-    if generations and _listed(top) > _num_shards(manifests):
+    more = dedup_names(manifests)
+    generations = len(generations_of(manifests))
+    if generations and _listed(top) > num_shards_of(manifests):
         more.add(f"appended/{shard_name(generations)}")
     read(more - names)
     return {name: manifests[name] for name in sorted(manifests, key=lambda name: (_rank(name), name))}
-
-
-def _listed(top: Mapping[str, Any] | None) -> int:
-    """How many shards the datastore's manifest lists; 0 where it cannot be read."""
-    return len(top["splits"]["train"]["chunks"]) if top else 0
-
-
-def _dedup_names(manifests: Manifests) -> set[str]:
-    """The artefacts that `dedup/` must hold, because the chunks or the list of removed documents were made from them."""
-
-    def made_from(name: str, stage: str) -> bool:
-        return any(name in found["recipe"]["inputs"] for other, found in manifests.items() if _stage(other) == stage)
-
-    if not made_from("dedup", "chunks"):
-        return set()
-    signed = [shard_name(shard) for shard in range(_num_shards(manifests))]
-    names = {"dedup/removed"}
-    if made_from("evaluation", "dedup"):
-        names.add("dedup/evaluation")
-        counts = manifests.get("dedup/evaluation", {}).get("counts", {})
-        signed += [f"evaluation-{shard_name(shard)}" for shard in range(counts.get("shards", 0))]
-    return names | {f"dedup/signatures/{shard}" for shard in signed}
 
 
 def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], None]) -> Iterator[Problem]:
@@ -268,72 +247,6 @@ def _made_from_broken(folder: Path, manifests: Manifests, problems: Sequence[Pro
 # --- what names what -------------------------------------------------------------------------------------------------
 
 
-def _generations(manifests: Manifests) -> list[range]:
-    """The shard numbers of the corpus and of what was appended, up to the first of these that is not known."""
-    names = itertools.chain(["corpus"], (f"appended/{shard_name(number)}" for number in itertools.count(1)))
-    starts = [0]
-    for name in itertools.takewhile(manifests.__contains__, names):
-        starts.append(starts[-1] + manifests[name]["counts"]["shards"])
-    return [range(first, stop) for first, stop in itertools.pairwise(starts)]
-
-
-def _num_shards(manifests: Manifests) -> int:
-    return sum(map(len, _generations(manifests)))
-
-
-def _joint(manifests: Manifests, stage: str, generation: range | None = None) -> str | None:
-    """The fingerprint of the shards of a stage, all or those of a generation; None where one is not there."""
-    numbers = range(_num_shards(manifests)) if generation is None else generation
-    shards = [f"{stage}/{shard_name(shard)}" for shard in numbers]
-    if not shards or any(shard not in manifests for shard in shards):
-        return None
-    return fingerprint([manifests[shard]["fingerprint"] for shard in shards])
-
-
-def _searched(manifests: Manifests, number: int) -> str | None:
-    """What neighbors that were found in a generation depend on."""
-    generation = _generations(manifests)[number]
-    prints = {stage: _joint(manifests, stage, generation) for stage in ("chunks", "embeddings", "index")}
-    if number == 0:
-        prints["index"] = manifests["index/tuned"]["fingerprint"] if "index/tuned" in manifests else None
-    return None if None in prints.values() else fingerprint(prints)
-
-
-def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
-    """What the recipe of an artefact must say of others in the same datastore; None where that is not known."""
-
-    def print_of(other: str) -> str | None:
-        return manifests[other]["fingerprint"] if other in manifests else None
-
-    stage, _, shard = name.partition("/")
-    generations = _generations(manifests)
-    first = generations[0] if generations else range(0)
-    if name == "index/trained":
-        return {"embeddings": _joint(manifests, "embeddings", first)}
-    if name == "index/merged":
-        return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in range(_num_shards(manifests))}
-    if name == "index/tuned":
-        return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in first}
-    if stage == "neighbors":
-        return {f"generation {number}": _searched(manifests, number) for number in range(len(generations))}
-    if stage == "chunks":
-        home = next((number for number, each in enumerate(generations) if shard.isdigit() and int(shard) in each), None)
-        corpus = f"appended/{shard_name(home)}" if home else "corpus"
-        dedup = {"dedup": print_of("dedup/removed")} if "dedup/removed" in manifests else {}
-        known = None if home is None else print_of(corpus)
-        return {"corpus": known, "tokenizer": print_of("tokenizer"), **dedup}
-    if stage == "dedup" and name != "dedup/evaluation":
-        made_from = {"corpus": "corpus", "tokenizer": "tokenizer", "evaluation": "dedup/evaluation"}
-        return {key: print_of(made_from[key]) for key in manifests[name]["recipe"]["inputs"] if key in made_from}
-    return {
-        "tokenizer": {"corpus": print_of("corpus")},
-        "embedder": {"chunks": _joint(manifests, "chunks", first)},
-        "embeddings": {"chunks": print_of(f"chunks/{shard}"), "embedder": print_of("embedder")},
-        "materialised": {"neighbors": print_of(f"neighbors/{shard}")},
-        "index": {"trained": print_of("index/trained"), "embeddings": print_of(f"embeddings/{shard}")},
-    }.get(stage, {})
-
-
 def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed: int) -> Iterator[Problem]:
     """Every artefact that was not made from those that are there; one that was made from such a stranger is none itself.
 
@@ -341,30 +254,10 @@ def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed:
     """
     known = dict(manifests)
     for name in [name for name in manifests if name not in broken]:
-        found = [f"{folder / name} {what}" for what in _strange(folder, name, known, listed)]
+        found = [f"{folder / name} {what}" for what in strange(folder, name, known, listed)]
         yield from (Problem(name, what) for what in found)
         if found:
             del known[name]
-
-
-def _strange(folder: Path, name: str, known: Manifests, listed: int) -> Iterator[str]:
-    inputs, settings = (known[name]["recipe"][key] for key in ("inputs", "settings"))
-    for key, expected in _expected_inputs(name, known).items():
-        outside = key not in inputs and name in ("tokenizer", "embedder")  # `tokenizer.path`, `embedder.path`
-        if not outside and expected is not None and inputs.get(key) != expected:
-            yield f"was made from another '{key}' than the one that is there"
-    stage, shard = _stage(name), name.rpartition("/")[2]
-    held = settings.get("shard", shard)
-    if (shard.isdigit() or stage == "dedup") and (shard_name(held) if isinstance(held, int) else held) != shard:
-        yield f"holds shard {held}"
-    in_stage = stage in ("chunks", "embeddings", "index", "neighbors", "materialised")
-    # Of shards that are listed, the part of the corpus may be missing: that is the problem then.
-    if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= max(_num_shards(known), listed):
-        yield "is no shard of this corpus"
-    if name in ("corpus", "dedup/evaluation") or stage == "appended":
-        files = [(file["name"], file["checksum"]) for file in read_json(folder / name / "files.json")]
-        if inputs != recipe_inputs(files):
-            yield "lists other files than its recipe"
 
 
 def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, broken: set[str]) -> Iterator[Problem]:
@@ -372,23 +265,25 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
     if top is None:
         return
     path = folder / MANIFEST
-    generations = _generations(manifests)
-    if 0 < _num_shards(manifests) < _listed(top):  # a part of the corpus is missing
+    generations = generations_of(manifests)
+    if 0 < num_shards_of(manifests) < _listed(top):  # a part of the corpus is missing
         return
     single = {"train-index": "index/trained", "add": "index/tuned", "merge": "index/merged"}
     joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialise": "materialised"}
     for stage, found in top["fingerprints"].items():
         name = single.get(stage, "")
-        expected = manifests[name]["fingerprint"] if name in manifests else _joint(manifests, joint.get(stage, ""))
-        appended = range(len(generations[0]), _num_shards(manifests)) if generations else range(0)
+        expected = (
+            manifests[name]["fingerprint"] if name in manifests else joint_fingerprint(manifests, joint.get(stage, ""))
+        )
+        appended = range(len(generations[0]), num_shards_of(manifests)) if generations else range(0)
         if stage == "add" and expected and appended:
             shards = [f"index/{shard_name(shard)}" for shard in appended]
             known = all(shard in manifests for shard in shards)
             expected = fingerprint([expected, *(manifests[s]["fingerprint"] for s in shards)]) if known else None
         if expected is not None and found != expected:
             yield Problem(MANIFEST, f"{path} gives stage '{stage}' the fingerprint {found}, its artefacts {expected}")
-    chunks = [manifest for name, manifest in manifests.items() if _shard_of(name, "chunks") is not None]
-    if not generations or len(chunks) != _num_shards(manifests):
+    chunks = [manifest for name, manifest in manifests.items() if shard_of(name, "chunks") is not None]
+    if not generations or len(chunks) != num_shards_of(manifests):
         return
     for split, columns in top["splits"].items():
         for key, rows in columns.items():
@@ -418,7 +313,7 @@ def _contents(datastore: Datastore, manifests: Manifests, problems: list[Problem
             readable = False
     for name in manifests:
         check = None if name in _broken(problems) else check_of(name)
-        if check and (readable or _shard_of(name, "neighbors") is None):
+        if check and (readable or shard_of(name, "neighbors") is None):
             yield name, check
 
 
@@ -431,7 +326,7 @@ def _check_contents(
     for name, check in checks:
         shard, found = name.partition("/")[2], []
         try:
-            if whole or _shard_of(name, "neighbors") is None:  # else nobody knows the documents of neighbors
+            if whole or shard_of(name, "neighbors") is None:  # else nobody knows the documents of neighbors
                 found = list(check(datastore, int(shard) if shard.isdigit() else 0))
         except (InputError, ValueError, OSError) as error:
             found = [f"{datastore.folder / name} cannot be read ({error})"]

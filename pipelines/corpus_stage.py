@@ -51,12 +51,15 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
     files = list_files(config.corpus)
     require_tokenizer(config, files)
     groups, new = _by_generation(config.datastore, files)
-    if new and groups:
+    first = config.datastore / "corpus"
+    if damage(first):  # or not made yet: what is of no other generation is of the first
+        groups, new = [(first, new), *groups], []
+    if new:
         raise InputError(
             f"{config.datastore} was built without {len(new):,} files that corpus.paths names now (the first: {new[0].path}). "
             "Add them with `--append`, or build everything anew: `--stage chunk --rebuild`."
         )
-    for folder, members in groups or [(config.datastore / "corpus", new)]:
+    for folder, members in groups:
         look_through(folder, config.corpus, members, executor)
     _make_tokenizer(config)
     return read_plan(config.datastore)

@@ -251,7 +251,8 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         return 0
     print(f"{folder}: {size}: {len(found.problems)} broken")
     if options.mend:
-        print(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG` makes it again")
+        append = " --append" if any(name.startswith("appended/") for name in removed) else ""
+        print(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` makes it again")
     return 1
 
 

@@ -7,7 +7,6 @@ makes no difference to the bytes on disk.
 import logging
 import os
 import re
-import socket
 import statistics
 import time
 import uuid
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from indexing.store.errors import InputError
+from pipelines.ray_address import require_answer
 
 log = logging.getLogger("retro")
 
@@ -24,7 +24,6 @@ Advance = Callable[[int], None]
 StageName = Literal["chunk", "embed", "train_index", "add", "neighbors"]
 
 _POLL_SECONDS = 1.0
-_ANSWER_SECONDS = 7  # for a cluster to accept a connection, and to answer
 _WAITING_SECONDS = 30
 _ATTEMPTS = 4  # times that a task is begun before its worker's death counts as its own fault
 _STRAGGLER = 3.0  # times the median time of the finished tasks of a stage
@@ -183,7 +182,7 @@ def connect(address: str, key: str) -> None:
     if ray.is_initialized():
         return
     try:
-        _require_answer(address or os.environ.get("RAY_ADDRESS", ""))
+        require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
     except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
         where = address or os.environ.get("RAY_ADDRESS", "")
@@ -191,34 +190,6 @@ def connect(address: str, key: str) -> None:
             f"{key}: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
             "authentication wants RAY_AUTH_MODE=token and its token here too (docs/indexing.md)."
         ) from error
-
-
-def _require_answer(address: str) -> None:
-    """Return when a cluster answers at `HOST:PORT` or `ray://HOST:PORT`, soon or not at all: Ray itself tries for minutes.
-
-    Raises:
-        ConnectionError: nothing listens there, or it does not speak gRPC as Ray does.
-    """
-    found = re.fullmatch(r"(ray://)?(\[[^\]]+\]|[^:/]+):(\d+)", address)
-    if found is None:  # `auto`, empty, or what Ray itself refuses at once
-        return
-    import grpc
-    import ray
-
-    client, host, port = found.groups()
-    if not client and host in ("localhost", "127.0.0.1", "[::1]"):
-        host = ray.util.get_node_ip_address()  # where Ray looks then
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
-    except OSError as error:
-        raise ConnectionError(str(error)) from error
-    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        return
-    with grpc.insecure_channel(f"{host}:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
-        except grpc.FutureTimeoutError:
-            raise ConnectionError(f"what listens there did not answer in {_ANSWER_SECONDS} s") from None
 
 
 def _room(ray: Any, resources: Resources) -> int:

@@ -14,7 +14,6 @@ from indexing.search_cost import Hardware, Method, cheapest, describe
 from indexing.sharded_index import ShardedIndex
 from indexing.store import remote
 from indexing.store.artefact import (
-    MANIFEST,
     Recipe,
     create,
     damage,
@@ -162,7 +161,7 @@ def _method(config: Config, train: Split) -> Method:
         return config.neighbors.search
     for shard in shards(config.datastore, "neighbors"):
         for made in (shard, _before(shard)):
-            if (made / MANIFEST).exists():
+            if not damage(made):
                 return parse_manifest(made)["counts"]["search"]
     return cheapest(describe(train, config.neighbors), hardware_of(config.executor))
 

@@ -124,23 +124,43 @@ def test_a_flip_a_cut_and_a_deletion_of_any_file_is_found(request, kind: str) ->
     assert found(folder) == []
 
 
-@pytest.mark.parametrize("victim", ["file", "manifest", "newline"])
-@pytest.mark.parametrize("kind", ["built", "grown"])
-def test_mend_and_index_restore_the_bytes_of_all_artefacts(request, capsys, tmp_path, kind: str, victim: str) -> None:
-    config = request.getfixturevalue(kind)
-    whole = contents(config.datastore)
-    folders = {path.parent for path in config.datastore.rglob("manifest.json")}
-    if kind == "grown":  # which file is of which generation is known of all but one
-        folders -= {config.datastore / "corpus", config.datastore / "appended" / "00002"}
+def break_all(folders: set[Path], victim: str) -> None:
+    """Damage one file in each of these folders, artefacts or the datastore itself."""
     for folder in sorted(folders):
-        files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in UNCHECKED]
         path = folder / "manifest.json"
         if victim == "file":
-            path = next((path for path in files if path.name != "manifest.json"), path)
+            names = [each.name for each in sorted(folder.iterdir()) if each.is_file() and each.name not in UNCHECKED]
+            path = folder / next((name for name in names if name != path.name), path.name)
         data = path.read_bytes()
         path.write_bytes(data[:-1] if victim == "newline" else flipped(data))
+
+
+@pytest.mark.parametrize("victim", ["file", "manifest", "newline"])
+@pytest.mark.parametrize("kind", ["built", "grown", "appended"])
+def test_mend_and_index_restore_the_bytes_of_all_artefacts(request, capsys, kind: str, victim: str) -> None:
+    config = request.getfixturevalue("built" if kind == "built" else "grown")
+    whole = contents(config.datastore)
+    folders = {path.parent for path in config.datastore.rglob("manifest.json")}
+    # That files are of different generations is known as long as all of these but one are whole.
+    kept = {"grown": ("appended/00001", "appended/00002"), "appended": ("corpus", "appended/00002")}.get(kind, ())
+    folders -= {config.datastore / name for name in kept}
+    break_all(folders, victim)
     assert main(["verify", str(config.datastore), "--mend"]) == 1
-    assert f": {len(folders)} broken" in capsys.readouterr().out
-    build_local(config, append=kind == "grown")
+    printed = capsys.readouterr().out
+    assert f": {len(folders)} broken" in printed
+    assert printed.splitlines()[-1].endswith(f"`retro index CONFIG{' --append' * (kind == 'appended')}` makes it again")
+    build_local(config, append=kind == "appended")
     assert contents(config.datastore) == whole
     assert found(config.datastore) == []
+
+
+@pytest.mark.parametrize("victim", ["manifest", "newline"])
+def test_index_itself_makes_again_what_has_a_damaged_manifest(built: Config, caplog, victim: str) -> None:
+    whole = contents(built.datastore)
+    folders = {path.parent for path in built.datastore.rglob("manifest.json")}
+    for group in ({built.datastore / "dedup" / "removed"}, {built.datastore / "neighbors" / "00000"}, folders):
+        caplog.clear()
+        break_all(group, victim)
+        build_local(built)
+        assert all(f"{folder}/manifest.json" in caplog.text for folder in group)
+        assert contents(built.datastore) == whole

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from indexing.store.errors import InputError
-from pipelines import executors
+from pipelines import executors, ray_address
 from pipelines.executors import ExecutorSettings, LocalExecutor, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ray's own
@@ -49,7 +49,7 @@ def ray_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_where_no_cluster_answers_is_refused_before_ray_tries(
     ray_outside: None, monkeypatch: pytest.MonkeyPatch, scheme: str, listens: bool
 ) -> None:
-    monkeypatch.setattr(executors, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(ray_address, "_ANSWER_SECONDS", 0.2)
     with socket.socket() as server:
         server.bind(("", 0))
         if listens:  # and accepts, but never answers
