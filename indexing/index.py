@@ -58,8 +58,8 @@ class IndexSettings:
         if not 0 < self.recall_target <= 1:
             raise InputError(f"index.recall_target = {self.recall_target}: must be above 0 and at most 1.")
         for key in ("points_per_list", "tune_queries"):
-            if getattr(self, key) < 1:
-                raise InputError(f"index.{key} = {getattr(self, key)}: must be at least 1.")
+            if not 1 <= getattr(self, key) < 2**31:  # Faiss counts in 32 bits
+                raise InputError(f"index.{key} = {getattr(self, key)}: must be between 1 and 2^31 - 1.")
         if not 0 <= self.seed < 2**31:
             raise InputError(f"index.seed = {self.seed}: must be between 0 and 2^31 - 1.")
         if re.search(r"\bIDMap2?\b", self.factory):

@@ -231,7 +231,8 @@ def read(raw: Any, window: Window) -> Iterator[Document]:
         return
     stream, compression = unpacked(raw, name)
     if compression != compression_suffix(name):
-        window.report("wrong suffix", 1, f"the file is {compression or 'not compressed'} and was read so; rename it")
+        content = {".gz": "compressed by gzip", ".zst": "compressed by zstd", "": "not compressed"}[compression]
+        window.report("wrong suffix", 1, f"its content is {content} and was read as such; rename the file")
     if uncompressed(name).endswith(LINE_SUFFIXES):
         yield from _json_lines(stream, window, has_offsets=not compression)
     elif window.start == 0 and window.stop != 0:

@@ -79,8 +79,8 @@ class ExecutorSettings:
     def __post_init__(self) -> None:
         if self.train_failures < 0:
             raise InputError(f"executor.train_failures = {self.train_failures}: must be 0 or more.")
-        if self.threads < 0:
-            raise InputError(f"executor.threads = {self.threads}: must be 0 (all) or more.")
+        if not 0 <= self.threads < 2**15:
+            raise InputError(f"executor.threads = {self.threads}: must be between 0 (all cores) and 32,767.")
 
 
 @dataclass(frozen=True)

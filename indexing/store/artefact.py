@@ -194,7 +194,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     problem = damage(folder)
     if problem:
-        raise InputError(f"{problem}. Run the command that makes {folder} again: it makes anew what is damaged.")
+        raise InputError(f"{problem}. Run the command that made {folder} again: it replaces what is damaged.")
     return parse_manifest(folder)
 
 

@@ -148,6 +148,8 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
         (["index", "missing.toml"], ["missing.toml"]),
         (["index", "CONFIG", "--index.seed", "-1"], ["index.seed = -1"]),
         (["index", "CONFIG", "--index.seed", str(2**31)], ["index.seed = 2147483648"]),
+        (["index", "CONFIG", "--index.points-per-list", str(2**31)], ["index.points_per_list = 2147483648"]),
+        (["index", "CONFIG", "--executor.threads", "99999999999"], ["executor.threads = 99999999999", "32,767"]),
         (["index", "CONFIG", "--embedder.seed", "-1"], ["embedder.seed = -1"]),
         (["index", "CONFIG", "--tokenizer.seed", "-1"], ["tokenizer.seed is -1"]),
         (["index", "CONFIG", "--index.factory", "IDMap,Flat"], ["index.factory = 'IDMap,Flat'", "remove IDMap"]),
