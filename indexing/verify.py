@@ -21,7 +21,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.remote import url_of
 from indexing.store.retrieval import RetrievalSet
-from indexing.verify_contents import Check, check_chunks, check_of
+from indexing.verify_contents import Check, check_chunks, check_deleted, check_of
 from indexing.verify_recipes import (
     Manifests,
     dedup_names,
@@ -125,6 +125,7 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
         checks = list(_contents(datastore, manifests, problems))
         with progress("contents", total=sum(sizes[name] for name, _ in checks), unit="bytes") as advance:
             problems += _check_contents(datastore, checks, sizes, advance)
+        problems += _check_deleted(datastore, problems)
     problems += _made_from_broken(folder, manifests, problems)
     return Verified(
         artefacts=len(manifests),
@@ -333,3 +334,13 @@ def _check_contents(
         yield from (Problem(name, each) for each in found)
         whole = whole and not (found and check is check_chunks)
         advance(sizes[name])
+
+
+def _check_deleted(datastore: Datastore, problems: Sequence[Problem]) -> Iterator[Problem]:
+    """The deleted documents, if the chunks are whole. They belong to no artefact, so `retro index` cannot restore them."""
+    if any(stage_of(problem.artefact) == "chunks" for problem in problems):
+        return
+    try:
+        yield from (Problem("", found) for found in check_deleted(datastore))
+    except InputError as error:
+        yield Problem("", str(error))

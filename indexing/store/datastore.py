@@ -28,7 +28,7 @@ from indexing.store import remote
 from indexing.store.deleted import deleted_ranges, without_deleted
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
-from indexing.store.files import read_checked, write_checked
+from indexing.store.files import DAMAGED_ARRAY, read_checked, write_checked
 from indexing.store.reading import RangedArray, Reading, check_rows
 
 FORMAT_VERSION = 1
@@ -51,7 +51,7 @@ def open_array(path: Path) -> np.ndarray:
     path = remote.present(path)
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (FileNotFoundError, ValueError, EOFError) as error:
+    except (FileNotFoundError, *DAMAGED_ARRAY) as error:
         raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
     return array
 

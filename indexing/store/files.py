@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,20 @@ MANIFEST = "manifest.json"
 
 # A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. Fixed at this size
 # it can be written first, with a wrong number of rows, and written again in place once the rows have been counted.
-_NPY_HEADER_BYTES = 128
+HEADER_BYTES = 128
+DAMAGED_ARRAY = (ValueError, EOFError, TokenError)
+"""What numpy raises for a `.npy` file that is damaged; TokenError for some headers."""
 # Rows come document by document, a few hundred bytes each; network file systems want large writes, one after the other.
 _WRITE_BYTES = 1 << 20
+
+
+def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """The header of a `.npy` file that `NpyWriter` writes."""
+    text = repr({"descr": dtype.str, "fortran_order": False, "shape": shape}).encode("latin1")
+    padding = HEADER_BYTES - 10 - len(text) - 1
+    assert padding >= 0, text
+    length = (HEADER_BYTES - 10).to_bytes(2, "little")
+    return b"\x93NUMPY\x01\x00" + length + text + b" " * padding + b"\n"
 
 
 class NpyWriter:
@@ -39,13 +51,8 @@ class NpyWriter:
         self._write_header()
 
     def _write_header(self) -> None:
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, *self.row_shape)}
-        text = repr(header).encode("latin1")
-        padding = _NPY_HEADER_BYTES - 10 - len(text) - 1
-        assert padding >= 0, header
-        length = (_NPY_HEADER_BYTES - 10).to_bytes(2, "little")
         self._file.seek(0)
-        self._file.write(b"\x93NUMPY\x01\x00" + length + text + b" " * padding + b"\n")
+        self._file.write(npy_header(self.dtype, (self.rows, *self.row_shape)))
 
     def append(self, rows: np.ndarray) -> None:
         """Add `rows` of shape [n, *row_shape]."""

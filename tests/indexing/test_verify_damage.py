@@ -12,13 +12,14 @@ import pytest
 
 from indexing.dedup import DedupSettings
 from indexing.readers import CorpusSettings
+from indexing.store.datastore import Datastore
+from indexing.store.deleted import delete_ranges
 from indexing.verify import verify_datastore
 from pipelines.cli import main
 from pipelines.config import Config
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
-# Not checked: `retro delete` writes deleted.npy, and the reports and the lock hold nothing that is read again.
-UNCHECKED = ("deleted.npy", "report.json", "report.html", ".lock")
+UNCHECKED = ("report.json", "report.html", ".lock", ".deleted.npy.lock")  # nothing depends on them
 TIME = 10**18  # nanoseconds, of all files
 RNG = np.random.default_rng(0)
 
@@ -39,7 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Settings of a finished datastore to which two files were appended, one by one."""
+    """Settings of a finished datastore to which two files were appended, one by one, and with deleted documents."""
     folder = tmp_path_factory.mktemp("grown")
     files = tuple(str(write_corpus(folder / f"{seed}.jsonl", 12, seed)) for seed in range(3))
     config = tiny_config(folder, folder, corpus=CorpusSettings(paths=files[:1], split=(800, 200, 0)))
@@ -47,6 +48,8 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Config:
     for count in (2, 3):
         config = replace(config, corpus=replace(config.corpus, paths=files[:count]))
         build_local(config, append=True)
+    train = Datastore.open(config.datastore).train
+    delete_ranges(config.datastore, train.chunk_ranges(np.array([1, 2, 20])))
     return config
 
 
@@ -83,9 +86,11 @@ def flipped(data: bytes) -> bytes:
 
 def damages(path: Path) -> list[Damage]:
     data = path.read_bytes()
-    changed = [flipped(data) for _ in range(12 if path.name == "manifest.json" else 1)]
+    changed = [flipped(data) for _ in range(12 if path.name in ("manifest.json", "deleted.npy") else 1)]
     changed += [data[:-1], data[: int(RNG.integers(len(data)))]]
-    return [Damage(path, f"{len(each)} bytes", data, each) for each in changed] + [Damage(path, "deleted", data, None)]
+    found = [Damage(path, f"{len(each)} bytes", data, each) for each in changed]
+    # A datastore without deleted.npy is one in which nothing was deleted.
+    return found if path.name == "deleted.npy" else [*found, Damage(path, "deleted", data, None)]
 
 
 def trials(folder: Path) -> Iterator[list[Damage]]:
@@ -129,8 +134,9 @@ def break_all(folders: set[Path], victim: str) -> None:
     for folder in sorted(folders):
         path = folder / "manifest.json"
         if victim == "file":
-            names = [each.name for each in sorted(folder.iterdir()) if each.is_file() and each.name not in UNCHECKED]
-            path = folder / next((name for name in names if name != path.name), path.name)
+            skipped = (*UNCHECKED, "deleted.npy", path.name)
+            names = [each.name for each in sorted(folder.iterdir()) if each.is_file() and each.name not in skipped]
+            path = folder / (names[0] if names else path.name)
         data = path.read_bytes()
         path.write_bytes(data[:-1] if victim == "newline" else flipped(data))
 
