@@ -69,18 +69,21 @@ def append(config: Config, executor: Executor) -> None:
     """Make a generation of the files that the datastore does not have yet.
 
     Raises:
-        InputError: there is no datastore to append to, or the input is bad.
+        InputError: there is no whole datastore to append to, or the input is bad.
     """
     files = list_files(config.corpus)
     require_tokenizer(config, files)
-    groups, new = _by_generation(config.datastore, files)
+    _, new = _by_generation(config.datastore, files)
     if config.dedup.is_on:
         raise InputError(
             "--append and [dedup] do not go together yet: near copies are looked for in the whole corpus at once. Build "
             "another datastore of the new files and name it in neighbors.also, or build everything anew."
         )
-    if not groups:
-        raise InputError(f"{config.datastore} holds nothing to append to; build it first, without --append.")
+    if damage(config.datastore / "corpus"):
+        raise InputError(
+            f"{config.datastore} holds nothing to append to, or its corpus/ is damaged: run `retro index CONFIG` without "
+            "--append first, with the files that it was built from."
+        )
     if not new:
         log.info("append: corpus.paths names no file that %s does not have", config.datastore)
         return

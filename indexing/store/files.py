@@ -114,8 +114,7 @@ def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
     # Compared as bytes: a changed blank or a lost line end is a change too.
     if data != _json_bytes(_with_checksum(value) if has_checksum else value):
         raise ValueError("wrong checksum")
-    value.pop("checksum", None)
-    return value
+    return {key: item for key, item in value.items() if key != "checksum"}
 
 
 def _with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
