@@ -170,7 +170,9 @@ def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
     }
 
 
-def _walk(folder: str, depth: int | None, is_linked: bool = False, above: tuple[str, ...] = ()) -> Iterator[Any]:
+def _walk(
+    folder: str, depth: int | None, is_linked: bool = False, above: tuple[str, ...] = ()
+) -> Iterator[tuple[bool, str]]:
     """The files in a folder and `depth` levels below it: whether a link leads to it, and its path.
 
     Links are followed, but not back to a folder that holds this one.

@@ -59,7 +59,7 @@ class CorpusSettings:
     """Which text is read, and how it is divided."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders (read with all their subfolders), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. Of a Megatron
+    """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. Of a Megatron
     corpus the `.bin` or the `.idx`, which belong together."""
     text_key: str = "text"
     """Key (JSON Lines) or column (Parquet) of the text; dots lead into nested objects: `content.body`."""
