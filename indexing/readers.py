@@ -20,7 +20,15 @@ import numpy as np
 
 from indexing.megatron import INDEX_SUFFIX, SUFFIX, is_megatron, open_index
 from indexing.store.errors import InputError
-from indexing.streams import COMPRESSION_SUFFIXES, DAMAGED, StoredReader, uncompressed, unpacked
+from indexing.streams import (
+    COMPRESSION_SUFFIXES,
+    DAMAGED,
+    StoredReader,
+    compression_suffix,
+    filesystem_of,
+    uncompressed,
+    unpacked,
+)
 
 # One document a file; its id is the file's name. `.json` is left out: it may hold a document, a list of documents or
 # settings, and a guess would be wrong silently.
@@ -36,12 +44,13 @@ ACCEPTED = (
     f"Accepted suffixes: {', '.join((*LINE_SUFFIXES, PARQUET_SUFFIX, *WHOLE_FILE_SUFFIXES))}, and {SUFFIX} with its "
     f"{INDEX_SUFFIX} beside it (Megatron); those of text and JSON Lines may be followed by {' or '.join(COMPRESSION_SUFFIXES)}."
 )
+TEXT_COLUMNS, NUMBER_COLUMNS = ("id", "file"), ("bytes", "tokens", "chunks")  # of every document, beside its metadata
 _TOKEN_TEXT_BYTES = 4  # text in a token, about, where only the tokens are known
 _BLOCK_DOCUMENTS = 1 << 16  # whose positions in a Megatron file are held in memory
 
 ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
-    "duplicate id", "truncated file", "unreadable file",
+    "duplicate id", "truncated file", "unreadable file", "wrong suffix",
 ]  # fmt: skip
 
 
@@ -50,7 +59,7 @@ class CorpusSettings:
     """Which text is read, and how it is divided."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders (read with all their subfolders), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. Of a Megatron
+    """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. Of a Megatron
     corpus the `.bin` or the `.idx`, which belong together."""
     text_key: str = "text"
     """Key (JSON Lines) or column (Parquet) of the text; dots lead into nested objects: `content.body`."""
@@ -73,6 +82,14 @@ class CorpusSettings:
                 raise InputError(f"corpus.{name} is empty. Name the key or column, for example '{name[:-4]}'.")
         if "" in self.metadata_keys or "" in self.paths:
             raise InputError("corpus.metadata_keys and corpus.paths must not contain an empty string.")
+        for column in (*TEXT_COLUMNS, *NUMBER_COLUMNS):
+            if column in self.metadata_keys:
+                raise InputError(
+                    f"corpus.metadata_keys has {column!r}, which is a column of every document "
+                    f"({', '.join((*TEXT_COLUMNS, *NUMBER_COLUMNS))}). Remove it, or rename the key in the data."
+                )
+        if len(set(self.metadata_keys)) < len(self.metadata_keys):
+            raise InputError(f"corpus.metadata_keys = {self.metadata_keys}: each key must be named once.")
         if self.shard_bytes < 1:
             raise InputError(f"corpus.shard_bytes is {self.shard_bytes}; it must be 1 or more.")
         if len(self.split) != 3 or min(self.split) < 0 or self.split[0] < 1:
@@ -170,10 +187,9 @@ def read_documents(
 @contextlib.contextmanager
 def opened(file: CorpusFile, on_problem: Callable[[Problem], None]) -> Iterator[Any]:
     """The stored bytes of a file as a binary file object, or None after reporting that it cannot be opened."""
-    import fsspec
-
     try:
-        opened = fsspec.open(file.path, "rb").open()
+        filesystem, path = filesystem_of(file.path)
+        opened = filesystem.open(path, "rb")
     except _UNREADABLE as error:
         on_problem(Problem("unreadable file", printable(file.path), 1, str(error)))
         yield None
@@ -209,11 +225,16 @@ def read(raw: Any, window: Window) -> Iterator[Document]:
     if is_megatron(name):
         yield from _token_documents(raw, window)
         return
-    if window.offset:
+    if window.offset:  # only an uncompressed file is entered in the middle
         raw.stored.seek(window.offset)
-    stream = unpacked(raw, name)
+        yield from _json_lines(io.BufferedReader(raw, 1 << 20), window, has_offsets=True)
+        return
+    stream, compression = unpacked(raw, name)
+    if compression != compression_suffix(name):
+        content = {".gz": "compressed by gzip", ".zst": "compressed by zstd", "": "not compressed"}[compression]
+        window.report("wrong suffix", 1, f"its content is {content} and was read as such; rename the file")
     if uncompressed(name).endswith(LINE_SUFFIXES):
-        yield from _json_lines(stream, window, has_offsets=not name.endswith(COMPRESSION_SUFFIXES))
+        yield from _json_lines(stream, window, has_offsets=not compression)
     elif window.start == 0 and window.stop != 0:
         yield from _whole_file(stream, window)
 

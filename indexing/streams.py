@@ -6,24 +6,68 @@ stored file ──StoredReader, HashingReader──► stored bytes ──unpack
 import gzip
 import hashlib
 import io
+import os
+import re
 import zlib
 from typing import Any
 
 COMPRESSION_SUFFIXES = (".gz", ".zst")
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 """What reading an unpacked stream raises where the file is cut off or is not what its name says."""
+_MAGIC = re.compile(rb"(?P<gz>\x1f\x8b)|(?P<zst>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)")
+_SNIFFED_BYTES = 4096
+
+
+def filesystem_of(location: str) -> tuple[Any, str]:
+    """The fsspec filesystem of a path, glob or URL, and the path in it.
+
+    What is on this machine is local even if its name holds `::`, which chains URLs elsewhere.
+
+    Raises:
+        ImportError, ValueError: the package for its protocol is not installed, or there is no such protocol.
+    """
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    fixed = re.split(r"[*?\[]", location)[0].rpartition("/")[0]  # of a glob, the folder before it
+    if os.path.isabs(location) or os.path.lexists(location) or ("://" not in location and os.path.isdir(fixed)):
+        return LocalFileSystem(), LocalFileSystem._strip_protocol(location)
+    return fsspec.core.url_to_fs(location)
+
+
+def compression_suffix(name: str) -> str:
+    """The suffix of a file's name that says how it is compressed: `.gz`, `.zst`, or empty."""
+    return next((suffix for suffix in COMPRESSION_SUFFIXES if name.endswith(suffix)), "")
 
 
 def uncompressed(name: str) -> str:
     """A file's name without the suffix of its compression."""
-    return name.removesuffix(".gz").removesuffix(".zst") if name.endswith(COMPRESSION_SUFFIXES) else name
+    return name.removesuffix(compression_suffix(name))
 
 
-def unpacked(raw: "StoredReader", name: str) -> Any:
-    """A buffered stream of the contents of a file with this name, in lower case."""
-    if name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    return io.BufferedReader(_ZstdReader(raw) if name.endswith(".zst") else raw, 1 << 20)
+def unpacked(raw: "StoredReader", name: str) -> tuple[Any, str]:
+    """The contents of a file with this name (in lower case), as a buffered stream, and its compression: `.gz`, `.zst`, or empty.
+
+    The first bytes tell the compression, not the name. A name that ends in `.gz` or `.zst` counts where they tell nothing: they
+    are neither those of a compressed file nor text.
+    """
+    stored = io.BufferedReader(raw, 1 << 20)
+    head = stored.peek(_SNIFFED_BYTES)[:_SNIFFED_BYTES]
+    magic = _MAGIC.match(head)
+    compression = f".{magic.lastgroup}" if magic else "" if head and _is_text(head) else compression_suffix(name)
+    if compression == ".gz":
+        return gzip.GzipFile(fileobj=stored), compression
+    return io.BufferedReader(_ZstdReader(stored), 1 << 20) if compression == ".zst" else stored, compression
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether the first bytes of a file are UTF-8 without NUL; the last character may be cut."""
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:
+            return False
+    return b"\0" not in head
 
 
 class StoredReader(io.RawIOBase):
@@ -72,7 +116,7 @@ class _ZstdReader(io.RawIOBase):
     `zstandard.ZstdDecompressor.stream_reader` ends quietly where a file was cut off; this raises EOFError.
     """
 
-    def __init__(self, raw: io.RawIOBase) -> None:
+    def __init__(self, raw: io.BufferedIOBase) -> None:
         import zstandard
 
         self.raw = raw

@@ -83,6 +83,8 @@ class TokenizerSettings:
             )
         if self.sample_bytes < 1:
             raise InputError(f"tokenizer.sample_bytes is {self.sample_bytes}; it must be 1 or more.")
+        if self.seed < 0:
+            raise InputError(f"tokenizer.seed is {self.seed}; it must be 0 or more.")
 
     @property
     def is_trained(self) -> bool:

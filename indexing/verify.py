@@ -8,24 +8,33 @@ one line. Memory stays flat: arrays are read in blocks, indexes shard by shard.
 """
 
 import contextlib
-import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from indexing.store.artefact import MANIFEST, fingerprint, parse_manifest, remove, wrong_checksum, wrong_sizes
-from indexing.store.datastore import Datastore, shard_name
+from indexing.store.datastore import Datastore, read_datastore_manifest, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.remote import url_of
 from indexing.store.retrieval import RetrievalSet
-from indexing.verify_contents import Check, check_chunks, check_of
+from indexing.verify_contents import Check, check_chunks, check_deleted, check_of
+from indexing.verify_recipes import (
+    Manifests,
+    dedup_names,
+    generations_of,
+    joint_fingerprint,
+    num_shards_of,
+    shard_of,
+    stage_of,
+    strange,
+)
 
 # Artefacts in the order in which they are made, each from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised", "index/merged")  # fmt: skip
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised", "index/merged")  # fmt: skip
 _OF_STAGE = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
@@ -36,7 +45,6 @@ _OF_STAGE = {
     "merge": ("index/merged",),
 }
 
-Manifests = Mapping[str, dict[str, Any]]
 Progress = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]
 
 
@@ -60,10 +68,11 @@ class Problem:
     def __str__(self) -> str:
         if self.artefact == MANIFEST:
             return f"{self.found}: `retro index CONFIG` writes it again."
+        command = "retro index CONFIG" + (" --append" if stage_of(self.artefact) == "appended" else "")
         if self.gone:
-            return f"{self.found}: `retro index CONFIG` makes it again."
+            return f"{self.found}: `{command}` makes it again."
         if self.artefact:
-            return f"{self.found}: remove {self.artefact} (--mend does), and `retro index CONFIG` makes it again."
+            return f"{self.found}: remove {self.artefact} (--mend does), and `{command}` makes it again."
         return self.found
 
 
@@ -107,7 +116,7 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
     sizes = {name: sum(file["bytes"] for file in manifest["files"].values()) for name, manifest in manifests.items()}
     with progress("checksums", total=sum(sizes.values()), unit="bytes") as advance:
         problems += _check_files(folder, manifests, advance)
-    strangers = list(_check_recipes(folder, manifests, _broken(problems)))
+    strangers = list(_check_recipes(folder, manifests, _broken(problems), _listed(top)))
     problems += strangers
     known = {name: manifest for name, manifest in manifests.items() if name not in _broken(strangers)}
     problems += _check_top(folder, top, known, _broken(problems))
@@ -116,6 +125,7 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
         checks = list(_contents(datastore, manifests, problems))
         with progress("contents", total=sum(sizes[name] for name, _ in checks), unit="bytes") as advance:
             problems += _check_contents(datastore, checks, sizes, advance)
+        problems += _check_deleted(datastore, problems)
     problems += _made_from_broken(folder, manifests, problems)
     return Verified(
         artefacts=len(manifests),
@@ -140,14 +150,8 @@ def _broken(problems: Sequence[Problem]) -> set[str]:
 
 def _rank(name: str) -> int:
     """The place of an artefact in the order in which they are made; what is none comes last."""
-    kind = "index/*" if _shard_of(name, "index") is not None else name.partition("/")[0]
-    return next((place for place, one in enumerate(_ORDER) if one in (name, kind)), len(_ORDER))
-
-
-def _shard_of(name: str, stage: str) -> int | None:
-    """The number of an artefact among the shards of this stage, or None where it is none of them."""
-    folder, _, shard = name.partition("/")
-    return int(shard) if folder == stage and shard.isdigit() else None
+    kinds = {"index/*"} if shard_of(name, "index") is not None else {name, name.rpartition("/")[0]}
+    return next((place for place, one in enumerate(_ORDER) if one in kinds), len(_ORDER))
 
 
 # --- manifests and files ---------------------------------------------------------------------------------------------
@@ -161,28 +165,43 @@ def _read_top(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
         return None
     if path.exists():
         try:
-            read_json(path)
+            read_datastore_manifest(folder)
         except ValueError as error:
             problems.append(Problem(MANIFEST, f"{path} cannot be read ({error})"))
             return None
     return Datastore.open(folder).manifest
 
 
+def _listed(top: Mapping[str, Any] | None) -> int:
+    """How many shards the datastore's manifest lists; 0 where it cannot be read."""
+    return len(top["splits"]["train"]["chunks"]) if top else 0
+
+
 def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[Problem]) -> Manifests:
     """The manifest of every artefact by name, in order; one that a finished stage lacks, or that is broken, is a problem."""
-    there = [path.parent.relative_to(folder) for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}")]
+    depths = ("*", "*/*", "dedup/*/*")
+    there = [path.parent.relative_to(folder) for depth in depths for path in folder.glob(f"{depth}/{MANIFEST}")]
     names = {path.as_posix() for path in there if not path.name.startswith(".")}
     if top:
-        shards = [shard_name(shard) for shard in range(len(top["splits"]["train"]["chunks"]))]
+        shards = [shard_name(shard) for shard in range(_listed(top))]
         patterns = [pattern for stage in top["fingerprints"] for pattern in _OF_STAGE.get(stage, ())]
         names |= {pattern.replace("*", shard) for pattern in patterns for shard in shards}
-    manifests = {}
-    for name in sorted(names, key=lambda name: (_rank(name), name)):
-        try:
-            manifests[name] = parse_manifest(folder / name)
-        except InputError as error:
-            problems.append(Problem(name, str(error), gone=not (folder / name).exists()))
-    return manifests
+    manifests: dict[str, dict[str, Any]] = {}
+
+    def read(names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                manifests[name] = parse_manifest(folder / name)
+            except InputError as error:
+                problems.append(Problem(name, str(error), gone=not (folder / name).exists()))
+
+    read(names)
+    more = dedup_names(manifests)
+    generations = len(generations_of(manifests))
+    if generations and _listed(top) > num_shards_of(manifests):
+        more.add(f"appended/{shard_name(generations)}")
+    read(more - names)
+    return {name: manifests[name] for name in sorted(manifests, key=lambda name: (_rank(name), name))}
 
 
 def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], None]) -> Iterator[Problem]:
@@ -229,94 +248,17 @@ def _made_from_broken(folder: Path, manifests: Manifests, problems: Sequence[Pro
 # --- what names what -------------------------------------------------------------------------------------------------
 
 
-def _generations(manifests: Manifests) -> list[range]:
-    """The shard numbers of the corpus and of what was appended; none where the corpus is not known."""
-    names = ["corpus", *sorted(name for name in manifests if name.startswith("appended/"))]
-    starts = [0]
-    for name in names if "corpus" in manifests else ():
-        starts.append(starts[-1] + manifests[name]["counts"]["shards"])
-    return [range(first, stop) for first, stop in itertools.pairwise(starts)]
+def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed: int) -> Iterator[Problem]:
+    """Every artefact that was not made from those that are there; one that was made from such a stranger is none itself.
 
-
-def _num_shards(manifests: Manifests) -> int:
-    return sum(map(len, _generations(manifests)))
-
-
-def _joint(manifests: Manifests, stage: str, generation: range | None = None) -> str | None:
-    """The fingerprint of the shards of a stage, all or those of a generation; None where one is not there."""
-    numbers = range(_num_shards(manifests)) if generation is None else generation
-    shards = [f"{stage}/{shard_name(shard)}" for shard in numbers]
-    if not shards or any(shard not in manifests for shard in shards):
-        return None
-    return fingerprint([manifests[shard]["fingerprint"] for shard in shards])
-
-
-def _searched(manifests: Manifests, number: int) -> str | None:
-    """What neighbors that were found in a generation depend on."""
-    generation = _generations(manifests)[number]
-    prints = {stage: _joint(manifests, stage, generation) for stage in ("chunks", "embeddings", "index")}
-    if number == 0:
-        prints["index"] = manifests["index/tuned"]["fingerprint"] if "index/tuned" in manifests else None
-    return None if None in prints.values() else fingerprint(prints)
-
-
-def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
-    """What the recipe of an artefact must say of others in the same datastore; None where that is not known."""
-
-    def print_of(other: str) -> str | None:
-        return manifests[other]["fingerprint"] if other in manifests else None
-
-    stage, _, shard = name.partition("/")
-    generations = _generations(manifests)
-    first = generations[0] if generations else range(0)
-    if name == "index/trained":
-        return {"embeddings": _joint(manifests, "embeddings", first)}
-    if name == "index/merged":
-        return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in range(_num_shards(manifests))}
-    if name == "index/tuned":
-        return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in first}
-    if stage == "neighbors":
-        return {f"generation {number}": _searched(manifests, number) for number in range(len(generations))}
-    if stage == "chunks":
-        home = next((number for number, each in enumerate(generations) if shard.isdigit() and int(shard) in each), 0)
-        corpus = f"appended/{shard_name(home)}" if home else "corpus"
-        dedup = {"dedup": print_of("dedup/removed")} if "dedup/removed" in manifests else {}
-        return {"corpus": print_of(corpus), "tokenizer": print_of("tokenizer"), **dedup}
-    return {
-        "tokenizer": {"corpus": print_of("corpus")},
-        "embedder": {"chunks": _joint(manifests, "chunks", first)},
-        "embeddings": {"chunks": print_of(f"chunks/{shard}"), "embedder": print_of("embedder")},
-        "materialised": {"neighbors": print_of(f"neighbors/{shard}")},
-        "index": {"trained": print_of("index/trained"), "embeddings": print_of(f"embeddings/{shard}")},
-    }.get(stage, {})
-
-
-def _check_recipes(folder: Path, manifests: Manifests, broken: set[str]) -> Iterator[Problem]:
-    """Every artefact that was not made from those that are there; one that was made from such a stranger is none itself."""
+    `listed` is how many shards the datastore's manifest lists.
+    """
     known = dict(manifests)
     for name in [name for name in manifests if name not in broken]:
-        found = [f"{folder / name} {what}" for what in _strange(folder, name, known)]
+        found = [f"{folder / name} {what}" for what in strange(folder, name, known, listed)]
         yield from (Problem(name, what) for what in found)
         if found:
             del known[name]
-
-
-def _strange(folder: Path, name: str, known: Manifests) -> Iterator[str]:
-    inputs, settings = (known[name]["recipe"][key] for key in ("inputs", "settings"))
-    for key, expected in _expected_inputs(name, known).items():
-        outside = key not in inputs and name in ("tokenizer", "embedder")  # `tokenizer.path`, `embedder.path`
-        if not outside and expected is not None and inputs.get(key) != expected:
-            yield f"was made from another '{key}' than the one that is there"
-    shard = name.partition("/")[2]
-    if shard.isdigit() and settings.get("shard", int(shard)) != int(shard):
-        yield f"holds shard {settings['shard']}"
-    in_stage = name.partition("/")[0] in ("chunks", "embeddings", "index", "neighbors", "materialised")
-    if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= _num_shards(known):
-        yield "is no shard of this corpus"
-    if name == "corpus" or name.startswith("appended/"):
-        listed = [[file["name"], file["checksum"]] for file in read_json(folder / name / "files.json")]
-        if inputs != (dict(listed) if len(listed) <= 1000 else {"files": fingerprint(listed)}):
-            yield "lists other files than its recipe"
 
 
 def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, broken: set[str]) -> Iterator[Problem]:
@@ -324,21 +266,25 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
     if top is None:
         return
     path = folder / MANIFEST
-    generations = _generations(manifests)
+    generations = generations_of(manifests)
+    if 0 < num_shards_of(manifests) < _listed(top):  # a part of the corpus is missing
+        return
     single = {"train-index": "index/trained", "add": "index/tuned", "merge": "index/merged"}
     joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialise": "materialised"}
     for stage, found in top["fingerprints"].items():
         name = single.get(stage, "")
-        expected = manifests[name]["fingerprint"] if name in manifests else _joint(manifests, joint.get(stage, ""))
-        appended = range(len(generations[0]), _num_shards(manifests)) if generations else range(0)
+        expected = (
+            manifests[name]["fingerprint"] if name in manifests else joint_fingerprint(manifests, joint.get(stage, ""))
+        )
+        appended = range(len(generations[0]), num_shards_of(manifests)) if generations else range(0)
         if stage == "add" and expected and appended:
             shards = [f"index/{shard_name(shard)}" for shard in appended]
             known = all(shard in manifests for shard in shards)
             expected = fingerprint([expected, *(manifests[s]["fingerprint"] for s in shards)]) if known else None
         if expected is not None and found != expected:
             yield Problem(MANIFEST, f"{path} gives stage '{stage}' the fingerprint {found}, its artefacts {expected}")
-    chunks = [manifest for name, manifest in manifests.items() if _shard_of(name, "chunks") is not None]
-    if not generations or len(chunks) != _num_shards(manifests):
+    chunks = [manifest for name, manifest in manifests.items() if shard_of(name, "chunks") is not None]
+    if not generations or len(chunks) != num_shards_of(manifests):
         return
     for split, columns in top["splits"].items():
         for key, rows in columns.items():
@@ -368,7 +314,7 @@ def _contents(datastore: Datastore, manifests: Manifests, problems: list[Problem
             readable = False
     for name in manifests:
         check = None if name in _broken(problems) else check_of(name)
-        if check and (readable or _shard_of(name, "neighbors") is None):
+        if check and (readable or shard_of(name, "neighbors") is None):
             yield name, check
 
 
@@ -381,10 +327,20 @@ def _check_contents(
     for name, check in checks:
         shard, found = name.partition("/")[2], []
         try:
-            if whole or _shard_of(name, "neighbors") is None:  # else nobody knows the documents of neighbors
+            if whole or shard_of(name, "neighbors") is None:  # else nobody knows the documents of neighbors
                 found = list(check(datastore, int(shard) if shard.isdigit() else 0))
         except (InputError, ValueError, OSError) as error:
             found = [f"{datastore.folder / name} cannot be read ({error})"]
         yield from (Problem(name, each) for each in found)
         whole = whole and not (found and check is check_chunks)
         advance(sizes[name])
+
+
+def _check_deleted(datastore: Datastore, problems: Sequence[Problem]) -> Iterator[Problem]:
+    """The deleted documents, if the chunks are whole. They belong to no artefact, so `retro index` cannot restore them."""
+    if any(stage_of(problem.artefact) == "chunks" for problem in problems):
+        return
+    try:
+        yield from (Problem("", found) for found in check_deleted(datastore))
+    except InputError as error:
+        yield Problem("", str(error))

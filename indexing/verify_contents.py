@@ -13,7 +13,8 @@ import numpy as np
 from indexing.faiss_files import ivf_of, read_index
 from indexing.store.artefact import parse_manifest
 from indexing.store.datastore import Datastore, Split, open_array, shard_name
-from indexing.store.files import read_json
+from indexing.store.deleted import FILE, REPAIR, read_ranges
+from indexing.store.files import npy_header, read_json
 from indexing.store.retrieval import CHUNK_ID_BITS, RetrievalSet
 
 _BLOCK_ROWS = 65_536
@@ -75,6 +76,23 @@ def check_chunks(datastore: Datastore, shard: int) -> Iterator[str]:
         found = pyarrow.parquet.read_metadata(folder / "documents.parquet").num_rows
         if found != documents:
             yield f"{folder / 'documents.parquet'} has {found} rows instead of {documents}"
+
+
+def check_deleted(datastore: Datastore) -> Iterator[str]:
+    """Deleted chunks are those of whole documents of `train`, in order."""
+    path = datastore.folder / FILE
+    if not path.exists():
+        return
+    ranges = read_ranges(path)
+    whole = ranges.ndim == 2 and ranges.shape[1] == 2 and ranges.dtype == np.int64
+    if whole and len(ranges):
+        firsts = ranges[:, 0]
+        whole = firsts.min() >= 0 and firsts.max() < datastore.train.num_chunks and (np.diff(firsts) > 0).all()
+    if whole:
+        _, first, stop = datastore.train.documents_of(ranges[:, 0])
+        whole = np.array_equal(ranges, np.stack([first, stop], axis=1))
+    if not whole or path.read_bytes() != npy_header(ranges.dtype, ranges.shape) + ranges.tobytes():
+        yield f"{path} holds other chunks than those of whole documents. {REPAIR}"
 
 
 def check_embeddings(datastore: Datastore, shard: int) -> Iterator[str]:

@@ -22,6 +22,7 @@ from indexing.corpus import (
     list_files,
     plan_shards,
     read_piece,
+    recipe_inputs,
     scan_file,
     split_of,
     strict_problem,
@@ -50,12 +51,15 @@ def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
     files = list_files(config.corpus)
     require_tokenizer(config, files)
     groups, new = _by_generation(config.datastore, files)
-    if new and groups:
+    first = config.datastore / "corpus"
+    if damage(first):  # or not made yet: what is of no other generation is of the first
+        groups, new = [(first, new), *groups], []
+    if new:
         raise InputError(
             f"{config.datastore} was built without {len(new):,} files that corpus.paths names now (the first: {new[0].path}). "
             "Add them with `--append`, or build everything anew: `--stage chunk --rebuild`."
         )
-    for folder, members in groups or [(config.datastore / "corpus", new)]:
+    for folder, members in groups:
         look_through(folder, config.corpus, members, executor)
     _make_tokenizer(config)
     return read_plan(config.datastore)
@@ -65,22 +69,26 @@ def append(config: Config, executor: Executor) -> None:
     """Make a generation of the files that the datastore does not have yet.
 
     Raises:
-        InputError: there is no datastore to append to, or the input is bad.
+        InputError: there is no whole datastore to append to, or the input is bad.
     """
     files = list_files(config.corpus)
     require_tokenizer(config, files)
-    groups, new = _by_generation(config.datastore, files)
+    _, new = _by_generation(config.datastore, files)
     if config.dedup.is_on:
         raise InputError(
             "--append and [dedup] do not go together yet: near copies are looked for in the whole corpus at once. Build "
             "another datastore of the new files and name it in neighbors.also, or build everything anew."
         )
-    if not groups:
-        raise InputError(f"{config.datastore} holds nothing to append to; build it first, without --append.")
+    if damage(config.datastore / "corpus"):
+        raise InputError(
+            f"{config.datastore} holds nothing to append to, or its corpus/ is damaged: run `retro index CONFIG` without "
+            "--append first, with the files that it was built from."
+        )
     if not new:
         log.info("append: corpus.paths names no file that %s does not have", config.datastore)
         return
-    look_through(config.datastore / "appended" / shard_name(len(groups)), config.corpus, new, executor)
+    folders = (config.datastore / "appended" / shard_name(number) for number in itertools.count(1))
+    look_through(next(folder for folder in folders if damage(folder)), config.corpus, new, executor)
 
 
 def corpus_folders(datastore: Path) -> list[Path]:
@@ -128,9 +136,7 @@ def look_through(
         stage="chunk",
         version=1,
         settings={f"corpus.{name}": getattr(settings, name) for name in names},
-        inputs={file.name: value for file, value in zip(files, checksums, strict=True)}
-        if len({file.name for file in files}) == len(files) <= 1000
-        else {"files": fingerprint([[file.name, value] for file, value in zip(files, checksums, strict=True)])},
+        inputs=recipe_inputs([(file.name, value) for file, value in zip(files, checksums, strict=True)]),
     )
     if not is_finished(folder, recipe):
         _write_corpus(folder, recipe, settings, files, scans or _scan(settings, files, executor), key)

@@ -273,7 +273,8 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         return 0
     echo(f"{folder}: {size}: {len(found.problems)} broken")
     if options.mend:
-        echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG` makes it again")
+        append = " --append" if any(name.startswith("appended/") for name in removed) else ""
+        echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` makes it again")
     return 1
 
 

@@ -62,9 +62,10 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
     """
     folder = config.datastore / FOLDER
     out = folder / "removed"
+    shards = _shards(config)
+    # Signatures stay, so those that `retro verify --mend` removed are made again even if the list is finished.
+    _sign(config, executor, recipe, shards)
     if not is_finished(out, recipe):
-        shards = _shards(config)
-        _sign(config, executor, recipe, shards)
         _find_candidates(config, executor, recipe, shards)
         _collect_grams(config, executor, recipe, shards)
         signatures = [folder / "signatures" / name for name in shards]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from indexing.store.errors import InputError
+from pipelines.ray_address import require_answer
 
 log = logging.getLogger("retro")
 
@@ -78,8 +79,8 @@ class ExecutorSettings:
     def __post_init__(self) -> None:
         if self.train_failures < 0:
             raise InputError(f"executor.train_failures = {self.train_failures}: must be 0 or more.")
-        if self.threads < 0:
-            raise InputError(f"executor.threads = {self.threads}: must be 0 (all) or more.")
+        if not 0 <= self.threads < 2**15:
+            raise InputError(f"executor.threads = {self.threads}: must be between 0 (all cores) and 32,767.")
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,12 @@ class Executor(Protocol):
         """Yield the result of each task in order; `advance` is told of progress."""
 
 
+def _reason(error: BaseException | None) -> str:
+    """An error in one line: its message, after its type where that is not a user's mistake."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (InputError, OSError)) else f"{type(error).__name__}: {text}"
+
+
 def use_threads(threads: int) -> None:
     """Set the threads of torch and Faiss in this process: Ray's OMP_NUM_THREADS=1 outlives the task it was meant for."""
     import faiss
@@ -130,8 +137,8 @@ class LocalExecutor:
         for task in tasks:
             try:
                 result = function(*task.arguments, advance=advance)
-            except Exception:
-                log.error("%s failed", task.name)
+            except Exception as error:
+                log.error("%s failed: %s", task.name, _reason(error))
                 raise
             yield result
 
@@ -175,8 +182,9 @@ def connect(address: str, key: str) -> None:
     if ray.is_initialized():
         return
     try:
+        require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
-    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise InputError(
             f"{key}: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
@@ -286,7 +294,7 @@ class _Pool:
         try:
             return self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
-            log.error("%s failed", self.tasks[number].name)
+            log.error("%s failed: %s", self.tasks[number].name, _reason(error.cause))
             # A user's mistake and a full disk keep their type and message; everything else its remote traceback.
             if isinstance(error.cause, (InputError, OSError)):
                 raise error.cause from None
@@ -297,7 +305,7 @@ class _Pool:
         name, reason = self.tasks[number].name, " ".join(str(error).split())
         self.losses[number] += 1
         if self.losses[number] >= _ATTEMPTS:
-            log.error("%s failed", name)
+            log.error("%s failed: its worker died %d times: %s", name, _ATTEMPTS, reason)
             raise InputError(
                 f"{name}: its worker died {_ATTEMPTS} times ({reason}). Most often memory ran out: give the stage fewer "
                 f"workers or more memory (executor.{self.stage}.workers, executor.{self.stage}.memory); what is finished "

@@ -1,5 +1,6 @@
 """The `neighbors` stage: embeddings and indexes → the neighbors of every chunk of all splits."""
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,6 @@ from indexing.search_cost import Hardware, Method, cheapest, describe
 from indexing.sharded_index import ShardedIndex
 from indexing.store import remote
 from indexing.store.artefact import (
-    MANIFEST,
     Recipe,
     create,
     damage,
@@ -29,6 +29,8 @@ from pipelines.config import Config
 from pipelines.corpus_stage import generations
 from pipelines.executors import Advance, Executor, ExecutorSettings
 from pipelines.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
+
+log = logging.getLogger("retro")
 
 # What the neighbors of a chunk depend on, in every datastore that is searched: the name in the recipe, and the stage.
 _SEARCHED = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
@@ -68,11 +70,24 @@ def run_neighbors(config: Config, executor: Executor) -> str:
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             task = shard_task(out, recipes[-1], shard, config.neighbors, searched, method, before, size=size)
             todo.append(task)
+    if todo:
+        _warn_of_few_chunks(config)
     _open_searched.cache_clear()  # of an earlier build in this process: one that was mended has the same fingerprint
     run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     for out in shards(folder, "neighbors"):
         remove(_before(out))
     return fingerprint([fingerprint_of(path) for path in shards(folder, "neighbors")])
+
+
+def _warn_of_few_chunks(config: Config) -> None:
+    datastores = (Datastore.open(config.datastore), *sharing.retrieved_from(config))
+    num_chunks = sum(datastore.train.num_chunks for datastore in datastores)
+    if config.neighbors.k > num_chunks:
+        log.warning(
+            "neighbors.k = %s, but there are only %s chunks to retrieve: the other neighbors of each chunk are stored as -1",
+            f"{config.neighbors.k:,}",
+            f"{num_chunks:,}",
+        )
 
 
 def _generations(folder: Path) -> list[Part]:
@@ -146,7 +161,7 @@ def _method(config: Config, train: Split) -> Method:
         return config.neighbors.search
     for shard in shards(config.datastore, "neighbors"):
         for made in (shard, _before(shard)):
-            if (made / MANIFEST).exists():
+            if not damage(made):
                 return parse_manifest(made)["counts"]["search"]
     return cheapest(describe(train, config.neighbors), hardware_of(config.executor))
 

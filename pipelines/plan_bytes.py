@@ -14,11 +14,11 @@ SPLITS = 3
 _NPY_HEADER = 128
 _INDEX_HEADER = 200  # of a `.faiss` file, about
 _MANIFEST_BYTES = {
-    "chunks": 1800,
-    "embeddings": 570,
-    "index": 370,
-    "neighbors": 1300,
-    "materialised": 1300,
+    "chunks": 1860,
+    "embeddings": 630,
+    "index": 430,
+    "neighbors": 1360,
+    "materialised": 1360,
 }  # of a shard's artefact, about
 _BLOCK = 32  # vectors of a fast-scan list are stored in blocks
 

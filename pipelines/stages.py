@@ -17,9 +17,8 @@ from typing import Any
 
 from indexing.store import remote
 from indexing.store.artefact import remove
-from indexing.store.datastore import SPLITS, Datastore, write_datastore_manifest
+from indexing.store.datastore import SPLITS, Datastore, read_datastore_manifest, write_datastore_manifest
 from indexing.store.errors import InputError
-from indexing.store.files import read_json
 from indexing.tokenizer import Tokenizer
 from pipelines import corpus_stage, sharing
 from pipelines.chunk_stage import run_chunk
@@ -149,11 +148,10 @@ def _manifest_so_far(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        manifest: dict[str, Any] = read_json(path)
+        return read_datastore_manifest(folder)
     except ValueError as error:
         log.warning("%s cannot be read (%s); it is written again", path, error)
         return {}
-    return manifest
 
 
 def _write_manifest(config: Config, name: str, result: str) -> None:

@@ -56,6 +56,8 @@ class ExtendVocabularyOptions:
             raise InputError(f"pieces is {self.pieces}; it must be 1 or more.")
         if self.sample_bytes < 1:
             raise InputError(f"sample_bytes is {self.sample_bytes}; it must be 1 or more.")
+        if self.seed < 0:
+            raise InputError(f"seed is {self.seed}; it must be 0 or more.")
 
 
 def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:

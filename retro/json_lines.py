@@ -21,7 +21,7 @@ def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, Any]]:
     """
     try:
         with open(path, "rb") as stored:
-            for number, line in enumerate(unpacked(StoredReader(stored), path.name.lower()), 1):
+            for number, line in enumerate(unpacked(StoredReader(stored), path.name.lower())[0], 1):
                 if line.strip():
                     yield number, _parsed(f"{path}:{number}", line)
     except (OSError, *DAMAGED) as error:

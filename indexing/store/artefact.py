@@ -26,17 +26,18 @@ from typing import Any
 
 from indexing.store import remote
 from indexing.store.errors import InputError
-from indexing.store.files import MANIFEST, checksum, read_json, sync_folder, write_json
+from indexing.store.files import MANIFEST, checksum, read_checked, sync_folder, write_checked
 
 log = logging.getLogger("retro")
 
+_KEYS = {"fingerprint", "recipe", "counts", "files"}  # of a manifest
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def fingerprint(value: Any) -> str:
     """16 hexadecimal digits that stand for a JSON-able value: equal values, equal fingerprints, on every machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -170,13 +171,14 @@ def _publish(work: Path, folder: Path, recipe: Recipe) -> None:
 
 
 def write_manifest(folder: Path, recipe: Recipe, counts: Mapping[str, Any]) -> None:
-    """Write `folder/manifest.json`: the recipe, its fingerprint, the counts, and size and checksum of every file."""
+    """Write `folder/manifest.json`: the recipe, its fingerprint, the counts, size and checksum of every file, and a checksum
+    of all that."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
-    write_json(
+    write_checked(
         folder / MANIFEST,
         {"fingerprint": recipe.fingerprint, "recipe": recipe.as_json(), "counts": dict(counts), "files": files},
     )
@@ -192,7 +194,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     problem = damage(folder)
     if problem:
-        raise InputError(f"{problem}. Run the command that makes {folder} again: it makes anew what is damaged.")
+        raise InputError(f"{problem}. Run the command that made {folder} again: it replaces what is damaged.")
     return parse_manifest(folder)
 
 
@@ -205,8 +207,8 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     remote.fetch_manifest(folder)
     try:
-        manifest = read_json(path)
-        changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not {"counts", "files"} <= set(manifest)
+        manifest = read_checked(path, _KEYS)
+        changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not manifest.keys() >= _KEYS
     except FileNotFoundError:
         raise InputError(f"{folder} is not finished: {path} is missing") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -28,11 +28,13 @@ from indexing.store import remote
 from indexing.store.deleted import deleted_ranges, without_deleted
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
+from indexing.store.files import DAMAGED_ARRAY, read_checked, write_checked
 from indexing.store.reading import RangedArray, Reading, check_rows
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
+# Keys of the top manifest.
+_KEYS = {"format_version", "chunk_length", "pad_id", "vocab_size", "fingerprints", "splits", "also"}
 
 
 def shard_name(shard: int) -> str:
@@ -49,7 +51,7 @@ def open_array(path: Path) -> np.ndarray:
     path = remote.present(path)
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (FileNotFoundError, ValueError, EOFError) as error:
+    except (FileNotFoundError, *DAMAGED_ARRAY) as error:
         raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
     return array
 
@@ -319,7 +321,7 @@ class Datastore:
                 f"{at} is not a datastore ({at}/manifest.json is missing). Build one: `retro index CONFIG`."
             )
         try:
-            manifest = read_json(path)
+            manifest = read_datastore_manifest(folder)
         except ValueError as error:
             raise InputError(
                 f"{path} cannot be read: {error}. Run `retro index CONFIG`, which writes it again."
@@ -393,7 +395,16 @@ class Datastore:
         return fingerprint(stages | ({"deleted": deleted} if deleted else {}))
 
 
+def read_datastore_manifest(folder: Path) -> dict[str, Any]:
+    """Read the top manifest.
+
+    Raises:
+        ValueError: its bytes are not those that were written.
+    """
+    return read_checked(folder / "manifest.json", _KEYS)
+
+
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the top manifest atomically; it is the only thing in a datastore that is ever replaced."""
-    write_json(folder / "manifest.json", {"format_version": FORMAT_VERSION, **manifest})
+    write_checked(folder / "manifest.json", {"format_version": FORMAT_VERSION, **manifest})
     remote.publish_file(folder / "manifest.json")

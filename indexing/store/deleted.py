@@ -12,24 +12,43 @@ from pathlib import Path
 
 import numpy as np
 
-from indexing.store.files import NpyWriter, sync_folder
+from indexing.store.errors import InputError
+from indexing.store.files import DAMAGED_ARRAY, NpyWriter, sync_folder
 from indexing.store.remote import publish_file
 
 FILE = "deleted.npy"
+REPAIR = "Remove it, and run `retro delete` again with the ids of all deleted documents."
 
 
 def deleted_ranges(folder: Path) -> np.ndarray:
-    """[n, 2] int64, sorted and disjoint; of no rows where nothing has been deleted."""
+    """[n, 2] int64, sorted and disjoint; of no rows where nothing has been deleted.
+
+    Raises:
+        InputError: the file is damaged.
+    """
     try:
         found = (folder / FILE).stat()
     except FileNotFoundError:
         return np.empty((0, 2), dtype=np.int64)
-    return _read(folder / FILE, (found.st_mtime_ns, found.st_size, found.st_ino))
+    return _kept(folder / FILE, (found.st_mtime_ns, found.st_size, found.st_ino))
 
 
 @lru_cache(maxsize=16)
-def _read(path: Path, _: tuple[int, ...]) -> np.ndarray:
-    return np.load(path, allow_pickle=False)
+def _kept(path: Path, _: tuple[int, ...]) -> np.ndarray:
+    return read_ranges(path)
+
+
+def read_ranges(path: Path) -> np.ndarray:
+    """`deleted_ranges` of a file that exists, read again.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        ranges: np.ndarray = np.load(path, allow_pickle=False)
+    except DAMAGED_ARRAY as error:
+        raise InputError(f"{path} cannot be read: {error}. {REPAIR}") from error
+    return ranges
 
 
 def without_deleted(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:

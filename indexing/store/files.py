@@ -7,7 +7,9 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,20 @@ MANIFEST = "manifest.json"
 
 # A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. Fixed at this size
 # it can be written first, with a wrong number of rows, and written again in place once the rows have been counted.
-_NPY_HEADER_BYTES = 128
+HEADER_BYTES = 128
+DAMAGED_ARRAY = (ValueError, EOFError, TokenError)
+"""What numpy raises for a `.npy` file that is damaged; TokenError for some headers."""
 # Rows come document by document, a few hundred bytes each; network file systems want large writes, one after the other.
 _WRITE_BYTES = 1 << 20
+
+
+def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """The header of a `.npy` file that `NpyWriter` writes."""
+    text = repr({"descr": dtype.str, "fortran_order": False, "shape": shape}).encode("latin1")
+    padding = HEADER_BYTES - 10 - len(text) - 1
+    assert padding >= 0, text
+    length = (HEADER_BYTES - 10).to_bytes(2, "little")
+    return b"\x93NUMPY\x01\x00" + length + text + b" " * padding + b"\n"
 
 
 class NpyWriter:
@@ -38,13 +51,8 @@ class NpyWriter:
         self._write_header()
 
     def _write_header(self) -> None:
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, *self.row_shape)}
-        text = repr(header).encode("latin1")
-        padding = _NPY_HEADER_BYTES - 10 - len(text) - 1
-        assert padding >= 0, header
-        length = (_NPY_HEADER_BYTES - 10).to_bytes(2, "little")
         self._file.seek(0)
-        self._file.write(b"\x93NUMPY\x01\x00" + length + text + b" " * padding + b"\n")
+        self._file.write(npy_header(self.dtype, (self.rows, *self.row_shape)))
 
     def append(self, rows: np.ndarray) -> None:
         """Add `rows` of shape [n, *row_shape]."""
@@ -73,7 +81,45 @@ class NpyWriter:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON with sorted keys, atomically: readers see the old file or the whole new one."""
-    write_bytes(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+    write_bytes(path, _json_bytes(value))
+
+
+def _json_bytes(value: Any) -> bytes:
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    # File names may hold bytes that are not UTF-8: lone surrogates in Python, and escapes in JSON (\udce9).
+    return text.encode(errors="backslashreplace")
+
+
+def write_checked(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an object as `write_json` does, with a `checksum` of its other keys, so that `read_checked` finds any change."""
+    write_json(path, _with_checksum(value))
+
+
+def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
+    """Read an object written by `write_checked`; returns it without its checksum.
+
+    Args:
+        path: the file.
+        keys: the keys that it may have without a checksum: earlier versions wrote none.
+
+    Raises:
+        ValueError: its bytes are not those that were written.
+        FileNotFoundError: there is no such file.
+    """
+    data = path.read_bytes()
+    value = json.loads(data.decode())
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    has_checksum = "checksum" in value or not value.keys() <= set(keys)
+    # Compared as bytes: a changed blank or a lost line end is a change too.
+    if data != _json_bytes(_with_checksum(value) if has_checksum else value):
+        raise ValueError("wrong checksum")
+    return {key: item for key, item in value.items() if key != "checksum"}
+
+
+def _with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+    checked = {key: item for key, item in value.items() if key != "checksum"}
+    return checked | {"checksum": hashlib.blake2b(_json_bytes(checked), digest_size=16).hexdigest()}
 
 
 def write_bytes(path: Path, data: bytes) -> None:

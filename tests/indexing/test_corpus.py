@@ -96,6 +96,7 @@ def memory_url() -> Iterator[str]:
         ("split", (9, -1, 0)),
         ("split", (98, 2)),
         ("boundary_ids", (1, -1)),
+        *(("metadata_keys", ("title", name)) for name in ("id", "file", "bytes", "tokens", "chunks", "title")),
     ],
 )
 def test_settings_name_the_field_that_is_wrong(field, value):
@@ -129,6 +130,49 @@ def test_files_are_listed_once_and_in_the_same_order_however_they_are_named(tmp_
     assert list_files(CorpusSettings(paths=(recursive,))) == expected
     assert list_files(CorpusSettings(paths=(flat, folder + "/", recursive))) == expected
     assert [file.name for file in list_files(CorpusSettings(paths=(flat,)))] == ["a.txt", "b.txt"]
+
+
+def test_a_file_is_listed_once_whatever_its_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "sub/a.txt", b"text")
+    (tmp_path / "link.txt").symlink_to(path)
+    given = ("sub/a.txt", "./sub/../sub/a.txt", str(path), path.as_uri(), "link.txt", "sub", "*/*.txt", "**/a.txt")
+    for one in given:
+        assert [file.path for file in list_files(CorpusSettings(paths=(str(path), one)))] == [str(path)]
+    assert [file.name for file in list_files(CorpusSettings(paths=given))] == ["a.txt"]
+
+
+@pytest.mark.parametrize("given", ["data", "data/**/*.txt", "data/**"])
+def test_links_are_followed_and_those_that_lead_back_up_end(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/z/a.txt", "data/b.txt", "elsewhere/deep/c.txt"):
+        write(tmp_path / name, name.encode())
+    for link, target in {
+        "a": "z",
+        "far": "../elsewhere",
+        "up": ".",
+        "z/up": "../..",
+        "d.txt": "../elsewhere/d.txt",
+    }.items():
+        (tmp_path / "data" / link).symlink_to(target)
+    write(tmp_path / "elsewhere/d.txt", b"d")
+    names = [file.name for file in list_files(CorpusSettings(paths=(given,)))]
+    # Of several paths to a file the one without a link counts.
+    assert names == ["b.txt", "d.txt", "far/deep/c.txt", "z/a.txt"]
+    assert [file.name for file in list_files(CorpusSettings(paths=("data/*/*.txt",)))] == ["far/d.txt", "z/a.txt"]
+
+
+def test_a_link_to_nothing_is_reported(tmp_path):
+    (tmp_path / "gone.txt").symlink_to("nowhere")
+    assert scan_file(only_file(tmp_path), SETTINGS).problems == {"unreadable file": 1}
+
+
+@pytest.mark.parametrize("given", ["a::b.txt", "x::y", "x::y/*.txt", "*::*.txt", "x::y/**/c::d.txt"])
+def test_a_local_name_with_two_colons_is_no_chained_url(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a::b.txt", b"text")
+    write(tmp_path / "x::y/c::d.txt", b"text")
+    assert [document.text for document in read(given)[0]] == ["text"]
 
 
 def test_a_file_name_with_glob_characters_or_bytes_that_are_not_unicode_can_be_read(tmp_path):
@@ -307,11 +351,27 @@ def test_of_a_truncated_file_what_was_read_stays_and_the_rest_is_reported(tmp_pa
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst", "a.parquet"])
 def test_a_file_that_is_not_what_its_name_says_is_reported(tmp_path, name):
-    path = write(tmp_path / name, b"This is plain text. " * 10)
+    path = write(tmp_path / name, b"\x00\xff neither packed nor text " * 10)
     documents, problems = read(path)
     assert not documents
     assert kinds(problems) == [("truncated file", 1)]
     assert len(scan_file(only_file(path), SETTINGS).checksum) == 32
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".txt"])
+@pytest.mark.parametrize(("suffix", "real"), [(".gz", ""), (".zst", ""), ("", ".gz"), ("", ".zst"), (".gz", ".zst")])
+def test_the_first_bytes_tell_the_compression_and_a_wrong_suffix_is_reported(tmp_path, kind, suffix, real):
+    data = lines(*ROWS) if kind == ".jsonl" else "第一篇文章。 ".encode() * 1000
+    path = write(tmp_path / f"d{kind}{suffix}", compress(data, real))
+    documents, problems = read(path)
+    expected = [row["text"] for row in ROWS] if kind == ".jsonl" else [data.decode()]
+    assert [document.text for document in documents] == expected
+    assert kinds(problems) == [("wrong suffix", 1)]
+    scan = scan_file(only_file(path), CorpusSettings(shard_bytes=1))
+    pieces = [Piece(only_file(path), cut.start, cut.stop, cut.offset) for cut in scan.cuts]
+    again = [document.text for piece in pieces for document in read_piece(piece, SETTINGS, on_problem=lambda _: None)]
+    assert again == expected
+    assert scan.checksum == hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 @pytest.mark.parametrize("compression", ["zstd", "none"])

@@ -138,3 +138,15 @@ def test_what_fits_into_no_memory_and_what_is_no_key_is_refused(tmp_path) -> Non
         train(tmp_path, "IVF4,Nonsense", clustered(100).astype(np.float32), IndexSettings())
     with pytest.raises(InputError, match=r"100 training vectors"):
         train(tmp_path, "IVF1000,Flat", clustered(100).astype(np.float32), IndexSettings())
+
+
+@pytest.mark.parametrize("key", ["IDMap,Flat", "Flat,IDMap", "IVF16,Flat,IDMap2"])
+def test_a_key_with_ids_of_its_own_is_refused_before_any_work(key: str) -> None:
+    with pytest.raises(InputError, match=r"index\.factory = .*remove IDMap"):
+        IndexSettings(factory=key)
+
+
+def test_an_index_that_takes_no_ids_is_refused_when_it_is_trained(tmp_path) -> None:
+    key = "IVF16,Flat,RFlat"
+    with pytest.raises(InputError, match=r"index\.factory = 'IVF16,Flat,RFlat'.*add_with_ids"):
+        train(tmp_path, key, clustered(1000).astype(np.float32), IndexSettings(factory=key))

@@ -14,10 +14,11 @@ import pytest
 from indexing.neighbors import NeighborSettings
 from indexing.store.artefact import fingerprint
 from indexing.store.datastore import Datastore
+from indexing.store.deleted import delete_ranges
 from indexing.store.errors import InputError
-from indexing.store.files import checksum, read_json, write_json
+from indexing.store.files import checksum, read_json, write_checked
 from indexing.verify import Verified, mend, verify_datastore
-from indexing.verify_contents import ids_of, wrong_neighbors
+from indexing.verify_contents import check_deleted, ids_of, wrong_neighbors
 from tests.conftest import build_local, contents, tiny_config
 
 
@@ -45,7 +46,7 @@ def flip(path: Path, place: float = 0.5) -> None:
 def edit(path: Path, change: Callable[[dict], None]) -> None:
     value = read_json(path)
     change(value)
-    write_json(path, value)
+    write_checked(path, value)
 
 
 def rewrite(folder: Path, artefact: str, file: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
@@ -304,3 +305,25 @@ def test_fingerprints_of_all_shards_are_those_of_the_stages(tiny_datastore) -> N
     """What `_joint` assumes of the stage table."""
     prints = [read_json(path)["fingerprint"] for path in sorted(tiny_datastore.folder.glob("chunks/*/manifest.json"))]
     assert tiny_datastore.manifest["fingerprints"]["chunk"] == fingerprint(prints)
+
+
+def test_any_flipped_bit_of_deleted_documents_is_found(folder) -> None:
+    datastore = Datastore.open(folder)
+    assert list(check_deleted(datastore)) == []
+    delete_ranges(folder, datastore.train.chunk_ranges(np.array([1, 5, 100])))
+    assert list(check_deleted(datastore)) == []
+    path = folder / "deleted.npy"
+    whole = path.read_bytes()
+    changed = [
+        bytes(a ^ (1 << bit) * (n == at) for n, a in enumerate(whole)) for at in range(len(whole)) for bit in (0, 3, 5)
+    ]
+    missed = []
+    for data in (*changed, whole[:-1], whole[:50], b"", whole + b"x"):
+        path.write_bytes(data)
+        try:
+            found = list(check_deleted(datastore))
+        except InputError as error:
+            found = [str(error)]
+        if not any(line.startswith(str(path)) and "retro delete" in line for line in found):
+            missed.append(data)
+    assert missed == []

@@ -11,6 +11,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.files import write_checked
 from pipelines import eval_qa
 from pipelines.cli import main
 from pipelines.eval_qa import Answered
@@ -281,7 +282,7 @@ def test_passages_that_the_model_cannot_read_are_refused_unless_they_stand_in_pr
 ) -> None:
     folder = Path(shutil.copytree(trained / "datastore", tmp_path / "other"))
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": 999}))
+    write_checked(folder / "manifest.json", manifest | {"vocab_size": 999})
     with pytest.raises(InputError, match=r"--passages .*vocab_size 999.*--qa\.k 0"):
         eval_qa.open_model(trained / "run", folder, QaSettings(), "cpu")
     model, retriever = eval_qa.open_model(trained / "run", folder, QaSettings(k=0), "cpu")

@@ -1,6 +1,7 @@
 """The stage table: nothing twice, nothing silently, nothing half; the same bytes every time."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -18,7 +19,8 @@ from indexing.corpus import split_of
 from indexing.readers import CorpusSettings
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
+from indexing.store.files import read_json, write_checked
+from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings
 from pipelines.settings import to_toml
@@ -111,7 +113,7 @@ def test_rebuilding_everything_starts_from_nothing_even_of_another_format(
     config = tiny_config(tmp_path, tiny_corpus)
     build_local(config)
     manifest = config.datastore / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
+    write_checked(manifest, read_json(manifest) | {"format_version": 99})
     with pytest.raises(InputError, match="format version 99"):
         build_local(config, only="embed")
     build_local(config, rebuild=True)
@@ -302,8 +304,9 @@ def test_a_datastore_from_before_the_test_split_is_read_and_its_later_stages_can
         manifest = read_json(path)
         for values in (manifest.get("splits", {}), manifest.get("counts", {})):
             values.pop("test", None)
-        manifest["files"] = {name: value for name, value in manifest.get("files", {}).items() if "test" not in name}
-        write_json(path, manifest)
+        if "files" in manifest:
+            manifest["files"] = {name: value for name, value in manifest["files"].items() if "test" not in name}
+        write_checked(path, manifest)
     old = Datastore.open(folder)
     assert (old.test.num_documents, old.test.num_chunks) == (0, 0)
     before = old.valid.neighbor_ids.read(0, old.valid.num_chunks)
@@ -324,3 +327,35 @@ def test_a_corpus_without_text_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"corpus\.text_key = 'text'"):
         build_local(tiny_config(tmp_path, tmp_path / "x.jsonl"))
     assert not (tmp_path / "datastore").exists()
+
+
+def test_files_with_odd_names_go_through_every_stage_and_are_verified(tmp_path, capsys) -> None:
+    """Two files of one name, one file named twice, a name that is not UTF-8, one with `::`, and a wrong suffix."""
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    corpus = write_corpus(tmp_path / "a" / "c.jsonl", 12)
+    write_corpus(tmp_path / "b" / "c.jsonl", 12, seed=1)
+    undecodable = os.fsdecode(os.fsencode(str(tmp_path)) + b"/b/caf\xe9.txt")
+    Path(undecodable).write_text("A text in a file with an odd name. " * 9)
+    (tmp_path / "b" / "x::y.jsonl.gz").write_text('{"text": "plain"}\n')
+    (tmp_path / "a" / "again.jsonl").symlink_to(corpus)
+    paths = (str(corpus), str(tmp_path / "b" / ".." / "a"), str(tmp_path / "a" / "again.jsonl"), str(tmp_path / "b"))
+    config = tiny_config(tmp_path, corpus)
+    config = replace(config, corpus=replace(config.corpus, paths=paths))
+    datastore = build_local(config)
+    assert sum(datastore.split(name).num_documents for name in SPLITS) == 12 + 12 + 1 + 1
+    assert main(["verify", str(datastore.folder)]) == 0
+    before = contents(datastore.folder)
+    assert build_local(config).fingerprint == datastore.fingerprint
+    assert contents(datastore.folder) == before
+    problems = read_json(datastore.folder / "corpus" / "problems.json")["counts"]
+    assert problems == {"duplicate id": 12, "wrong suffix": 1}  # write_corpus numbers them alike
+
+
+def test_more_neighbors_than_chunks_are_warned_of(tmp_path, caplog) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "c.jsonl", 4))
+    config = replace(config, neighbors=replace(config.neighbors, k=4096, candidates=4096))
+    with caplog.at_level(logging.WARNING, "retro"):
+        build_local(config)
+    (warning,) = [record.message for record in caplog.records if "neighbors.k" in record.message]
+    assert re.search(r"neighbors\.k = 4,096, but there are only \d+ chunks to retrieve", warning)

@@ -11,7 +11,7 @@ from indexing.store.artefact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.deleted import delete_ranges
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
+from indexing.store.files import read_json, write_checked
 from retro import datastore_shares
 from retro.datastore_shares import PartialDatastore, points_of, search_shares
 from retro.device import place
@@ -109,7 +109,7 @@ def test_near_copies_that_the_datastore_leaves_out_are_left_out(held_out: Evalua
     path = copy.folder / "neighbors" / "00000" / "manifest.json"
     manifest = read_json(path)
     manifest["recipe"]["settings"]["neighbors.max_overlap"] = 0.5
-    write_json(path, manifest | {"fingerprint": fingerprint(manifest["recipe"])})
+    write_checked(path, manifest | {"fingerprint": fingerprint(manifest["recipe"])})
     (part,) = search_shares(EvaluationSet("copy", copy), 40, 4, (1.0,))
     tokens, lengths = copy.valid.tokens.read(0, 40), copy.valid.lengths.read(0, 40)
     rows, columns = np.nonzero(part.found >= 0)

@@ -8,7 +8,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
+from indexing.store.files import read_json, write_checked
 from retro.device import place
 from retro.evaluation import measure_sets
 from retro.evaluation_sets import EvaluationSet, open_sets, parse_set, short_names
@@ -82,7 +82,7 @@ def test_a_datastore_that_holds_nothing_out_is_skipped_unless_it_is_named(
 ) -> None:
     manifest = read_json(copied / "manifest.json")
     manifest["splits"]["valid"] = {key: [0] * len(rows) for key, rows in manifest["splits"]["valid"].items()}
-    write_json(copied / "manifest.json", manifest)
+    write_checked(copied / "manifest.json", manifest)
     assert open_sets((), [copied], settings, 2) == []
     with pytest.raises(InputError, match=r"evaluation set 'valid'.*holds no valid documents.*corpus.split"):
         open_sets(("valid",), [copied], settings, 2)
@@ -122,7 +122,7 @@ def test_a_set_that_does_not_fit_the_model_is_refused_by_name(
     refused(f"web={copied}", r"evaluation set 'web'.*chunk_length", model=replace(settings, chunk_length=32))
     manifest = read_json(copied / "tokenizer" / "manifest.json")
     manifest["files"]["token_bytes.npy"]["checksum"] = "other"
-    write_json(copied / "tokenizer" / "manifest.json", manifest)
+    write_checked(copied / "tokenizer" / "manifest.json", manifest)
     refused(f"web={copied}", r"evaluation\.sets has 'web=.*different tokenizers")
 
 

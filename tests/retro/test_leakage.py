@@ -10,7 +10,7 @@ import pytest
 from indexing.store.artefact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
+from indexing.store.files import read_json, write_checked
 from retro.device import place
 from retro.evaluation import Result, evaluate
 from retro.evaluation_sets import EvaluationSet
@@ -155,6 +155,6 @@ def test_a_datastore_that_hides_its_leaks_says_so(held_out: EvaluationSet, tmp_p
     path = other.folder / "neighbors" / "00000" / "manifest.json"
     manifest = read_json(path)
     manifest["recipe"]["settings"]["neighbors.max_overlap"] = 0.5
-    write_json(path, manifest | {"fingerprint": fingerprint(manifest["recipe"])})
+    write_checked(path, manifest | {"fingerprint": fingerprint(manifest["recipe"])})
     leakage_of(held_out, np.arange(2), 4, source=other)
     assert "neighbors.max_overlap = 0.5" in caplog.text

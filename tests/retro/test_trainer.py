@@ -15,6 +15,7 @@ import torch
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.files import write_checked
 from pipelines.config import Config
 from pipelines.settings import to_toml
 from retro import checkpoint as checkpoints
@@ -172,7 +173,7 @@ def test_a_run_on_a_changed_datastore_is_refused(config: Config, tmp_path: Path)
     run(config)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["fingerprints"]["neighbors"] = "0" * 16
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_checked(folder / "manifest.json", manifest)
     with pytest.raises(InputError, match="datastore has changed"):
         run(config)
 

@@ -1,11 +1,13 @@
 """Files: arrays that grow, JSON that is never half written."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexing.store.files import NpyWriter, checksum, read_json, write_json
+from indexing.store.files import NpyWriter, checksum, read_checked, read_json, write_checked, write_json
 
 
 @given(blocks=st.lists(st.integers(0, 5), max_size=5), width=st.integers(1, 4))
@@ -37,6 +39,46 @@ def test_failed_json_write_leaves_the_old_file(tmp_path) -> None:
         write_json(path, {"a": object()})
     assert read_json(path) == {"a": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+VALUE = {"counts": {"documents": 12, "recall": 0.1}, "files": {"caf\udce9 文.npy": "0" * 32}, "also": []}
+
+
+def test_a_checked_object_reads_back_and_any_other_byte_is_found(tmp_path) -> None:
+    path = tmp_path / "x.json"
+    write_checked(path, VALUE)
+    whole = path.read_bytes()
+    assert read_checked(path, ()) == VALUE
+    assert json.loads(whole).keys() == {*VALUE, "checksum"}
+    write_checked(path, json.loads(whole))  # an old checksum does not count
+    assert path.read_bytes() == whole
+    changed = [
+        whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+        for place in range(len(whole))
+        for bit in range(8)
+    ]
+    for data in (*changed, *(whole[:place] for place in range(len(whole))), whole + b"\n"):
+        path.write_bytes(data)
+        with pytest.raises(ValueError):
+            read_checked(path, VALUE)
+
+
+def test_an_object_of_an_earlier_version_has_no_checksum_and_is_compared_by_its_form(tmp_path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, VALUE)
+    assert read_checked(path, VALUE) == VALUE
+    with pytest.raises(ValueError, match="wrong checksum"):
+        read_checked(path, {"counts", "files"})
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="wrong checksum"):
+        read_checked(path, VALUE)
+
+
+def test_file_names_that_are_not_utf8_are_escaped_and_read_back(tmp_path) -> None:
+    path, name = tmp_path / "x.json", b"caf\xe9".decode(errors="surrogateescape")
+    write_json(path, [name])
+    assert read_json(path) == [name]
+    assert b"caf\\udce9" in path.read_bytes()
 
 
 def test_checksum_tells_one_changed_byte(tmp_path) -> None:
