@@ -19,7 +19,7 @@ from indexing.candidates import PartsMissing
 from indexing.retriever import Retriever
 from indexing.store.datastore import Datastore
 from pipelines.ray_serve import RemoteIndex, parts_of
-from tests.pipelines.conftest import PATIENCE
+from tests.conftest import PATIENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ray's own warnings
 QUERY = {"texts": ["retrieve the neighbor shard", "检索 模型"], "k": 4}
