@@ -1,5 +1,6 @@
 """`retro serve` as a process: what it says, who may ask, how it stops, what it does when too many ask."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -8,9 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.tokenizer import TokenizerSettings
 from pipelines.cli import main
-from tests.conftest import build_local, tiny_config
+from tests.conftest import PATIENCE, build_local, tiny_config, wait_until
 
 TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
 LONG = {"prompt": TEXT, "temperature": 0}  # a model as small as this repeats itself, and never ends
@@ -55,14 +54,14 @@ def serving(*arguments: str, **environment: str) -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def with_token(tiny_datastore: Datastore, tiny_run: Path) -> Iterator[Serving]:
     """One server for most tests: with a model, a token, and room for four requests."""
-    limits = ("--max-requests", "4", "--max-tokens", "100000", "--name", "tiny")
+    limits = ("--max-requests", "4", "--max-tokens", "100000", "--request-seconds", str(PATIENCE), "--name", "tiny")
     folder = str(tiny_datastore.folder)
     with serving(folder, "--checkpoint", str(tiny_run), *limits, RETRO_TOKEN="right") as running:
         yield running
 
 
 def asking(server: Serving, token: str = "right") -> httpx.Client:
-    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {token}"}, timeout=30)
+    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE)
 
 
 def test_it_says_what_it_serves(with_token: Serving, tiny_datastore: Datastore) -> None:
@@ -99,42 +98,49 @@ def test_a_body_that_is_too_long(with_token: Serving, said: bool) -> None:
 
 
 def test_overload_is_told_and_passes(with_token: Serving) -> None:
-    def generate(_: int) -> httpx.Response:
-        with asking(with_token) as client:
-            return client.post("/generate", json={**LONG, "max_tokens": 100})
+    """Of twelve requests without an end four are accepted. When their clients have gone, there is room again."""
 
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(generate, range(12)))
-    statuses = [answer.status_code for answer in answers]
-    assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 4
-    for answer in answers:
-        if answer.status_code == 429:
-            assert answer.json()["error"]["type"] == "overloaded"
-            assert answer.headers["Retry-After"]
-    assert generate(0).status_code == 200
+    async def twelve() -> list[httpx.Response]:
+        with asking(with_token) as like:
+            client = httpx.AsyncClient(base_url=like.base_url, headers=like.headers, timeout=PATIENCE)
+        async with client:
+            body = {**LONG, "max_tokens": 100_000}
+            waiting = {asyncio.ensure_future(client.post("/generate", json=body)) for _ in range(12)}
+            answered: set[asyncio.Future[httpx.Response]] = set()
+            while len(answered) < 8:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                answered |= done
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            return [each.result() for each in answered]
+
+    for refused in asyncio.run(twelve()):
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "overloaded"
+        assert refused.headers["Retry-After"]
+    with asking(with_token) as client:
+        wait_until(lambda: client.post("/generate", json={**LONG, "max_tokens": 5}).status_code == 200)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_run: Path, number: int) -> None:
-    with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), "--max-tokens", "100000") as server:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
-            body = {**LONG, "max_tokens": 200, "stream": True}
+    limits = ("--max-tokens", "100000", "--shutdown-seconds", str(PATIENCE))
+    with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
+        with asking(server) as client, asking(server) as other:
+            body = {**LONG, "max_tokens": 500, "stream": True}
             with client.stream("POST", "/generate", json=body) as stream:
                 events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
                 first = next(events)
                 server.process.send_signal(number)
-                until = time.monotonic() + 10
-                while httpx.get(server.url + "/ready").status_code == 200:
-                    assert time.monotonic() < until
-                    time.sleep(0.01)
-                refused = httpx.post(server.url + "/search", json={"texts": [TEXT]})
+                wait_until(lambda: other.get("/ready").status_code != 200)
+                refused = other.post("/search", json={"texts": [TEXT]})
                 assert (refused.status_code, refused.json()["error"]["type"]) == (503, "unavailable")
                 *rest, last, done = events
         assert done == "[DONE]"
         assert json.loads(last)["finish_reason"] in ("length", "stop")
         assert "error" not in first + "".join(rest)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(PATIENCE) == 0
         assert server.process.stdout is not None
         assert "has been answered" in server.process.stdout.read()
         assert server.process.stderr is not None
@@ -144,20 +150,17 @@ def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_
 def test_shutdown_waits_only_so_long(tiny_datastore: Datastore, tiny_run: Path) -> None:
     limits = ("--max-tokens", "1000000", "--shutdown-seconds", "0.3", "--name", "tiny")
     with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
-        with httpx.stream(
-            "POST", server.url + "/generate", json={**LONG, "max_tokens": 10**6, "stream": True}
-        ) as stream:
+        body = {**LONG, "max_tokens": 10**6, "stream": True}
+        with httpx.stream("POST", server.url + "/generate", json=body, timeout=PATIENCE) as stream:
             lines = stream.iter_lines()
             next(lines)
-            started = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(httpx.TransportError):
                 for _ in lines:
                     pass
-        assert server.process.wait(20) == 0
+        assert server.process.wait(PATIENCE) == 0
         assert server.process.stdout is not None
         assert "1 requests were cut off" in server.process.stdout.read()
-        assert time.monotonic() - started < 10
 
 
 # --- what is wrong is told in one line -------------------------------------------------------------------------------
