@@ -1,9 +1,11 @@
 """The fixtures that every test knows: a tiny corpus, a tiny datastore, a tiny model."""
 
+import itertools
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -35,6 +38,12 @@ from retro.train_settings import TrainSettings
 
 PATIENCE = 600
 """Seconds that a test waits for a process or a thread. Only what hangs takes so long: a busy machine is no failure."""
+
+# Neither a property nor drawing its examples has a time limit.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # Ray reads its token once in a process: all tests that start a cluster share one.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid.uuid4().hex)
@@ -195,6 +204,29 @@ def once_logged(caplog: pytest.LogCaptureFixture, text: str, act: Callable[[], o
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
+
+
+def at_operation(number: int, folder: Path, act: Callable[[], object]) -> None:
+    """From now on in this process: act in the middle of writing, before the n-th operation that changes a folder.
+
+    Counted are files that are opened to be written, and whatever is created, renamed or removed below the folder. Kills are
+    told by such counts, not by seconds, and so they hit the same places on any machine.
+    """
+    counted = itertools.count(1)
+    changes = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link"}
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in changes and not (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        if str(arguments[0]).startswith(f"{folder}{os.sep}") and next(counted) == number:
+            act()
+
+    sys.addaudithook(heard)
+
+
+def kill_itself() -> None:
+    """End this process as a power cut does."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def forkserver() -> ForkServerContext:

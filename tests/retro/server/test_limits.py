@@ -170,6 +170,7 @@ def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason
     body = {"prompt": TEXT, "max_tokens": 100_000, "temperature": 0}  # it repeats itself
     with TestClient(app_with(max_tokens=100_000, request_seconds=0.3)) as client:
         assert reason(client.post("/generate", json=body)) == (504, "timeout")
+    with TestClient(app_with(max_tokens=100_000, request_seconds=3)) as client:  # a stream begins with its first token
         streamed = client.post("/generate", json=body | {"stream": True})
     assert streamed.status_code == 200
     *_, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
