@@ -16,7 +16,6 @@ import io
 import itertools
 import json
 import re
-import statistics
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from measure import seconds, write
+from measure import median_seconds, say, write
 
 from indexing.dedup import TRAIN, DedupSettings, Signatures, find_candidates
 from indexing.grams import gram_set, grams_of, jaccard, units
@@ -158,7 +157,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Print rows as they come."""
     for row in rows:
         cells = (f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
-        print("  ".join(cells), flush=True)
+        say("  ".join(cells))
 
 
 def quality(truths: list[Truth]) -> dict[str, Any]:
@@ -238,15 +237,9 @@ def speed(texts: list[str], pattern: str, rounds: int) -> list[dict[str, Any]]:
         matrix = RMinHash.digest_matrix_from_flat_token_hashes
         work["rensa, grams given as hashes"] = lambda: matrix(flat, offsets, sketch.bands * sketch.rows, 1)
     except ImportError:
-        print("rensa is not installed: left out")
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for number in range(rounds + 1):
-        for name, call in work.items():
-            took = seconds(call)
-            if number:  # the first round warms up
-                times[name].append(took)
+        say("rensa is not installed: left out")
+    median = median_seconds(work, rounds)
     folder.cleanup()
-    median = {name: statistics.median(values) for name, values in times.items()}
     size = sum(len(text.encode()) for text in texts)
     return [
         {

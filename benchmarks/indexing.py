@@ -15,7 +15,6 @@ of chunks; searched is a sample of the chunks, and each size is a process of its
 import argparse
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import seconds, write
+from measure import median_seconds, say, seconds, write
 
 from indexing import index as building
 from indexing.chunks import chunk_shard
@@ -50,17 +49,6 @@ _RECALL = 0.95
 _CHECKED = 1000  # queries whose recall is measured
 _ASKED = {"index": 4096, "lists": 65_536, "exact": 4096}  # queries for growth: lists are searched for many at once
 _NPROBES = sorted({1} | {each * 2**power for power in range(16) for each in (2, 3)})
-
-
-def median_seconds(work: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Of every piece of work, alternating; a round before the first warms up."""
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for number in range(rounds + 1):
-        for name, call in work.items():
-            took = seconds(call)
-            if number:
-                times[name].append(took)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -190,14 +178,14 @@ def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_querie
             found[name] = recall_at_2(searcher)
             if found[name] >= _RECALL or nprobe >= searcher.max_nprobe:
                 break
-        print(f"{name} with recall@2 of {found[name]:.3f}: nprobe {searcher.nprobe} of {searcher.max_nprobe}")
+        say(f"{name} with recall@2 of {found[name]:.3f}: nprobe {searcher.nprobe} of {searcher.max_nprobe}")
     bare_ones = bare_indexes(train, asked, exact)
     tried = {
         name: min(seconds(lambda i=i: i.search(asked[0], settings.candidates)) for _ in range(3))
         for name, i in bare_ones.items()
     }
     bare = min(tried, key=lambda name: tried[name])
-    print(
+    say(
         "bare searches with that recall, seconds for the same queries:", {name: round(tried[name], 3) for name in tried}
     )
     work[bare] = lambda: bare_ones[bare].search(queries, settings.candidates)
@@ -250,10 +238,11 @@ def growth(sizes: list[int], dimension: int, shards: list[int]) -> dict[str, Any
     rows = []
     for size in sizes:
         for count in shards:
+            say(f"{size:,} chunks in {count} shards …", file=sys.stderr)
             command = [sys.executable, __file__, "one", "--sizes", str(size), "--dimension", str(dimension)]
             out = subprocess.run([*command, "--shards", str(count)], check=True, stdout=subprocess.PIPE, text=True)
             rows.append(json.loads(out.stdout.splitlines()[-1]))
-            print(rows[-1])
+            say(rows[-1])
     fitted = {}
     for stage in ("add", "index", "lists", "exact"):
         points = [(line["chunks"], line[stage] * line["chunks"]) for line in rows if line["shards"] == shards[0]]

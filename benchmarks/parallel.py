@@ -33,12 +33,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import seconds, write
+from measure import add_precision, placement, rounds, say, seconds, write
 from torch.profiler import ProfilerActivity, profile
 
 from indexing.store.errors import InputError
 from retro.communication import Communication
-from retro.device import Placement, Tensors, place
+from retro.device import Placement, Tensors
 from retro.gradients import local
 from retro.model import Retro
 from retro.model_settings import ModelSettings
@@ -225,8 +225,10 @@ def compare(
     """Rounds over all modes in turn; a row for each, the same in all processes."""
     model = replace(PRESETS[options.size], vocab_size=VOCABULARY)
     rows: dict[str, dict[str, Any]] = {}
-    for number in range(options.rounds):
+    for number in agreed_rounds(options.rounds):
         for mode in chosen:
+            if dist_rank() == 0 and number == 0:
+                say(mode.name, file=sys.stderr)
             acts = not mode.alone or dist_rank() == 0
             try:
                 running = build(mode, model, processes[mode.name], placement, options) if acts else None
@@ -274,6 +276,13 @@ def summary(mode: Mode, of_all: list[dict[str, Any]], num_bytes: tuple[int, int]
 def dist_rank() -> int:
     """The number of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def agreed_rounds(count: int) -> Iterator[int]:
+    """As `rounds`, whose clock is the first process's."""
+    first = rounds(count) if dist_rank() == 0 else iter(())
+    while (number := gathered(next(first, None))[0]) is not None:
+        yield number
 
 
 def wait(device: torch.device) -> None:
@@ -325,6 +334,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="batches of a step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="steps of a round")
+    add_precision(parser)
     parser.add_argument("--modes", nargs="*", default=[], help="only those whose name holds one of these")
     parser.add_argument("--out", type=Path, default=Path("benchmark-parallel.json"))
     options = parser.parse_args()
@@ -334,28 +344,28 @@ def main() -> None:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the profiler warns of memory older than itself
         os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
     cuda = torch.cuda.is_available()
-    placement = place(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu", "auto")
+    placed = placement(options.precision, f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
     if cuda:
-        torch.cuda.set_device(placement.device)
+        torch.cuda.set_device(placed.device)
     else:
         torch.set_num_threads(1)
-    one = Processes(ALONE, placement.device)  # before there is a group
+    one = Processes(ALONE, placed.device)  # before there is a group
     with joined():
         count = int(os.environ["WORLD_SIZE"])
         options.sequences = options.sequences or 2 * count
         chosen = [
             mode for mode in modes(count) if not options.modes or any(part in mode.name for part in options.modes)
         ]
-        processes = {mode.name: one if mode.alone else Processes(mode.parallel, placement.device) for mode in chosen}
-        rows = compare(chosen, processes, placement, options)
+        processes = {mode.name: one if mode.alone else Processes(mode.parallel, placed.device) for mode in chosen}
+        rows = compare(chosen, processes, placed, options)
         if dist_rank() == 0:
             told = {
                 name: getattr(options, name)
                 for name in ("size", "sequences", "tokens", "accumulation", "rounds", "steps")
             }
             on = f"{count} GPUs" if cuda else f"{len(os.sched_getaffinity(0))} cores"
-            print(f"{count} processes on {on}, {placement.dtype}; {told}", *table(rows), sep="\n", flush=True)
-            write(options.out, {"processes": count, "on": on, "precision": str(placement.dtype), **told, "rows": rows})
+            print(f"{count} processes on {on}, {placed.dtype}; {told}", *table(rows), sep="\n", flush=True)
+            write(options.out, {"processes": count, "on": on, "precision": str(placed.dtype), **told, "rows": rows})
 
 
 if __name__ == "__main__":
