@@ -1,7 +1,7 @@
 """What the stages of the pipeline cost beyond the bare libraries, and how that grows: one run, alternating.
 
     python benchmarks/indexing.py stages CONFIG [--rounds 3] [--queries 65536]    # a finished datastore's TOML file
-    python benchmarks/indexing.py growth [--sizes 100000 400000 1600000 5000000] # vectors drawn at random
+    python benchmarks/indexing.py growth [--sizes 25000 100000 400000] # vectors drawn at random
 
 `stages`: chunk against the bare tokenizer over the same texts; embed against the bare forward pass of the same model (a
 lexical embedder has no such thing); add against bare `faiss` adding the same vectors; neighbors, own document out and
@@ -323,8 +323,8 @@ def main() -> None:
     parser.add_argument("config", nargs="?", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--queries", type=int, default=65_536)
-    parser.add_argument("--sizes", nargs="*", type=int, default=[100_000, 400_000, 1_600_000, 5_000_000])
-    parser.add_argument("--shards", nargs="*", type=int, default=[4, 16])
+    parser.add_argument("--sizes", nargs="*", type=int, default=[25_000, 100_000, 400_000])
+    parser.add_argument("--shards", nargs="*", type=int, default=[4])
     parser.add_argument("--dimension", type=int, default=256)
     parser.add_argument("--out", type=Path, default=Path("benchmark-indexing.json"))
     options = parser.parse_args()

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if TYPE_CHECKING:
     from retro.device import Placement
 
-MOST_SECONDS = 400
+MOST_SECONDS = 300
 """Of the rounds of a benchmark, unless one round alone takes longer. With its preparation it then ends within ten minutes."""
 
 say = partial(print, flush=True)
