@@ -1,6 +1,6 @@
 """Training steps shared out over processes in every way: step time, memory of a process, bytes that it sends.
 
-    python benchmarks/parallel.py [--processes 4] [--size small] [--rounds 3]
+    python benchmarks/parallel.py [--processes 2] [--size small] [--rounds 3]
     torchrun … benchmarks/parallel.py [--size small]          processes of several machines
 
 One process for each GPU, or `--processes` with one thread each and gloo. All ways do the same step: the same sequences, float32
@@ -327,7 +327,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=0, help="0: one for each GPU, or 4")
+    parser.add_argument("--processes", type=int, default=0, help="0: one for each GPU, or for each core, up to 4")
     parser.add_argument("--size", choices=list(PRESETS), default="small")
     parser.add_argument("--sequences", type=int, default=0, help="of a batch, over all processes; 0: two for each")
     parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
@@ -338,7 +338,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=[], help="only those whose name holds one of these")
     parser.add_argument("--out", type=Path, default=Path("benchmark-parallel.json"))
     options = parser.parse_args()
-    count = options.processes or torch.cuda.device_count() or 4
+    count = options.processes or torch.cuda.device_count() or min(4, max(2, len(os.sched_getaffinity(0))))
     if "WORLD_SIZE" not in os.environ:  # start them, each with this same command
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the profiler warns of memory older than itself
