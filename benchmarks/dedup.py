@@ -1,6 +1,6 @@
 """Near-duplicates against ground truth: precision and recall; and what finding them costs beyond the bare library.
 
-    python benchmarks/dedup.py DATA [--documents N] [--no-quality] [--rounds 3]
+    python benchmarks/dedup.py DATA [--documents 500] [--no-quality] [--rounds 3]
 
 DATA holds `neardup_en_history`, `msdocs_cpp` and `zh_laws`: documents, and pairs with their exact Jaccard of 5-grams of words,
 or of characters (Chinese). What the lists leave out is judged by the same definition. Four questions:
@@ -256,7 +256,7 @@ def main() -> None:
     """Print the tables and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--documents", type=int, default=10**9, help="of each set, the first ones")
+    parser.add_argument("--documents", type=int, default=500, help="of each set, the first ones")
     parser.add_argument("--no-quality", action="store_true")
     parser.add_argument("--rounds", type=int, default=3, help="of timing; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("benchmark-dedup.json"))
