@@ -18,7 +18,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_querie
     exact = exact_search(asked[0], train.embeddings, 2, asked[1])[0]
     searched: dict[str, Any] = {
         "neighbors, index": ShardedIndex.open(datastore.folder / "index", range(len(train.chunk_rows))),
-        **{"neighbors, lists": index for index in list_indexes(datastore.folder / "index", train)},
+        **list_index("neighbors, lists", datastore.folder / "index", train),
         "neighbors, exact": ProductIndex(train.embeddings),
     }
     work: dict[str, Callable[[], object]] = {
@@ -196,13 +196,13 @@ def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_querie
     ]
 
 
-def list_indexes(folder: Path, train: Split) -> Iterator[ListIndex]:
-    """The lists of an index over the stored embeddings, also where it was tuned for no such search; none of a flat index."""
+def list_index(name: str, folder: Path, train: Split) -> dict[str, ListIndex]:
+    """By name, the lists of an index over the stored embeddings, tuned for such a search or not. Empty for a flat index."""
     trained = read_index(folder / "trained" / "trained.faiss")
     if ivf_of(trained) is None:
-        return
+        return {}
     lists = read_lists(folder, train.embeddings, range(len(train.chunk_rows)))
-    yield ListIndex(trained, 1, train.embeddings, lists)
+    return {name: ListIndex(trained, 1, train.embeddings, lists)}
 
 
 def bare_indexes(train: Split, asked: tuple[np.ndarray, Any], exact: np.ndarray) -> dict[str, Any]:
@@ -248,8 +248,8 @@ def growth(sizes: list[int], dimension: int, shards: list[int]) -> dict[str, Any
             say(rows[-1])
     fitted = {}
     for stage in ("add", "index", "lists", "exact"):
-        first = [line for line in rows if line["shards"] == shards[0] and stage in line]
-        points = [(line["chunks"], line[stage] * line["chunks"]) for line in first]
+        of_stage = [line for line in rows if line["shards"] == shards[0] and stage in line]
+        points = [(line["chunks"], line[stage] * line["chunks"]) for line in of_stage]
         if len(points) > 1:
             fitted[stage] = float(np.polyfit(*np.log(np.array(points).T), 1)[0])
     print("exponents of the time for all chunks:", {stage: f"{value:.2f}" for stage, value in fitted.items()})
@@ -279,7 +279,7 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
         took = {"add": seconds(add) / size}
         asked = np.sort(np.random.default_rng(1).choice(size, min(size, _ASKED["lists"]), replace=False))
         searched: dict[str, Any] = {"index": ShardedIndex.open(Path(folder) / "index", range(num_shards))}
-        searched |= {"lists": index for index in list_indexes(Path(folder) / "index", train)}
+        searched |= list_index("lists", Path(folder) / "index", train)
         # Drawn vectors have no clusters, so nprobe is set, not tuned: what grows is asked, not how good it is.
         for each in searched.values():
             each.set_nprobe(64)
