@@ -74,7 +74,7 @@ def train(out: Path, options: argparse.Namespace) -> None:
     for number, name in enumerate(options.models):
         say(f"{name}: model {number + 1} of {len(options.models)}")
         retrofit = name == "retrofit"
-        steps = round(options.steps * options.share) if retrofit else options.steps
+        steps = max(1, round(options.steps * options.share)) if retrofit else options.steps
         sizes = replace(_sizes(options), **ABLATIONS.get(name, COPYING))
         plain = {"baseline": baseline_of(sizes), "plain": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
         model: ModelSettings = plain.get(name, sizes)
