@@ -19,12 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import seconds, write
+from measure import add_precision, placement, rounds, seconds, write
 from torch.distributed.fsdp import fully_shard
 
 from retro import checkpoint as checkpoints
 from retro import training_state
-from retro.device import place
 from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.optimizer import make_optimizer
@@ -39,26 +38,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="training steps between two saves")
     parser.add_argument("--layers", type=int, default=12)
+    add_precision(parser)
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the checkpoints are written, and removed")
     parser.add_argument("--out", type=Path, default=Path("benchmark-checkpoints.json"))
     options = parser.parse_args()
     torch.manual_seed(0)
-    placement = place(join(), "auto")
+    placed = placement(options.precision, join())
     group = open_group()
     sizes = ModelSettings(
         vocab_size=32_768, d_model=512, d_ffw=2048, num_heads=8, num_layers=options.layers, cca_layers=()
     )
-    model = Retro(sizes).to(placement.device)
+    model = Retro(sizes).to(placed.device)
     parameters = count_parameters(model, embeddings=True)
     if group is not None:
         for layer in (*model.attention.values(), *model.feed_forward.values()):
             fully_shard(layer)
         fully_shard(model)
     optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    tokens = torch.randint(sizes.vocab_size, (4, 128), device=placement.device)
+    tokens = torch.randint(sizes.vocab_size, (4, 128), device=placed.device)
 
     def step() -> None:
-        with placement.autocast():
+        with placed.autocast():
             value = F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
         value.backward()
         value.item()
@@ -86,7 +86,7 @@ def main() -> None:
             "loop": lambda: publish(tensors()),
             "saver": lambda: saver.save(tensors(), publish),
         }
-        for round_number in range(options.rounds + 1):
+        for round_number in range(options.rounds + 1) if group is not None else rounds(options.rounds + 1):
             for way, save in saves.items():
                 number += 1
                 stall = seconds(save)
@@ -102,7 +102,7 @@ def main() -> None:
     gigabytes = sum(v.nbytes for values in tensors().values() for v in values.values()) / 1e9
     ratios = [ours / plain for ours, plain in zip(stalls["saver"], stalls["loop"], strict=True)]
     count = dist.get_world_size(group) if group is not None else 1
-    print(f"{parameters:,} parameters, {gigabytes:.2f} GB on {placement.device}, {torch.get_num_threads()} threads")
+    print(f"{parameters:,} parameters, {gigabytes:.2f} GB on {placed.device}, {torch.get_num_threads()} threads")
     print(f"processes: {count}; in the background a save took {statistics.median(thread[1::2]):.3f} s")
     rows = []
     for way in stalls:
@@ -114,7 +114,13 @@ def main() -> None:
     print(
         f"stall of the saver over the loop's own: {100 * ratio:.1f}% (rounds {', '.join(f'{100 * r:.1f}%' for r in ratios)})"
     )
-    facts = {"device": str(placement.device), "parameters": parameters, "gigabytes": gigabytes, "ratio": ratio}
+    facts = {
+        "device": str(placed.device),
+        "precision": str(placed.dtype),
+        "parameters": parameters,
+        "gigabytes": gigabytes,
+        "ratio": ratio,
+    }
     facts |= {"processes": count, "save_seconds": thread[1::2]}
     write(options.out, {**facts, "first_touch_seconds": first_touch, "rows": rows})
 

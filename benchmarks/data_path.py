@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 import numpy as np
-from measure import seconds, write
+from measure import rounds, say, seconds, write
 
 from retro.batches import DataSettings, TrainingData
 
@@ -37,7 +37,7 @@ def main() -> None:
         for name, case in CASES.items()
     }
     rates: dict[str, list[float]] = {name: [] for name in (*CASES, "floor")}
-    for number in range(options.rounds + 1):
+    for number in rounds(options.rounds + 1):
         for name in rates:
             took = _copies(data["k 2"], number) if name == "floor" else batches(data[name], number)
             if number:  # the first round warms up
@@ -45,8 +45,9 @@ def main() -> None:
     rows = []
     for name, values in rates.items():
         rate = statistics.median(values)
-        rows.append({"case": name, "tokens_per_second": rate, "sequences_per_second": rate / LENGTH})
-        print(f"{name:22} {rate:12,.0f} tokens/s  {rate / LENGTH:8,.0f} sequences/s")
+        share = statistics.median(one / floor for one, floor in zip(values, rates["floor"], strict=True))
+        rows.append({"case": name, "tokens_per_second": rate, "sequences_per_second": rate / LENGTH, "of_floor": share})
+        say(f"{name:22} {rate:12,.0f} tokens/s  {rate / LENGTH:8,.0f} sequences/s  {share:6.3f} of the floor")
     write(options.out, {"rows": rows})
 
 

@@ -1,6 +1,6 @@
 """Near-duplicates against ground truth: precision and recall; and what finding them costs beyond the bare library.
 
-    python benchmarks/dedup.py DATA [--documents N] [--no-quality] [--rounds 3]
+    python benchmarks/dedup.py DATA [--documents 500] [--no-quality] [--rounds 3]
 
 DATA holds `neardup_en_history`, `msdocs_cpp` and `zh_laws`: documents, and pairs with their exact Jaccard of 5-grams of words,
 or of characters (Chinese). What the lists leave out is judged by the same definition. Four questions:
@@ -16,7 +16,6 @@ import io
 import itertools
 import json
 import re
-import statistics
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from measure import seconds, write
+from measure import median_seconds, say, write
 
 from indexing.dedup import TRAIN, DedupSettings, Signatures, find_candidates
 from indexing.grams import gram_set, grams_of, jaccard, units
@@ -158,7 +157,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Print rows as they come."""
     for row in rows:
         cells = (f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
-        print("  ".join(cells), flush=True)
+        say("  ".join(cells))
 
 
 def quality(truths: list[Truth]) -> dict[str, Any]:
@@ -238,15 +237,9 @@ def speed(texts: list[str], pattern: str, rounds: int) -> list[dict[str, Any]]:
         matrix = RMinHash.digest_matrix_from_flat_token_hashes
         work["rensa, grams given as hashes"] = lambda: matrix(flat, offsets, sketch.bands * sketch.rows, 1)
     except ImportError:
-        print("rensa is not installed: left out")
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for number in range(rounds + 1):
-        for name, call in work.items():
-            took = seconds(call)
-            if number:  # the first round warms up
-                times[name].append(took)
+        say("rensa is not installed: left out")
+    median = median_seconds(work, rounds)
     folder.cleanup()
-    median = {name: statistics.median(values) for name, values in times.items()}
     size = sum(len(text.encode()) for text in texts)
     return [
         {
@@ -263,7 +256,7 @@ def main() -> None:
     """Print the tables and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--documents", type=int, default=10**9, help="of each set, the first ones")
+    parser.add_argument("--documents", type=int, default=500, help="of each set, the first ones")
     parser.add_argument("--no-quality", action="store_true")
     parser.add_argument("--rounds", type=int, default=3, help="of timing; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("benchmark-dedup.json"))

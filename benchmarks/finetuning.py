@@ -6,7 +6,8 @@ python benchmarks/finetuning.py finetune --out runs/finetuning       on cloze an
 python benchmarks/finetuning.py score --out runs/finetuning          `retro eval-qa` of all three, and a table
 
 DATA is a folder with a folder for each set, as for `questions.py`. What is learned and what is asked: `qa_data.py`. Every part goes
-on where it was stopped; `--sets` names one of the two.
+on where it was stopped; `--sets` names one of the two. The defaults of --steps and --questions try the script out, in minutes:
+give 0 for the whole of it, which takes hours.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import measure  # noqa: F401  (with it `indexing` is the package, not the file beside this one)
+from measure import measured_on, say
 from qa_data import SETS, prepare
 
 from indexing.embedders import EmbedderSettings
@@ -146,7 +147,7 @@ def train(folder: Path, name: str, phase: str, steps: int, threads: int, compile
     retro("finetune" if chosen.examples else "train", _written(folder / f"{phase}.toml", config))
 
 
-def score(folder: Path, name: str, k: int) -> None:
+def score(folder: Path, name: str, k: int, questions: int) -> None:
     """FOLDER/score-PHASE.json of each run."""
     for phase in PHASES:
         out = folder / f"score-{phase}.json"
@@ -155,6 +156,7 @@ def score(folder: Path, name: str, k: int) -> None:
         arguments = {
             "passages": str(folder / "passages"),
             "qa.k": "0",
+            "qa.max-questions": str(questions),
             "qa.neighbor-passages": str(k),
             "qa.rerank": "hybrid",
             "qa.language": SETS[name].language,
@@ -203,21 +205,22 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--clozes", type=int, default=1, help="cloze questions of a passage of about 60 words")
     parser.add_argument("--corpus-bytes", type=int, default=6_000_000, help="of the corpora beside the passages")
-    parser.add_argument(
-        "--steps", type=int, default=0, help="of each run, for trying the script out; 0: as the runs say"
-    )
+    parser.add_argument("--steps", type=int, default=100, help="of each run, at most; 0: as many as the results are of")
+    parser.add_argument("--questions", type=int, default=50, help="of each set that are asked; 0: all")
     parser.add_argument("--k", type=int, default=4, help="passages as neighbors when scored")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     if options.part == "build" and options.data is None:
         parser.error("build needs DATA")
+    say(measured_on())
     for name in options.sets:
         folder = options.out / name
+        say(f"{name}: {options.part}")
         if options.part == "build":
             build(options.data, folder, name, options.clozes, options.corpus_bytes)
         elif options.part == "score":
-            score(folder, name, options.k)
+            score(folder, name, options.k, options.questions)
             print("\n".join(table(folder, name)), flush=True)
         else:
             for phase in ("pretrained",) if options.part == "pretrain" else ("practised", "finetuned"):

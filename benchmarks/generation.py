@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import seconds, write
+from measure import MOST_SECONDS, add_precision, placement, rounds, say, seconds, write
 from training import SMALL, their_model
 
 from indexing.retriever import Retriever
 from retro.decoding import Decoder, Retrieve
-from retro.device import Placement, place
+from retro.device import Placement
 from retro.generation import generate
 from retro.generation_settings import GenerationSettings
 from retro.model import Retro
@@ -76,9 +77,9 @@ def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
     return run
 
 
-def cases(datastore: Path, tokens: int) -> dict[str, Run]:
+def cases(datastore: Path, tokens: int, precision: str) -> dict[str, Run]:
     """What is measured, by name; theirs, with which the others are compared, is left out where it is not installed."""
-    placement, retriever = place("auto", "auto"), Retriever.open(datastore)
+    placed, retriever = placement(precision), Retriever.open(datastore)
     settings = replace(SMALL, vocab_size=retriever.tokenizer.vocab_size)
 
     def retrieve(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -86,21 +87,21 @@ def cases(datastore: Path, tokens: int) -> dict[str, Run]:
 
     found: dict[str, Run] = {}
     try:
-        found[THEIRS] = theirs(settings, placement, tokens)
+        found[THEIRS] = theirs(settings, placed, tokens)
     except ImportError as error:
-        print(f"{THEIRS}: left out: {error}")
+        say(f"{THEIRS}: left out: {error}")
     decode = retriever.tokenizer.decode
-    return found | {
-        "retro": ours(settings, placement, tokens, retrieve, decode),
-        "retro, retrieval OFF": ours(settings, placement, tokens, None, decode),
-        "retro, float32": ours(settings, replace(placement, dtype=torch.float32), tokens, retrieve, decode),
-    }
+    found["retro"] = ours(settings, placed, tokens, retrieve, decode)
+    found["retro, retrieval OFF"] = ours(settings, placed, tokens, None, decode)
+    if placed.dtype != torch.float32:
+        found["retro, float32"] = ours(settings, replace(placed, dtype=torch.float32), tokens, retrieve, decode)
+    return found
 
 
-def compare(chosen: dict[str, Run], batch: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+def compare(chosen: dict[str, Run], batch: int, tokens: int, count: int, most_seconds: float) -> list[dict[str, Any]]:
     """Rounds over all cases in turn; a row for each, its ratio to the first case."""
     times: dict[str, list[float]] = {name: [] for name in chosen}
-    for _ in range(rounds):
+    for _ in rounds(count, most_seconds):
         for name, run in chosen.items():
             times[name].append(seconds(lambda run=run: run(batch)))  # type: ignore[misc]
     first = next(iter(times.values()))
@@ -128,20 +129,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
+    add_precision(parser)
     parser.add_argument("--out", type=Path, default=Path("benchmark-generation.json"))
     options = parser.parse_args()
     chosen = {
         name: run
-        for name, run in cases(options.datastore, options.tokens).items()
+        for name, run in cases(options.datastore, options.tokens, options.precision).items()
         if not options.cases or any(part in name for part in options.cases)
     }
-    for run in chosen.values():
-        run(1)  # warms up
-    rows = [row for batch in options.batches for row in compare(chosen, batch, options.tokens, options.rounds)]
+    for name, run in chosen.items():
+        say(f"{name}: {seconds(lambda run=run: run(1)):.1f} s to warm up", file=sys.stderr)
+    most_seconds, rows = MOST_SECONDS / len(options.batches), []
+    for batch in options.batches:
+        say(f"{batch} rows at once", file=sys.stderr)
+        rows += compare(chosen, batch, options.tokens, options.rounds, most_seconds)
     print(f"{'':26}{'batch':>6}{'tokens/s':>11}{'ratio':>9}")
     for row in rows:
         print(f"{row['case']:26}{row['batch']:6}{row['tokens_per_second']:11,.0f}{row['ratio']:8.2f}×")
-    write(options.out, {"tokens": options.tokens, "k": K, "rows": rows})
+    precision = str(placement(options.precision).dtype)
+    write(options.out, {"tokens": options.tokens, "k": K, "precision": precision, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the stages of the pipeline cost beyond the bare libraries, and how that grows: one run, alternating.
 
     python benchmarks/indexing.py stages CONFIG [--rounds 3] [--queries 65536]    # a finished datastore's TOML file
-    python benchmarks/indexing.py growth [--sizes 100000 400000 1600000 5000000] # vectors drawn at random
+    python benchmarks/indexing.py growth [--sizes 25000 100000 400000] # vectors drawn at random
 
 `stages`: chunk against the bare tokenizer over the same texts; embed against the bare forward pass of the same model (a
 lexical embedder has no such thing); add against bare `faiss` adding the same vectors; neighbors, own document out and
@@ -15,7 +15,6 @@ of chunks; searched is a sample of the chunks, and each size is a process of its
 import argparse
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import seconds, write
+from measure import median_seconds, say, seconds, write
 
 from indexing import index as building
 from indexing.chunks import chunk_shard
@@ -50,17 +49,6 @@ _RECALL = 0.95
 _CHECKED = 1000  # queries whose recall is measured
 _ASKED = {"index": 4096, "lists": 65_536, "exact": 4096}  # queries for growth: lists are searched for many at once
 _NPROBES = sorted({1} | {each * 2**power for power in range(16) for each in (2, 3)})
-
-
-def median_seconds(work: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Of every piece of work, alternating; a round before the first warms up."""
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for number in range(rounds + 1):
-        for name, call in work.items():
-            took = seconds(call)
-            if number:
-                times[name].append(took)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -172,7 +160,7 @@ def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_querie
     exact = exact_search(asked[0], train.embeddings, 2, asked[1])[0]
     searched: dict[str, Any] = {
         "neighbors, index": ShardedIndex.open(datastore.folder / "index", range(len(train.chunk_rows))),
-        "neighbors, lists": list_index(datastore.folder / "index", train),
+        **list_index("neighbors, lists", datastore.folder / "index", train),
         "neighbors, exact": ProductIndex(train.embeddings),
     }
     work: dict[str, Callable[[], object]] = {
@@ -190,14 +178,14 @@ def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_querie
             found[name] = recall_at_2(searcher)
             if found[name] >= _RECALL or nprobe >= searcher.max_nprobe:
                 break
-        print(f"{name} with recall@2 of {found[name]:.3f}: nprobe {searcher.nprobe} of {searcher.max_nprobe}")
+        say(f"{name} with recall@2 of {found[name]:.3f}: nprobe {searcher.nprobe} of {searcher.max_nprobe}")
     bare_ones = bare_indexes(train, asked, exact)
     tried = {
         name: min(seconds(lambda i=i: i.search(asked[0], settings.candidates)) for _ in range(3))
         for name, i in bare_ones.items()
     }
     bare = min(tried, key=lambda name: tried[name])
-    print(
+    say(
         "bare searches with that recall, seconds for the same queries:", {name: round(tried[name], 3) for name in tried}
     )
     work[bare] = lambda: bare_ones[bare].search(queries, settings.candidates)
@@ -208,10 +196,13 @@ def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_querie
     ]
 
 
-def list_index(folder: Path, train: Split) -> ListIndex:
-    """The lists of an index over the stored embeddings, also where it was tuned for no such search."""
+def list_index(name: str, folder: Path, train: Split) -> dict[str, ListIndex]:
+    """By name, the lists of an index over the stored embeddings, tuned for such a search or not. Empty for a flat index."""
+    trained = read_index(folder / "trained" / "trained.faiss")
+    if ivf_of(trained) is None:
+        return {}
     lists = read_lists(folder, train.embeddings, range(len(train.chunk_rows)))
-    return ListIndex(read_index(folder / "trained" / "trained.faiss"), 1, train.embeddings, lists)
+    return {name: ListIndex(trained, 1, train.embeddings, lists)}
 
 
 def bare_indexes(train: Split, asked: tuple[np.ndarray, Any], exact: np.ndarray) -> dict[str, Any]:
@@ -250,13 +241,15 @@ def growth(sizes: list[int], dimension: int, shards: list[int]) -> dict[str, Any
     rows = []
     for size in sizes:
         for count in shards:
+            say(f"{size:,} chunks in {count} shards …", file=sys.stderr)
             command = [sys.executable, __file__, "one", "--sizes", str(size), "--dimension", str(dimension)]
             out = subprocess.run([*command, "--shards", str(count)], check=True, stdout=subprocess.PIPE, text=True)
             rows.append(json.loads(out.stdout.splitlines()[-1]))
-            print(rows[-1])
+            say(rows[-1])
     fitted = {}
     for stage in ("add", "index", "lists", "exact"):
-        points = [(line["chunks"], line[stage] * line["chunks"]) for line in rows if line["shards"] == shards[0]]
+        of_stage = [line for line in rows if line["shards"] == shards[0] and stage in line]
+        points = [(line["chunks"], line[stage] * line["chunks"]) for line in of_stage]
         if len(points) > 1:
             fitted[stage] = float(np.polyfit(*np.log(np.array(points).T), 1)[0])
     print("exponents of the time for all chunks:", {stage: f"{value:.2f}" for stage, value in fitted.items()})
@@ -286,7 +279,7 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
         took = {"add": seconds(add) / size}
         asked = np.sort(np.random.default_rng(1).choice(size, min(size, _ASKED["lists"]), replace=False))
         searched: dict[str, Any] = {"index": ShardedIndex.open(Path(folder) / "index", range(num_shards))}
-        searched["lists"] = list_index(Path(folder) / "index", train)
+        searched |= list_index("lists", Path(folder) / "index", train)
         # Drawn vectors have no clusters, so nprobe is set, not tuned: what grows is asked, not how good it is.
         for each in searched.values():
             each.set_nprobe(64)
@@ -334,8 +327,8 @@ def main() -> None:
     parser.add_argument("config", nargs="?", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--queries", type=int, default=65_536)
-    parser.add_argument("--sizes", nargs="*", type=int, default=[100_000, 400_000, 1_600_000, 5_000_000])
-    parser.add_argument("--shards", nargs="*", type=int, default=[4, 16])
+    parser.add_argument("--sizes", nargs="*", type=int, default=[25_000, 100_000, 400_000])
+    parser.add_argument("--shards", nargs="*", type=int, default=[4])
     parser.add_argument("--dimension", type=int, default=256)
     parser.add_argument("--out", type=Path, default=Path("benchmark-indexing.json"))
     options = parser.parse_args()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import write
+from measure import add_precision, placement, say, write
 
 from pipelines.plan_train import PlanTrainOptions, plan_training
 from retro.activations import Pass, trace
@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=["small", "base-cpu"])
     parser.add_argument("--sequences", type=int, default=4, help="of 512 tokens with 2 neighbors for each chunk")
+    add_precision(parser)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmark-memory.json"))
     options = parser.parse_args()
@@ -44,20 +45,22 @@ def main() -> None:
         print_sizes()
         return
     give_freed_memory_back()
-    rows = [measured(preset, options.sequences) for preset in options.presets]
-    for row in rows:
-        print(row["preset"])
+    rows = []
+    for preset in options.presets:
+        say(f"{preset}, {options.sequences} sequences, {placement(options.precision, 'cpu').dtype}")
+        rows.append(row := measured(preset, options.sequences, options.precision))
         for what, (predicted, found) in row["bytes"].items():
-            print(
+            say(
                 f"  {what:12} predicted {predicted / 1e6:9.3f} MB   measured {found / 1e6:9.3f} MB   ratio {predicted / found:.3f}"
             )
     write(options.out, {"rows": rows})
 
 
-def measured(preset: str, num_sequences: int) -> dict[str, Any]:
+def measured(preset: str, num_sequences: int, precision: str) -> dict[str, Any]:
     """Predicted and measured bytes of one model in a step."""
     settings = replace(PRESETS[preset], vocab_size=8192)
-    run = Pass(num_sequences, 512, 2, gpu=False)
+    placed = placement(precision, "cpu")
+    run = Pass(num_sequences, 512, 2, gpu=False, narrow=placed.dtype != torch.float32)
     model = Retro(settings).train()
     optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.zeros(num_sequences, 512, dtype=torch.int64)
@@ -65,7 +68,7 @@ def measured(preset: str, num_sequences: int) -> dict[str, Any]:
     neighbors = torch.zeros(num_sequences, 8, 2, 128, dtype=torch.int64)
 
     def forward() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with placed.autocast():
             return loss(model.hidden(tokens, documents, neighbors), model.output_weight, tokens)
 
     forward().backward()  # what is made once is made

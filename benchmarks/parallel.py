@@ -1,6 +1,6 @@
 """Training steps shared out over processes in every way: step time, memory of a process, bytes that it sends.
 
-    python benchmarks/parallel.py [--processes 4] [--size small] [--rounds 3]
+    python benchmarks/parallel.py [--processes 2] [--size small] [--rounds 3]
     torchrun … benchmarks/parallel.py [--size small]          processes of several machines
 
 One process for each GPU, or `--processes` with one thread each and gloo. All ways do the same step: the same sequences, float32
@@ -33,12 +33,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import seconds, write
+from measure import add_precision, placement, rounds, say, seconds, write
 from torch.profiler import ProfilerActivity, profile
 
 from indexing.store.errors import InputError
 from retro.communication import Communication
-from retro.device import Placement, Tensors, place
+from retro.device import Placement, Tensors
 from retro.gradients import local
 from retro.model import Retro
 from retro.model_settings import ModelSettings
@@ -225,8 +225,10 @@ def compare(
     """Rounds over all modes in turn; a row for each, the same in all processes."""
     model = replace(PRESETS[options.size], vocab_size=VOCABULARY)
     rows: dict[str, dict[str, Any]] = {}
-    for number in range(options.rounds):
+    for number in agreed_rounds(options.rounds):
         for mode in chosen:
+            if dist_rank() == 0 and number == 0:
+                say(mode.name, file=sys.stderr)
             acts = not mode.alone or dist_rank() == 0
             try:
                 running = build(mode, model, processes[mode.name], placement, options) if acts else None
@@ -276,6 +278,13 @@ def dist_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def agreed_rounds(count: int) -> Iterator[int]:
+    """As `rounds`, whose clock is the first process's."""
+    first = rounds(count) if dist_rank() == 0 else iter(())
+    while (number := gathered(next(first, None))[0]) is not None:
+        yield number
+
+
 def wait(device: torch.device) -> None:
     """Until all processes, and their devices, have come so far."""
     if device.type == "cuda":
@@ -318,44 +327,45 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=0, help="0: one for each GPU, or 4")
+    parser.add_argument("--processes", type=int, default=0, help="0: one for each GPU, or for each core, up to 4")
     parser.add_argument("--size", choices=list(PRESETS), default="small")
     parser.add_argument("--sequences", type=int, default=0, help="of a batch, over all processes; 0: two for each")
     parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
     parser.add_argument("--accumulation", type=int, default=1, help="batches of a step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="steps of a round")
+    add_precision(parser)
     parser.add_argument("--modes", nargs="*", default=[], help="only those whose name holds one of these")
     parser.add_argument("--out", type=Path, default=Path("benchmark-parallel.json"))
     options = parser.parse_args()
-    count = options.processes or torch.cuda.device_count() or 4
+    count = options.processes or torch.cuda.device_count() or min(4, max(2, len(os.sched_getaffinity(0))))
     if "WORLD_SIZE" not in os.environ:  # start them, each with this same command
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the profiler warns of memory older than itself
         os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
     cuda = torch.cuda.is_available()
-    placement = place(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu", "auto")
+    placed = placement(options.precision, f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
     if cuda:
-        torch.cuda.set_device(placement.device)
+        torch.cuda.set_device(placed.device)
     else:
         torch.set_num_threads(1)
-    one = Processes(ALONE, placement.device)  # before there is a group
+    one = Processes(ALONE, placed.device)  # before there is a group
     with joined():
         count = int(os.environ["WORLD_SIZE"])
         options.sequences = options.sequences or 2 * count
         chosen = [
             mode for mode in modes(count) if not options.modes or any(part in mode.name for part in options.modes)
         ]
-        processes = {mode.name: one if mode.alone else Processes(mode.parallel, placement.device) for mode in chosen}
-        rows = compare(chosen, processes, placement, options)
+        processes = {mode.name: one if mode.alone else Processes(mode.parallel, placed.device) for mode in chosen}
+        rows = compare(chosen, processes, placed, options)
         if dist_rank() == 0:
             told = {
                 name: getattr(options, name)
                 for name in ("size", "sequences", "tokens", "accumulation", "rounds", "steps")
             }
             on = f"{count} GPUs" if cuda else f"{len(os.sched_getaffinity(0))} cores"
-            print(f"{count} processes on {on}, {placement.dtype}; {told}", *table(rows), sep="\n", flush=True)
-            write(options.out, {"processes": count, "on": on, "precision": str(placement.dtype), **told, "rows": rows})
+            print(f"{count} processes on {on}, {placed.dtype}; {told}", *table(rows), sep="\n", flush=True)
+            write(options.out, {"processes": count, "on": on, "precision": str(placed.dtype), **told, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from measure import seconds, write
+from measure import rounds, say, seconds, write
 
 from indexing.store.datastore import Datastore
 from retro.batches import DataSettings, TrainingData
@@ -68,7 +68,7 @@ def main() -> None:
         (name, cache): [] for name in (*names, FLOOR) for cache in ("cold", "warm")
     }
     cached: list[float] = []
-    for number in range(options.rounds):
+    for number in rounds(options.rounds):
         order = [*names, FLOOR]
         random.Random(number).shuffle(order)
         for name in order:
@@ -84,7 +84,7 @@ def main() -> None:
             {"case": name, "cache": cache, "rows_per_second": rows / second, "bytes_per_second": total / second}
             | {"seconds": values, "times_the_floor": slower}
         )
-        print(
+        say(
             f"{name:22} {cache:5} {rows / second:12,.0f} rows/s {total / second / 1e6:10,.1f} MB/s  {slower:8.1f} × floor"
         )
     print(f"still cached before a cold run: {100 * max(cached):.1f}% at most")

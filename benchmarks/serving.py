@@ -1,6 +1,6 @@
 """Queries per second and waiting times of `retro serve`, against bare `faiss.search` on the same index in the same run.
 
-    python benchmarks/serving.py CONFIG|DATASTORE [--clients 1 8 64] [--queries 1 16] [--seconds 5] [--rounds 3] [--k 10]
+    python benchmarks/serving.py CONFIG|DATASTORE [--clients 1 8 64] [--queries 1 16] [--seconds 3] [--rounds 3] [--k 10]
 
 CONFIG is the TOML file of a datastore, which is built where it is not finished. `retro serve` runs as a process, and the clients,
 each with one connection and one request under way, are another process: one loop over plain sockets, which sends requests that
@@ -29,12 +29,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from measure import seconds, write
+from measure import say, seconds, write
 
 from indexing.retriever import Retriever
 from pipelines.config import Config
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("datastore", type=Path, metavar="CONFIG|DATASTORE")
     parser.add_argument("--clients", nargs="*", type=int, default=[1, 8, 64])
     parser.add_argument("--queries", nargs="*", type=int, default=[1, 16], help="in each request")
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--k", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("benchmark-serving.json"))
@@ -75,14 +76,12 @@ def main() -> None:
         check(
             server.url, requests_of("vectors", texts[:8], vectors[:8], options.k, 1), retriever, vectors[:8], options.k
         )
-        rows = [
-            measured(
-                kind, clients, queries, server, requests_of(kind, texts, vectors, options.k, queries), call, options
-            )
-            for kind, call in bare.items()
-            for queries in options.queries
-            for clients in options.clients
-        ]
+        cases = list(product(bare.items(), options.queries, options.clients))
+        rows = []
+        for number, ((kind, call), queries, clients) in enumerate(cases):
+            say(f"case {number + 1} of {len(cases)}", file=sys.stderr)
+            requests = requests_of(kind, texts, vectors, options.k, queries)
+            rows.append(measured(kind, clients, queries, server, requests, call, options))
     write(options.out, {"chunks": retriever.retrieval.num_chunks, "k": options.k, "rows": rows})
 
 

@@ -1,11 +1,12 @@
 """Training steps of this project beside those of retro-pytorch 0.3.9: tokens/s, model-FLOPs utilisation, peak memory.
 
 pip install --no-deps retro-pytorch==0.3.9
-python benchmarks/training.py [--rounds 7] [--steps 3] [--datastore FOLDER] [--cases NAME ...]
+python benchmarks/training.py [--rounds 5] [--steps 1] [--precision auto] [--datastore FOLDER] [--cases NAME ...]
 
 Every case is a process of its own that waits for its turn, so memory is told apart and rounds alternate: machines are shared
 and drift, ratios of one run hold. A step is forward, loss, backward, clipping and AdamW, on one batch of random tokens that all
-cases of a shape share; its ratio is to the first case of that shape. On a CUDA device the paper's sizes are measured instead.
+cases of a shape share; its ratio is to the first case of that shape. Matrices are multiplied in the precision that the machine multiplies fast:
+bfloat16 or float32. On a CUDA device the paper's sizes are measured instead.
 With a datastore, the data path alone is measured too: batches made by one process, nothing trained.
 """
 
@@ -13,6 +14,8 @@ import argparse
 import multiprocessing
 import resource
 import statistics
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -22,7 +25,7 @@ from typing import Any
 
 import torch
 from data_path import BATCH, BATCHES, LENGTH, batches
-from measure import seconds, write
+from measure import add_precision, placement, rounds, say, seconds, write
 
 from indexing.device import keep_freed_memory
 from retro.batches import DataSettings, TrainingData
@@ -44,7 +47,7 @@ SMALL = ModelSettings(8192, 256, 1024, 8, 64, 6, (3, 6), 256, 1024, 8, 64, 2, (1
 
 @dataclass(frozen=True)
 class Case:
-    """One column of the table."""
+    """One line of the table; `precision` is empty where it is that of the whole run."""
 
     name: str
     settings: ModelSettings
@@ -52,19 +55,20 @@ class Case:
     num_tokens: int
     ours: bool = True
     compiled: bool = True
-    bfloat16: bool = True
+    precision: str = ""
     keeps_memory: bool = True
     k: int = 2
 
 
-def cases(device: str) -> list[Case]:
-    """What is measured on a kind of device."""
+def cases(device: str, dtype: torch.dtype) -> list[Case]:
+    """What is measured on a kind of device, in this precision."""
     if device == "cpu":
+        float32 = Case("retro, eager, float32", SMALL, 4, 512, compiled=False, precision="float32")
         return [
             Case("retro-pytorch 0.3.9", SMALL, 4, 512, ours=False),
             Case("retro, compiled", SMALL, 4, 512),
             Case("retro, eager", SMALL, 4, 512, compiled=False),
-            Case("retro, eager, float32", SMALL, 4, 512, compiled=False, bfloat16=False),
+            *([float32] if dtype != torch.float32 else []),
             Case("retro, eager, freed memory given back", SMALL, 4, 512, compiled=False, keeps_memory=False),
             Case("retro-pytorch 0.3.9, n = 2048", SMALL, 1, 2048, ours=False),
             Case("retro, compiled, n = 2048", SMALL, 1, 2048),
@@ -142,13 +146,13 @@ def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], 
     return step, sum(parameter.numel() for parameter in model.parameters())
 
 
-def work(case: Case, device: str, steps: int, turns: Connection) -> None:
+def work(case: Case, precision: str, steps: int, turns: Connection) -> None:
     """A process: make the model, then answer every request with the seconds of `steps` steps; at the end, its memory."""
     torch.manual_seed(0)
-    placement = Placement(torch.device(device), torch.bfloat16 if case.bfloat16 else torch.float32)
+    placed = placement(case.precision or precision)
     try:
-        step, parameters = (our_step if case.ours else their_step)(case, placement)
-        resting = _memory(placement)
+        step, parameters = (our_step if case.ours else their_step)(case, placed)
+        resting = _memory(placed)
         for _ in range(2):  # compiles, warms up
             step()
     except (ImportError, torch.OutOfMemoryError) as error:
@@ -157,7 +161,7 @@ def work(case: Case, device: str, steps: int, turns: Connection) -> None:
     turns.send({"parameters": parameters})
     while turns.recv():
         turns.send(seconds(lambda: [step() for _ in range(steps)]) / steps)
-    turns.send({"peak_bytes": _memory(placement), "resting_bytes": resting})
+    turns.send({"peak_bytes": _memory(placed), "resting_bytes": resting})
 
 
 def _memory(placement: Placement) -> int:
@@ -167,22 +171,25 @@ def _memory(placement: Placement) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def compare(chosen: list[Case], device: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+def compare(chosen: list[Case], precision: str, count: int, steps: int) -> list[dict[str, Any]]:
     """Rounds over all cases in turn; a row for each."""
     context = multiprocessing.get_context("spawn")
     running: list[tuple[Case, Connection, int]] = []
     for case in chosen:
         ours, theirs = context.Pipe()
-        context.Process(target=work, args=(case, device, steps, theirs), daemon=True).start()
+        context.Process(target=work, args=(case, precision, steps, theirs), daemon=True).start()
+        say(f"{case.name} …", end=" ", file=sys.stderr)
+        started = time.perf_counter()
         ready = ours.recv()
+        say(f"{time.perf_counter() - started:.0f} s to build and two steps", file=sys.stderr)
         if "error" in ready:
-            print(f"{case.name}: left out: {ready['error']}")
+            say(f"{case.name}: left out: {ready['error']}")
             continue
         running.append((case, ours, ready["parameters"]))
     times: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
     peaks = []
-    for _ in range(rounds):
-        peaks.append(peak_flops(Placement(torch.device(device), torch.bfloat16)))  # drifts with the machine if measured
+    for _ in rounds(count):
+        peaks.append(peak_flops(placement(precision)))  # drifts with the machine if measured
         for case, turns, _ in running:
             turns.send(True)
             times[case.name].append(turns.recv())
@@ -207,25 +214,31 @@ def compare(chosen: list[Case], device: str, rounds: int, steps: int) -> list[di
     return rows
 
 
-def data_path(folder: Path, rounds: int) -> float:
+def data_path(folder: Path, count: int) -> float:
     """Tokens per second of one process that makes batches with two neighbors a chunk."""
     data = TrainingData([folder], DataSettings(sequence_length=LENGTH), retrieval=True)
-    times = [batches(data, number) for number in range(rounds + 1)][1:]  # the first round warms up
+    times = [batches(data, number) for number in rounds(count + 1)][1:]  # the first round warms up
     return BATCHES * BATCH * LENGTH / statistics.median(times)
 
 
 def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1, help="steps of a round")
+    add_precision(parser)
     parser.add_argument("--datastore", type=Path, help="measure the data path on it")
     parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
     parser.add_argument("--out", type=Path, default=Path("benchmark-training.json"))
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = [case for case in cases(device) if not options.cases or any(part in case.name for part in options.cases)]
-    rows = compare(chosen, device, options.rounds, options.steps)
+    placed = placement(options.precision)
+    device = placed.device.type
+    chosen = [
+        case
+        for case in cases(device, placed.dtype)
+        if not options.cases or any(part in case.name for part in options.cases)
+    ]
+    rows = compare(chosen, options.precision, options.rounds, options.steps)
     print(f"{'':38}{'parameters':>14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak memory':>14}{'above rest':>13}")
     for row in rows:
         above = row["peak_bytes"] - row["resting_bytes"]
@@ -233,7 +246,7 @@ def main() -> None:
             f"{row['case']:38}{row['parameters']:14,}{row['tokens_per_second']:11,.0f}{row['ratio']:7.2f}×{row['mfu']:8.1%}"
             f"{row['peak_bytes'] / 2**20:10,.0f} MiB{above / 2**20:9,.0f} MiB"
         )
-    found: dict[str, Any] = {"rows": rows}
+    found: dict[str, Any] = {"precision": str(placed.dtype), "rows": rows}
     if options.datastore:
         rate = found["data_path_tokens_per_second"] = data_path(options.datastore, options.rounds)
         fastest = max(row["tokens_per_second"] for row in rows)

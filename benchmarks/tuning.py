@@ -1,6 +1,6 @@
 """What a training step takes when a part of the model is trained: CPU seconds, bytes kept for the backward pass, moments.
 
-python benchmarks/tuning.py [--preset small] [--vocab-size 16384] [--sequences 2] [--length 512] [--steps 5]
+python benchmarks/tuning.py [--preset small] [--vocab-size 16384] [--sequences 2] [--length 512] [--steps 5] [--precision auto]
 
 Steps of all methods take turns in one process, so that what else the machine does falls on all of them alike; the least of each
 counts. Times are of the process, on one thread.
@@ -11,13 +11,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import measure  # noqa: F401  (with it `retro` is the package of this checkout)
 import torch
+from measure import add_precision, placement, rounds, write
 
 from retro.activations import Pass, observe
-from retro.device import Tensors, place
+from retro.device import Tensors
 from retro.flops import training_flops
 from retro.model import Retro
 from retro.optimizer import make_optimizer
@@ -57,16 +58,17 @@ def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Calla
     model = Retro(settings).train()
     add_adapter(model, tuning)
     train_only(model, tuning)
-    kept = observe(model, Pass(options.sequences, options.length, 2, narrow=False, gpu=False, documents=False)).kept(
+    placed = placement(options.precision, "cpu")
+    narrow = placed.dtype != torch.float32
+    kept = observe(model, Pass(options.sequences, options.length, 2, narrow=narrow, gpu=False, documents=False)).kept(
         "none"
     )
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    placement = place("cpu", "float32")
-    processes = Processes(ALONE, placement.device)
-    passes = WholeModel(model, processes, placement)
+    processes = Processes(ALONE, placed.device)
+    passes = WholeModel(model, processes, placed)
     optimizer = make_optimizer(passes.parts, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches: Iterator[Tensors] = map(dict, itertools.repeat(batch(options, settings.chunk_length)))
-    step = make_step(passes, optimizer, batches, processes, placement, TrainSettings(monitor_every=0))
+    step = make_step(passes, optimizer, batches, processes, placed, TrainSettings(monitor_every=0))
     operations = training_flops(settings, options.length, 2, tuning) / training_flops(settings, options.length, 2)
     return step, {"trained": trained, "kept": kept, "states": 12 * trained, "operations": operations}
 
@@ -79,11 +81,13 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
+    add_precision(parser)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-tuning.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     methods = {name: steps_of(method, options) for name, method in METHODS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(options.steps + 1):  # the first one warms up
+    for number in rounds(options.steps + 1):  # the first one warms up
         for name, (step, _) in methods.items():
             started = time.process_time()
             step(number)
@@ -99,6 +103,8 @@ def main() -> None:
             f"{name:17} {facts['trained']:11,} {least:8.2f} ({least / whole:4.0%} of all) {facts['operations']:12.0%}"
             f" {kept / 1e6:9.0f} MB ({kept / methods['all'][1]['kept']:4.0%}) {states / 1e6:9.1f} MB"
         )
+    rows = {name: {**facts, "seconds": seconds[name]} for name, (_, facts) in methods.items()}
+    write(options.out, {"precision": str(placement(options.precision, "cpu").dtype), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ python benchmarks/vocabulary.py model --old ENGLISH... --new CHINESE... --out FO
 held-out documents of each corpus. `model`: a plain decoder is trained on the old corpus, then on the new one, three times with
 the same seed and tokens: `mean` with new rows begun as `retro extend-vocabulary` does, `random` with new rows drawn from a normal
 distribution with the table's own spread, and `old` without new pieces. Every part of it goes on where it was stopped.
+
+The defaults take minutes. docs/retrofit.md names the options of its results.
 """
 
 import argparse
@@ -215,12 +217,13 @@ def main() -> None:
     parser.add_argument("--new", nargs="+", required=True, help="files of the other one")
     parser.add_argument("--out", type=Path, help="folder of `model`")
     parser.add_argument("--kinds", nargs="+", default=["bpe", "huggingface", "unigram"])
-    parser.add_argument("--pieces", nargs="+", type=int, default=[2000, 8000])
+    parser.add_argument("--pieces", nargs="+", type=int, default=[2000])
     parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--sample-mb", type=int, default=8)
-    parser.add_argument("--base-steps", type=int, default=1500)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--sample-mb", type=int, default=2)
+    parser.add_argument("--base-steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     given = parser.parse_args()
+    measure.say(measure.measured_on())
     if given.part == "tokenizers":
         tokenizers(given.old, given.new, given.kinds, given.pieces, given.vocab_size, given.sample_mb)
     else:

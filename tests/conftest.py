@@ -1,17 +1,23 @@
 """The fixtures that every test knows: a tiny corpus, a tiny datastore, a tiny model."""
 
+import itertools
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -30,8 +36,25 @@ from retro.model import Retro
 from retro.model_settings import ModelSettings
 from retro.train_settings import TrainSettings
 
+PATIENCE = 600
+"""Seconds that a test waits for a process or a thread. Only what hangs takes so long: a busy machine is no failure."""
+
+# Neither a property nor drawing its examples has a time limit.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
+
 # Ray reads its token once in a process: all tests that start a cluster share one.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid.uuid4().hex)
+# How long a cluster waits for its own parts, in place of 30 or 60 seconds.
+os.environ.update(
+    RAY_DASHBOARD_STARTUP_TIMEOUT_S=str(PATIENCE),
+    RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT=str(PATIENCE),
+    RAY_agent_register_timeout_ms=str(1000 * PATIENCE),
+    RAY_worker_register_timeout_seconds=str(PATIENCE),
+    RAY_raylet_start_wait_time_s=str(PATIENCE),
+)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -158,6 +181,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def wait_until(found: Callable[[], Any], every: float = 0.01) -> Any:
+    """The first true answer, asked for again and again; fails after `PATIENCE`."""
+    deadline = time.monotonic() + PATIENCE
+    while not (answer := found()):
+        assert time.monotonic() < deadline, f"waited {PATIENCE} s"
+        time.sleep(every)
+    return answer
+
+
+def once_logged(caplog: pytest.LogCaptureFixture, text: str, act: Callable[[], object]) -> threading.Thread:
+    """Start a thread that acts when a text has been logged, and also when it has not within `PATIENCE`."""
+
+    def watch() -> None:
+        try:
+            wait_until(lambda: text in caplog.text)
+        finally:
+            act()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def at_operation(number: int, folder: Path, act: Callable[[], object]) -> None:
+    """From now on in this process: act in the middle of writing, before the n-th operation that changes a folder.
+
+    Counted are files that are opened to be written, and whatever is created, renamed or removed below the folder. Kills are
+    told by such counts, not by seconds, and so they hit the same places on any machine.
+    """
+    counted = itertools.count(1)
+    changes = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link"}
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in changes and not (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        if str(arguments[0]).startswith(f"{folder}{os.sep}") and next(counted) == number:
+            act()
+
+    sys.addaudithook(heard)
+
+
+def kill_itself() -> None:
+    """End this process as a power cut does."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def forkserver() -> ForkServerContext:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from indexing.threads import map_ahead, one_thread_each
+from tests.conftest import PATIENCE
 
 
 def test_each_item_is_worked_on_with_one_thread_and_torch_gets_its_own_back() -> None:
@@ -25,7 +26,7 @@ def test_two_that_overlap_give_back_what_there_was() -> None:
             inside.wait(timeout=0.3)  # the second comes in here, if it is let
 
     def second() -> None:
-        assert entered.wait(timeout=10)
+        assert entered.wait(timeout=PATIENCE)
         with one_thread_each(1):
             inside.set()
             threads[0].join()
@@ -58,8 +59,8 @@ def test_results_come_in_order_and_the_next_ones_are_made_while_one_is_used() ->
 
     results = map_ahead(make, range(5), 2)
     assert next(results) == 0
-    assert made[1].wait(timeout=10)
-    assert made[2].wait(timeout=10)
+    assert made[1].wait(timeout=PATIENCE)
+    assert made[2].wait(timeout=PATIENCE)
     assert not made[4].is_set()  # nor is everything made at once
     assert list(results) == [1, 2, 3, 4]
 

@@ -1,11 +1,15 @@
 """One Ray cluster of three nodes on this machine for every test that needs one: to start one takes a quarter of a minute."""
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-PATIENCE = 240  # seconds for anything that a cluster does
+from tests.conftest import PATIENCE
+
+_USUAL_AGENT_PORT = 52365
 
 
 @pytest.fixture(scope="session")
@@ -17,12 +21,25 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     noticed_soon = {"health_check_period_ms": 500, "health_check_failure_threshold": 6}
-    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0, "_system_config": noticed_soon}
-    started = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for _ in range(2):
-            started.add_node(wait=False, num_cpus=1)
-        started.wait_for_nodes(PATIENCE)
-        yield started
-    finally:
-        started.shutdown()
+    # Port 0: any free one. The job agent of a head has a fixed port, and jobs cannot be submitted where another cluster has it.
+    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0, "dashboard_agent_listen_port": 0}
+    with _taken(_USUAL_AGENT_PORT):
+        started = Cluster(initialize_head=True, head_node_args=head | {"_system_config": noticed_soon})
+        try:
+            for _ in range(2):
+                started.add_node(wait=False, num_cpus=1)
+            started.wait_for_nodes(PATIENCE)
+            yield started
+        finally:
+            started.shutdown()
+
+
+@contextlib.contextmanager
+def _taken(port: int) -> Iterator[None]:
+    """Listen at a port, as another cluster on this machine does, unless one is there."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            other.bind(("0.0.0.0", port))
+            other.listen()
+        yield

@@ -2,12 +2,13 @@
 
 import io
 import logging
-import time
+from collections.abc import Callable
 
 import pytest
 
 from pipelines import progress as module
 from pipelines.progress import StagesView, Step, human_bytes, human_count, human_seconds, progress, summary_rows
+from tests.conftest import wait_until
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
@@ -71,8 +72,8 @@ def test_numbers_as_people_read_them() -> None:
 # --- the view of all stages ------------------------------------------------------------------------------------------
 
 
-def build_with(view: StagesView, slow: float = 0.0) -> None:
-    """Three stages: two steps, one step, and nothing left to do."""
+def build_with(view: StagesView, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Three stages: two steps, one step with something in its middle, and nothing left to do."""
     with view.shown(["chunk", "embed", "add"]):
         with view.stage("chunk"):
             with progress("scan", total=1000, unit="bytes") as advance:
@@ -81,7 +82,7 @@ def build_with(view: StagesView, slow: float = 0.0) -> None:
                 advance(2000)
         with view.stage("embed"), progress("embed", total=4, unit="chunks") as advance:
             advance(1)
-            time.sleep(slow)
+            meanwhile()
             advance(3)
         with view.stage("add"):
             pass
@@ -122,10 +123,14 @@ def test_a_quiet_view_says_nothing_but_bars_after_it_do(caplog) -> None:
 
 def test_what_takes_long_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setattr(module, "_LINE_SECONDS", 0.02)
+
+    def said() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records]
+        return [message for message in messages if "embed: 25%, 1 of 4 chunks" in message]
+
     with caplog.at_level(logging.INFO, "retro"):
-        build_with(StagesView(), slow=0.2)
-    again = [record.getMessage() for record in caplog.records if "embed: 25%, 1 of 4 chunks" in record.getMessage()]
-    assert len(again) >= 2
+        build_with(StagesView(), meanwhile=lambda: wait_until(lambda: len(said()) >= 2))
+    again = said()
     assert again[0].endswith("left")
 
 

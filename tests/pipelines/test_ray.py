@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,8 +22,7 @@ from pipelines import executors
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings, RayExecutor, Resources, Task
 from pipelines.settings import to_toml
-from tests.conftest import build_local, contents, tiny_config, write_corpus
-from tests.pipelines.conftest import PATIENCE
+from tests.conftest import PATIENCE, build_local, contents, once_logged, tiny_config, wait_until, write_corpus
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # ray's own warnings
 
@@ -75,12 +73,20 @@ class Driver:
         while not (answer := found()):
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.002)
+            time.sleep(0.02)
         return answer
 
     def worker_at_work(self) -> int:
-        """The process of a worker that is filling a shard of chunks: Ray names processes after their tasks."""
-        return self.until(lambda: next(self._workers(), None))
+        """The process of a worker in the middle of a shard of chunks, stopped there: Ray names processes after their tasks."""
+        return self.until(self._stopped)
+
+    def _stopped(self) -> int | None:
+        for worker in self._workers():
+            os.kill(worker, signal.SIGSTOP)
+            if worker in self._workers():
+                return worker
+            os.kill(worker, signal.SIGCONT)  # it was done before it was stopped
+        return None
 
     def _workers(self) -> Iterator[int]:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -107,12 +113,13 @@ def test_ray_job_submit_builds_the_bytes_of_one_process(cluster, tmp_path, tiny_
     file.write_text(to_toml(replace(config, datastore=relative)))
     submit = [Path(sysconfig.get_path("scripts")) / "ray", "job", "submit", "--address", f"http://{cluster.webui_url}"]
     command = [*submit, "--", sys.executable, "-m", "pipelines.index", str(file)]
-    deadline = time.monotonic() + PATIENCE
-    while True:  # the head's agent comes up after its nodes
+
+    def submitted() -> subprocess.CompletedProcess[str] | None:
+        """None while the head's agent, which comes up after its nodes, is not there."""
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-        if "try again later" not in done.stderr or time.monotonic() > deadline:
-            break
-        time.sleep(1)
+        return None if "No available agent" in done.stdout + done.stderr else done
+
+    done = wait_until(submitted)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "neighbors: " in done.stdout
     assert contents(config.datastore) == contents(tiny_datastore.folder)
@@ -132,9 +139,11 @@ def test_a_killed_worker(cluster, tmp_path, corpus, expected) -> None:
 
 def test_a_killed_raylet_whose_node_never_comes_back(cluster, tmp_path, corpus, expected) -> None:
     driver = Driver(cluster, chunk_config(tmp_path, corpus))
-    raylet = parent_of(driver.worker_at_work())
+    worker = driver.worker_at_work()
+    raylet = parent_of(worker)
     node = next(each for each in cluster.worker_nodes if each.all_processes["raylet"][0].process.pid == raylet)
     cluster.remove_node(node, allow_graceful=False)
+    os.kill(worker, signal.SIGCONT)
     try:
         said = driver.finish()
     finally:
@@ -149,9 +158,10 @@ def test_a_killed_driver_run_again_at_once(cluster, tmp_path, corpus, expected) 
     driver = Driver(cluster, config)
     shards = config.datastore / "chunks"
     driver.until(lambda: list(shards.glob("[0-9]*/manifest.json")))
-    driver.worker_at_work()
+    worker = driver.worker_at_work()
     driver.process.kill()
     driver.process.wait()
+    os.kill(worker, signal.SIGCONT)
     finished = {path: path.stat().st_mtime_ns for path in shards.glob("[0-9]*/manifest.json")}
     assert 0 < len(finished) < 4
     again = Driver(cluster, config)
@@ -195,12 +205,15 @@ def test_a_shard_that_kills_its_workers_is_given_up_by_name_and_the_others_are_m
 def test_progress_is_counted_once_and_stragglers_and_failures_are_named(
     executor, tmp_path, caplog, monkeypatch
 ) -> None:
-    monkeypatch.setattr(executors, "_POLL_SECONDS", 0.3)  # named after ten times as long
+    monkeypatch.setattr(executors, "_POLL_SECONDS", 0.1)  # named after ten times as long
+    named = tmp_path / "named"
+    once_logged(caplog, "chunks/4: running for ", named.touch)
 
     def work(number: int, *, advance: Callable[[int], None]) -> int:
-        for _ in range(10):
-            time.sleep(0.6 if number == 4 else 0.01)
-            advance(1)
+        advance(5)
+        while number == 4 and not named.exists():
+            time.sleep(0.01)
+        advance(5)
         if number == 0 and not (tmp_path / "died").exists():
             (tmp_path / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -212,19 +225,17 @@ def test_progress_is_counted_once_and_stragglers_and_failures_are_named(
     tasks = [Task(f"chunks/{number}", (number,), 10) for number in range(5)]
     assert list(executor.map("chunk", work, tasks, done.append)) == [0, 1, 4, 9, 16]
     assert sum(done) == 50
-    (straggler,) = [record.message for record in caplog.records if "running for" in record.message]
-    assert straggler.startswith("chunks/4: running for ")
+    assert caplog.text.count("chunks/4: running for ") == 1
     with pytest.raises(OSError, match=r"No space left on device: 'chunks/9/tokens\.npy'"):
         list(executor.map("chunk", work, [Task("chunks/9", (9,), 10)], done.append))
     assert "chunks/9 failed" in caplog.text
 
 
 def test_a_stage_that_finds_no_room_says_so(executor, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(executors, "_WAITING_SECONDS", 2)
+    monkeypatch.setattr(executors, "_WAITING_SECONDS", 1)
     settings = replace(executor.settings, chunk=Resources(cpus=1, gpus=1))
     waiting = RayExecutor(settings)
-    stop = threading.Timer(6, lambda: os.kill(os.getpid(), signal.SIGINT))
-    stop.start()
+    once_logged(caplog, "no worker has started", lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         list(waiting.map("chunk", lambda *, advance: None, [Task("chunks/0", (), 1)], lambda _: None))
-    assert "chunk: no worker has started for 2 s: each wants Resources(cpus=1, gpus=1" in caplog.text
+    assert "chunk: no worker has started for 1 s: each wants Resources(cpus=1, gpus=1" in caplog.text

@@ -17,12 +17,11 @@ from pipelines.config import Config
 from pipelines.executors import ExecutorSettings, Resources
 from pipelines.settings import to_toml
 from retro.run import read_metrics
-from tests.conftest import tiny_config
+from tests.conftest import PATIENCE, tiny_config, wait_until
 from tests.pipelines.test_train import Processes, last_checkpoint, losses, steps_done
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # ray's own warnings
 
-PATIENCE = 240  # seconds for anything
 STEPS = 200
 
 
@@ -102,9 +101,6 @@ def test_a_mistake_is_said_once_and_a_driver_that_is_stopped_takes_its_workers_a
     driver.until(lambda: steps_done(driver.run) > 25)
     driver.process.terminate()
     driver.process.wait(PATIENCE)
-    deadline = time.monotonic() + PATIENCE
-    while list(workers()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not list(workers()), every=0.1)
     assert read_metrics(driver.run)[-1]["step"] > 25
     assert last_checkpoint(driver.run)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE, wait_until
+
 SCRIPT = Path(__file__).resolve().parents[2] / "configs" / "slurm" / "train.sbatch"
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[3-4]"}
 
@@ -46,7 +48,7 @@ def run(folder: Path, *arguments: str, **changes: str) -> subprocess.CompletedPr
         env=environment(folder, **changes),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -145,12 +147,10 @@ def test_a_job_that_was_told_to_save_is_queued_again_if_its_time_is_over(
         text=True,
     )
     with script:
-        until = time.monotonic() + 60
-        while not (folder / "started").exists() and script.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(lambda: (folder / "started").exists() or script.poll() is not None)
         assert "--rdzv-id=4711-1" in (folder / "started").read_text()
         os.kill(int((folder / "task").read_text()), signal.SIGTERM)
-        said = script.communicate(timeout=100)[0]
+        said = script.communicate(timeout=PATIENCE)[0]
     assert script.returncode == 143
     assert "saved\n" in said  # what it trained was waited for
     assert (folder / "scontrol").exists() == requeued

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings
 from pipelines.settings import to_toml
-from tests.conftest import build_local, contents, forkserver, tiny_config, write_corpus
+from tests.conftest import at_operation, build_local, contents, forkserver, kill_itself, tiny_config, write_corpus
 
 
 def changed_since(folder: Path, moment: float) -> list[Path]:
@@ -148,6 +149,11 @@ def test_two_builders_of_one_datastore_do_not_meet(tmp_path, tiny_corpus) -> Non
             build_local(config)
 
 
+def build_until_killed(config: Config, operation: int) -> None:
+    at_operation(operation, config.datastore, kill_itself)
+    build_local(config)
+
+
 @pytest.mark.slow
 def test_sigkill_at_any_moment_and_running_again_gives_the_same_datastore(
     tmp_path, tiny_corpus, tiny_datastore
@@ -156,24 +162,15 @@ def test_sigkill_at_any_moment_and_running_again_gives_the_same_datastore(
     config = tiny_config(tmp_path, tiny_corpus)
     file = tmp_path / "config.toml"
     file.write_text(to_toml(config))
-    draw, kills = random.Random(0), 0
-    while kills < 5:
-        process = forkserver().Process(target=build_local, args=(config,))
+    draw = random.Random(0)
+    statuses = []
+    for _ in range(5):  # a build takes more than 300 operations
+        process = forkserver().Process(target=build_until_killed, args=(config, draw.randint(1, 100)))
         process.start()
-        deadline = time.monotonic() + 60
-        target = draw.randint(1, 60)
-        # Wait until some files exist rather than for seconds: machines differ in speed.
-        while process.is_alive() and time.monotonic() < deadline:
-            if sum(len(files) for _, _, files in os.walk(config.datastore)) >= target * (kills + 1) // 2:
-                break
-            time.sleep(0.002)
-        if not process.is_alive():
-            assert process.exitcode == 0
-            break
-        process.kill()
         process.join()
-        kills += 1
-    assert kills >= 3
+        statuses.append(process.exitcode)
+    assert set(statuses) <= {0, -signal.SIGKILL}
+    assert statuses[:3] == 3 * [-signal.SIGKILL]
     subprocess.run([sys.executable, "-m", "pipelines.index", str(file)], check=True, capture_output=True)
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 

@@ -16,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ from pipelines.settings import to_toml
 from retro import checkpoint as checkpoints
 from retro.run import read_metrics
 from retro.trainer import train
-from tests.conftest import tiny_config
+from tests.conftest import PATIENCE, at_operation, tiny_config, wait_until
 
 WORLD = 2
 STEPS = 64
 KILLS = 4
-PATIENCE = 120  # seconds for anything
+LATEST = 35  # operation at which processes are killed: checkpoints take 10 of them, every 4 steps
 
 
 @pytest.fixture
@@ -45,8 +46,10 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
     return replace(config, model=replace(config.model, dropout=0.1), train=settings)
 
 
-def worker(rank: int, port: int, said: Path, config: Path) -> None:
-    """One of the processes, with the environment that torchrun makes."""
+def worker(rank: int, port: int, said: Path, config: Path, run: Path, pause_at: int) -> None:
+    """One of the processes, with the environment that torchrun makes. The first one pauses where it is told to."""
+    if rank == 0 and pause_at:
+        at_operation(pause_at, run, partial(pause, run.with_suffix(".paused")))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
@@ -55,19 +58,25 @@ def worker(rank: int, port: int, said: Path, config: Path) -> None:
         os._exit(main(["train", str(config)]))
 
 
-class Processes:
-    """`WORLD` processes that train together."""
+def pause(mark: Path) -> None:
+    """Make a file, and wait until it is gone."""
+    mark.touch()
+    wait_until(lambda: not mark.exists())
 
-    def __init__(self, config: Config) -> None:
+
+class Processes:
+    """`WORLD` processes that train together; the first one makes the file `paused` and pauses before an operation in `run`."""
+
+    def __init__(self, config: Config, pause_at: int = 0) -> None:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )  # outlives them, as torchrun's does
         file, self.said, self.run = write(config), config.run.with_suffix(".log"), config.run
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch._dynamo"])
-        self.all = [
-            context.Process(target=worker, args=(rank, self.store.port, self.said, file)) for rank in range(WORLD)
-        ]
+        self.paused = self.run.with_suffix(".paused")
+        rest = (self.store.port, self.said, file, self.run, pause_at)
+        self.all = [context.Process(target=worker, args=(rank, *rest)) for rank in range(WORLD)]
         for one in self.all:
             one.start()
 
@@ -144,15 +153,13 @@ def test_a_mistake_is_said_once_and_every_process_ends_with_2(config: Config) ->
 def test_when_one_is_killed_the_others_end_and_started_again_they_go_on_to_the_bit(config: Config) -> None:
     killed, calm = (replace(config, run=config.run.with_name(name)) for name in ("killed", "calm"))
     draw, in_the_middle = random.Random(1), 0
-    for kill in range(KILLS):
-        processes = Processes(killed)
-        target = (kill + 1) * STEPS // (KILLS + 2)
-        processes.until(lambda target=target: steps_done(killed.run) >= target)
+    for _ in range(KILLS):
+        processes = Processes(killed, pause_at=draw.randint(1, LATEST))
+        processes.until(processes.paused.exists)
         time.sleep(0.03 * draw.random())
-        if kill % 2:
-            processes.until(lambda: being_written(killed.run))
         victim = draw.randrange(WORLD)
         processes.all[victim].kill()
+        processes.paused.unlink()
         statuses = processes.end()
         in_the_middle += being_written(killed.run)
         assert statuses[victim] == -signal.SIGKILL

@@ -1,7 +1,8 @@
 """A run that is killed twenty times, at random moments and in the middle of writing, ends with the same bytes."""
 
 import random
-import time
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from pipelines.config import Config
 from retro import checkpoint as checkpoints
 from retro.run import read_metrics
 from retro.trainer import train
-from tests.conftest import forkserver, tiny_config
+from tests.conftest import at_operation, forkserver, kill_itself, tiny_config
 
 KILLS = 20
-STEPS_BETWEEN = 8
+LATEST = 20  # operation at which a process is killed: in one of its first two checkpoints
 
 
 @pytest.mark.slow
@@ -23,25 +24,19 @@ def test_twenty_kills_change_neither_weights_nor_metrics(
     tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore
 ) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder, run=tmp_path / "killed")
-    steps = STEPS_BETWEEN * KILLS + 60  # spare ones, so that the run is still going at the last kill
+    steps = 4 * KILLS * LATEST // 10 + 20  # checkpoints, every 4, take 10 operations: the last kill still hits the run
     settings = replace(
         config.train, steps=steps, log_every=3, eval_every=20, eval_tokens=100, checkpoint_every=4, threads=1
     )
     config = replace(config, model=replace(config.model, dropout=0.1), train=settings)
     context = forkserver()
     draw, in_the_middle = random.Random(1), 0
-    for kill in range(1, KILLS + 1):
-        process = context.Process(target=run, args=(config,))
+    for kill in range(KILLS):
+        later = 0.02 * draw.random() if kill % 2 else 0.0  # every other one goes on for a moment
+        process = context.Process(target=run_until_killed, args=(config, draw.randint(1, LATEST), later))
         process.start()
-        while process.is_alive() and num_lines(config.run) < kill * STEPS_BETWEEN // settings.log_every:
-            time.sleep(0.001)
-        time.sleep(0.02 * draw.random())
-        if kill % 2:  # every other one waits for a checkpoint that is being written, and hits it
-            while process.is_alive() and not being_written(config.run):
-                time.sleep(0.0002)
-        assert process.is_alive(), process.exitcode
-        process.kill()
         process.join()
+        assert process.exitcode == -signal.SIGKILL
         in_the_middle += being_written(config.run)
     assert in_the_middle >= 3
     straight = replace(config, run=tmp_path / "straight")
@@ -58,13 +53,13 @@ def run(config: Config) -> None:
     train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)
 
 
+def run_until_killed(config: Config, operation: int, later: float) -> None:
+    at_operation(operation, config.run, threading.Timer(later, kill_itself).start if later else kill_itself)
+    run(config)
+
+
 def being_written(run: Path) -> bool:
     return any((run / "checkpoints").glob(".*.tmp"))
-
-
-def num_lines(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def files(run: Path) -> dict[str, bytes]:

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from pipelines.cli import main
 from retro.language_model import LanguageModel
 from retro.lm_eval_adapter import RetroLM
 from retro.trainer import train
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, wait_until
 
 WORDS = ("index", "chunk", "token", "neighbor", "vector", "search")
 TASKS = ("retro_choice", "retro_text", "retro_generate")
@@ -106,9 +105,7 @@ def address(language_model: LanguageModel) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started and thread.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: server.started or not thread.is_alive())
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1/completions"
     server.should_exit = True
     thread.join()

@@ -35,7 +35,7 @@ from retro.step import make_step
 from retro.train_settings import TrainSettings
 from retro.trainer import train
 from retro.tuning_settings import ALL, TuningSettings
-from tests.conftest import forkserver, tiny_config
+from tests.conftest import PATIENCE, forkserver, tiny_config
 from tests.retro.small_model import M, T, answers_only, batch, build, divided
 
 WORLD = 4
@@ -259,7 +259,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
     processes = [context.Process(target=process, args=(rank, folder, config)) for rank in range(WORLD)]
     for one in processes:
         one.start()
-    end = time.monotonic() + 480
+    end = time.monotonic() + PATIENCE
     for one in processes:
         one.join(max(0.0, end - time.monotonic()))
         one.kill()

@@ -39,7 +39,7 @@ from retro.processes import on_all, on_first, open_group
 from retro.run import last_checkpoint
 from retro.saver import Saver
 from retro.start import start_from
-from tests.conftest import forkserver
+from tests.conftest import PATIENCE, forkserver
 from tests.retro.small_model import SETTINGS, batch
 
 WORLD = 4
@@ -281,7 +281,7 @@ def saved_in_the_background(case: Case) -> None:
     run = case.folder / "background"
 
     def late(number: int, copies: checkpoints.Tensors) -> None:
-        assert goes_on.wait(60)
+        assert goes_on.wait(PATIENCE)
         checkpoints.publish(run, {**STATE, "step": number}, copies, keep=2, group=case.group)
 
     for number in (1, 2):
@@ -467,7 +467,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     processes = [context.Process(target=process, args=(rank, folder)) for rank in range(WORLD)]
     for one in processes:
         one.start()
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     for one in processes:
         one.join(max(0.0, end - time.monotonic()))
         one.kill()

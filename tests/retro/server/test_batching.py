@@ -9,6 +9,7 @@ import pytest
 from indexing.store.errors import InputError
 from retro.server import batching
 from retro.server.batching import Batcher, Wanted
+from tests.conftest import PATIENCE, wait_until
 
 
 class Work:
@@ -21,7 +22,7 @@ class Work:
     def __call__(self, key: str, items: list[int], wanted: Wanted) -> list[int]:
         self.calls.append((key, list(items)))
         self.begun.set()
-        assert self.let_go.wait(10)
+        assert self.let_go.wait(PATIENCE)
         if 13 in items:
             raise InputError("13")
         return [2 * item for item in items]
@@ -30,7 +31,7 @@ class Work:
 async def gathered(batcher: Batcher, work: Work, requests: list[tuple[str, list[int]]]) -> list:
     """Answers of requests that came while the worker was busy."""
     busy = asyncio.ensure_future(batcher("first", [0]))
-    await asyncio.to_thread(work.begun.wait, 10)
+    await asyncio.to_thread(work.begun.wait, PATIENCE)
     waiting = [asyncio.ensure_future(batcher(*request)) for request in requests]
     await asyncio.sleep(0)
     assert len(batcher) == len(requests)
@@ -121,7 +122,7 @@ def test_what_was_cancelled_is_not_worked_on() -> None:
 
     async def cancelled() -> None:
         busy = asyncio.ensure_future(batcher("first", [0]))
-        await asyncio.to_thread(work.begun.wait, 10)
+        await asyncio.to_thread(work.begun.wait, PATIENCE)
         gone = asyncio.ensure_future(batcher("a", [1]))
         stays = asyncio.ensure_future(batcher("a", [2]))
         await asyncio.sleep(0)
@@ -148,10 +149,7 @@ def test_the_thread_ends_when_idle_and_starts_again(monkeypatch: pytest.MonkeyPa
     batcher = Batcher("ends when idle", work, 100)
     for _ in range(3):
         assert asyncio.run(batcher("a", [1])) == [2]
-        until = time.monotonic() + 5
-        while any(thread.name == "ends when idle" for thread in threading.enumerate()):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: all(thread.name != "ends when idle" for thread in threading.enumerate()))
 
 
 def sizes_with(clients: int, requests: int, seconds: float = 0.01) -> list[int]:
@@ -169,7 +167,7 @@ def sizes_with(clients: int, requests: int, seconds: float = 0.01) -> list[int]:
             assert await batcher("a", [number]) == [number]
 
     async def all_of_them() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await asyncio.gather(*map(client, range(clients)))
 
     asyncio.run(all_of_them())
@@ -186,12 +184,12 @@ def test_what_has_another_key_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(batching, "_SHARE_WAITED", 1e6)
     work = Work()
     batcher = Batcher("test", work, 100)
-    answers = asyncio.run(asyncio.wait_for(gathered(batcher, work, [("a", [1])]), 10))
+    answers = asyncio.run(asyncio.wait_for(gathered(batcher, work, [("a", [1])]), PATIENCE))
     assert answers == [[2]]
 
 
 def test_those_just_answered_join_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_SHARE_WAITED", 20)  # long enough for any machine; waited only at the end
+    monkeypatch.setattr(batching, "_SHARE_WAITED", 100)  # a second: long enough for any machine; waited only at the end
     first, *others = sizes_with(6, 5)
     together = others[: others.index(6) + 4] if 6 in others else others
     assert together[-4:] == [6] * 4, (first, others)

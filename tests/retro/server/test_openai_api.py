@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from indexing.retriever import Retriever
 from retro.language_model import LanguageModel
+from tests.conftest import PATIENCE
 from tests.retro.server.conftest import TEXT, Make, listening
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
@@ -246,7 +247,7 @@ def test_tokenize_with_the_documents_beginning(client: TestClient, retriever: Re
 
 def test_the_raw_stream_is_server_sent_events(url: str) -> None:
     body = {"model": "tiny", "prompt": "a", "max_tokens": 2, "stream": True}
-    response = httpx.post(url + "/v1/completions", json=body)
+    response = httpx.post(url + "/v1/completions", json=body, timeout=PATIENCE)
     lines = [line for line in response.text.split("\n\n") if line]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"

@@ -15,13 +15,14 @@ from indexing.retriever import Retriever
 from retro.language_model import LanguageModel
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
-from tests.conftest import build_local, tiny_config
+from tests.conftest import PATIENCE, build_local, tiny_config
 from tests.retro.server.conftest import TEXT, Make, listening
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="no Chromium (Debian's package chromium)")]
 sync_api = pytest.importorskip("playwright.sync_api")
 expect, Page, Browser = sync_api.expect, sync_api.Page, sync_api.Browser
+expect.set_options(timeout=1000 * PATIENCE)
 
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 VIEWS = ("neighbors", "passage", "generation", "datastore")
@@ -43,7 +44,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
     def new(address: str, errors: bool = False, **context) -> Page:
         page = browser.new_context(**context).new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(1000 * PATIENCE)
         said: list[str] = []
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
