@@ -65,8 +65,11 @@ def test_off_is_k_0(client: TestClient, language_model: LanguageModel) -> None:
 
 
 def test_a_stop_string_is_never_shown(client: TestClient) -> None:
-    body = {"prompt": TEXT, "max_tokens": 40, "temperature": 1, "top_k": 0, "top_p": 1, "seed": 1}
-    text = client.post("/generate", json=body).json()["text"]
+    body = {"prompt": TEXT, "max_tokens": 40, "temperature": 1, "top_k": 0, "top_p": 1}
+    text = ""
+    while len(text) < 11:  # some seeds end early
+        body["seed"] = body.get("seed", 0) + 1
+        text = client.post("/generate", json=body).json()["text"]
     stop = text[8:11]
     answer = client.post("/generate", json=body | {"stop": [stop]}).json()
     assert answer["finish_reason"] == "stop"
