@@ -169,7 +169,7 @@ def fit_lexical(
         frequency += np.bincount(values, minlength=len(frequency))
     # Damped twice: with plain TF-IDF the rarest bigrams decide, chunks that share only common words fall apart into a
     # cloud without clusters, and both the index's recall and what the neighbors tell of the next chunk are worse
-    # (benchmarks/embedders.py measures it).
+    # (benchmarks/quality/embedders.py measures it).
     weights = np.sqrt(np.log((1 + len(tokens)) / (1 + frequency))).astype(np.float32)
     weights[: len(is_special)][is_special] = 0
     weights[len(is_special) :] *= _BIGRAM_WEIGHT
@@ -281,7 +281,7 @@ def model_path(path: str) -> str:
 
 def model_fingerprint(path: str) -> str:
     """A fingerprint of a local model's weights, so that other weights at the same path are noticed; a hub name is its own."""
-    from indexing.store.artefact import fingerprint
+    from indexing.store.artifact import fingerprint
 
     folder = Path(model_path(path))
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
-from pipelines.progress import echo, setup_logging
-from pipelines.settings import load
-from retro.stop import Stopped
+from pipelines.config_files import load
+from pipelines.terminal import echo, setup_logging
+from retro.training.signals import Stopped
 
 log = logging.getLogger("retro")
 
@@ -65,29 +65,31 @@ class Verb:
 
 
 VERBS = {
-    "demo": Verb("demo", "demo", "DemoOptions"),
-    "plan": Verb("datastore_verbs", "plan", "PlanOptions", ("[CONFIG]",)),
-    "plan train": Verb("plan_train", "plan_train", "PlanTrainOptions", ("[CONFIG]",)),
-    "index": Verb("datastore_verbs", "index", "IndexOptions", ("CONFIG",)),
-    "train": Verb("model_verbs", "train", "Config", ("CONFIG",)),
-    "finetune": Verb("model_verbs", "finetune", "Config", ("CONFIG",)),
-    "eval": Verb("evaluation_verbs", "evaluate", "EvalOptions", ("CHECKPOINT",)),
-    "eval-qa": Verb("evaluation_verbs", "evaluate_qa", "EvalQaOptions", ("CHECKPOINT", "QUESTIONS")),
-    "eval-retrieval": Verb("question_verbs", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS")),
-    "lm-eval": Verb("evaluation_verbs", "lm_eval", "LmEvalOptions", ("CHECKPOINT",)),
-    "report": Verb("model_verbs", "report", "ReportOptions", ("RUN…",)),
-    "generate": Verb("model_verbs", "generate", "GenerateOptions", ("CHECKPOINT",)),
-    "search": Verb("datastore_verbs", "search", "SearchOptions", ("DATASTORE", "TEXT")),
-    "serve": Verb("serve_verb", "serve", "ServeOptions", ("DATASTORE",)),
-    "delete": Verb("datastore_verbs", "delete", "DeleteOptions", ("DATASTORE",)),
-    "inspect": Verb("model_verbs", "inspect", "InspectOptions", ("DATASTORE|CHECKPOINT",)),
-    "verify": Verb("model_verbs", "verify", "VerifyOptions", ("DATASTORE|CHECKPOINT",)),
-    "export": Verb("model_verbs", "export", "ExportOptions", ("CHECKPOINT",)),
-    "import": Verb("huggingface_verbs", "import_", "ImportOptions", ("FOLDER",)),
+    "demo": Verb("commands.demo", "demo", "DemoOptions"),
+    "plan": Verb("commands.datastore", "plan", "PlanOptions", ("[CONFIG]",)),
+    "plan train": Verb("planning.training", "plan_train", "PlanTrainOptions", ("[CONFIG]",)),
+    "index": Verb("commands.datastore", "index", "IndexOptions", ("CONFIG",)),
+    "train": Verb("commands.model", "train", "Config", ("CONFIG",)),
+    "finetune": Verb("commands.model", "finetune", "Config", ("CONFIG",)),
+    "eval": Verb("commands.evaluation", "evaluate", "EvalOptions", ("CHECKPOINT",)),
+    "eval-qa": Verb("commands.evaluation", "evaluate_qa", "EvalQaOptions", ("CHECKPOINT", "QUESTIONS")),
+    "eval-retrieval": Verb(
+        "commands.retrieval_evaluation", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS")
+    ),
+    "lm-eval": Verb("commands.evaluation", "lm_eval", "LmEvalOptions", ("CHECKPOINT",)),
+    "report": Verb("commands.model", "report", "ReportOptions", ("RUN…",)),
+    "generate": Verb("commands.model", "generate", "GenerateOptions", ("CHECKPOINT",)),
+    "search": Verb("commands.datastore", "search", "SearchOptions", ("DATASTORE", "TEXT")),
+    "serve": Verb("commands.serve", "serve", "ServeOptions", ("DATASTORE",)),
+    "delete": Verb("commands.datastore", "delete", "DeleteOptions", ("DATASTORE",)),
+    "inspect": Verb("commands.model", "inspect", "InspectOptions", ("DATASTORE|CHECKPOINT",)),
+    "verify": Verb("commands.model", "verify", "VerifyOptions", ("DATASTORE|CHECKPOINT",)),
+    "export": Verb("commands.model", "export", "ExportOptions", ("CHECKPOINT",)),
+    "import": Verb("commands.huggingface", "import_", "ImportOptions", ("FOLDER",)),
     "extend-vocabulary": Verb(
         "vocabulary_verb", "extend_vocabulary", "ExtendVocabularyOptions", ("CHECKPOINT|TOKENIZER",)
     ),
-    "doctor": Verb("doctor", "doctor", "DoctorOptions"),
+    "doctor": Verb("commands.doctor", "doctor", "DoctorOptions"),
 }
 
 

@@ -3,23 +3,23 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from indexing.chunks import ChunkSettings
-from indexing.dedup import DedupSettings
+from indexing.corpus.chunks import ChunkSettings
+from indexing.corpus.readers import CorpusSettings
+from indexing.dedup.near_duplicates import DedupSettings
 from indexing.embedders import EmbedderSettings
-from indexing.index import IndexSettings
-from indexing.neighbors import NeighborSettings
-from indexing.readers import CorpusSettings
+from indexing.index.build import IndexSettings
+from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
-from indexing.tokenizer import TokenizerSettings
+from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.executors import ExecutorSettings
-from retro.batches import DataSettings
-from retro.evaluation_settings import EvaluationSettings
+from retro.data.batches import DataSettings
+from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.settings import FinetuneSettings
-from retro.model_settings import ModelSettings
-from retro.parallel_settings import ParallelSettings
-from retro.train_settings import TrainSettings
-from retro.tuning_settings import TuningSettings
+from retro.model.settings import ModelSettings
+from retro.parallel.settings import ParallelSettings
+from retro.training.settings import TrainSettings
+from retro.tuning.settings import TuningSettings
 
 
 @dataclass(frozen=True)

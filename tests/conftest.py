@@ -22,19 +22,19 @@ import numpy as np
 import pytest
 import torch
 
+from indexing.corpus.readers import CorpusSettings
 from indexing.embedders import EmbedderSettings
-from indexing.index import IndexSettings
-from indexing.neighbors import NeighborSettings
-from indexing.readers import CorpusSettings
+from indexing.index.build import IndexSettings
+from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
-from indexing.tokenizer import TokenizerSettings
+from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings, make_executor
-from pipelines.stages import build
-from retro.batches import DataSettings
-from retro.model import Retro
-from retro.model_settings import ModelSettings
-from retro.train_settings import TrainSettings
+from pipelines.stages.table import build
+from retro.data.batches import DataSettings
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.training.settings import TrainSettings
 
 PATIENCE = 600
 """Seconds that a test waits for a process or a thread. Only what hangs takes so long: a busy machine is no failure."""
@@ -235,7 +235,7 @@ def forkserver() -> ForkServerContext:
     There is one such process for all tests, and it imports what it was first told to: hence one list.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.conftest", "retro.trainer", "torch._dynamo"])
+    context.set_forkserver_preload(["tests.conftest", "retro.training.trainer", "torch._dynamo"])
     return context
 
 
@@ -280,7 +280,7 @@ def tiny_model(tiny_datastore: Datastore) -> Retro:
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
     """A run of eight steps on `tiny_datastore`, with its checkpoints. Read only."""
-    from retro.trainer import train
+    from retro.training.trainer import train
 
     config = replace(tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus), datastore=tiny_datastore.folder)
     train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)

@@ -9,7 +9,7 @@ import pytest
 
 from indexing.store.datastore import open_array
 from indexing.store.errors import InputError
-from indexing.store.reading import RangedArray
+from indexing.store.ranged_reads import RangedArray
 from tests.test_layers import FILES, ROOT
 
 FORBIDDEN = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}

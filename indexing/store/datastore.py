@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from indexing.store import remote
-from indexing.store.deleted import deleted_ranges, without_deleted
+from indexing.store.deletions import deleted_ranges, without_deleted
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
 from indexing.store.files import DAMAGED_ARRAY, read_checked, write_checked
-from indexing.store.reading import RangedArray, Reading, check_rows
+from indexing.store.ranged_reads import RangedArray, Reading, check_rows
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
@@ -127,7 +127,7 @@ class Split:
         document_rows: documents in each shard.
         chunk_length: m, tokens in a chunk.
         pad_id: the token that fills the last chunk of a document.
-        reading: how its arrays are read; see `indexing/store/reading.py`.
+        reading: how its arrays are read; see `indexing/store/ranged_reads.py`.
     """
 
     folder: Path
@@ -386,7 +386,7 @@ class Datastore:
     def fingerprint(self) -> str:
         """One fingerprint over every finished stage but `materialise`, which only repeats what the others hold, and what
         has been deleted."""
-        from indexing.store.artefact import fingerprint
+        from indexing.store.artifact import fingerprint
 
         stages = {
             name: value for name, value in self.manifest["fingerprints"].items() if name not in ("materialise", "merge")

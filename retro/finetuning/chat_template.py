@@ -24,10 +24,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from indexing.store.errors import InputError
-from indexing.tokenizer import Tokenizer
-from indexing.tokenizer_models import read_object
+from indexing.tokenization.backends import read_object
+from indexing.tokenization.tokenizer import Tokenizer
 from retro.finetuning.conversations import Conversation, Message
-from retro.qa import Language, language_of
+from retro.question_answering.answer_metrics import Language, language_of
 
 _PLAIN = """\
 {% for message in messages %}

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from indexing.corpus.json_lines import read_json_lines
 from indexing.store.errors import InputError
-from retro.json_lines import read_json_lines
 
 ROLES = ("system", "user", "assistant")
 

@@ -20,20 +20,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from indexing.retriever import Retriever
-from indexing.store.artefact import Recipe, create, fingerprint, is_finished
+from indexing.retrieval.retriever import Retriever
+from indexing.store.artifact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, save_array, write_json
-from indexing.store.retrieval import tokenizer_identity
-from indexing.tokenizer import Tokenizer
-from retro.batches import IGNORED_LABEL
+from indexing.store.retrieval_set import tokenizer_identity
+from indexing.tokenization.tokenizer import Tokenizer
+from retro.data.batches import IGNORED_LABEL
 from retro.finetuning.chat_template import ChatTemplate, Written, read_template
 from retro.finetuning.conversations import Conversation, read_conversations
 from retro.finetuning.settings import FinetuneSettings
-from retro.qa import Language, language_of
-from retro.questions import Question, read_numbered_questions
-from retro.reading_comprehension import Format, Passage, find_passages
+from retro.question_answering.answer_metrics import Language, language_of
+from retro.question_answering.neighbor_prompts import Format, Passage, find_passages
+from retro.question_answering.question_sets import Question, read_numbered_questions
 
 log = logging.getLogger("retro")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from indexing.hits import Rerank
+from indexing.retrieval.results import Rerank
 from indexing.store.errors import InputError
 
 ExampleFormat = Literal["instructions", "questions"]

@@ -22,17 +22,17 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from indexing.store.files import sync_folder, write_bytes, write_json
-from indexing.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
-from indexing.tokenizer_models import read_object
-from retro.checkpoint import FORMAT_VERSION, Checkpoint
-from retro.exported import exported
+from indexing.tokenization.backends import read_object
+from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from retro.checkpoints.checkpoint import FORMAT_VERSION, Checkpoint
+from retro.checkpoints.single_file import exported
+from retro.checkpoints.tensor_files import index, read_tensors
+from retro.huggingface.copied_code import MODEL, remote_files
 from retro.huggingface.families import config_of
-from retro.huggingface.folder import open_weights
+from retro.huggingface.import_folder import open_weights
 from retro.huggingface.model_card import model_card
-from retro.huggingface.names import NAMES
-from retro.huggingface.remote_files import MODEL, remote_files
+from retro.huggingface.tensor_names import NAMES
 from retro.huggingface.tokenizer_files import copy_tokenizer, write_tokenizer
-from retro.tensor_files import index, read_tensors
 
 _PREFIX = "model."
 _CLASSES = {

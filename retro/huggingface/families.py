@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from indexing.store.errors import InputError
-from retro.huggingface.config import Config
-from retro.model_settings import Activation, ModelSettings
+from retro.huggingface.config_json import Config
+from retro.model.settings import Activation, ModelSettings
 
 _GELUS: dict[str, Activation] = {
     "gelu_new": "gelu-tanh",

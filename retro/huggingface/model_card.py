@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from retro.checkpoint import Checkpoint
-from retro.model import Retro
-from retro.model_settings import ModelSettings
-from retro.presets import count_parameters
-from retro.run import read_metrics
+from retro.checkpoints.checkpoint import Checkpoint
+from retro.model.presets import count_parameters
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.training.run_folder import read_metrics
 
 _HEADER = """---
 library_name: transformers

@@ -16,8 +16,8 @@ from typing import Any
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from indexing.store.remote import present
-from indexing.tokenizer import HUGGINGFACE_MODEL, MODEL, Tokenizer
-from indexing.tokenizer_models import SentencePiece
+from indexing.tokenization.backends import SentencePiece
+from indexing.tokenization.tokenizer import HUGGINGFACE_MODEL, MODEL, Tokenizer
 
 CONFIG = "tokenizer_config.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"

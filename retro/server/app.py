@@ -20,8 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
-from indexing.retriever import Retriever
-from retro.language_model import LanguageModel
+from indexing.retrieval.retriever import Retriever
+from retro.inference.language_model import LanguageModel
 from retro.server import docs_page, model_api, openai_api, schemas, search_api
 from retro.server.errors import ApiError, declared, raise_errors
 from retro.server.json_route import Direct

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from indexing.tokenizer import Tokenizer
-from retro.generation import Piece
-from retro.language_model import Scores
+from indexing.tokenization.tokenizer import Tokenizer
+from retro.inference.generation import Piece
+from retro.inference.language_model import Scores
 from retro.server.openai_schemas import CompletionChoice, Logprobs
 from retro.server.spans import token_ends
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from indexing.store.artefact import read_manifest
+from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json
 from indexing.store.remote import present, url_of
-from retro.presets import count_parameters
+from retro.model.presets import count_parameters
 from retro.server.service import Service
 
 

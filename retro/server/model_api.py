@@ -12,8 +12,8 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 
-from retro.generation import Piece
-from retro.generation_settings import GenerationSettings
+from retro.inference.generation import Piece
+from retro.inference.settings import GenerationSettings
 from retro.server import schemas
 from retro.server.errors import as_api_error, declared, error_json
 from retro.server.json_route import JsonRoute, as_json

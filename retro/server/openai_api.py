@@ -16,8 +16,8 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from retro.generation_settings import GenerationSettings
-from retro.language_model import Scores
+from retro.inference.language_model import Scores
+from retro.inference.settings import GenerationSettings
 from retro.server import openai_schemas as schemas
 from retro.server.completions import Parts, joined, special_names
 from retro.server.errors import ApiError, Refused, declared

@@ -62,7 +62,7 @@ class SearchRequest(Request):
 
 
 class Hit(BaseModel):
-    """A retrieved chunk, as `indexing.retriever.Hit`; `overlaps` only where spans were asked for."""
+    """A retrieved chunk, as `indexing.retrieval.retriever.Hit`; `overlaps` only where spans were asked for."""
 
     chunk_id: int
     score: float = Field(description="What hits are ordered by, larger is nearer; its scale is that of `rerank`.")

@@ -16,9 +16,9 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from indexing.hits import Hit, StoredChunk
 from indexing.overlap import overlap
-from indexing.retriever import Retriever
+from indexing.retrieval.results import Hit, StoredChunk
+from indexing.retrieval.retriever import Retriever
 from retro.server import schemas
 from retro.server.datastore_facts import datastore_facts
 from retro.server.errors import Refused, declared

@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from fastapi import Depends, Request
 
-from indexing.hits import Hit
-from indexing.retriever import CANDIDATES, Rerank, Retriever
-from retro.generation import Piece
-from retro.generation_settings import GenerationSettings
-from retro.language_model import LanguageModel, Scores
+from indexing.retrieval.results import Hit
+from indexing.retrieval.retriever import CANDIDATES, Rerank, Retriever
+from retro.inference.generation import Piece
+from retro.inference.language_model import LanguageModel, Scores
+from retro.inference.settings import GenerationSettings
 from retro.server.batching import Batcher, Wanted
 from retro.server.errors import ApiError, Refused
-from retro.server.generating import Generations
+from retro.server.generation_queue import Generations
 from retro.server.limits import Admission
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings

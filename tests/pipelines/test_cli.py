@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from indexing.store.datastore import Datastore
-from indexing.tokenizer import Tokenizer
+from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli import VERBS, main
-from pipelines.index_report import summary_table
-from pipelines.settings import to_toml
+from pipelines.config_files import to_toml
+from pipelines.reports.datastore import summary_table
 from tests.conftest import tiny_config
 
 

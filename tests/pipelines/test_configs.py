@@ -7,9 +7,9 @@ import pytest
 
 from pipelines.cli import VERBS
 from pipelines.config import Config
-from pipelines.settings import load
-from retro.model_settings import ModelSettings
-from retro.presets import resolve
+from pipelines.config_files import load
+from retro.model.presets import resolve
+from retro.model.settings import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 

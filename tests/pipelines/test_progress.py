@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pipelines import progress as module
-from pipelines.progress import StagesView, Step, human_bytes, human_count, human_seconds, progress, summary_rows
+from pipelines import terminal as module
+from pipelines.terminal import StagesView, Step, human_bytes, human_count, human_seconds, progress, summary_rows
 from tests.conftest import wait_until
 
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines import model_verbs
 from pipelines.cli import main
-from pipelines.progress import one_line, print_rows, printable
-from retro.language_model import LanguageModel
+from pipelines.commands import model as model_verbs
+from pipelines.terminal import one_line, print_rows, printable
+from retro.inference.language_model import LanguageModel
 from tests.conftest import build_local, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]

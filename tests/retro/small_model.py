@@ -9,15 +9,15 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from retro.batches import IGNORED_LABEL
+from retro.data.batches import IGNORED_LABEL
 from retro.device import Tensors, place
-from retro.model import Retro
-from retro.model_settings import ModelSettings
-from retro.parallel import Processes
-from retro.parallel_settings import ALONE
-from retro.passes import WholeModel
-from retro.step import StepResult, make_step
-from retro.train_settings import TrainSettings
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.parallel.distribute import Processes
+from retro.parallel.forward_backward import WholeModel
+from retro.parallel.settings import ALONE
+from retro.training.settings import TrainSettings
+from retro.training.step import StepResult, make_step
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
 T = U * M

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from retro.model_settings import ModelSettings
+from retro.model.settings import ModelSettings
 
 
 class RetroConfig(PretrainedConfig):

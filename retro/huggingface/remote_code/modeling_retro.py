@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from retro.decoding import Decoder
 from retro.device import Placement
-from retro.experts import routing_loss
 from retro.huggingface.remote_code.configuration_retro import RetroConfig
 from retro.huggingface.remote_code.retrieval_retro import Retrieve, open_retrieval
-from retro.model import Retro
+from retro.inference.decoder import Decoder
+from retro.model.mixture_of_experts import routing_loss
+from retro.model.retro import Retro
 
 
 class RetroCache:

@@ -41,7 +41,7 @@ def open_retrieval(source: str, k: int, *, chunk_length: int, num_ids: int) -> R
         _check_fits(source, server.facts, chunk_length, num_ids)
         return server
     try:
-        from indexing.retriever import Retriever
+        from indexing.retrieval.retriever import Retriever
     except ImportError as error:
         raise ImportError(
             f"{source} is taken for a datastore, which only the installed package `retro` can search ({error}). Install it, or "

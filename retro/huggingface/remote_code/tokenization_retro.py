@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizer
 
-from indexing.tokenizer_models import SentencePiece
+from indexing.tokenization.backends import SentencePiece
 
 _FILE = "tokenizer.model"
 

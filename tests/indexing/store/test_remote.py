@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from indexing.store import remote
-from indexing.store.artefact import MANIFEST, Recipe, create, is_finished, read_manifest, remove
+from indexing.store.artifact import MANIFEST, Recipe, create, is_finished, read_manifest, remove
 from indexing.store.datastore import Datastore, ShardedArray, write_datastore_manifest
 from indexing.store.errors import InputError
 

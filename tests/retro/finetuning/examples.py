@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.config import Config
-from retro.finetuning.finetune import finetune
-from retro.trainer import Outcome
+from retro.finetuning.trainer import finetune
+from retro.training.trainer import Outcome
 
 INSTRUCTIONS = [
     {"instruction": f"name the index number {number}", "output": f"it is the index {'abcdefghijklmnop'[number]} " * (1 + number % 4)}

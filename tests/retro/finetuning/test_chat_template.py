@@ -8,7 +8,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
 from retro.finetuning.chat_template import ChatTemplate, Written, read_template
 from retro.finetuning.conversations import Conversation, Message
 

@@ -12,24 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from indexing.retriever import Retriever
+from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
 from pipelines.cli import main
-from retro.checkpoint import load_model, model_settings, open_checkpoint
+from retro.checkpoints.checkpoint import load_model, model_settings, open_checkpoint
+from retro.checkpoints.single_file import exported, write_exported
+from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import place
-from retro.exported import exported, write_exported
-from retro.generation_settings import GenerationSettings
+from retro.huggingface.copied_code import MODEL, remote_files
 from retro.huggingface.export import as_family, export_folder
-from retro.huggingface.remote_files import MODEL, remote_files
-from retro.language_model import LanguageModel
-from retro.loss import token_losses
-from retro.model import Retro
-from retro.run import read_metrics
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
+from retro.model.loss import token_losses
+from retro.model.retro import Retro
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
-from retro.tensor_files import index, read_tensors
+from retro.training.run_folder import read_metrics
 from tests.retro.huggingface.small_bases import make, save
 from tests.retro.server.conftest import listening
 
@@ -248,8 +248,8 @@ def test_it_trains_and_is_saved_and_imported_again(auto: Any, folder: Path, chec
 
 
 def test_in_bfloat16_it_generates_what_ours_does(auto: Any, folder: Path, checkpoint: Path) -> None:
-    from retro.decoding import Decoder
-    from retro.generation import generate
+    from retro.inference.decoder import Decoder
+    from retro.inference.generation import generate
 
     placement = place("cpu", "bfloat16")
     ours = load_model(open_checkpoint(checkpoint), placement.device)
@@ -436,10 +436,10 @@ def test_what_was_imported_is_exported_as_what_it_was(name: str, byte_level: Pat
 def test_a_plain_decoder_of_ours_is_of_a_family_if_it_can_be(checkpoint: Path) -> None:
     from dataclasses import replace
 
-    from retro.model import Retro
+    from retro.model.retro import Retro
 
     retro = open_checkpoint(checkpoint)
-    plain = replace(retro.model, cca_layers=(), activation="swiglu", num_kv_heads=1)
+    plain = replace(retro.model.retro, cca_layers=(), activation="swiglu", num_kv_heads=1)
     torch.manual_seed(0)
     ours = Retro(plain).eval()
     opened, tensors = replace(retro, model=plain), dict(ours.state_dict())

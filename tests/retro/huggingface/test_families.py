@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from indexing.store.errors import InputError
-from retro.decoding import Decoder
+from retro.checkpoints.tensor_files import save_tensors
 from retro.device import place
-from retro.huggingface.config import Config
+from retro.huggingface.config_json import Config
 from retro.huggingface.families import config_of, settings_of
-from retro.huggingface.folder import read_base
-from retro.huggingface.names import NAMES
-from retro.model import Retro
-from retro.model_settings import ModelSettings
-from retro.tensor_files import save_tensors
+from retro.huggingface.import_folder import read_base
+from retro.huggingface.tensor_names import NAMES
+from retro.inference.decoder import Decoder
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
 from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, their_logits
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 

@@ -11,9 +11,9 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from indexing.retriever import Retriever
+from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
-from retro.language_model import LanguageModel
+from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app
 from retro.server.protocol import uvicorn_config
 from retro.server.settings import ServeSettings

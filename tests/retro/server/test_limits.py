@@ -15,8 +15,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from retro.generation import Piece
-from retro.language_model import LanguageModel
+from retro.inference.generation import Piece
+from retro.inference.language_model import LanguageModel
 from retro.server.errors import ApiError
 from retro.server.limits import Admission, Limits
 from retro.server.metrics import Metrics

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from retro import scoring
-from retro.decoding import Decoder
-from retro.generation_settings import GenerationSettings
-from retro.language_model import LanguageModel
+from retro.inference import scoring
+from retro.inference.decoder import Decoder
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
 from retro.server import search_api
 from tests.retro.server.conftest import TEXT, Make
 

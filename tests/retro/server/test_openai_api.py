@@ -10,8 +10,8 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from indexing.retriever import Retriever
-from retro.language_model import LanguageModel
+from indexing.retrieval.retriever import Retriever
+from retro.inference.language_model import LanguageModel
 from tests.conftest import PATIENCE
 from tests.retro.server.conftest import TEXT, Make, listening
 

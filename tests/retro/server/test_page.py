@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from indexing.retriever import Retriever
-from retro.language_model import LanguageModel
+from indexing.retrieval.retriever import Retriever
+from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
 from tests.conftest import PATIENCE, build_local, tiny_config

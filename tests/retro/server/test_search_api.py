@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from indexing.retriever import Retriever
+from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import NotFound
-from indexing.tokenizer import Tokenizer
+from indexing.tokenization.tokenizer import Tokenizer
 from tests.retro.server.conftest import TEXT, Make
 
 TEXTS = [TEXT, "gradient of the loss", "检索模型训练"]

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexing.retriever import Retriever
+from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
-from indexing.tokenizer import Tokenizer
+from indexing.tokenization.tokenizer import Tokenizer
 from retro.server.spans import character_groups, characters, shared_runs, token_ends
 
 TEXTS = [

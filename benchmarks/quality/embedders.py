@@ -1,0 +1,100 @@
+"""Which weights should the lexical embedder give its n-grams? What neighbors tell of the next chunk, and what IVF finds.
+
+    python -m benchmarks.quality.embedders DATASTORE [--out results.json]
+
+For every variant: `gain`, the share of the next chunk's token bigrams that stand in the two nearest neighbors with their
+continuations (exact search; what RETRO can copy), and recall@10 of an IVF-PQ index at 1/8 of its lists after re-ranking.
+"""
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+
+import faiss
+import numpy as np
+
+from benchmarks.common import write
+from indexing.embedders import LexicalEmbedder
+from indexing.index.sharded import ShardedIndex
+from indexing.store.datastore import Datastore, ShardedArray, Split
+from indexing.tokenization.tokenizer import read_token_bytes
+from indexing.vectors.exact_search import exact_search, recall, rerank
+
+
+def gain(train: Split, valid: Split, queries: np.ndarray, ids: np.ndarray) -> float:
+    """Mean share of the bigrams of each query's next chunk that its neighbors hold."""
+    shares = []
+    following = valid.tokens.gather(queries + 1)
+    lengths = valid.lengths.gather(queries + 1)
+    for row, near in enumerate(ids):
+        target = following[row][: lengths[row]].tolist()
+        wanted = set(pairwise(target))
+        held: set[tuple[int, int]] = set()
+        for tokens, length in zip(*train.with_continuation(near), strict=True):
+            text = tokens[:length].tolist()
+            held |= set(pairwise(text))
+        if wanted:
+            shares.append(len(wanted & held) / len(wanted))
+    return float(np.mean(shares))
+
+
+def embeddings_of(embedder: LexicalEmbedder, split: Split, path: Path) -> ShardedArray:
+    """All chunks of a split, embedded into a file."""
+    blocks = range(0, split.num_chunks, 8192)
+    parts = [
+        embedder.embed(
+            split.tokens.read(b, min(b + 8192, split.num_chunks)),
+            split.lengths.read(b, min(b + 8192, split.num_chunks)),
+        )
+        for b in blocks
+    ]
+    np.save(path, np.concatenate(parts).astype(np.float16))
+    return ShardedArray([path], [split.num_chunks])
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("datastore", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-embedders.json"))
+    options = parser.parse_args()
+    datastore = Datastore.open(options.datastore)
+    train, valid = datastore.train, datastore.valid
+    is_special = read_token_bytes(datastore.folder / "tokenizer") == 0
+    vocabulary = len(is_special)
+    stored = np.load(datastore.folder / "embedder" / "weights.npy")
+    idf = stored.copy()
+    idf[vocabulary:] *= 2  # undo the stored bigram weight and the square root: plain idf
+    idf = idf**2
+    numbers = np.arange(valid.num_chunks - 1, dtype=np.int64)
+    _, _, stop = valid.documents_of(numbers)
+    queries = numbers[numbers + 1 < stop][:2000]
+    rows = []
+    for power, bigram in ((1, 1), (1, 0.5), (1, 0), (0.5, 1), (0.5, 0.5), (0.25, 0.5)):
+        weights = idf**power
+        weights[:vocabulary][is_special] = 0
+        weights[vocabulary:] *= bigram
+        embedder = LexicalEmbedder(weights.astype(np.float32), is_special, 256, 0)
+        array = embeddings_of(embedder, train, options.out.with_suffix(".vectors.npy"))
+        vectors = embedder.embed(valid.tokens.gather(queries), valid.lengths.gather(queries))
+        exact_distances, exact_ids = exact_search(vectors, array, 10)
+        index = faiss.index_factory(256, "IVF1024,PQ128x4fs")
+        every = array.read(0, len(array)).astype(np.float32)
+        index.train(every[:: max(1, len(every) // 65_536)])
+        index.add(every)
+        found, _ = rerank(vectors, ShardedIndex([index], 128).search(vectors, 64), array)
+        row = {
+            "idf_power": power,
+            "bigram_weight": bigram,
+            "gain": gain(train, valid, queries, exact_ids[:, :2]),
+            "recall_at_10": recall(found[:, :10], exact_distances),
+            "nearest_distance": float(exact_distances[:, 0].mean()),
+        }
+        rows.append(row)
+        print("  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
+    options.out.with_suffix(".vectors.npy").unlink()
+    write(options.out, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Tokens/s of generation: this project, with keys and values kept, beside `generate` of retro-pytorch 0.3.9.
+
+pip install --no-deps retro-pytorch==0.3.9
+python -m benchmarks.speed.generation DATASTORE [--tokens 512] [--rounds 3] [--batches 1 8] [--cases NAME ...]
+
+All models have the sizes of `benchmarks/speed/training.py` and random weights; all begin with one token and end at the same length.
+Ours searches every chunk in the live index of the datastore, but for the case OFF; theirs is given random chunks, which cost it
+nothing to find. Rounds alternate between the cases: machines are shared and drift, ratios of one run hold. Sampling is part of it.
+"""
+
+import argparse
+import contextlib
+import io
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import MOST_SECONDS, add_precision, placement, rounds, say, seconds, write
+from benchmarks.speed.training import SMALL, their_model
+from indexing.retrieval.retriever import Retriever
+from retro.device import Placement
+from retro.inference.decoder import Decoder, Retrieve
+from retro.inference.generation import generate
+from retro.inference.settings import GenerationSettings
+from retro.inference.text_stream import Decode
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+
+THEIRS = "retro-pytorch 0.3.9"
+K = 2
+Run = Callable[[int], object]
+"""Generates for a batch of so many rows."""
+
+
+def ours(settings: ModelSettings, placement: Placement, tokens: int, retrieve: Retrieve | None, decode: Decode) -> Run:
+    """Generation as `LanguageModel` runs it."""
+    model = Retro(settings).to(placement.device).eval()
+    placement.cast(model)
+
+    def run(batch: int) -> None:
+        decoder, drawn = Decoder(model, placement, tokens, retrieve), GenerationSettings(max_tokens=tokens - 1)
+        steps = generate(decoder, [np.ones(1, np.int64)] * batch, drawn, decode=decode, eos_id=-1)
+        assert sum(map(len, steps)) == batch * (tokens - 1)
+
+    return run
+
+
+def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
+    """`TrainingWrapper.generate`, the method itself, without the wrapper that wants a corpus and an index."""
+    import retro_pytorch.training
+
+    retro_pytorch.training.EOS_ID = -1  # all cases generate the same number of tokens
+    s, generator = settings, torch.Generator().manual_seed(0)
+
+    class Wrapper(torch.nn.Module):
+        generate = retro_pytorch.training.TrainingWrapper.generate
+        chunk_size, max_seq_len = s.chunk_length, tokens - 1
+
+        def fetch_knn_chunks_fn(self, chunks: torch.Tensor) -> torch.Tensor:
+            found = torch.randint(1, s.vocab_size, (len(chunks), K, 2 * s.chunk_length), generator=generator)
+            return found.to(chunks.device)
+
+    wrapper = Wrapper()
+    wrapper.retro = their_model(s, tokens).to(placement.device)
+
+    def run(batch: int) -> None:
+        with placement.autocast(), contextlib.redirect_stdout(io.StringIO()):  # it tells of each retrieval
+            out = wrapper.generate(torch.ones(batch, 1, dtype=torch.long))
+        assert out.shape == (batch, tokens)
+
+    return run
+
+
+def cases(datastore: Path, tokens: int, precision: str) -> dict[str, Run]:
+    """What is measured, by name; theirs, with which the others are compared, is left out where it is not installed."""
+    placed, retriever = placement(precision), Retriever.open(datastore)
+    settings = replace(SMALL, vocab_size=retriever.tokenizer.vocab_size)
+
+    def retrieve(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return retriever.neighbors(chunks, K)
+
+    found: dict[str, Run] = {}
+    try:
+        found[THEIRS] = theirs(settings, placed, tokens)
+    except ImportError as error:
+        say(f"{THEIRS}: left out: {error}")
+    decode = retriever.tokenizer.decode
+    found["retro"] = ours(settings, placed, tokens, retrieve, decode)
+    found["retro, retrieval OFF"] = ours(settings, placed, tokens, None, decode)
+    if placed.dtype != torch.float32:
+        found["retro, float32"] = ours(settings, replace(placed, dtype=torch.float32), tokens, retrieve, decode)
+    return found
+
+
+def compare(chosen: dict[str, Run], batch: int, tokens: int, count: int, most_seconds: float) -> list[dict[str, Any]]:
+    """Rounds over all cases in turn; a row for each, its ratio to the first case."""
+    times: dict[str, list[float]] = {name: [] for name in chosen}
+    for _ in rounds(count, most_seconds):
+        for name, run in chosen.items():
+            times[name].append(seconds(lambda run=run: run(batch)))  # type: ignore[misc]
+    first = next(iter(times.values()))
+    rows = []
+    for name, took in times.items():
+        ratios = [one / other for one, other in zip(first, took, strict=True)]
+        rate = batch * (tokens - 1) / statistics.median(took)
+        rows.append(
+            {
+                "case": name,
+                "batch": batch,
+                "tokens_per_second": rate,
+                "ratio": statistics.median(ratios),
+                "ratios": ratios,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("datastore", type=Path)
+    parser.add_argument("--tokens", type=int, default=512, help="length of every row at the end")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
+    add_precision(parser)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-generation.json"))
+    options = parser.parse_args()
+    chosen = {
+        name: run
+        for name, run in cases(options.datastore, options.tokens, options.precision).items()
+        if not options.cases or any(part in name for part in options.cases)
+    }
+    for name, run in chosen.items():
+        say(f"{name}: {seconds(lambda run=run: run(1)):.1f} s to warm up", file=sys.stderr)
+    most_seconds, rows = MOST_SECONDS / len(options.batches), []
+    for batch in options.batches:
+        say(f"{batch} rows at once", file=sys.stderr)
+        rows += compare(chosen, batch, options.tokens, options.rounds, most_seconds)
+    print(f"{'':26}{'batch':>6}{'tokens/s':>11}{'ratio':>9}")
+    for row in rows:
+        print(f"{row['case']:26}{row['batch']:6}{row['tokens_per_second']:11,.0f}{row['ratio']:8.2f}×")
+    precision = str(placement(options.precision).dtype)
+    write(options.out, {"tokens": options.tokens, "k": K, "precision": precision, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

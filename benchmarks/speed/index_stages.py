@@ -1,0 +1,354 @@
+"""What the stages of the pipeline cost beyond the bare libraries, and how that grows: one run, alternating.
+
+    python -m benchmarks.speed.index_stages stages CONFIG [--rounds 3] [--queries 65536]    # a finished datastore's TOML file
+    python -m benchmarks.speed.index_stages growth [--sizes 25000 100000 400000] # vectors drawn at random
+
+`stages`: chunk against the bare tokenizer over the same texts; embed against the bare forward pass of the same model (a
+lexical embedder has no such thing); add against bare `faiss` adding the same vectors; neighbors, own document out and
+re-ranked, against bare `index.search`, all with the smallest nprobe of 1, 2, 3, 4, 6, 8, 12 … whose recall@2 is 0.95 and more;
+bare is whichever of an exhaustive and an inverted-file index of float16 is faster.
+
+`growth`: seconds for a chunk in adding and in the ways of searching, and the exponent of the whole stage's time in the number
+of chunks; searched is a sample of the chunks, and each size is a process of its own, whose memory is told.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import median_seconds, say, seconds, write
+from indexing.corpus.chunks import chunk_shard
+from indexing.corpus.scan import read_piece
+from indexing.device import keep_freed_memory
+from indexing.embedders import TransformerEmbedder, open_embedder
+from indexing.index import build as building
+from indexing.index.faiss_files import ivf_of, read_index
+from indexing.index.sharded import ShardedIndex
+from indexing.neighbors.list_search import ListIndex, read_lists
+from indexing.neighbors.search import NeighborSettings, neighbors_of
+from indexing.store.datastore import Datastore, ShardedArray, Split, shard_name
+from indexing.store.files import NpyWriter
+from indexing.tokenization.tokenizer import Tokenizer
+from indexing.vectors.exact_search import exact_search, recall
+from indexing.vectors.product_search import ProductIndex
+from pipelines.config import Config
+from pipelines.config_files import load
+from pipelines.stages.corpus import read_plan
+
+_RECALL = 0.95
+_CHECKED = 1000  # queries whose recall is measured
+_ASKED = {"index": 4096, "lists": 65_536, "exact": 4096}  # queries for growth: lists are searched for many at once
+_NPROBES = sorted({1} | {each * 2**power for power in range(16) for each in (2, 3)})
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def stages(config: Config, rounds: int, num_queries: int) -> dict[str, Any]:
+    """The table of all stages."""
+    datastore = Datastore.open(config.datastore)
+    rows = [*text_stages(config, datastore, rounds), add_stage(datastore, rounds)]
+    rows += neighbor_stage(config, datastore, rounds, num_queries)
+    print(f"{datastore.train.num_chunks:,} chunks, {torch.get_num_threads()} threads")
+    for row in rows:
+        bare = f"{row['of_bare']:.2f} × the bare library's rate ({row['bare']})" if row["of_bare"] else ""
+        print(f"{row['stage']:18} {row['rate']:>12,.0f} {row['unit']:10} {bare}")
+    return {"chunks": datastore.train.num_chunks, "rows": rows}
+
+
+def text_stages(config: Config, datastore: Datastore, rounds: int) -> list[dict[str, Any]]:
+    """Chunking and embedding."""
+    tokenizer, train = Tokenizer.open(datastore.folder / "tokenizer"), datastore.train
+    pieces = read_plan(datastore.folder)[0]
+    documents = [each for piece in pieces for each in read_piece(piece, config.corpus, on_problem=lambda _: None)]
+    texts = [document.text for document in documents]
+    embedder = open_embedder(datastore.folder / "embedder", tokenizer.decode, config.embedder)
+    rows = min(512 if isinstance(embedder, TransformerEmbedder) else 32_768, train.num_chunks)
+    tokens, lengths = np.asarray(train.tokens.read(0, rows)), np.asarray(train.lengths.read(0, rows))
+
+    def chunk() -> None:
+        with tempfile.TemporaryDirectory() as work:
+            chunk_shard(
+                Path(work), pieces, config.corpus, config.chunks, datastore.folder / "tokenizer",
+                on_problem=lambda _: None, advance=lambda _: None,
+            )  # fmt: skip
+
+    work: dict[str, Callable[[], object]] = {
+        "tokenizer": lambda: tokenizer.encode_batch(texts),
+        "chunk": chunk,
+        "embed": lambda: embedder.embed(tokens, lengths),
+    }
+    if isinstance(embedder, TransformerEmbedder):
+        work["forward"] = bare_forward(embedder, tokens, lengths)
+    took = median_seconds(work, rounds)
+    text_bytes = sum(len(text.encode()) for text in texts)
+    return [
+        row("chunk", text_bytes / took["chunk"], "bytes/s", took["tokenizer"] / took["chunk"], "tokenizer"),
+        row("embed", rows / took["embed"], "chunks/s", took.get("forward", 0) / took["embed"], "transformer's forward"),
+    ]
+
+
+def row(stage: str, rate: float, unit: str, of_bare: float, bare: str) -> dict[str, Any]:
+    """A row of the table; `of_bare` 0 where there is nothing to compare with."""
+    return {"stage": stage, "rate": rate, "unit": unit, "of_bare": of_bare or None, "bare": bare}
+
+
+def bare_forward(embedder: TransformerEmbedder, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[], None]:
+    """The model alone, on the batches that the embedder makes, tokenised before."""
+    texts = [embedder.decode(line[:length]) for line, length in zip(tokens, lengths, strict=True)]
+    encoded = embedder.tokenizer(texts, truncation=True)
+    order = sorted(range(len(texts)), key=lambda number: len(encoded["input_ids"][number]))
+    batches = []
+    while order:
+        longest = len(encoded["input_ids"][order[-1]])
+        taken, order = (
+            order[-max(1, embedder.batch_tokens // longest) :],
+            order[: -max(1, embedder.batch_tokens // longest)],
+        )
+        batch = {key: [values[number] for number in taken] for key, values in encoded.items()}
+        batches.append(embedder.tokenizer.pad(batch, return_tensors="pt").to(embedder.device))
+
+    def forward() -> None:
+        with torch.inference_mode():
+            for batch in batches:
+                embedder.model(**batch)
+
+    return forward
+
+
+def add_stage(datastore: Datastore, rounds: int) -> dict[str, Any]:
+    """Adding the first shard, written to disk, against adding the same vectors in memory and writing them with Faiss."""
+    import faiss
+
+    trained = datastore.folder / "index" / "trained"
+    vectors = datastore.train.embeddings.shard(0)
+    floats, ids = np.asarray(vectors, dtype=np.float32), np.arange(len(vectors))
+
+    def bare() -> None:
+        index = faiss.read_index(str(trained / "trained.faiss"))
+        index.add_with_ids(floats, ids)
+        with tempfile.TemporaryDirectory() as work:
+            faiss.write_index(index, f"{work}/vectors.faiss")
+
+    def add() -> None:
+        with tempfile.TemporaryDirectory() as work:
+            building.add_shard(Path(work), trained, vectors, 0, advance=lambda _: None)
+
+    took = median_seconds({"bare": bare, "add": add}, rounds)
+    return row("add", len(vectors) / took["add"], "chunks/s", took["bare"] / took["add"], "faiss add")
+
+
+def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_queries: int) -> list[dict[str, Any]]:
+    """Both ways of searching, and the bare search that is the fastest of those with the recall."""
+    keep_freed_memory()  # as the stage does
+    train, settings = datastore.train, config.neighbors
+    first = max(0, (train.num_chunks - num_queries) // 2)
+    ids = np.arange(first, min(first + num_queries, train.num_chunks))
+    queries, own = train.embeddings.gather(ids).astype(np.float32), train.documents_of(ids)[1:]
+    sample = np.sort(np.random.default_rng(0).choice(train.num_chunks, min(_CHECKED, train.num_chunks), replace=False))
+    asked = train.embeddings.gather(sample).astype(np.float32), train.documents_of(sample)[1:]
+    exact = exact_search(asked[0], train.embeddings, 2, asked[1])[0]
+    searched: dict[str, Any] = {
+        "neighbors, index": ShardedIndex.open(datastore.folder / "index", range(len(train.chunk_rows))),
+        **list_index("neighbors, lists", datastore.folder / "index", train),
+        "neighbors, exact": ProductIndex(train.embeddings),
+    }
+    work: dict[str, Callable[[], object]] = {
+        name: lambda index=index: neighbors_of(queries, index, train, settings, excluded=own)
+        for name, index in searched.items()
+    }
+
+    def recall_at_2(index: Any) -> float:
+        return recall(neighbors_of(asked[0], index, train, settings, excluded=asked[1])[1][:, :2], exact)
+
+    found = {}
+    for name, searcher in searched.items():
+        for nprobe in _NPROBES:
+            searcher.set_nprobe(nprobe)
+            found[name] = recall_at_2(searcher)
+            if found[name] >= _RECALL or nprobe >= searcher.max_nprobe:
+                break
+        say(f"{name} with recall@2 of {found[name]:.3f}: nprobe {searcher.nprobe} of {searcher.max_nprobe}")
+    bare_ones = bare_indexes(train, asked, exact)
+    tried = {
+        name: min(seconds(lambda i=i: i.search(asked[0], settings.candidates)) for _ in range(3))
+        for name, i in bare_ones.items()
+    }
+    bare = min(tried, key=lambda name: tried[name])
+    say(
+        "bare searches with that recall, seconds for the same queries:", {name: round(tried[name], 3) for name in tried}
+    )
+    work[bare] = lambda: bare_ones[bare].search(queries, settings.candidates)
+    took = median_seconds(work, rounds)
+    return [
+        row(f"{name} ({found[name]:.3f})", len(ids) / took[name], "chunks/s", took[bare] / took[name], bare)
+        for name in searched
+    ]
+
+
+def list_index(name: str, folder: Path, train: Split) -> dict[str, ListIndex]:
+    """By name, the lists of an index over the stored embeddings, tuned for such a search or not. Empty for a flat index."""
+    trained = read_index(folder / "trained" / "trained.faiss")
+    if ivf_of(trained) is None:
+        return {}
+    lists = read_lists(folder, train.embeddings, range(len(train.chunk_rows)))
+    return {name: ListIndex(trained, 1, train.embeddings, lists)}
+
+
+def bare_indexes(train: Split, asked: tuple[np.ndarray, Any], exact: np.ndarray) -> dict[str, Any]:
+    """Faiss indexes that find 0.95 of the true two nearest by themselves: no re-ranking by anything but their codes."""
+    import faiss
+
+    vectors = train.embeddings.read(0, train.num_chunks).astype(np.float32)
+    flat = faiss.IndexFlatL2(vectors.shape[1])
+    flat.add(vectors)
+    found = {"IndexFlatL2": flat}
+    whole = read_index(train.folder / "index" / "trained" / "trained.faiss")
+    trained = ivf_of(whole)
+    if trained is None:
+        return found
+    inverted = faiss.IndexIVFScalarQuantizer(
+        trained.quantizer, vectors.shape[1], trained.nlist, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_L2, False
+    )
+    inverted.train(vectors[:1000])
+    inverted.add(vectors)
+    inverted.referenced_objects = [whole]
+    for nprobe in _NPROBES:
+        inverted.nprobe = min(nprobe, trained.nlist)
+        distances, ids = inverted.search(asked[0], 512)
+        own = (ids >= asked[1][0][:, None]) & (ids < asked[1][1][:, None])
+        nearest = np.sort(np.where(own, np.inf, distances), axis=1)[:, :2]
+        if recall(nearest, exact) >= _RECALL or nprobe >= trained.nlist:
+            break
+    return found | {f"IVF{trained.nlist},SQfp16 nprobe {inverted.nprobe}": inverted}
+
+
+# --- growth ----------------------------------------------------------------------------------------------------------
+
+
+def growth(sizes: list[int], dimension: int, shards: list[int]) -> dict[str, Any]:
+    """One process for each size and number of shards; the exponents over the sizes."""
+    rows = []
+    for size in sizes:
+        for count in shards:
+            say(f"{size:,} chunks in {count} shards …", file=sys.stderr)
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.speed.index_stages",
+                "one",
+                "--sizes",
+                str(size),
+                "--dimension",
+                str(dimension),
+            ]
+            out = subprocess.run([*command, "--shards", str(count)], check=True, stdout=subprocess.PIPE, text=True)
+            rows.append(json.loads(out.stdout.splitlines()[-1]))
+            say(rows[-1])
+    fitted = {}
+    for stage in ("add", "index", "lists", "exact"):
+        of_stage = [line for line in rows if line["shards"] == shards[0] and stage in line]
+        points = [(line["chunks"], line[stage] * line["chunks"]) for line in of_stage]
+        if len(points) > 1:
+            fitted[stage] = float(np.polyfit(*np.log(np.array(points).T), 1)[0])
+    print("exponents of the time for all chunks:", {stage: f"{value:.2f}" for stage, value in fitted.items()})
+    return {"rows": rows, "exponents": fitted}
+
+
+def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
+    """Seconds for a chunk in each part, at one size."""
+    with tempfile.TemporaryDirectory() as folder:
+        embeddings = draw(Path(folder), size, dimension, num_shards)
+        train = Split(Path(folder), "train", tuple(np.diff(embeddings.starts)), (1,) * num_shards, 64, 0)
+        settings = building.IndexSettings(recall_target=0.8, tune_queries=500)
+        key = building.choose_key(size, dimension, settings)
+        for name in ("trained", "tuned", *map(shard_name, range(num_shards))):
+            (Path(folder) / "index" / name).mkdir(parents=True)
+        sample = building.training_sample(train, key, replace(settings, points_per_list=40))
+        building.train(Path(folder) / "index" / "trained", key, sample, settings)
+        del sample
+
+        def add() -> None:
+            for shard in range(num_shards):
+                work, first = Path(folder) / "index" / shard_name(shard), int(embeddings.starts[shard])
+                building.add_shard(
+                    work, work.parent / "trained", embeddings.shard(shard), first, advance=lambda _: None
+                )
+
+        took = {"add": seconds(add) / size}
+        asked = np.sort(np.random.default_rng(1).choice(size, min(size, _ASKED["lists"]), replace=False))
+        searched: dict[str, Any] = {"index": ShardedIndex.open(Path(folder) / "index", range(num_shards))}
+        searched |= list_index("lists", Path(folder) / "index", train)
+        # Drawn vectors have no clusters, so nprobe is set, not tuned: what grows is asked, not how good it is.
+        for each in searched.values():
+            each.set_nprobe(64)
+        searched["exact"] = ProductIndex(embeddings)
+        for name, index in searched.items():
+            ids = asked[:: max(1, len(asked) // _ASKED[name])]
+            queries, own = embeddings.gather(ids).astype(np.float32), (ids, ids + 1)
+            call = lambda i=index, q=queries, o=own: neighbors_of(q, i, train, NeighborSettings(), excluded=o)  # noqa: E731
+            call()
+            took[name] = seconds(call) / len(ids)
+        status = Path("/proc/self/status").read_text()
+        anonymous = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "chunks": size,
+            "shards": num_shards,
+            "key": key,
+            **took,
+            "anonymous_mb": anonymous / 1e3,
+            "peak_mb": peak / 1e3,
+        }
+
+
+def draw(folder: Path, size: int, dimension: int, num_shards: int) -> ShardedArray:
+    """Unit vectors around as many centers as the root of their number, float16, in shards of equal size."""
+    rng = np.random.default_rng(0)
+    centers = rng.standard_normal((int(size**0.5), dimension), dtype=np.float32)
+    rows = [len(part) for part in np.array_split(np.empty(size, dtype=bool), num_shards)]
+    paths = [folder / "embeddings" / shard_name(shard) / "train.npy" for shard in range(num_shards)]
+    for path, count in zip(paths, rows, strict=True):
+        path.parent.mkdir(parents=True)
+        with NpyWriter(path, np.float16, (dimension,)) as file:
+            for start in range(0, count, 65_536):
+                block = min(65_536, count - start)
+                vectors = centers[rng.integers(0, len(centers), block)]
+                vectors = vectors + rng.standard_normal(vectors.shape, dtype=np.float32)
+                file.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+    return ShardedArray(paths, rows)
+
+
+def main() -> None:
+    """One of the parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["stages", "growth", "one"])
+    parser.add_argument("config", nargs="?", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--queries", type=int, default=65_536)
+    parser.add_argument("--sizes", nargs="*", type=int, default=[25_000, 100_000, 400_000])
+    parser.add_argument("--shards", nargs="*", type=int, default=[4])
+    parser.add_argument("--dimension", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-indexing.json"))
+    options = parser.parse_args()
+    if options.part == "one":
+        print(json.dumps(one(options.sizes[0], options.dimension, options.shards[0])))
+    elif options.part == "growth":
+        write(options.out, growth(options.sizes, options.dimension, options.shards))
+    else:
+        config = load(Config, options.config, [], verb="index")
+        write(options.out, stages(config, options.rounds, options.queries))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Memory as `retro plan train` predicts it, against what tensors really take; and its table of the paper's four sizes.
+
+    python -m benchmarks.speed.memory [--presets small base-cpu] [--sequences 4]      predicted against measured, in this process
+    python -m benchmarks.speed.memory --table                                         one sequence of 2,048 tokens on each of 8 devices of 80 GB
+
+Measured: bytes of parameters and of the optimizer's state after a step; and what the process has more resident after a forward pass than
+before it, with freed memory given back at once, against the predicted activations.
+"""
+
+import argparse
+import ctypes
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import add_precision, placement, say, write
+from pipelines.planning.training import PlanTrainOptions, plan_training
+from retro.data.batches import DataSettings
+from retro.estimates.activation_trace import Pass, trace
+from retro.estimates.training_memory import parameter_units, state_bytes
+from retro.model.loss import loss
+from retro.model.presets import PRESETS
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.parallel.settings import ParallelSettings
+from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
+
+SIZES = ("172m", "425m", "1.5b", "7.5b")
+
+
+def main() -> None:
+    """Print one of the two tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=["small", "base-cpu"])
+    parser.add_argument("--sequences", type=int, default=4, help="of 512 tokens with 2 neighbors for each chunk")
+    add_precision(parser)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-memory.json"))
+    options = parser.parse_args()
+    if options.table:
+        print_sizes()
+        return
+    give_freed_memory_back()
+    rows = []
+    for preset in options.presets:
+        say(f"{preset}, {options.sequences} sequences, {placement(options.precision, 'cpu').dtype}")
+        rows.append(row := measured(preset, options.sequences, options.precision))
+        for what, (predicted, found) in row["bytes"].items():
+            say(
+                f"  {what:12} predicted {predicted / 1e6:9.3f} MB   measured {found / 1e6:9.3f} MB   ratio {predicted / found:.3f}"
+            )
+    write(options.out, {"rows": rows})
+
+
+def measured(preset: str, num_sequences: int, precision: str) -> dict[str, Any]:
+    """Predicted and measured bytes of one model in a step."""
+    settings = replace(PRESETS[preset], vocab_size=8192)
+    placed = placement(precision, "cpu")
+    run = Pass(num_sequences, 512, 2, gpu=False, narrow=placed.dtype != torch.float32)
+    model = Retro(settings).train()
+    optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens = torch.zeros(num_sequences, 512, dtype=torch.int64)
+    documents = torch.zeros(num_sequences, 8, dtype=torch.int64)
+    neighbors = torch.zeros(num_sequences, 8, 2, 128, dtype=torch.int64)
+
+    def forward() -> torch.Tensor:
+        with placed.autocast():
+            return loss(model.hidden(tokens, documents, neighbors), model.output_weight, tokens)
+
+    forward().backward()  # what is made once is made
+    optimizer.step()
+    moments = sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
+    gradients = sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
+    before = resident()
+    value = forward()
+    activations = resident() - before
+    value.backward()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    predicted = state_bytes(parameter_units(settings, ParallelSettings()), ParallelSettings())
+    names = ("parameters", "gradients", "optimizer")
+    pairs = dict(zip(names, zip(predicted, (parameters, gradients, moments), strict=True), strict=True))
+    return {"preset": preset, "bytes": {**pairs, "activations": (trace(settings, run).kept("none"), activations)}}
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def give_freed_memory_back() -> None:
+    """Let glibc return every block of 64 KiB or more when it is freed (M_MMAP_THRESHOLD), so that resident is what is used."""
+    ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 16)
+
+
+def print_sizes() -> None:
+    """A table in Markdown: bytes of a device by mode, and sequences of which a device has room for."""
+    print("| | parameters | GFLOP a token | ZeRO | none | selective | full |\n|---|---|---|---|---|---|---|")
+    for size in SIZES:
+        one, five = (planned(size, count) for count in (1, 5))
+        rows: dict[int, list[str]] = {}
+        for few, many in zip(one.modes, five.modes, strict=True):
+            if few.parallel.offload or few.parallel.zero == 2:  # with one pass of a step ZeRO-2 is as ZeRO-1
+                continue
+            each = (many.memory.device - few.memory.device) / 4
+            room = int(max(0, 1 + (0.9 * 80e9 - few.memory.device) // each))
+            rows.setdefault(few.parallel.zero, []).append(f"{few.memory.device / 1e9:.1f} GB ({room})")
+        for zero, cells in rows.items():
+            first = (
+                (size, f"{one.parameters / 1e6:,.0f}M", f"{one.flops_per_token / 1e9:.2f}")
+                if zero == 0
+                else ("", "", "")
+            )
+            print("| " + " | ".join((*first, str(zero), *cells)) + " |")
+
+
+def planned(size: str, num_sequences: int) -> Any:
+    """The plan of a size on 8 devices of 80 GB with so many sequences each."""
+    return plan_training(
+        PlanTrainOptions(
+            model=ModelSettings(preset=size, vocab_size=128_000),
+            data=DataSettings(sequence_length=2048),
+            train=TrainSettings(batch_size=8 * num_sequences, device="cuda"),
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

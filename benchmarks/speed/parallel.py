@@ -1,0 +1,372 @@
+"""Training steps shared out over processes in every way: step time, memory of a process, bytes that it sends.
+
+    python -m benchmarks.speed.parallel [--processes 2] [--size small] [--rounds 3]
+    torchrun … benchmarks/speed/parallel.py [--size small]          processes of several machines
+
+One process for each GPU, or `--processes` with one thread each and gloo. All ways do the same step: the same sequences, float32
+weights, eager. Rounds alternate between the ways, as machines drift; only one way's model exists at a time.
+
+    time      of a step, median over the rounds, until the last process has done it
+    held      between steps, in the process that holds most: parameters and moments; gradients when the optimizer steps
+    peak      in a step, likewise. On CUDA what torch's allocator has given out; on a CPU what is held, plus the most by which
+              tensors alive have grown in the step (torch's profiler sees every allocation; what gloo and older blocks
+              do is not among them)
+    volume    of the collectives of a step in bytes of the model's parameters, X, as papers count it: an all-reduce is 2X,
+              all-gather and reduce-scatter are X each; beside it what the formulas say of data parallelism and ZeRO
+    sent      by the process that sends most, in a ring
+
+With several batches for a step (--accumulation A), ZeRO-1 adds up whole gradients and sums them over processes once, ZeRO-2 after
+every batch, as it keeps only parts of them. What ZeRO-3 does not gather again for the backward pass is the unit of embeddings and
+output layer (R bytes): the loss uses them right before.
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common import add_precision, placement, rounds, say, seconds, write
+from indexing.store.errors import InputError
+from retro.device import Placement, Tensors
+from retro.model.presets import PRESETS
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.parallel.coordination import joined
+from retro.parallel.distribute import Processes
+from retro.parallel.forward_backward import Passes, WholeModel, all_parameters
+from retro.parallel.gradient_norms import local
+from retro.parallel.pipeline_parallel import Pipeline
+from retro.parallel.settings import ALONE, ParallelSettings
+from retro.parallel.traffic import Communication
+from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
+from retro.training.step import make_step
+
+VOCABULARY = 8192
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A line of the table."""
+
+    name: str
+    parallel: ParallelSettings = ALONE
+    alone: bool = False
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A mode's model, ready to step.
+
+    Attributes:
+        step: forward, backward, clipping, AdamW.
+        passes: what holds the model.
+        optimizer: of its parameters.
+        num_bytes: of the parameters of the whole model, X, and of those of its outermost unit, R.
+    """
+
+    step: Callable[[], object]
+    passes: Passes
+    optimizer: torch.optim.Optimizer
+    num_bytes: tuple[int, int]
+
+
+def modes(n: int) -> Iterator[Mode]:
+    """What `n` processes can do; a model may not be divisible so."""
+    yield Mode("one process", alone=True)
+    if n == 1:
+        for how in ("selective", "full"):
+            yield Mode(f"checkpointing: {how}", ParallelSettings(checkpointing=how))
+        return
+    yield Mode("data")
+    for zero in (1, 2, 3):
+        yield Mode(f"ZeRO-{zero}", ParallelSettings(zero=zero))
+    yield Mode("ZeRO-3, offload", ParallelSettings(zero=3, offload=True))
+    for how in ("selective", "full"):
+        yield Mode(f"data, checkpointing: {how}", ParallelSettings(checkpointing=how))
+    yield Mode("ZeRO-3, checkpointing: full", ParallelSettings(zero=3, checkpointing="full"))
+    yield Mode(f"tensor {n}", ParallelSettings(tensor=n))
+    yield Mode(f"pipeline {n}", ParallelSettings(pipeline=n))
+    yield Mode(f"pipeline {n}, interleaved", ParallelSettings(pipeline=n, schedule="interleaved"))
+    if n > 2 and n % 2 == 0:
+        half = n // 2
+        yield Mode(f"tensor 2 × data {half}", ParallelSettings(tensor=2))
+        yield Mode(f"tensor 2 × ZeRO-3 {half}", ParallelSettings(tensor=2, zero=3))
+        yield Mode(f"pipeline 2 × data {half}", ParallelSettings(pipeline=2))
+        yield Mode(f"pipeline 2 × ZeRO-1 {half}", ParallelSettings(pipeline=2, zero=1))
+        yield Mode(f"pipeline 2, interleaved × data {half}", ParallelSettings(pipeline=2, schedule="interleaved"))
+        if half == 2:
+            yield Mode("pipeline 2 × tensor 2", ParallelSettings(pipeline=2, tensor=2))
+    yield Mode(f"{n} experts: one process", alone=True, experts=n)
+    yield Mode(f"{n} experts: data", experts=n)
+    yield Mode(f"{n} experts: expert {n}", ParallelSettings(expert=n), experts=n)
+    yield Mode(f"{n} experts: expert {n}, ZeRO-3", ParallelSettings(expert=n, zero=3), experts=n)
+
+
+def formula(mode: Mode, num_bytes: tuple[int, int], accumulation: int) -> float | None:
+    """What a step of data parallelism communicates, in X: papers' figures, for several batches; None for other modes."""
+    if mode.alone:
+        return 0.0
+    if mode.parallel.tensor * mode.parallel.pipeline * mode.parallel.expert > 1:
+        return None
+    whole, outermost = num_bytes
+    if mode.parallel.zero < 2:
+        return 2.0
+    return 1.0 + accumulation if mode.parallel.zero == 2 else accumulation * (3 - outermost / whole)
+
+
+def build(
+    mode: Mode, model: ModelSettings, processes: Processes, placement: Placement, options: argparse.Namespace
+) -> Running:
+    """A model with random weights and its optimizer, shared out.
+
+    Raises:
+        InputError: it cannot be divided so.
+    """
+    torch.manual_seed(0)
+    whole = Retro(replace(model, num_experts=mode.experts))
+    parts = ("attention.", "cross.", "feed_forward.", "encoder.")
+    outermost = sum(value.nbytes for name, value in whole.named_parameters() if not name.startswith(parts))
+    num_bytes = sum(value.nbytes for value in whole.parameters()), outermost
+    if processes.along("pipeline") is not None:
+        passes: Passes = Pipeline(whole, processes, placement, options.sequences)
+    else:
+        passes = WholeModel(whole.to(placement.device), processes, placement)
+    for part in passes.parts:
+        part.train()
+    optimizer = make_optimizer(passes.parts, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    settings = TrainSettings(
+        lr=1e-4, schedule="constant", batch_size=options.sequences, accumulation=options.accumulation, monitor_every=0
+    )
+    data = placement.put(batch(model, processes.rows(options.sequences), options))
+    step = make_step(passes, optimizer, map(dict, repeat(data)), processes, placement, settings)
+    return Running(lambda: step(settings.warmup_steps), passes, optimizer, num_bytes)
+
+
+def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> Tensors:
+    """Some rows of random tokens [B, T] with two neighbors for each chunk, the same for all modes."""
+    generator = torch.Generator().manual_seed(0)
+    m = model.chunk_length
+    both = torch.randint(1, VOCABULARY, (options.sequences, options.tokens + 1), generator=generator)
+    shape = (options.sequences, options.tokens // m, 2, 2 * m)
+    neighbors = torch.randint(1, VOCABULARY, shape, generator=generator)
+    own = slice(rows.start, rows.stop)
+    tokens = {"tokens": both[own, :-1].contiguous(), "labels": both[own, 1:].contiguous()}
+    return {**tokens, "documents": None, "neighbors": neighbors[own], "neighbor_lengths": None}
+
+
+# ----------------------------------------------------------------------------------------------------- what is measured
+
+
+def held(running: Running) -> dict[str, int]:
+    """Bytes of this process's parts of parameters, gradients and moments, after a step that is done here."""
+    gradients: list[int] = []
+
+    def note(*_: Any) -> None:
+        found = (parameter.grad for _, parameter in all_parameters(running.passes.parts))
+        gradients.append(num_bytes(gradient for gradient in found if gradient is not None))
+
+    hook = running.optimizer.register_step_pre_hook(note)
+    running.step()
+    hook.remove()
+    parameters = num_bytes(parameter for _, parameter in all_parameters(running.passes.parts))
+    moments = (value for state in running.optimizer.state.values() for value in state.values())
+    return {"parameters": parameters, "gradients": gradients[0], "optimizer": num_bytes(moments)}
+
+
+def num_bytes(tensors: Any) -> int:
+    """Of the parts of tensors that this process holds."""
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def peak(running: Running, resting: int, device: torch.device) -> int:
+    """The most bytes of tensors alive in a step."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        running.step()
+        return torch.cuda.max_memory_allocated()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        running.step()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return resting + max(accumulate((event.nbytes() for event in events), initial=0))
+
+
+def look(running: Running, device: torch.device) -> dict[str, Any]:
+    """Memory of this process and what it sends, in steps that are not timed."""
+    memory = held(running)
+    with Communication() as communication:
+        running.step()
+    memory["peak"] = peak(running, memory["parameters"] + memory["optimizer"], device)
+    return {
+        "memory": memory,
+        "calls": dict(communication.calls),
+        "volume": dict(communication.volume),
+        "sent": dict(communication.sent),
+    }
+
+
+def compare(
+    chosen: list[Mode], processes: dict[str, Processes], placement: Placement, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rounds over all modes in turn; a row for each, the same in all processes."""
+    model = replace(PRESETS[options.size], vocab_size=VOCABULARY)
+    rows: dict[str, dict[str, Any]] = {}
+    for number in agreed_rounds(options.rounds):
+        for mode in chosen:
+            if dist_rank() == 0 and number == 0:
+                say(mode.name, file=sys.stderr)
+            acts = not mode.alone or dist_rank() == 0
+            try:
+                running = build(mode, model, processes[mode.name], placement, options) if acts else None
+            except InputError as error:
+                rows[mode.name] = {"mode": mode.name, "left_out": str(error)}
+                continue
+            found = None
+            if running is not None:
+                running.step()  # warms up, makes the moments
+                found = look(running, placement.device) if number == 0 else None
+            took = []
+            for _ in range(options.steps):
+                wait(placement.device)
+                took.append(seconds(lambda running=running: (running and running.step(), wait(placement.device))))
+            if number == 0:
+                of_all = [each for each in gathered(found) if each is not None]
+                share = running and running.num_bytes
+                rows[mode.name] = summary(mode, of_all, next(filter(None, gathered(share))), options.accumulation)
+            rows[mode.name]["seconds"].append(statistics.median(took))
+            del running
+            gc.collect()
+        chosen = [mode for mode in chosen if "left_out" not in rows[mode.name]]
+    return list(rows.values())
+
+
+def summary(mode: Mode, of_all: list[dict[str, Any]], num_bytes: tuple[int, int], accumulation: int) -> dict[str, Any]:
+    """What all processes have found."""
+    largest = {name: max(each["memory"][name] for each in of_all) for name in of_all[0]["memory"]}
+    volumes = [sum(each["volume"].values()) for each in of_all]
+    return {
+        "mode": mode.name,
+        "parameter_bytes": num_bytes[0],
+        "memory": largest,
+        "volume_in_parameters": max(volumes) / num_bytes[0],
+        "formula_in_parameters": formula(mode, num_bytes, accumulation),
+        "sent_bytes": max(sum(each["sent"].values()) for each in of_all),
+        "processes": of_all,
+        "seconds": [],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+
+def dist_rank() -> int:
+    """The number of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def agreed_rounds(count: int) -> Iterator[int]:
+    """As `rounds`, whose clock is the first process's."""
+    first = rounds(count) if dist_rank() == 0 else iter(())
+    while (number := gathered(next(first, None))[0]) is not None:
+        yield number
+
+
+def wait(device: torch.device) -> None:
+    """Until all processes, and their devices, have come so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gathered(value: Any) -> list[Any]:
+    """What all processes have."""
+    if not dist.is_initialized():
+        return [value]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The rows as text."""
+    names = ("step", "ratio", "params", "grads", "moments", "peak", "sent", "volume", "formula")
+    yield f"{'memory and bytes sent in MB':38}" + "".join(f"{name:>10}" for name in names)
+    first: list[float] = []
+    for row in rows:
+        if "left_out" in row:
+            yield f"{row['mode']:38}  left out: {row['left_out']}"
+            continue
+        first = row["seconds"] if row["processes"] and not row["sent_bytes"] else first or row["seconds"]
+        ratio = statistics.median(one / this for one, this in zip(first, row["seconds"], strict=True))
+        memory = "".join(
+            f"{row['memory'][name] / 1e6:10.1f}" for name in ("parameters", "gradients", "optimizer", "peak")
+        )
+        says = row["formula_in_parameters"]
+        yield (
+            f"{row['mode']:38}{statistics.median(row['seconds']) * 1e3:7.0f} ms{ratio:9.2f}×{memory}"
+            f"{row['sent_bytes'] / 1e6:10.1f}{row['volume_in_parameters']:9.3f}X"
+            + (f"{says:9.3f}X" if says is not None else "")
+        )
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=0, help="0: one for each GPU, or for each core, up to 4")
+    parser.add_argument("--size", choices=list(PRESETS), default="small")
+    parser.add_argument("--sequences", type=int, default=0, help="of a batch, over all processes; 0: two for each")
+    parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
+    parser.add_argument("--accumulation", type=int, default=1, help="batches of a step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a round")
+    add_precision(parser)
+    parser.add_argument("--modes", nargs="*", default=[], help="only those whose name holds one of these")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-parallel.json"))
+    options = parser.parse_args()
+    count = options.processes or torch.cuda.device_count() or min(4, max(2, len(os.sched_getaffinity(0))))
+    if "WORLD_SIZE" not in os.environ:  # start them, each with this same command
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the profiler warns of memory older than itself
+        os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+    cuda = torch.cuda.is_available()
+    placed = placement(options.precision, f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
+    if cuda:
+        torch.cuda.set_device(placed.device)
+    else:
+        torch.set_num_threads(1)
+    one = Processes(ALONE, placed.device)  # before there is a group
+    with joined():
+        count = int(os.environ["WORLD_SIZE"])
+        options.sequences = options.sequences or 2 * count
+        chosen = [
+            mode for mode in modes(count) if not options.modes or any(part in mode.name for part in options.modes)
+        ]
+        processes = {mode.name: one if mode.alone else Processes(mode.parallel, placed.device) for mode in chosen}
+        rows = compare(chosen, processes, placed, options)
+        if dist_rank() == 0:
+            told = {
+                name: getattr(options, name)
+                for name in ("size", "sequences", "tokens", "accumulation", "rounds", "steps")
+            }
+            on = f"{count} GPUs" if cuda else f"{len(os.sched_getaffinity(0))} cores"
+            print(f"{count} processes on {on}, {placed.dtype}; {told}", *table(rows), sep="\n", flush=True)
+            write(options.out, {"processes": count, "on": on, "precision": str(placed.dtype), **told, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What `retro plan` predicts against what a real build takes: calibrate, predict, build, compare.
+
+    python -m benchmarks.speed.plan CONFIG [--sample-bytes 8388608] [--out benchmark-plan.json]
+
+CONFIG names a corpus; the datastore is built in a temporary folder and removed. The machine should be quiet: calibration and build run
+one after the other.
+"""
+
+import argparse
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarks.common import write
+from indexing.store.artifact import read_manifest
+from indexing.store.files import read_json
+from pipelines.config import Config
+from pipelines.config_files import load
+from pipelines.executors import make_executor
+from pipelines.planning.calibration import calibrate, name_in
+from pipelines.planning.datastore import corpus_tokens, models_of, plan_for
+from pipelines.stages.table import build
+from pipelines.terminal import StagesView, aligned, human_bytes, setup_logging
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--sample-bytes", type=int, default=8 * 2**20)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-plan.json"))
+    options = parser.parse_args()
+    setup_logging()
+    config = load(Config, options.config, [], verb="index")
+    calibration = calibrate(config, sample_bytes=options.sample_bytes)
+    plan = plan_for(config, calibration, corpus_tokens(config, calibration))
+    view = StagesView()
+    with tempfile.TemporaryDirectory(prefix="retro-plan-") as folder:
+        config = replace(config, datastore=Path(folder) / "datastore")
+        started = time.perf_counter()
+        datastore = build(config, make_executor(config.executor), view=view)
+        wall = time.perf_counter() - started
+        nprobe = read_json(config.datastore / "index/tuned/tuned.json")["nprobe"]
+        search = read_manifest(config.datastore / "neighbors/00000")["counts"]["search"]
+        sizes = {
+            name: sum(file.stat().st_size for file in (config.datastore / name).rglob("*") if file.is_file())
+            for name in plan.bytes
+        }
+    models, measured = models_of(config), {}
+    for step in view.steps:
+        measured[name_in(models, step.name)] = step.seconds
+    planned = {step.name: step.seconds for step in plan.steps}
+    rows = [["step", "predicted", "measured", "ratio"]]
+    rows += [
+        [name, f"{planned[name]:.1f} s", f"{measured[name]:.1f} s", _ratio(planned[name], measured[name])]
+        for name in measured
+    ]
+    rows += [["all", f"{plan.wall_seconds:.1f} s", f"{wall:.1f} s", _ratio(plan.wall_seconds, wall)]]
+    rows += [
+        [name, human_bytes(value), human_bytes(sizes[name]), _ratio(value, sizes[name])]
+        for name, value in plan.bytes.items()
+    ]
+    rows += [
+        [
+            "chunks",
+            f"{plan.size.train_chunks:,.0f}",
+            f"{datastore.train.num_chunks:,}",
+            _ratio(plan.size.train_chunks, datastore.train.num_chunks),
+        ]
+    ]
+    print("\n".join(aligned(rows)))
+    print(f"calibrated in {calibration.seconds:.1f} s; {plan.size.key}")
+    print(
+        f"nprobe {plan.size.nprobe} predicted, {nprobe} found; neighbors by {plan.size.search} predicted, {search} chosen"
+    )
+    found = {"seconds": measured, "wall_seconds": wall, "bytes": sizes, "nprobe": nprobe, "search": search}
+    write(options.out, {"calibration": asdict(calibration), "predicted": asdict(plan), "measured": found})
+
+
+def _ratio(predicted: float, measured: float) -> str:
+    return f"{predicted / max(measured, 1e-9):.2f}"
+
+
+if __name__ == "__main__":
+    main()

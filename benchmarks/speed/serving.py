@@ -1,0 +1,308 @@
+"""Queries per second and waiting times of `retro serve`, against bare `faiss.search` on the same index in the same run.
+
+    python -m benchmarks.speed.serving CONFIG|DATASTORE [--clients 1 8 64] [--queries 1 16] [--seconds 3] [--rounds 3] [--k 10]
+
+CONFIG is the TOML file of a datastore, which is built where it is not finished. `retro serve` runs as a process, and the clients,
+each with one connection and one request under way, are another process: one loop over plain sockets, which sends requests that
+are ready and looks for no more in an answer than its status and its length, so that it takes little from the cores that it shares
+with the server: about 0.03 ms a request, and every line tells what it was. Bare is one call of the index after the other, each
+for as many queries as the clients have under way together, in a process that does nothing else; the two take turns in every
+round, and medians are told. Times are those of requests.
+
+Three kinds of requests: `vectors` (as base64; ids and distances are answered, which is what Faiss does too), `texts` (embedded by
+the server; the same is answered) and `texts, text` (the hits' texts and metadata are answered too). For texts bare is the
+embedder and the index. Queries are chunks of held-out documents, and of training documents where those are few. The server's processor time for a query is
+told too: with the clients on the same cores, it says more than a rate about what a server of its own would do.
+"""
+
+import argparse
+import base64
+import contextlib
+import json
+import multiprocessing
+import os
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from benchmarks.common import say, seconds, write
+from indexing.retrieval.retriever import Retriever
+from pipelines.config import Config
+from pipelines.config_files import load
+from pipelines.executors import make_executor
+from pipelines.stages.table import build
+
+_QUERIES = 4096
+_WARM_UP_SECONDS = 0.5
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("datastore", type=Path, metavar="CONFIG|DATASTORE")
+    parser.add_argument("--clients", nargs="*", type=int, default=[1, 8, 64])
+    parser.add_argument("--queries", nargs="*", type=int, default=[1, 16], help="in each request")
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--k", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-serving.json"))
+    options = parser.parse_args()
+    folder = options.datastore
+    if folder.suffix == ".toml":
+        config = load(Config, folder, [], verb="index")
+        build(config, make_executor(config.executor))
+        folder = config.datastore
+    retriever = Retriever.open(folder)
+    texts = query_texts(retriever)
+    vectors = retriever.embed(texts)
+    index = next(retriever.indexes[0].each())
+    bare: dict[str, Callable[[slice], object]] = {
+        "vectors": lambda rows: index.search(vectors[rows], options.k),
+        "texts": lambda rows: index.search(retriever.embed(texts[rows]), options.k),
+    }
+    bare["texts, text"] = bare["texts"]
+    with serving(folder) as server:
+        check(
+            server.url, requests_of("vectors", texts[:8], vectors[:8], options.k, 1), retriever, vectors[:8], options.k
+        )
+        cases = list(product(bare.items(), options.queries, options.clients))
+        rows = []
+        for number, ((kind, call), queries, clients) in enumerate(cases):
+            say(f"case {number + 1} of {len(cases)}", file=sys.stderr)
+            requests = requests_of(kind, texts, vectors, options.k, queries)
+            rows.append(measured(kind, clients, queries, server, requests, call, options))
+    write(options.out, {"chunks": retriever.retrieval.num_chunks, "k": options.k, "rows": rows})
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `retro serve`."""
+
+    url: str
+    pid: int
+
+    def processor_seconds(self) -> float:
+        """That it has used so far, of all cores."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(
+    kind: str,
+    clients: int,
+    queries: int,
+    server: Server,
+    requests: list[bytes],
+    bare: Callable[[slice], object],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """One line of the table: medians over rounds in which the server and the bare index take turns."""
+    rounds = []
+    for _ in range(options.rounds):
+        rate = bare_rate(bare, clients * queries, options.seconds / 2)
+        used = server.processor_seconds()
+        load = load_of(server.url, requests, clients, options.seconds)
+        used, clients_used = (
+            each / (load.all_answered * queries) for each in (server.processor_seconds() - used, load.processor_seconds)
+        )
+        rounds.append((rate, queries * load.answered / options.seconds, load.p50, load.p99, used, clients_used))
+    rate, served, p50, p99, used, clients_used = (statistics.median(column) for column in zip(*rounds, strict=True))
+    print(
+        f"{kind:13} {clients:3} clients × {queries:2} {served:8,.0f} queries/s  bare {rate:8,.0f}  {served / rate:5.2f} of bare  "
+        f"p50 {1e3 * p50:7.2f} ms  p99/p50 {p99 / p50:5.2f}  processor {1e3 * used:6.3f} ms "
+        f"+ {1e3 * clients_used:6.3f} ms of the clients",
+        flush=True,
+    )
+    return {
+        "requests": kind,
+        "clients": clients,
+        "queries_in_a_request": queries,
+        "queries_per_second": served,
+        "bare_queries_per_second": rate,
+        "of_bare": served / rate,
+        "p50_ms": 1e3 * p50,
+        "p99_ms": 1e3 * p99,
+        "processor_ms_per_query": 1e3 * used,
+        "clients_processor_ms_per_query": 1e3 * clients_used,
+    }
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def query_texts(retriever: Retriever) -> list[str]:
+    """Texts of chunks, held-out ones first."""
+    texts: list[str] = []
+    for split in (retriever.datastore.valid, retriever.datastore.test, retriever.datastore.train):
+        count = min(_QUERIES - len(texts), split.num_chunks)
+        if count:
+            ids = np.sort(np.random.default_rng(0).choice(split.num_chunks, count, replace=False))
+            rows = zip(split.tokens.gather(ids), split.lengths.gather(ids), strict=True)
+            texts += retriever.tokenizer.decode_batch([row[:length] for row, length in rows])
+    return [text for text in texts if text.strip()]
+
+
+def requests_of(kind: str, texts: list[str], vectors: np.ndarray, k: int, queries: int) -> list[bytes]:
+    """HTTP requests as they go over the wire, with so many queries each."""
+    rows = [slice(start, start + queries) for start in range(0, len(texts) - queries + 1, queries)]
+    if kind != "vectors":
+        return [_post({"texts": texts[each], "k": k, "text": kind == "texts, text"}) for each in rows]
+    coded = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
+    return [_post({"vectors": coded[each], "k": k, "text": False}) for each in rows]
+
+
+def _post(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST /search HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    return head.encode() + b"\r\n\r\n" + content
+
+
+# --- who asks --------------------------------------------------------------------------------------------------------
+
+
+def bare_rate(search: Callable[[slice], object], batch: int, for_seconds: float) -> float:
+    """Queries per second of one call after the other."""
+    search(slice(0, batch))
+    number, took = 0, 0.0
+    while took < for_seconds:
+        first = number * batch % max(1, _QUERIES - batch)
+        took += seconds(lambda first=first: search(slice(first, first + batch)))
+        number += 1
+    return number * batch / took
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients have seen.
+
+    Attributes:
+        answered: requests that began after the warm-up and were answered within the time.
+        all_answered: those before and after, too.
+        p50: seconds of a request.
+        p99: seconds.
+        processor_seconds: of the clients' process, for all that were answered.
+    """
+
+    answered: int
+    all_answered: int
+    p50: float
+    p99: float
+    processor_seconds: float
+
+
+def load_of(url: str, requests: list[bytes], clients: int, for_seconds: float) -> Load:
+    """What so many clients in another process see."""
+    # Spawned: this process has threads of Faiss, which a fork would not take along.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_load, (url, requests, clients, for_seconds))
+
+
+def _load(url: str, requests: list[bytes], clients: int, for_seconds: float) -> Load:
+    used = time.process_time()
+    begin = time.perf_counter() + _WARM_UP_SECONDS
+    end, times, all_answered = begin + for_seconds, list[float](), 0
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as connections:
+        for number in range(clients):
+            client = connections.enter_context(Client(url))
+            selector.register(client, selectors.EVENT_READ, client)
+            client.place = number * len(requests) // clients
+            client.ask(requests[client.place])
+        while selector.get_map():
+            for key, _ in selector.select():
+                client = key.data
+                if client.answer() is None:
+                    continue
+                stopped, all_answered = time.perf_counter(), all_answered + 1
+                if client.asked_at >= begin and stopped <= end:
+                    times.append(stopped - client.asked_at)
+                if stopped >= end:
+                    selector.unregister(client)
+                else:
+                    client.place = (client.place + 1) % len(requests)
+                    client.ask(requests[client.place])
+    if not times:
+        raise ValueError(f"no request was both sent and answered within {for_seconds:g} s: give --seconds more.")
+    p50, p99 = np.percentile(times, [50, 99])
+    return Load(len(times), all_answered, float(p50), float(p99), time.process_time() - used)
+
+
+class Client:
+    """One connection with one request under way."""
+
+    def __init__(self, url: str) -> None:
+        self._socket = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._received, self.asked_at, self.place = b"", 0.0, 0
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    def ask(self, request: bytes) -> None:
+        """Send a request."""
+        self._received, self.asked_at = b"", time.perf_counter()
+        self._socket.sendall(request)
+
+    def answer(self) -> bytes | None:
+        """Wait for more of the answer: its body once all of it is here."""
+        more = self._socket.recv(1 << 20)
+        assert more, "the server has closed the connection"
+        self._received += more
+        head, blank, body = self._received.partition(b"\r\n\r\n")
+        if not blank:
+            return None
+        assert head.startswith(b"HTTP/1.1 200"), self._received
+        length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+        return body if len(body) == length else None
+
+
+def check(url: str, requests: list[bytes], retriever: Retriever, vectors: np.ndarray, k: int) -> None:
+    """That what is measured is right: the server finds what the retriever finds."""
+    expected = retriever.rank(vectors, k).ids.tolist()
+    with Client(url) as client:
+        for request, ids in zip(requests, expected, strict=True):
+            client.ask(request)
+            while (answer := client.answer()) is None:
+                pass
+            found = [hit["chunk_id"] for hit in json.loads(answer)["results"][0]]
+            assert found == ids, (found, ids)
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """`retro serve` in a process of its own."""
+    command = [sys.executable, "-m", "pipelines.cli", "serve", str(folder), "--port", "0"]
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    environment.pop("RETRO_TOKEN", None)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("ready: "):
+                    yield Server(line.split()[1], process.pid)
+                    break
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Training steps of this project beside those of retro-pytorch 0.3.9: tokens/s, model-FLOPs utilisation, peak memory.
+
+pip install --no-deps retro-pytorch==0.3.9
+python -m benchmarks.speed.training [--rounds 5] [--steps 1] [--precision auto] [--datastore FOLDER] [--cases NAME ...]
+
+Every case is a process of its own that waits for its turn, so memory is told apart and rounds alternate: machines are shared
+and drift, ratios of one run hold. A step is forward, loss, backward, clipping and AdamW, on one batch of random tokens that all
+cases of a shape share; its ratio is to the first case of that shape. Matrices are multiplied in the precision that the machine multiplies fast:
+bfloat16 or float32. On a CUDA device the paper's sizes are measured instead.
+With a datastore, the data path alone is measured too: batches made by one process, nothing trained.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import repeat
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import add_precision, placement, rounds, say, seconds, write
+from benchmarks.speed.data_path import BATCH, BATCHES, LENGTH, batches
+from indexing.device import keep_freed_memory
+from retro.data.batches import DataSettings, TrainingData
+from retro.device import Placement
+from retro.estimates.flops import forward_flops, peak_flops
+from retro.model.presets import PRESETS, count_parameters
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.parallel.distribute import Processes
+from retro.parallel.forward_backward import WholeModel
+from retro.parallel.settings import ALONE
+from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
+from retro.training.step import make_step, wants_compilation
+
+# The sizes that design and documents speak of: as in retro-pytorch, whose attentions all have 8 heads of 64.
+SMALL = ModelSettings(8192, 256, 1024, 8, 64, 6, (3, 6), 256, 1024, 8, 64, 2, (1, 2))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table; `precision` is empty where it is that of the whole run."""
+
+    name: str
+    settings: ModelSettings
+    batch_size: int
+    num_tokens: int
+    ours: bool = True
+    compiled: bool = True
+    precision: str = ""
+    keeps_memory: bool = True
+    k: int = 2
+
+
+def cases(device: str, dtype: torch.dtype) -> list[Case]:
+    """What is measured on a kind of device, in this precision."""
+    if device == "cpu":
+        float32 = Case("retro, eager, float32", SMALL, 4, 512, compiled=False, precision="float32")
+        return [
+            Case("retro-pytorch 0.3.9", SMALL, 4, 512, ours=False),
+            Case("retro, compiled", SMALL, 4, 512),
+            Case("retro, eager", SMALL, 4, 512, compiled=False),
+            *([float32] if dtype != torch.float32 else []),
+            Case("retro, eager, freed memory given back", SMALL, 4, 512, compiled=False, keeps_memory=False),
+            Case("retro-pytorch 0.3.9, n = 2048", SMALL, 1, 2048, ours=False),
+            Case("retro, compiled, n = 2048", SMALL, 1, 2048),
+        ]
+    sizes = {name: replace(PRESETS[name], vocab_size=128_000) for name in ("172m", "1.5b")}
+    return [
+        Case("retro-pytorch 0.3.9, 172m", sizes["172m"], 8, 2048, ours=False),
+        Case("retro 172m, compiled", sizes["172m"], 8, 2048),
+        Case("retro 1.5b, eager", sizes["1.5b"], 4, 2048, compiled=False),
+        Case("retro 1.5b, compiled", sizes["1.5b"], 4, 2048),
+    ]
+
+
+def batch(case: Case, placement: Placement) -> dict[str, torch.Tensor]:
+    """Random tokens [B, T + 1] and neighbors [B, U, K, 2m], the same for all cases of a shape; 0 is padding for them."""
+    generator = torch.Generator().manual_seed(0)
+    s, m = case.settings, case.settings.chunk_length
+    shape = (case.batch_size, case.num_tokens // m, case.k, 2 * m)
+    tokens = torch.randint(1, s.vocab_size, (case.batch_size, case.num_tokens + 1), generator=generator)
+    neighbors = torch.randint(1, s.vocab_size, shape, generator=generator)
+    return placement.put({"tokens": tokens, "neighbors": neighbors})
+
+
+def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:
+    """A training step of this project, and the number of its parameters; the process set up as `train` does it."""
+    if placement.device.type == "cpu" and case.keeps_memory:
+        keep_freed_memory()
+    model = Retro(case.settings).to(placement.device)
+    optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    data = batch(case, placement)
+    both = data.pop("tokens")
+    data |= {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
+    settings = TrainSettings(lr=1e-4, schedule="constant", compile="yes" if case.compiled else "no")
+    processes = Processes(ALONE, placement.device)
+    passes = WholeModel(model, processes, placement, compiled=wants_compilation(settings.compile, placement))
+    step = make_step(passes, optimizer, map(dict, repeat(data)), processes, placement, settings)
+    return lambda: step(settings.warmup_steps), count_parameters(model, embeddings=True)
+
+
+def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
+    """retro-pytorch's RETRO of these sizes, for sequences of so many tokens."""
+    from retro_pytorch import RETRO
+
+    model: torch.nn.Module = RETRO(
+        num_tokens=settings.vocab_size,
+        max_seq_len=num_tokens,
+        enc_dim=settings.encoder_d_model,
+        enc_depth=settings.encoder_num_layers,
+        enc_cross_attn_layers=settings.encoder_cca_layers,
+        dec_dim=settings.d_model,
+        dec_depth=settings.num_layers,
+        dec_cross_attn_layers=settings.cca_layers,
+        chunk_size=settings.chunk_length,
+    )
+    return model
+
+
+def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:
+    """A training step of retro-pytorch as its README and its TrainingWrapper make it, under autocast."""
+    from retro_pytorch.optimizer import get_optimizer
+
+    model = their_model(case.settings, case.num_tokens).to(placement.device)
+    optimizer = get_optimizer(model.parameters(), lr=1e-4, wd=0.1)
+    data = batch(case, placement)
+
+    def step() -> None:
+        with placement.autocast():
+            value = model(data["tokens"], data["neighbors"], return_loss=True)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        value.item()
+
+    return step, sum(parameter.numel() for parameter in model.parameters())
+
+
+def work(case: Case, precision: str, steps: int, turns: Connection) -> None:
+    """A process: make the model, then answer every request with the seconds of `steps` steps; at the end, its memory."""
+    torch.manual_seed(0)
+    placed = placement(case.precision or precision)
+    try:
+        step, parameters = (our_step if case.ours else their_step)(case, placed)
+        resting = _memory(placed)
+        for _ in range(2):  # compiles, warms up
+            step()
+    except (ImportError, torch.OutOfMemoryError) as error:
+        turns.send({"error": f"{type(error).__name__}: {error}"})
+        return
+    turns.send({"parameters": parameters})
+    while turns.recv():
+        turns.send(seconds(lambda: [step() for _ in range(steps)]) / steps)
+    turns.send({"peak_bytes": _memory(placed), "resting_bytes": resting})
+
+
+def _memory(placement: Placement) -> int:
+    """The most that this process has held: on the device, or resident."""
+    if placement.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def compare(chosen: list[Case], precision: str, count: int, steps: int) -> list[dict[str, Any]]:
+    """Rounds over all cases in turn; a row for each."""
+    context = multiprocessing.get_context("spawn")
+    running: list[tuple[Case, Connection, int]] = []
+    for case in chosen:
+        ours, theirs = context.Pipe()
+        context.Process(target=work, args=(case, precision, steps, theirs), daemon=True).start()
+        say(f"{case.name} …", end=" ", file=sys.stderr)
+        started = time.perf_counter()
+        ready = ours.recv()
+        say(f"{time.perf_counter() - started:.0f} s to build and two steps", file=sys.stderr)
+        if "error" in ready:
+            say(f"{case.name}: left out: {ready['error']}")
+            continue
+        running.append((case, ours, ready["parameters"]))
+    times: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
+    peaks = []
+    for _ in rounds(count):
+        peaks.append(peak_flops(placement(precision)))  # drifts with the machine if measured
+        for case, turns, _ in running:
+            turns.send(True)
+            times[case.name].append(turns.recv())
+    rows, references = [], {}
+    for case, turns, parameters in running:
+        turns.send(False)
+        took, tokens = times[case.name], case.batch_size * case.num_tokens
+        reference = references.setdefault((case.settings, case.num_tokens), took)
+        ratios = [first / this for first, this in zip(reference, took, strict=True)]
+        flops = 3 * case.batch_size * forward_flops(case.settings, case.num_tokens, case.k)
+        rows.append(
+            {
+                "case": case.name,
+                "parameters": parameters,
+                "tokens_per_second": tokens / statistics.median(took),
+                "ratio": statistics.median(ratios),
+                "ratios": ratios,
+                "mfu": flops / statistics.median(took) / statistics.median(peaks),
+                **turns.recv(),
+            }
+        )
+    return rows
+
+
+def data_path(folder: Path, count: int) -> float:
+    """Tokens per second of one process that makes batches with two neighbors a chunk."""
+    data = TrainingData([folder], DataSettings(sequence_length=LENGTH), retrieval=True)
+    times = [batches(data, number) for number in rounds(count + 1)][1:]  # the first round warms up
+    return BATCHES * BATCH * LENGTH / statistics.median(times)
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1, help="steps of a round")
+    add_precision(parser)
+    parser.add_argument("--datastore", type=Path, help="measure the data path on it")
+    parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-training.json"))
+    options = parser.parse_args()
+    placed = placement(options.precision)
+    device = placed.device.type
+    chosen = [
+        case
+        for case in cases(device, placed.dtype)
+        if not options.cases or any(part in case.name for part in options.cases)
+    ]
+    rows = compare(chosen, options.precision, options.rounds, options.steps)
+    print(f"{'':38}{'parameters':>14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak memory':>14}{'above rest':>13}")
+    for row in rows:
+        above = row["peak_bytes"] - row["resting_bytes"]
+        print(
+            f"{row['case']:38}{row['parameters']:14,}{row['tokens_per_second']:11,.0f}{row['ratio']:7.2f}×{row['mfu']:8.1%}"
+            f"{row['peak_bytes'] / 2**20:10,.0f} MiB{above / 2**20:9,.0f} MiB"
+        )
+    found: dict[str, Any] = {"precision": str(placed.dtype), "rows": rows}
+    if options.datastore:
+        rate = found["data_path_tokens_per_second"] = data_path(options.datastore, options.rounds)
+        fastest = max(row["tokens_per_second"] for row in rows)
+        print(f"data path alone, one process: {rate:,.0f} tokens/s, {rate / fastest:.0f} times the fastest case")
+    if device == "cpu":
+        print("No CUDA device: on a machine with one the same command measures 172m and 1.5b at n = 2048.")
+    write(options.out, found)
+
+
+if __name__ == "__main__":
+    main()

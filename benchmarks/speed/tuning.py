@@ -1,0 +1,111 @@
+"""What a training step takes when a part of the model is trained: CPU seconds, bytes kept for the backward pass, moments.
+
+python -m benchmarks.speed.tuning [--preset small] [--vocab-size 16384] [--sequences 2] [--length 512] [--steps 5] [--precision auto]
+
+Steps of all methods take turns in one process, so that what else the machine does falls on all of them alike; the least of each
+counts. Times are of the process, on one thread.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import add_precision, placement, rounds, write
+from retro.device import Tensors
+from retro.estimates.activation_trace import Pass, observe
+from retro.estimates.flops import training_flops
+from retro.model.presets import PRESETS, usual_retrieval
+from retro.model.retro import Retro
+from retro.parallel.distribute import Processes
+from retro.parallel.forward_backward import WholeModel
+from retro.parallel.settings import ALONE
+from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
+from retro.training.step import make_step
+from retro.tuning.adapters import add_adapter, train_only
+from retro.tuning.settings import TuningSettings
+
+METHODS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "retrieval": {"weights": "retrieval"},
+    "retrieval + lora": {"weights": "retrieval", "adapter": "lora"},
+    "lora": {"weights": "none", "adapter": "lora"},
+    "prefix": {"weights": "none", "adapter": "prefix"},
+    "prompt": {"weights": "none", "adapter": "prompt"},
+}
+
+
+def batch(options: argparse.Namespace, chunk_length: int) -> Tensors:
+    """Random tokens with two neighbors for each chunk."""
+    tokens = torch.randint(options.vocab_size, (options.sequences, options.length))
+    shape = (options.sequences, options.length // chunk_length, 2, 2 * chunk_length)
+    found = {"neighbors": torch.randint(options.vocab_size, shape), "neighbor_lengths": None}
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1), "documents": None, **found}
+
+
+def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Callable[[int], object], dict[str, float]]:
+    """A step of a model that is tuned so, and what it holds."""
+    settings = replace(PRESETS[options.preset], vocab_size=options.vocab_size, shared_embeddings=True)
+    settings = replace(settings, **{**usual_retrieval(settings), "cca_layers": settings.cca_layers})
+    tuning = TuningSettings(**method)
+    torch.manual_seed(0)
+    model = Retro(settings).train()
+    add_adapter(model, tuning)
+    train_only(model, tuning)
+    placed = placement(options.precision, "cpu")
+    narrow = placed.dtype != torch.float32
+    kept = observe(model, Pass(options.sequences, options.length, 2, narrow=narrow, gpu=False, documents=False)).kept(
+        "none"
+    )
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    processes = Processes(ALONE, placed.device)
+    passes = WholeModel(model, processes, placed)
+    optimizer = make_optimizer(passes.parts, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches: Iterator[Tensors] = map(dict, itertools.repeat(batch(options, settings.chunk_length)))
+    step = make_step(passes, optimizer, batches, processes, placed, TrainSettings(monitor_every=0))
+    operations = training_flops(settings, options.length, 2, tuning) / training_flops(settings, options.length, 2)
+    return step, {"trained": trained, "kept": kept, "states": 12 * trained, "operations": operations}
+
+
+def main() -> None:
+    """A row for each method."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="small", choices=PRESETS)
+    parser.add_argument("--vocab-size", type=int, default=16_384)
+    parser.add_argument("--sequences", type=int, default=2)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=5)
+    add_precision(parser)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-tuning.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    methods = {name: steps_of(method, options) for name, method in METHODS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for number in rounds(options.steps + 1):  # the first one warms up
+        for name, (step, _) in methods.items():
+            started = time.process_time()
+            step(number)
+            seconds[name].append(time.process_time() - started)
+    print(
+        "method               trained   CPU s of a step          operations   kept for backward      gradients, moments"
+    )
+    whole = min(seconds["all"][1:])
+    for name, (_, facts) in methods.items():
+        least = min(seconds[name][1:])
+        kept, states = facts["kept"], facts["states"]
+        print(
+            f"{name:17} {facts['trained']:11,} {least:8.2f} ({least / whole:4.0%} of all) {facts['operations']:12.0%}"
+            f" {kept / 1e6:9.0f} MB ({kept / methods['all'][1]['kept']:4.0%}) {states / 1e6:9.1f} MB"
+        )
+    rows = {name: {**facts, "seconds": seconds[name]} for name, (_, facts) in methods.items()}
+    write(options.out, {"precision": str(placement(options.precision, "cpu").dtype), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

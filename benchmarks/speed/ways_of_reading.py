@@ -1,0 +1,153 @@
+"""How fast random training batches are read, by each way of reading, with a cold and with a warm page cache.
+
+    python -m benchmarks.speed.ways_of_reading DATASTORE [--rounds 5] [--batches 50]
+
+Build the datastore with `neighbors.materialised` to have that way measured too. In a round every case reads the same batches,
+in an order that changes from round to round: first cold, then again, warm. Cold: all files of the training split are
+flushed (fsync) and dropped from the page cache (`posix_fadvise`, POSIX_FADV_DONTNEED, which needs no root), while nothing maps
+them; how much of them is cached even so is measured and printed. Caches below the page cache (of a disk, of a file server)
+stay as they are. Take a datastore that is larger than those for figures of a disk.
+
+The floor reads as many bytes in sequence, from one place of the token files. Rows are chunks: those of the sequences, and
+two for each neighbor. Bytes are those of their tokens as they are stored.
+"""
+
+import argparse
+import ctypes
+import mmap
+import os
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import rounds, say, seconds, write
+from indexing.store.datastore import Datastore
+from retro.data.batches import DataSettings, TrainingData
+
+CASES = {
+    "mmap": {"reading": "mmap"},
+    "pread": {"reading": "pread"},
+    "materialised, mmap": {"reading": "mmap", "materialised": True},
+    "materialised, pread": {"reading": "pread", "materialised": True},
+}
+FLOOR = "floor: in sequence"
+_BLOCK = 1 << 20
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("datastore", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=50)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--k", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-reading.json"))
+    options = parser.parse_args()
+    datastore = Datastore.open(options.datastore)
+    names = [name for name, case in CASES.items() if datastore.has("materialise") or not case.get("materialised")]
+    files = files_of(datastore, with_materialised=len(names) == len(CASES))
+    itemsize = datastore.train.tokens.shard(0).dtype.itemsize
+    rows = (
+        options.batches * options.batch_size * (options.sequence_length // datastore.chunk_length) * (1 + 2 * options.k)
+    )
+    total = rows * datastore.chunk_length * itemsize
+    del datastore  # what is mapped cannot be dropped
+
+    def work_of(name: str, number: int) -> Callable[[], object]:
+        if name == FLOOR:
+            return lambda: read_in_sequence([file for file in files if file.name == "tokens.npy"], total, number)
+        settings = DataSettings(sequence_length=options.sequence_length, k=options.k, **CASES[name])  # type: ignore[arg-type]
+        return lambda: read_batches(options.datastore, settings, number, options.batches, options.batch_size)
+
+    took: dict[tuple[str, str], list[float]] = {
+        (name, cache): [] for name in (*names, FLOOR) for cache in ("cold", "warm")
+    }
+    cached: list[float] = []
+    for number in rounds(options.rounds):
+        order = [*names, FLOOR]
+        random.Random(number).shuffle(order)
+        for name in order:
+            drop(files)
+            cached.append(cached_share(files))
+            for cache in ("cold", "warm"):
+                took[name, cache].append(seconds(work_of(name, number)))
+    table = []
+    for (name, cache), values in took.items():
+        slower = statistics.median(a / b for a, b in zip(values, took[FLOOR, cache], strict=True))  # paired by round
+        second = statistics.median(values)
+        table.append(
+            {"case": name, "cache": cache, "rows_per_second": rows / second, "bytes_per_second": total / second}
+            | {"seconds": values, "times_the_floor": slower}
+        )
+        say(
+            f"{name:22} {cache:5} {rows / second:12,.0f} rows/s {total / second / 1e6:10,.1f} MB/s  {slower:8.1f} × floor"
+        )
+    print(f"still cached before a cold run: {100 * max(cached):.1f}% at most")
+    settings = {key: value for key, value in vars(options).items() if key not in ("datastore", "out")}
+    facts = {"bytes_of_files": sum(file.stat().st_size for file in files), "still_cached": max(cached)}
+    write(options.out, {"settings": settings, **facts, "rows_read": rows, "bytes_read": total, "rows": table})
+
+
+def files_of(datastore: Datastore, *, with_materialised: bool) -> list[Path]:
+    """The files of the training split that batches are made of."""
+    train = datastore.train
+    arrays = [train.tokens, train.lengths, train.neighbor_ids]
+    arrays += [train.materialised_tokens, train.materialised_lengths] if with_materialised else []
+    documents = [path.with_name("documents.npy") for path in train.tokens.paths]
+    return [*documents, *(path for array in arrays for path in array.paths)]
+
+
+def read_batches(folder: Path, settings: DataSettings, number: int, count: int, size: int) -> int:
+    """Open the datastore and make the batches of a round; what was mapped or open is let go with it."""
+    data = TrainingData([folder], settings, retrieval=True)
+    firsts = range(number * count * size, (number + 1) * count * size, size)
+    return sum(data.batch(range(first, first + size)).tokens.size for first in firsts)
+
+
+def read_in_sequence(files: list[Path], total: int, number: int) -> None:
+    """Read so many bytes, block by block, from a place that is another one in each round."""
+    sizes = [file.stat().st_size for file in files]
+    at = random.Random(number).randrange(max(1, sum(sizes) - total))
+    first = 0
+    while at >= sizes[first]:
+        at -= sizes[first]
+        first += 1
+    while total > 0:  # around, where the files hold less
+        with open(files[first % len(files)], "rb", buffering=0) as file:
+            file.seek(at)
+            while total > 0 and (block := file.read(min(_BLOCK, total))):
+                total -= len(block)
+        first, at = first + 1, 0
+
+
+def drop(files: list[Path]) -> None:
+    """Drop files from the page cache."""
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)  # pages that are not written yet would stay
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def cached_share(files: list[Path]) -> float:
+    """The share of the pages of some files that is in the page cache (mincore)."""
+    library, cached, pages = ctypes.CDLL(None, use_errno=True), 0, 0
+    for path in files:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            address = np.frombuffer(mapped, np.uint8)  # holds the map
+            found = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
+            places = (ctypes.c_void_p(address.ctypes.data), ctypes.c_size_t(len(mapped)))
+            if library.mincore(*places, ctypes.c_void_p(found.ctypes.data)):
+                raise OSError(ctypes.get_errno(), "mincore", str(path))
+            cached, pages = cached + int((found & 1).sum()), pages + len(found)
+            del address
+    return cached / pages
+
+
+if __name__ == "__main__":
+    main()

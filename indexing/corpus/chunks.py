@@ -1,0 +1,232 @@
+"""Documents → chunks: one shard of the corpus becomes token arrays (design: "on disk").
+
+    pieces of files → documents → tokens ([bos] text [eos]) → rows of m tokens, the last one of a document padded
+
+Each document falls into `train`, `valid` or `test` by a hash of its text. A chunk never spans two documents. Documents that
+are stored as tokens keep them; they are decoded for that hash and to count bytes.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.corpus.readers import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusSettings, Document, Problem
+from indexing.corpus.scan import Piece, read_piece, split_of
+from indexing.store.datastore import SPLITS
+from indexing.store.errors import InputError
+from indexing.store.files import NpyWriter
+from indexing.threads import map_ahead
+from indexing.tokenization.tokenizer import Tokenizer
+
+# Two batches are tokenised at a time: while Python takes over the ids of one, which no other Python can do beside it,
+# SentencePiece works on the other. Text of a batch for each thread: little enough that the last ones are soon done.
+_AT_A_TIME = 2
+_BATCH_BYTES = 2**19
+
+
+@dataclass(frozen=True)
+class ChunkSettings:
+    """How documents are cut."""
+
+    chunk_length: int = 64
+    """m, tokens in a chunk (paper: 64)."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.chunk_length <= 65535:
+            raise InputError(f"chunks.chunk_length = {self.chunk_length}: must be between 2 and 65535 (paper: 64).")
+
+
+def to_chunks(documents: Sequence[np.ndarray], chunk_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut documents of tokens [t], none empty, into chunks [n, m], the last one of each padded, and their lengths [n] uint16."""
+    tokens = np.array([len(document) for document in documents])
+    counts = -(-tokens // chunk_length)
+    stops = counts.cumsum()
+    chunks = np.full(stops[-1] * chunk_length, pad_id, dtype=documents[0].dtype)
+    for document, start in zip(documents, ((stops - counts) * chunk_length).tolist(), strict=True):
+        chunks[start : start + len(document)] = document
+    lengths = np.full(stops[-1], chunk_length, dtype=np.uint16)
+    lengths[stops - 1] = tokens - (counts - 1) * chunk_length
+    return chunks.reshape(-1, chunk_length), lengths
+
+
+def to_tokens(chunks: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The tokens of a document from its chunks: chunks [n, m] and lengths [n] → tokens [t]."""
+    return np.asarray(chunks)[np.arange(chunks.shape[1]) < np.asarray(lengths)[:, None]]
+
+
+class _SplitWriter:
+    """The four files of one split of one shard, grown batch by batch; `files` closes them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: ChunkSettings,
+        tokenizer: Tokenizer,
+        metadata_keys: Iterable[str],
+        files: contextlib.ExitStack,
+    ) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        folder.mkdir(parents=True)
+        self.chunk_length, self.pad_id = settings.chunk_length, tokenizer.pad_id
+        self.tokens = files.enter_context(NpyWriter(folder / "tokens.npy", tokenizer.dtype, (settings.chunk_length,)))
+        self.lengths = files.enter_context(NpyWriter(folder / "lengths.npy", np.uint16))
+        self.offsets = files.enter_context(NpyWriter(folder / "documents.npy", np.int64))
+        self.offsets.append(np.zeros(1, np.int64))
+        self.metadata_keys = list(metadata_keys)
+        text_fields = [(name, pyarrow.string()) for name in (*TEXT_COLUMNS, *self.metadata_keys)]
+        number_fields = [(name, pyarrow.int64()) for name in NUMBER_COLUMNS]
+        self.schema = pyarrow.schema(text_fields + number_fields)
+        self.documents = files.enter_context(pyarrow.parquet.ParquetWriter(folder / "documents.parquet", self.schema))
+        self.rows: list[dict[str, Any]] = []
+        self.counts = {"documents": 0, "chunks": 0, "tokens": 0, "bytes": 0}
+
+    def append(self, documents: Sequence[tuple[Document, np.ndarray]], file: str) -> None:
+        """Write documents of one file and their tokens, begin and end included."""
+        if not documents:
+            return
+        chunks, lengths = to_chunks([tokens for _, tokens in documents], self.chunk_length, self.pad_id)
+        self.tokens.append(chunks)
+        self.lengths.append(lengths)
+        first = len(self.rows)
+        for document, tokens in documents:
+            sizes = {"bytes": len(document.text.encode()), "tokens": len(tokens)}
+            sizes["chunks"] = -(-len(tokens) // self.chunk_length)
+            metadata = {key: document.metadata.get(key) for key in self.metadata_keys}
+            self.rows.append({"id": document.id, "file": file} | sizes | metadata)
+        added = self.rows[first:]
+        self.offsets.append(self.counts["chunks"] + np.cumsum([row["chunks"] for row in added], dtype=np.int64))
+        self.counts["documents"] += len(added)
+        for key in ("chunks", "tokens", "bytes"):
+            self.counts[key] += sum(row[key] for row in added)
+        if len(self.rows) >= 10_000:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows of `documents.parquet` that are still in memory."""
+        import pyarrow
+
+        self.documents.write_table(pyarrow.Table.from_pylist(self.rows, schema=self.schema))
+        self.rows.clear()
+
+
+def batches(documents: Iterable[Document], batch_bytes: int = 4 * 2**20) -> Iterator[list[Document]]:
+    """The documents in lists of a few megabytes of text."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.size
+        if size >= batch_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def with_text(batch: list[Document], path: str, tokenizer: Tokenizer) -> list[Document]:
+    """Documents of one file, with the text of those that are stored as tokens.
+
+    Raises:
+        InputError: a stored token is not of this tokenizer.
+    """
+    stored = [document.tokens for document in batch if document.tokens is not None]
+    if not stored:
+        return batch
+    for document, tokens in zip(batch, stored, strict=True):
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= tokenizer.num_model_tokens:
+            raise InputError(
+                f"{path}: document {document.record + 1} holds the token id {low if low < 0 else high}; the tokenizer's are 0 "
+                f"to {tokenizer.num_model_tokens - 1}. Set tokenizer.path to the one that made the file; ids that were added "
+                "to begin or end documents go into corpus.boundary_ids."
+            )
+    texts = tokenizer.decode_batch(stored)
+    return [replace(document, text=text) for document, text in zip(batch, texts, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Some documents of one file, and how many bytes of text they were before some were left out."""
+
+    file: CorpusFile
+    documents: list[Document]
+    size: int
+
+
+def _read(
+    pieces: list[Piece],
+    corpus: CorpusSettings,
+    left_out: set[int],
+    on_problem: Callable[[Problem], None],
+    batch_bytes: int,
+) -> Iterator[_Batch]:
+    """The documents of a shard without those left out, which are counted from 0."""
+    place = itertools.count()
+    for piece in pieces:
+        for batch in batches(read_piece(piece, corpus, on_problem=on_problem), batch_bytes):
+            kept = [document for document in batch if next(place) not in left_out]
+            yield _Batch(piece.file, kept, sum(document.size for document in batch))
+
+
+def _tokenized(batch: _Batch, tokenizer: Tokenizer) -> tuple[_Batch, list[np.ndarray]]:
+    """A batch with text, and the tokens of its documents: of text these are encoded, of tokens the text is decoded."""
+    documents = with_text(batch.documents, batch.file.path, tokenizer)
+    tokens = [document.tokens.astype(tokenizer.dtype) for document in documents if document.tokens is not None]
+    tokens = tokens or tokenizer.encode_batch([document.text for document in documents])
+    return replace(batch, documents=documents), tokens
+
+
+def chunk_shard(
+    work: Path,
+    pieces: list[Piece],
+    corpus: CorpusSettings,
+    settings: ChunkSettings,
+    tokenizer_folder: Path,
+    *,
+    on_problem: Callable[[Problem], None],
+    advance: Callable[[int], None],
+    removed: np.ndarray | None = None,
+) -> dict[str, dict[str, int]]:
+    """Write the chunks of one shard into the folder `work`, in a folder for each split.
+
+    Args:
+        work: an empty folder.
+        pieces: the documents of this shard, as ranges of records in files.
+        corpus: how the files are read and which documents are held out.
+        settings: how documents are cut.
+        tokenizer_folder: the datastore's `tokenizer/`.
+        on_problem: told of everything that was skipped or mended.
+        advance: told how many bytes of text are done, as the plan counts them.
+        removed: [removed] int64, documents that are left out, counted from 0 in this shard.
+
+    Returns:
+        for each split, how many documents, chunks, tokens (with bos and eos) and bytes of text.
+    """
+    import torch
+
+    threads = max(1, torch.get_num_threads() // _AT_A_TIME)
+    tokenizer = Tokenizer.open(tokenizer_folder, threads)
+    before = np.array([tokenizer.bos_id], dtype=tokenizer.dtype)
+    after = np.array([tokenizer.eos_id], dtype=tokenizer.dtype)
+    left_out = set() if removed is None else set(removed.tolist())
+    read = _read(pieces, corpus, left_out, on_problem, threads * _BATCH_BYTES)
+    with contextlib.ExitStack() as files:
+        writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys, files) for name in SPLITS}
+        for batch, encoded in map_ahead(lambda batch: _tokenized(batch, tokenizer), read, _AT_A_TIME):
+            members: dict[str, list[tuple[Document, np.ndarray]]] = {name: [] for name in writers}
+            for document, tokens in zip(batch.documents, encoded, strict=True):
+                whole = np.concatenate([before, tokens, after])
+                members[split_of(document.text, corpus.split)].append((document, whole))
+            for name, documents in members.items():
+                writers[name].append(documents, batch.file.name)
+            advance(batch.size)
+        for writer in writers.values():
+            writer.flush()
+    return {name: writer.counts for name, writer in writers.items()}

@@ -1,0 +1,156 @@
+"""Token corpora of Megatron-LM: `x.bin` holds token ids end to end, `x.idx` says where sequences and documents end.
+
+    x.idx   header (34 bytes)  lengths [S] int32  pointers [S] int64  documents [D + 1] int64
+    x.bin   the tokens of S sequences, one after another, of the type that the header names
+
+All numbers are little-endian. A length counts tokens, a pointer is the byte at which a sequence begins, and document d is the
+sequences [documents[d], documents[d + 1]): one, or several where sentences were kept apart. The format is that of
+`megatron/core/datasets/indexed_dataset.py` in NVIDIA/Megatron-LM, version 1, which its older `mmap` datasets share.
+"""
+
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from indexing.corpus.streams import filesystem_of
+from indexing.store.errors import InputError
+
+SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, S, D + 1
+_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floating point
+
+
+def is_megatron(name: str) -> bool:
+    """Whether a file, by its name, is one of a pair `.bin` and `.idx`."""
+    return name.lower().endswith((SUFFIX, INDEX_SUFFIX))
+
+
+def pair_of(path: str) -> tuple[str, str]:
+    """The `.bin` and the `.idx` of which `path` is either; in an archive too: `zip://x.bin::archive.zip`."""
+    inner, *outer = path.split("::")
+    stem = inner[: -len(SUFFIX)]
+    data, index = ("::".join([stem + suffix, *outer]) for suffix in (SUFFIX, INDEX_SUFFIX))
+    return data, index
+
+
+@dataclass(frozen=True, eq=False)
+class MegatronIndex:
+    """A `.idx`, memory-mapped where it lies on a local disk.
+
+    Attributes:
+        path: of the `.idx`.
+        dtype: of the tokens.
+        data_bytes: size of the `.bin`.
+        stored: all bytes of the file.
+        lengths: [S] int32.
+        pointers: [S] int64.
+        documents: [D + 1] int64.
+    """
+
+    path: str
+    dtype: np.dtype
+    data_bytes: int
+    stored: np.ndarray = field(repr=False)
+    lengths: np.ndarray = field(repr=False)
+    pointers: np.ndarray = field(repr=False)
+    documents: np.ndarray = field(repr=False)
+
+    @property
+    def num_documents(self) -> int:
+        """D, also those without a token."""
+        return len(self.documents) - 1
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """The bytes [stop - start + 1] int64 of the `.bin` at which the documents [start, stop) begin, and the last one ends.
+
+        Raises:
+            InputError: sequences or documents do not follow one another.
+        """
+        ends = np.asarray(self.documents[start : stop + 1])
+        first, last = int(ends[0]), int(ends[-1])
+        if first < 0 or last > len(self.lengths) or (np.diff(ends) < 0).any():
+            raise _broken(self.path, f"documents {start + 1} to {stop} are sequences out of order")
+        lengths = self.lengths[first:last].astype(np.int64)
+        pointers = np.append(self.pointers[first : last + 1], self.data_bytes)[: last - first + 1]
+        expected = pointers[0] + self.dtype.itemsize * np.concatenate([[0], np.cumsum(lengths)])
+        if (lengths < 0).any():
+            number = int(np.argmax(lengths < 0))
+            raise _broken(self.path, f"sequence {first + number + 1} has {lengths[number]:,} tokens")
+        if (pointers != expected).any():
+            number = int(np.argmax(pointers != expected))
+            raise _broken(
+                self.path,
+                f"sequence {first + number + 1} begins at byte {pointers[number]:,}, those before it end at "
+                f"{expected[number]:,}; accepted are sequences that follow one another",
+            )
+        return expected[ends - first]
+
+
+def open_index(data_path: str, data_bytes: int) -> MegatronIndex:
+    """The index beside the `.bin` at `data_path`, which has `data_bytes`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        InputError: it is not one, or of another version or type, or does not belong to this `.bin`.
+    """
+    path = pair_of(data_path)[1]
+    stored = _bytes_of(path)
+    magic = stored[: len(_MAGIC)].tobytes()
+    if magic != _MAGIC or len(stored) < _HEADER.size:
+        raise InputError(
+            f"{path} begins with {magic!r} and has {len(stored):,} bytes; the index of a Megatron corpus begins with "
+            f"{_MAGIC!r} and has {_HEADER.size} or more. Write it with Megatron's tools/preprocess_data.py (in old "
+            "versions: --dataset-impl mmap), or leave it out of corpus.paths."
+        )
+    _, version, code, num_sequences, num_boundaries = _HEADER.unpack(stored[: _HEADER.size].tobytes())
+    if version != _VERSION:
+        raise InputError(f"{path} is of version {version}; accepted: {_VERSION}. Write it again with Megatron-LM.")
+    if code not in _TYPES:
+        accepted = ", ".join(f"{code} ({name})" for code, name in _TYPES.items())
+        raise InputError(
+            f"{path} names type {code} for its tokens; accepted: {accepted}. Write it again with whole numbers as tokens."
+        )
+    dtype = np.dtype(_TYPES[code]).newbyteorder("<")
+    expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
+    if len(stored) != expected:
+        raise _broken(
+            path,
+            f"it has {len(stored):,} bytes; {num_sequences:,} sequences and {num_boundaries - 1:,} documents take "
+            f"{expected:,}; multimodal data, which has modes too, is not accepted",
+        )
+    lengths, pointers, documents = (
+        part.view(kind)
+        for part, kind in zip(
+            np.split(stored[_HEADER.size :], [4 * num_sequences, 12 * num_sequences]),
+            ("<i4", "<i8", "<i8"),
+            strict=True,
+        )
+    )
+    if not len(documents) or documents[0] != 0 or documents[-1] != num_sequences:
+        covered = f"{documents[0]} to {documents[-1]}" if len(documents) else "none"
+        raise _broken(path, f"its documents take the sequences {covered}; accepted: 0 to {num_sequences}, all of them")
+    if num_sequences and pointers[0] != 0:
+        raise _broken(path, f"sequence 1 begins at byte {pointers[0]:,}; accepted: 0")
+    told = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if num_sequences else 0
+    if told != data_bytes:
+        raise InputError(
+            f"{data_path} has {data_bytes:,} bytes, its index {path} tells of {told:,}. Copy both files again."
+        )
+    return MegatronIndex(path, dtype, data_bytes, stored, lengths, pointers, documents)
+
+
+def _broken(path: str, found: str) -> InputError:
+    return InputError(f"{path} is damaged: {found}. Copy it again, or write it again with Megatron-LM.")
+
+
+def _bytes_of(path: str) -> np.ndarray:
+    """All bytes of a file [n] uint8: memory-mapped if it is local, else read (an index has 20 bytes a document)."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    filesystem, root = filesystem_of(path)
+    if isinstance(filesystem, LocalFileSystem) and filesystem.size(root):
+        return np.memmap(root, np.uint8, "r")
+    with filesystem.open(root, "rb") as file:
+        return np.frombuffer(file.read(), np.uint8)

@@ -1,0 +1,423 @@
+"""Reading documents out of files: text, JSON Lines, Parquet and tokens of Megatron; compressed or not, local or remote.
+
+    file ──opened (fsspec)──► bytes ──unpacked──► lines, rows or tokens ──► Document, or a Problem with file and line
+
+Text is never changed: line ends, blanks and control characters stay as they stand in the file. What cannot be text
+(bytes that are not UTF-8, lone surrogates in JSON) becomes U+FFFD, and that and every document left out is reported as
+a `Problem`. Memory stays at one document, whatever the size of a file.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from indexing.corpus.megatron import INDEX_SUFFIX, SUFFIX, is_megatron, open_index
+from indexing.corpus.streams import (
+    COMPRESSION_SUFFIXES,
+    DAMAGED,
+    StoredReader,
+    compression_suffix,
+    filesystem_of,
+    uncompressed,
+    unpacked,
+)
+from indexing.store.errors import InputError
+
+# One document a file; its id is the file's name. `.json` is left out: it may hold a document, a list of documents or
+# settings, and a guess would be wrong silently.
+WHOLE_FILE_SUFFIXES = (
+    ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx",
+    ".hpp", ".cu", ".cuh", ".js", ".mjs", ".jsx", ".ts", ".tsx", ".java", ".kt", ".scala", ".go", ".rs", ".rb",
+    ".php", ".pl", ".lua", ".r", ".jl", ".swift", ".m", ".cs", ".fs", ".hs", ".ml", ".ex", ".erl", ".clj", ".lisp",
+    ".sh", ".bash", ".bat", ".ps1", ".sql", ".css", ".scss", ".toml", ".yaml", ".yml", ".ini", ".cmake", ".proto",
+)  # fmt: skip
+LINE_SUFFIXES = (".jsonl", ".ndjson")  # one document a line
+PARQUET_SUFFIX = ".parquet"  # one document a row
+ACCEPTED = (
+    f"Accepted suffixes: {', '.join((*LINE_SUFFIXES, PARQUET_SUFFIX, *WHOLE_FILE_SUFFIXES))}, and {SUFFIX} with its "
+    f"{INDEX_SUFFIX} beside it (Megatron); those of text and JSON Lines may be followed by {' or '.join(COMPRESSION_SUFFIXES)}."
+)
+TEXT_COLUMNS, NUMBER_COLUMNS = ("id", "file"), ("bytes", "tokens", "chunks")  # of every document, beside its metadata
+_TOKEN_TEXT_BYTES = 4  # text in a token, about, where only the tokens are known
+_BLOCK_DOCUMENTS = 1 << 16  # whose positions in a Megatron file are held in memory
+
+ProblemKind = Literal[
+    "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
+    "duplicate id", "truncated file", "unreadable file", "wrong suffix",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """Which text is read, and how it is divided."""
+
+    paths: tuple[str, ...] = ()
+    """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. Of a Megatron
+    corpus the `.bin` or the `.idx`, which belong together."""
+    text_key: str = "text"
+    """Key (JSON Lines) or column (Parquet) of the text; dots lead into nested objects: `content.body`."""
+    id_key: str = "id"
+    """Key or column of the document's id; without one the id is `file:line`."""
+    metadata_keys: tuple[str, ...] = ("title", "url", "source")
+    """Keys or columns that are kept with each document where they exist."""
+    shard_bytes: int = 64 * 2**20
+    """Bytes of text in a shard, about; a token of a Megatron file counts as 4."""
+    split: tuple[int, int, int] = (980, 20, 0)
+    """Weights of train, valid and test. A hash of its text decides where a document falls; valid and test are held out."""
+    boundary_ids: tuple[int, ...] = ()
+    """Token ids by which documents of Megatron files begin or end (bos, eod): one is taken off at each end."""
+    strict: bool = False
+    """Stop at the first problem in the data instead of reporting it."""
+
+    def __post_init__(self) -> None:
+        for name in ("text_key", "id_key"):
+            if not getattr(self, name):
+                raise InputError(f"corpus.{name} is empty. Name the key or column, for example '{name[:-4]}'.")
+        if "" in self.metadata_keys or "" in self.paths:
+            raise InputError("corpus.metadata_keys and corpus.paths must not contain an empty string.")
+        for column in (*TEXT_COLUMNS, *NUMBER_COLUMNS):
+            if column in self.metadata_keys:
+                raise InputError(
+                    f"corpus.metadata_keys has {column!r}, which is a column of every document "
+                    f"({', '.join((*TEXT_COLUMNS, *NUMBER_COLUMNS))}). Remove it, or rename the key in the data."
+                )
+        if len(set(self.metadata_keys)) < len(self.metadata_keys):
+            raise InputError(f"corpus.metadata_keys = {self.metadata_keys}: each key must be named once.")
+        if self.shard_bytes < 1:
+            raise InputError(f"corpus.shard_bytes is {self.shard_bytes}; it must be 1 or more.")
+        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] < 1:
+            raise InputError(
+                f"corpus.split = {self.split}: must be three weights of 0 or more, for train, valid and test, and that of "
+                "train above 0, for example (980, 20, 0)."
+            )
+        if any(token < 0 for token in self.boundary_ids):
+            raise InputError(f"corpus.boundary_ids = {self.boundary_ids}: must be token ids of 0 or more; () for none.")
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """One file of the corpus; of a Megatron pair the `.bin`, with the size and the time of both.
+
+    Attributes:
+        path: as it is opened through fsspec.
+        name: relative to the folder or glob that it was found by, the same on every machine; prefix of its ids.
+        size: bytes as stored; 0 where the file system does not say.
+        modified: when it was last changed, as the file system says it; with the size it tells an edited file.
+    """
+
+    path: str
+    name: str
+    size: int
+    modified: str = ""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document.
+
+    Attributes:
+        id: unique if the corpus is well-made; `find_duplicates` tells.
+        text: never empty or blank, without surrogates; empty where the document is stored as tokens.
+        metadata: the values found at `metadata_keys`; nested ones as JSON.
+        record: 0-based line (JSON Lines), row (Parquet) or number (Megatron) in its file, counting those left out.
+        offset: byte at which its line starts in an uncompressed JSON Lines file, else 0.
+        tokens: [tokens] of a Megatron file, as stored, one at least; None where the document is stored as text.
+    """
+
+    id: str
+    text: str
+    metadata: dict[str, str]
+    record: int
+    offset: int = 0
+    tokens: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of its text; an estimate where it is stored as tokens."""
+        return len(self.text.encode()) if self.tokens is None else _TOKEN_TEXT_BYTES * len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in the data that is not as it should be; `line` is 1-based, as are rows of Parquet and documents of Megatron."""
+
+    kind: ProblemKind
+    file: str
+    line: int
+    detail: str
+
+
+def printable(text: str) -> str:
+    """A name or a message in true Unicode: file names on Linux are bytes, and need not be UTF-8."""
+    return text.encode(errors="replace").decode()
+
+
+def is_known(name: str) -> bool:
+    name = name.lower()
+    is_text = uncompressed(name).endswith((*LINE_SUFFIXES, *WHOLE_FILE_SUFFIXES))
+    return is_text or name.endswith(PARQUET_SUFFIX) or is_megatron(name)
+
+
+def read_documents(
+    file: CorpusFile,
+    settings: CorpusSettings,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    offset: int = 0,
+    on_problem: Callable[[Problem], None],
+) -> Iterator[Document]:
+    """The documents among the records [start, stop) of a file, in order; problems of these records go to `on_problem`.
+
+    `offset` is where record `start` begins, as `scan_file` found it: it saves reading the lines before.
+    """
+    with opened(file, on_problem) as stored:
+        if stored is not None:
+            raw = stored if file.name.lower().endswith(PARQUET_SUFFIX) else StoredReader(stored)
+            yield from read(raw, Window(file, settings, on_problem, start, stop, offset))
+
+
+@contextlib.contextmanager
+def opened(file: CorpusFile, on_problem: Callable[[Problem], None]) -> Iterator[Any]:
+    """The stored bytes of a file as a binary file object, or None after reporting that it cannot be opened."""
+    try:
+        filesystem, path = filesystem_of(file.path)
+        opened = filesystem.open(path, "rb")
+    except _UNREADABLE as error:
+        on_problem(Problem("unreadable file", printable(file.path), 1, str(error)))
+        yield None
+        return
+    with opened:
+        yield opened
+
+
+@dataclass(frozen=True)
+class Window:
+    """What is read of a file, and whom to tell of problems."""
+
+    file: CorpusFile
+    settings: CorpusSettings
+    on_problem: Callable[[Problem], None]
+    start: int = 0
+    stop: int | None = None
+    offset: int = 0
+
+    def report(self, kind: ProblemKind, line: int, detail: str) -> None:
+        self.on_problem(Problem(kind, printable(self.file.path), line, printable(detail)))
+
+
+_UNREADABLE = (FileNotFoundError, PermissionError, IsADirectoryError)
+_BOM = b"\xef\xbb\xbf"
+
+
+def read(raw: Any, window: Window) -> Iterator[Document]:
+    name = window.file.name.lower()
+    if name.endswith(PARQUET_SUFFIX):
+        yield from _parquet_rows(raw, window)
+        return
+    if is_megatron(name):
+        yield from _token_documents(raw, window)
+        return
+    if window.offset:  # only an uncompressed file is entered in the middle
+        raw.stored.seek(window.offset)
+        yield from _json_lines(io.BufferedReader(raw, 1 << 20), window, has_offsets=True)
+        return
+    stream, compression = unpacked(raw, name)
+    if compression != compression_suffix(name):
+        content = {".gz": "compressed by gzip", ".zst": "compressed by zstd", "": "not compressed"}[compression]
+        window.report("wrong suffix", 1, f"its content is {content} and was read as such; rename the file")
+    if uncompressed(name).endswith(LINE_SUFFIXES):
+        yield from _json_lines(stream, window, has_offsets=not compression)
+    elif window.start == 0 and window.stop != 0:
+        yield from _whole_file(stream, window)
+
+
+def _whole_file(stream: Any, window: Window) -> Iterator[Document]:
+    data = bytearray()
+    is_whole = False
+    try:
+        while block := stream.read1(1 << 20):
+            data += block
+        is_whole = True
+    except DAMAGED as error:
+        window.report("truncated file", data.count(b"\n") + 1, str(error))
+    text = _decode(bytes(data.removeprefix(_BOM)), 1, window)
+    if text and not text.isspace():
+        yield Document(window.file.name, text, {"source": window.file.name}, 0)
+    elif is_whole:
+        window.report("empty document", 1, "no text in the file")
+
+
+def _json_lines(stream: Any, window: Window, has_offsets: bool) -> Iterator[Document]:
+    record, position = (window.start, window.offset) if window.offset else (0, 0)
+    while window.stop is None or record < window.stop:
+        try:
+            line = stream.readline()
+        except DAMAGED as error:
+            window.report("truncated file", record + 1, str(error))
+            return
+        if not line:
+            return
+        content = line.removeprefix(_BOM) if record == 0 else line
+        if record >= window.start and content and not content.isspace():
+            fields = _parse(content, record + 1, window)
+            if fields is not None:
+                yield from _document(fields, window, record, position if has_offsets else 0)
+        position += len(line)
+        record += 1
+
+
+def _parse(line: bytes, number: int, window: Window) -> dict[str, Any] | None:
+    text = _decode(line, number, window)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError also for integers of more than 4300 digits
+        window.report("broken JSON", number, str(error))
+        return None
+    if not isinstance(value, dict):
+        window.report("not an object", number, f"found {type(value).__name__}, a line must be a JSON object")
+        return None
+    return value
+
+
+def _parquet_rows(stored: Any, window: Window) -> Iterator[Document]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    settings = window.settings
+    keys = (settings.text_key, settings.id_key, *settings.metadata_keys)
+    record = 0
+    try:
+        parquet = pq.ParquetFile(stored, page_checksum_verification=True)
+        sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+        first = 0
+        while first < len(sizes) and record + sizes[first] <= window.start:
+            record += sizes[first]
+            first += 1
+        names = parquet.schema_arrow.names
+        columns = [key for key in dict.fromkeys(keys) if key in names or key.split(".")[0] in names]
+        for batch in parquet.iter_batches(256, row_groups=list(range(first, len(sizes))), columns=columns):
+            values = {key: _column(batch, key) for key in keys}
+            for row in range(batch.num_rows):
+                if window.stop is not None and record >= window.stop:
+                    return
+                if record >= window.start:
+                    fields = {key: column[row] for key, column in values.items() if column is not None}
+                    yield from _document(fields, window, record, 0)
+                record += 1
+    except pa.ArrowNotImplementedError as error:
+        window.report("unreadable file", record + 1, str(error))
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise  # the disk or the network, not the contents: Arrow's own are plain OSErrors without a number
+        window.report("truncated file", record + 1, str(error))
+
+
+def _column(batch: Any, key: str) -> list[Any] | None:
+    """A column, or a field of a struct column, as Python values; strings as bytes, for Arrow does not check them."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    path = [key] if key in batch.schema.names else key.split(".")
+    if path[0] not in batch.schema.names:
+        return None
+    column = batch.column(path[0])
+    for part in path[1:]:
+        if not pa.types.is_struct(column.type) or column.type.get_field_index(part) < 0:
+            return None
+        column = pc.struct_field(column, part)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_string(column.type):
+        column = column.cast(pa.binary())
+    elif pa.types.is_large_string(column.type):
+        column = column.cast(pa.large_binary())
+    return column.to_pylist()
+
+
+def _token_documents(raw: StoredReader, window: Window) -> Iterator[Document]:
+    """The documents of a Megatron file, in one pass from the first that is wanted."""
+    name, path = window.file.name, window.file.path
+    try:
+        index = open_index(path, raw.stored.seek(0, io.SEEK_END))
+    except _UNREADABLE as error:
+        window.report("unreadable file", 1, f"its index cannot be opened: {error}")
+        raw.stored.seek(0)
+        return
+    raw.include(index.stored)
+    stop = index.num_documents if window.stop is None else min(window.stop, index.num_documents)
+    stream = None
+    for first in range(window.start, stop, _BLOCK_DOCUMENTS):
+        positions = index.positions(first, min(first + _BLOCK_DOCUMENTS, stop)).tolist()
+        if stream is None:
+            raw.stored.seek(positions[0])
+            stream = io.BufferedReader(raw, 1 << 20)
+        for record, (begin, end) in enumerate(itertools.pairwise(positions), first):
+            data = stream.read(end - begin)
+            if len(data) != end - begin:
+                raise InputError(f"{path} became shorter while it was read. Wait until it is written, and run again.")
+            tokens = _without_boundaries(np.frombuffer(data, index.dtype), window.settings.boundary_ids)
+            if len(tokens):
+                yield Document(f"{name}:{record + 1}", "", {}, record, tokens=tokens)
+            else:
+                window.report("empty document", record + 1, "no token in it")
+
+
+def _without_boundaries(tokens: np.ndarray, boundary_ids: tuple[int, ...]) -> np.ndarray:
+    if len(tokens) and tokens[0] in boundary_ids:
+        tokens = tokens[1:]
+    return tokens[:-1] if len(tokens) and tokens[-1] in boundary_ids else tokens
+
+
+def _document(fields: dict[str, Any], window: Window, record: int, offset: int) -> Iterator[Document]:
+    """One document of a line or row, or none and a report why."""
+    settings, line = window.settings, record + 1
+
+    def find(key: str) -> Any:
+        value: Any = fields
+        for part in [key] if key in fields else key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return _decode(value, line, window) if isinstance(value, bytes) else value
+
+    def clean(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            text, count = re.subn("[\ud800-\udfff]", "\ufffd", text)
+            window.report("lone surrogates", line, f"{count} replaced by U+FFFD, the first at character {error.start}")
+        return text
+
+    text = find(settings.text_key)
+    if not isinstance(text, str):
+        keys = ", ".join(list(fields)[:10])
+        found = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
+        window.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {found}")
+        return
+    if not text or text.isspace():
+        window.report("empty document", line, f"'{settings.text_key}' holds no text")
+        return
+    found_id = find(settings.id_key)
+    document_id = f"{window.file.name}:{line}" if found_id is None or found_id == "" else clean(found_id)
+    metadata = {key: clean(value) for key in settings.metadata_keys if (value := find(key)) is not None}
+    yield Document(document_id, clean(text), metadata, record, offset)
+
+
+def _decode(data: bytes, first_line: int, window: Window) -> str:
+    """UTF-8 text; what is not UTF-8 becomes U+FFFD and is reported by the line of its first byte."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        text = data.decode(errors="replace")
+        # A U+FFFD that stands in the file is text like any other.
+        count = text.count("\ufffd") - data.count("\ufffd".encode())
+        line = first_line + data.count(b"\n", 0, error.start)
+        window.report("undecodable bytes", line, f"{count} replaced by U+FFFD, the first is 0x{data[error.start]:02x}")
+        return text

@@ -1,0 +1,334 @@
+"""From paths to shards: list the files, look through each once, cut the corpus, read it again piece by piece.
+
+paths ──list_files──► CorpusFile ──scan_file──► FileScan ──plan_shards──► Piece ──read_piece──► Document
+"""
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from indexing.corpus.megatron import is_megatron, pair_of
+from indexing.corpus.readers import (
+    ACCEPTED,
+    PARQUET_SUFFIX,
+    CorpusFile,
+    CorpusSettings,
+    Document,
+    Problem,
+    Window,
+    is_known,
+    opened,
+    printable,
+    read,
+    read_documents,
+)
+from indexing.corpus.streams import HashingReader, filesystem_of
+from indexing.store.artifact import fingerprint
+from indexing.store.errors import InputError
+
+# What file systems call the time of the last change: local, S3, GCS and Azure, in-memory.
+_TIMES = ("mtime", "LastModified", "updated", "last_modified", "modified", "created")
+KEPT_EXAMPLES = 100  # problems of a file that are kept in full; the others are counted
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Consecutive documents of one file: those among the records [start, stop), of `Document.size` `text_bytes` in all.
+
+    `offset` is the byte at which record `start` begins, if the file is uncompressed JSON Lines, else 0.
+    """
+
+    start: int
+    stop: int
+    text_bytes: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class FileScan:
+    """What one pass over a file found.
+
+    Attributes:
+        documents: documents in it.
+        text_bytes: UTF-8 bytes of their text, estimated for tokens.
+        problems: how many of each kind.
+        examples: the first 100 problems.
+        cuts: pieces of about `shard_bytes` of text, in order, that hold every document once.
+        checksum: BLAKE2b-128 of the file's bytes as stored, hexadecimal, the index of a Megatron file first; empty if it
+            cannot be read.
+        id_hashes: [documents] uint64, BLAKE2b-64 of the ids.
+        id_lines: [documents] int64, 1-based line of each.
+    """
+
+    documents: int
+    text_bytes: int
+    problems: dict[str, int]
+    examples: list[Problem]
+    cuts: list[Cut]
+    checksum: str
+    id_hashes: np.ndarray = field(repr=False)
+    id_lines: np.ndarray = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The documents among the records [start, stop) of one file; `offset` and `text_bytes` as in `Cut`."""
+
+    file: CorpusFile
+    start: int
+    stop: int
+    offset: int = 0
+    text_bytes: int = 0
+
+
+def strict_problem(problem: Problem) -> None:
+    """An `on_problem` that accepts none.
+
+    Raises:
+        InputError: always; the message has the form `file:line: kind: detail`.
+    """
+    raise InputError(
+        f"{problem.file}:{problem.line}: {problem.kind}: {problem.detail}. "
+        "Mend the file, or set corpus.strict = false to have such problems reported and passed over."
+    )
+
+
+def list_files(settings: CorpusSettings, key: str = "corpus.paths") -> list[CorpusFile]:
+    """All files that `settings.paths` stand for, each once, sorted by name, then path; messages call them `key`.
+
+    Folders and globs take the files with a known suffix and pass over others and over hidden files and folders.
+
+    Raises:
+        InputError: a path does not exist, has an unknown suffix or protocol, or stands for no file.
+    """
+    if not settings.paths:
+        raise InputError(f"{key} is empty. Name files, folders or globs: --{key} data/ notes/*.md")
+    files: dict[str, CorpusFile] = {}
+    for given in settings.paths:
+        for file in _files_at(given, key):
+            files.setdefault(os.path.realpath(file.path) if os.path.isabs(file.path) else file.path, file)
+    return sorted(files.values(), key=lambda file: (file.name, file.path))
+
+
+def _files_at(given: str, key: str) -> list[CorpusFile]:
+    from fsspec.implementations.local import LocalFileSystem
+
+    try:
+        filesystem, root = filesystem_of(given)
+    except (ImportError, ValueError) as error:  # the package for this protocol is missing, or there is no such protocol
+        raise InputError(f"{key}: {given!r} cannot be opened: {error}") from error
+    is_local = isinstance(filesystem, LocalFileSystem)
+    if filesystem.isfile(root):
+        if not is_known(root):
+            raise InputError(f"{key}: {given!r} is not of a known kind. {ACCEPTED}")
+        for part in pair_of(root) if is_megatron(root) else ():
+            if not filesystem.isfile(part):
+                raise InputError(
+                    f"{key}: {given!r}: {part} is missing; a corpus of Megatron is a .bin and its .idx. Put it there."
+                )
+        base, infos = root.rpartition("/")[0], {root: filesystem.info(root)}
+    elif filesystem.isdir(root):
+        base, infos = root, _local_files(root) if is_local else filesystem.find(root, detail=True)
+    elif glob.has_magic(root):
+        base = re.split(r"[*?\[]", root)[0].rpartition("/")[0]
+        infos = _local_files(base, root) if is_local else filesystem.glob(root, detail=True)
+    else:
+        raise InputError(f"{key}: {given!r} does not exist. Name a file, a folder or a glob such as 'data/**/*.md'.")
+
+    files = []
+    hidden_wanted = root in infos or "/." in root[len(base) :]
+    for path, info in infos.items():
+        name = path[len(base) :].lstrip("/")
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
+        if info["type"] == "file" and is_known(name) and (hidden_wanted or not is_hidden):
+            files.append(_corpus_file(filesystem, given, path, name, infos))
+    if not files:
+        raise InputError(f"{key}: {given!r} holds no file of a known kind ({len(infos)} others). {ACCEPTED}")
+    return files
+
+
+def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
+    """The files below a local folder, or those of them that match a glob: path → what fsspec says of it. Links are followed.
+
+    fsspec itself passes over links. Paths without a link come first.
+    """
+    from fsspec.implementations.local import LocalFileSystem
+    from fsspec.utils import glob_translate
+
+    depth = pattern[len(base) + 1 :].count("/") if pattern and "**" not in pattern else None
+    matches = re.compile(glob_translate(pattern) if pattern else "").match
+    filesystem, found = LocalFileSystem(), sorted(_walk(base or "/", depth))
+    gone = {"type": "file", "size": 0}  # a link to nothing: a problem of the corpus, as a file that vanished
+    return {
+        path: filesystem.info(path) if os.path.exists(path) else gone for _, path in found if matches(path) is not None
+    }
+
+
+def _walk(
+    folder: str, depth: int | None, is_linked: bool = False, above: tuple[str, ...] = ()
+) -> Iterator[tuple[bool, str]]:
+    """The files in a folder and `depth` levels below it: whether a link leads to it, and its path.
+
+    Links are followed, but not back to a folder that holds this one.
+    """
+    real = os.path.realpath(folder)
+    if any(os.path.join(each, "").startswith(os.path.join(real, "")) for each in above):
+        return
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:  # not ours to read, as in `lost+found`
+        return
+    for entry in entries:
+        linked = is_linked or entry.is_symlink()
+        if not entry.is_dir():
+            yield linked, entry.path
+        elif depth != 0:
+            yield from _walk(entry.path, None if depth is None else depth - 1, linked, (*above, real))
+
+
+def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[str, dict[str, Any]]) -> CorpusFile:
+    """The file found at `path`; of a Megatron pair always the `.bin`, told by the sizes and times of both."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    paths: tuple[str, ...] = (path,)
+    if is_megatron(name):
+        paths, name = pair_of(path), pair_of(name)[0]
+    found = [infos.get(part) or filesystem.info(part) for part in paths if part in infos or filesystem.isfile(part)]
+    url = paths[0]
+    if not isinstance(filesystem, LocalFileSystem):  # of a file in an archive: zip://name::archive
+        url = "::".join([filesystem.unstrip_protocol(url), *given.split("::")[1:]])
+    size = sum(info.get("size") or 0 for info in found)
+    times = [next((info[key] for key in _TIMES if info.get(key) is not None), "") for info in found]
+    return CorpusFile(url, printable(name), size, " ".join(map(str, times)))
+
+
+def scan_file(
+    file: CorpusFile, settings: CorpusSettings, on_document: Callable[[Document], None] | None = None
+) -> FileScan:
+    """Read one file once, in a stream: count, check, find the points to cut at; `on_document` sees every document.
+
+    Raises:
+        InputError: the first problem, if `settings.strict`.
+    """
+    problems: dict[str, int] = {}
+    examples: list[Problem] = []
+
+    def on_problem(problem: Problem) -> None:
+        if settings.strict:
+            strict_problem(problem)
+        problems[problem.kind] = problems.get(problem.kind, 0) + 1
+        if len(examples) < KEPT_EXAMPLES:
+            examples.append(problem)
+
+    hashes, lines = bytearray(), bytearray()  # 8 bytes a document each, not a Python object
+    cuts: list[Cut] = []
+    text_bytes = documents = piece_start = piece_offset = piece_stop = piece_bytes = 0
+    checksum = ""
+    with opened(file, on_problem) as stored:
+        if stored is not None:
+            raw = HashingReader(stored)
+            if file.name.lower().endswith(PARQUET_SUFFIX):  # read in any order, so hashed before
+                checksum = raw.finish()
+                stored.seek(0)
+            for document in read(stored if checksum else raw, Window(file, settings, on_problem)):
+                if not piece_bytes:
+                    piece_start, piece_offset = document.record, document.offset
+                piece_stop = document.record + 1
+                piece_bytes += document.size
+                text_bytes += document.size
+                documents += 1
+                hashes += hashlib.blake2b(document.id.encode(), digest_size=8).digest()
+                lines += piece_stop.to_bytes(8, "little")
+                if piece_bytes >= settings.shard_bytes:
+                    cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset))
+                    piece_bytes = 0
+                if on_document is not None:
+                    on_document(document)
+            checksum = checksum or raw.finish()
+    if piece_bytes:
+        cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset))
+    return FileScan(
+        documents, text_bytes, problems, examples, cuts, checksum,
+        np.frombuffer(bytes(hashes), dtype="<u8"), np.frombuffer(bytes(lines), dtype="<i8"),
+    )  # fmt: skip
+
+
+def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """What the recipe of a corpus says of its files, from the name and checksum of each: `{name: checksum}`, or one
+    fingerprint of all where there are more than 1,000 or two share a name."""
+    checksums = dict(files)
+    return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(each) for each in files])}
+
+
+def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_bytes: int) -> list[list[Piece]]:
+    """Group the pieces of all files, in order, into shards of about `shard_bytes` of text; none is empty.
+
+    A shard takes the next piece unless it would then miss the budget by more than it does without it. So shards have
+    between a half and one and a half times the budget, apart from the last, and from pieces that are large by
+    themselves because one document is.
+    """
+    shards: list[list[Piece]] = []
+    filled = shard_bytes  # of the last shard in the list
+    for file, scan in zip(files, scans, strict=True):
+        for cut in scan.cuts:
+            if not shards or filled >= shard_bytes or filled + cut.text_bytes - shard_bytes > shard_bytes - filled:
+                shards.append([])
+                filled = 0
+            shards[-1].append(Piece(file, cut.start, cut.stop, cut.offset, cut.text_bytes))
+            filled += cut.text_bytes
+    return shards
+
+
+def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> list[Problem]:
+    """Ids that occur more than once in the whole corpus: one problem for each later occurrence, in order.
+
+    The documents stay in the corpus: two texts under one id are still two texts. Ids are compared by their 64-bit
+    hashes in a sort, 16 bytes a document; among 10^8 documents a false alarm has a chance of 0.03%.
+    """
+    if not scans:
+        return []
+    hashes = np.concatenate([scan.id_hashes for scan in scans])
+    lines = np.concatenate([scan.id_lines for scan in scans])
+    ends = np.cumsum([len(scan.id_hashes) for scan in scans])
+    order = np.argsort(hashes, kind="stable")
+    is_first = np.ones(len(order), dtype=bool)
+    is_first[1:] = hashes[order][1:] != hashes[order][:-1]
+    # The sort is stable, so the first of a run of equal hashes is the first in the corpus.
+    first_of = order[np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))]
+    problems = []
+    for row in np.flatnonzero(~is_first)[np.argsort(order[~is_first])]:
+        later, first = int(order[row]), int(first_of[row])
+        file, first_file = (files[int(np.searchsorted(ends, item, side="right"))] for item in (later, first))
+        detail = f"the same id stands at {printable(first_file.path)}:{lines[first]}"
+        problems.append(Problem("duplicate id", printable(file.path), int(lines[later]), detail))
+    return problems
+
+
+def split_of(text: str, weights: tuple[int, int, int]) -> str:
+    """The split that a document belongs to: `train`, `valid` or `test`, with chances as the weights of these.
+
+    Decided by a BLAKE2b hash of the text alone: equal documents fall on the same side, and a document keeps its side as
+    the corpus grows. The hash is a point of the unit interval, from which `valid` takes the lower end, `test` the upper
+    one and `train` what is between: a larger share only moves documents into a split, and only out of `train`.
+    """
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    thousands, thousandth = divmod(int.from_bytes(digest, "little"), 1000)
+    # Exactly, in integers: the point is position / whole, and its first three decimal places are the hash modulo 1000.
+    fraction = 2**64 // 1000 + 1
+    position, whole = thousandth * fraction + thousands, 1000 * fraction
+    _, valid, test = weights
+    if position * sum(weights) < valid * whole:
+        return "valid"
+    return "test" if (whole - position) * sum(weights) <= test * whole else "train"
+
+
+def read_piece(piece: Piece, settings: CorpusSettings, on_problem: Callable[[Problem], None]) -> Iterator[Document]:
+    """The documents of one piece of a shard, in order."""
+    window = {"start": piece.start, "stop": piece.stop, "offset": piece.offset}
+    return read_documents(piece.file, settings, **window, on_problem=on_problem)

@@ -1,0 +1,342 @@
+"""Near-duplicate documents: which training documents are too like a document of the evaluation, or like one before them.
+
+    pieces of a shard ──sign_shard──► signatures: bands of every document's MinHash, its split, how many grams it has
+    signatures of all shards ──find_candidates──► documents that share a band with another one
+    pieces of a shard ──collect_grams──► gram sets of its candidates, read again
+    all of these ──decide──► training documents to remove, each with the one it is near to and their exact Jaccard
+
+Documents are decided upon in corpus order: one is removed if it is near to a held-out or evaluation document, or to a
+training document that was kept. So of a cluster the first stays, everything removed is near to something that stays,
+and whatever MinHash guesses, nothing is removed below the threshold. Held-out documents are never removed.
+"""
+
+import itertools
+import json
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.corpus.chunks import batches, with_text
+from indexing.corpus.readers import CorpusSettings, Document
+from indexing.corpus.scan import Piece, read_piece, split_of
+from indexing.dedup.ngrams import Sketch, banding, gram_set, jaccard
+from indexing.store.datastore import SPLITS, ShardedArray
+from indexing.store.errors import InputError
+from indexing.store.files import NpyWriter
+from indexing.store.remote import present
+from indexing.tokenization.tokenizer import Tokenizer
+
+Advance = Callable[[int], None]
+
+TRAIN, EVALUATION = SPLITS.index("train"), len(SPLITS)
+KINDS = (*SPLITS, "evaluation")
+"""What a document is, by its number in `splits.npy`."""
+
+
+@dataclass(frozen=True)
+class DedupSettings:
+    """Which near copies are taken out of the training documents; none by default."""
+
+    within: bool = False
+    """Of training documents that are near to each other keep the first in corpus order."""
+    held_out: bool = False
+    """Remove training documents that are near to one of `valid` or `test` (paper, section 2.1)."""
+    paths: tuple[str, ...] = ()
+    """Remove training documents that are near to one of these files: an evaluation set, read like `corpus.paths`."""
+    ngram: int = 13
+    """Units in an n-gram (paper: 13). A unit is a word, or a character of a script without spaces."""
+    threshold: float = 0.8
+    """Jaccard similarity of the n-gram sets from which on two documents are near (paper: 0.8)."""
+    permutations: int = 128
+    """Of MinHash. More of them cost time and spare comparisons; what is found depends on them little, what is removed by
+    mistake not at all: similarities are exact."""
+
+    def __post_init__(self) -> None:
+        if self.ngram < 1:
+            raise InputError(f"dedup.ngram = {self.ngram}: must be 1 or more (paper: 13).")
+        if not 0 < self.threshold <= 1:
+            raise InputError(f"dedup.threshold = {self.threshold}: must be above 0 and at most 1 (paper: 0.8).")
+        if "" in self.paths:
+            raise InputError("dedup.paths must not contain an empty string.")
+        if self.permutations < 1 or banding(self.threshold, self.permutations) is None:
+            raise InputError(
+                f"dedup.permutations = {self.permutations}: too few to find pairs of dedup.threshold = {self.threshold}; "
+                "use more (128), or a higher threshold."
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be removed."""
+        return self.within or self.held_out or bool(self.paths)
+
+    @property
+    def sketch(self) -> Sketch:
+        """What turns a gram set into bands."""
+        shape = banding(self.threshold, self.permutations)
+        assert shape is not None
+        return Sketch(*shape)
+
+
+# --- one shard -----------------------------------------------------------------------------------------------------
+
+
+def documents_of(
+    pieces: list[Piece], corpus: CorpusSettings, tokenizer_folder: Path, advance: Advance
+) -> Iterator[tuple[Piece, Document]]:
+    """The documents of a shard in order, with their text also where tokens are stored. `advance` as for `chunk_shard`."""
+    tokenizer = Tokenizer.open(tokenizer_folder)
+    for piece in pieces:
+        for batch in batches(read_piece(piece, corpus, on_problem=lambda _: None)):
+            for document in with_text(batch, piece.file.path, tokenizer):
+                yield piece, document
+            advance(sum(document.size for document in batch))
+
+
+def sign_shard(
+    work: Path,
+    pieces: list[Piece],
+    corpus: CorpusSettings,
+    settings: DedupSettings,
+    tokenizer_folder: Path,
+    *,
+    is_evaluation: bool,
+    advance: Advance,
+) -> dict[str, int]:
+    """Write the signatures of one shard into the folder `work`; returns how many documents of each kind it has.
+
+    bands.npy [bands, documents] uint64   sizes.npy [documents] int64, distinct grams   splits.npy [documents] uint8, of KINDS
+    """
+    sketch = settings.sketch
+    bands, sizes, splits = [], [], []
+    for _, document in documents_of(pieces, corpus, tokenizer_folder, advance):
+        grams = gram_set(document.text, settings.ngram)
+        bands.append(sketch(grams))
+        sizes.append(len(grams))
+        splits.append(EVALUATION if is_evaluation else SPLITS.index(split_of(document.text, corpus.split)))
+    np.save(work / "bands.npy", np.array(bands, np.uint64).reshape(-1, sketch.bands).T.copy())
+    np.save(work / "sizes.npy", np.array(sizes, np.int64))
+    np.save(work / "splits.npy", np.array(splits, np.uint8))
+    return {name: splits.count(number) for number, name in enumerate(KINDS)}
+
+
+def collect_grams(
+    work: Path,
+    pieces: list[Piece],
+    rows: np.ndarray,
+    corpus: CorpusSettings,
+    settings: DedupSettings,
+    tokenizer_folder: Path,
+    *,
+    advance: Advance,
+) -> int:
+    """Write the gram sets of some documents of one shard into the folder `work`; returns how many grams they have.
+
+    grams.npy [grams] uint64, set after set   documents.parquet: id, file, line of each
+
+    `rows` [candidates] int64 are the documents' places in the shard, counted from 0, in order.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    wanted = set(rows.tolist())
+    documents = itertools.islice(documents_of(pieces, corpus, tokenizer_folder, advance), max(wanted, default=-1) + 1)
+    found: dict[str, list[Any]] = {"id": [], "file": [], "line": []}
+    with NpyWriter(work / "grams.npy", np.uint64) as writer:
+        for row, (piece, document) in enumerate(documents):
+            if row in wanted:
+                writer.append(gram_set(document.text, settings.ngram))
+                for key, value in zip(found, (document.id, piece.file.name, document.record + 1), strict=True):
+                    found[key].append(value)
+    schema = pyarrow.schema([("id", pyarrow.string()), ("file", pyarrow.string()), ("line", pyarrow.int64())])
+    pyarrow.parquet.write_table(pyarrow.table(found, schema=schema), work / "documents.parquet")
+    return writer.rows
+
+
+# --- all shards ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """The signatures of all shards, in corpus order, those of evaluation files last. A document is its number among all.
+
+    Attributes:
+        folders: of the shards.
+        sizes: [documents] int64, distinct grams of each.
+        splits: [documents] uint8, of KINDS.
+        starts: [shards+1] int64, first document of each shard.
+    """
+
+    folders: list[Path]
+    sizes: np.ndarray
+    splits: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def open(cls, folders: Sequence[Path]) -> "Signatures":
+        """Read them; their bands stay on disk. Holds 9 bytes a document."""
+        folders = [present(folder) for folder in folders]
+        sizes = [np.load(folder / "sizes.npy") for folder in folders]
+        splits = [np.load(folder / "splits.npy") for folder in folders]
+        starts = np.concatenate([[0], np.cumsum([len(each) for each in sizes], dtype=np.int64)])
+        return cls(folders, np.concatenate(sizes), np.concatenate(splits), starts)
+
+    def band(self, number: int) -> np.ndarray:
+        """[documents] uint64, the hashes of one band."""
+        return np.concatenate([np.load(folder / "bands.npy", mmap_mode="r")[number] for folder in self.folders])
+
+
+def find_candidates(signatures: Signatures, settings: DedupSettings, *, advance: Advance) -> np.ndarray:
+    """Who meets whom: [meetings, 2] int64, document and bucket, in order of document.
+
+    A bucket holds the documents with the same hash in the same band. Those in which nothing can be removed are left out:
+    with no training document, or only one and nothing to compare it with. `advance` is told of every band.
+
+    One band at a time is in memory, about 30 bytes a document, and 16 bytes for every meeting found.
+    """
+    is_train = signatures.splits == TRAIN
+    active = np.flatnonzero((signatures.sizes > 0) & (is_train | _is_reference(signatures, settings)))
+    found, num_buckets = [np.zeros((0, 2), np.int64)], 0
+    for number in range(settings.sketch.bands):
+        hashes = signatures.band(number)[active]
+        order = np.argsort(hashes, kind="stable")
+        hashes = hashes[order]
+        starts = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)])
+        if len(starts):
+            members = np.diff(np.append(starts, len(hashes)))
+            training = np.add.reduceat(is_train[active[order]], starts, dtype=np.int64)
+            is_useful = (training > 0) & ((members > training) | (settings.within & (training > 1)))
+            kept = active[order[np.repeat(is_useful, members)]]
+            buckets = num_buckets + np.repeat(np.arange(is_useful.sum()), members[is_useful])
+            found.append(np.stack([kept, buckets], axis=1))
+            num_buckets += int(is_useful.sum())
+        advance(1)
+    meetings = np.concatenate(found)
+    return meetings[np.argsort(meetings[:, 0], kind="stable")]
+
+
+def _is_reference(signatures: Signatures, settings: DedupSettings) -> np.ndarray:
+    """Which documents are compared with and never removed: [documents] bool."""
+    is_held_out = (signatures.splits != TRAIN) & (signatures.splits != EVALUATION)
+    return (signatures.splits == EVALUATION) | (is_held_out & settings.held_out)
+
+
+class GramSets:
+    """The stored gram sets of candidates, memory-mapped, and what they are called.
+
+    Args:
+        folders: what `collect_grams` wrote, of every shard.
+        candidates: [candidates] int64 document numbers, in order.
+        signatures: of all documents.
+    """
+
+    def __init__(self, folders: Sequence[Path], candidates: np.ndarray, signatures: Signatures) -> None:
+        self.folders, self.candidates = list(folders), candidates
+        self.ends = np.cumsum(signatures.sizes[candidates])
+        self.firsts = np.searchsorted(candidates, signatures.starts)  # [shards+1], first candidate of each shard
+        totals = np.append(0, self.ends)[self.firsts]
+        self.grams = ShardedArray([folder / "grams.npy" for folder in folders], np.diff(totals).tolist())
+        self._names = lru_cache(maxsize=16)(self._read_names)
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        """The set of one document: [grams] uint64, sorted."""
+        place = int(np.searchsorted(self.candidates, document))
+        return self.grams.read(int(self.ends[place - 1]) if place else 0, int(self.ends[place]))
+
+    def name(self, document: int) -> dict[str, Any]:
+        """Its id, file and line."""
+        place = int(np.searchsorted(self.candidates, document))
+        shard = int(np.searchsorted(self.firsts, place, side="right")) - 1
+        return self._names(shard).slice(place - int(self.firsts[shard]), 1).to_pylist()[0]
+
+    def _read_names(self, shard: int) -> Any:
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(present(self.folders[shard] / "documents.parquet"))
+
+
+def decide(
+    meetings: np.ndarray, signatures: Signatures, sets: GramSets, settings: DedupSettings, *, advance: Advance
+) -> Iterator[tuple[int, int, float]]:
+    """The training documents to remove, in corpus order: document, the first one that it is near to, their Jaccard.
+
+    Those that it is compared with: first held-out and evaluation documents, then, `within`, training documents that were kept.
+    Documents kept stand side by side at the front of their bucket, so of a thousand copies each is compared with one.
+    `meetings` [meetings, 2] int64 are what `find_candidates` returned, `sets` the gram sets of the documents in them.
+    `advance` is told of every training document looked at.
+    """
+    documents, buckets = meetings.T
+    members = np.bincount(buckets)
+    fronts = np.cumsum(members) - members
+    filled = np.zeros(len(members), np.int64)
+    comparable = np.empty(len(documents), np.int64)  # bucket by bucket
+
+    def keep(document: int, where: np.ndarray) -> None:
+        comparable[fronts[where] + filled[where]] = document
+        filled[where] += 1
+
+    is_reference = _is_reference(signatures, settings)
+    candidates, firsts, lengths = np.unique(documents, return_index=True, return_counts=True)
+    stays = is_reference[candidates]
+    for document, first, length in zip(candidates[stays], firsts[stays], lengths[stays], strict=True):
+        keep(document, buckets[first : first + length])
+    for document, first, length in zip(candidates[~stays], firsts[~stays], lengths[~stays], strict=True):
+        where = buckets[first : first + length]
+        others = np.unique(np.concatenate([comparable[fronts[b] : fronts[b] + filled[b]] for b in where]))
+        near = _first_near(
+            document, others[np.argsort(~is_reference[others], kind="stable")], signatures, sets, settings
+        )
+        if near is not None:
+            yield int(document), *near
+        elif settings.within:
+            keep(document, where)
+        advance(1)
+
+
+def _first_near(
+    document: int, others: np.ndarray, signatures: Signatures, sets: GramSets, settings: DedupSettings
+) -> tuple[int, float] | None:
+    sizes = signatures.sizes
+    own = None
+    for other in others.tolist():
+        small, large = sorted((int(sizes[document]), int(sizes[other])))
+        if small / large < settings.threshold:  # their Jaccard cannot be more than small / large
+            continue
+        own = sets[document] if own is None else own
+        similarity = jaccard(own, sets[other])
+        if similarity >= settings.threshold:
+            return other, similarity
+    return None
+
+
+def write_removed(
+    work: Path,
+    removals: Iterator[tuple[int, int, float]],
+    signatures: Signatures,
+    sets: GramSets,
+    shards: Sequence[str],
+) -> dict[str, int]:
+    """Write what `decide` yields into the folder `work`; returns how many are removed, by what they are near to.
+
+    removed.jsonl: a line for each, with the document that it is near to   SHARD.npy [removed] int64: their places in a shard
+
+    `shards` are the names of the corpus's shards, which are the first ones of the signatures.
+    """
+    counts = dict.fromkeys(KINDS, 0)
+    places = [array("q") for _ in shards]
+    with open(work / "removed.jsonl", "w", encoding="utf-8") as listing:
+        for document, other, similarity in removals:
+            kind = KINDS[signatures.splits[other]]
+            near = {f"near_{key}": value for key, value in sets.name(other).items()}
+            line = sets.name(document) | {"reason": f"near {kind}"} | near | {"jaccard": round(similarity, 6)}
+            listing.write(json.dumps(line, ensure_ascii=False) + "\n")
+            shard = int(np.searchsorted(signatures.starts, document, side="right")) - 1
+            places[shard].append(document - int(signatures.starts[shard]))
+            counts[kind] += 1
+    for name, rows in zip(shards, places, strict=True):
+        np.save(work / f"{name}.npy", np.array(rows, np.int64))
+    return counts

@@ -1,0 +1,165 @@
+"""The shards of an index searched as one: merged in memory as far as it reaches, read again in turn where it does not.
+
+index/00000/vectors.faiss ┐
+index/00001/vectors.faiss ┼─ groups that fit into memory ─► merged ─► in the form that searches fastest ─► candidates
+…                         ┘
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.index.faiss_files import ivf_of, num_lists, read_index, set_nprobe, transformed
+from indexing.index.faiss_gpu import on_gpus
+from indexing.index.merged import is_merged, open_merged
+from indexing.store.artifact import parse_manifest
+from indexing.store.datastore import shard_name
+from indexing.store.errors import InputError
+from indexing.store.files import read_json
+from indexing.store.remote import fetch_manifest, is_away, present
+
+MEMORY = 4_000_000_000
+
+
+class ShardedIndex:
+    """All shards of an index searched as one.
+
+    Args:
+        shards: Faiss indexes with disjoint ids, or groups of files that are opened, searched and let go in turn.
+        nprobe: inverted lists visited in each; None leaves what the index says.
+        big_batch: search list by list, all queries that visit a list at once (`faiss.contrib.big_batch_search`).
+    """
+
+    def __init__(self, shards: Sequence[Any], nprobe: int | None = None, *, big_batch: bool = False) -> None:
+        self._shards = list(shards)
+        self.big_batch = big_batch
+        self.num_vectors = self.max_nprobe = 0
+        for shard in self.each():
+            self.num_vectors += int(shard.ntotal)
+            self.max_nprobe = max(self.max_nprobe, num_lists(shard))
+            del shard  # a group is let go before the next is read
+        self.nprobe = 1
+        if nprobe is not None:
+            self.set_nprobe(nprobe)
+
+    @classmethod
+    def open(
+        cls, folder: Path, shards: Iterable[int], memory: int = MEMORY, *, big_batch: bool = False
+    ) -> "ShardedIndex":
+        """The shards of `datastore/index` with the tuned `nprobe`.
+
+        Args:
+            folder: the datastore's `index`.
+            shards: their numbers.
+            memory: bytes. Where the shards are larger together, the index that `--stage merge` has left on disk is searched,
+                or else the shards group by group, each read anew for every search, which costs little where many
+                queries are searched at once.
+            big_batch: as above; needs an IVF index of plain codes.
+
+        Raises:
+            InputError: `big_batch` of an index that it cannot search.
+        """
+
+        wanted = [folder / shard_name(shard) for shard in shards]
+        tuned = folder / "tuned" / "tuned.json"
+        is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
+        nprobe = read_json(present(tuned))["nprobe"] if tuned.exists() or is_tuned_away else None
+        if not big_batch and is_merged(folder / "merged", wanted) and _bytes_of(wanted) > memory:
+            return cls([open_merged(folder / "merged")], nprobe)
+        files = [present(each / "vectors.faiss") for each in wanted]
+        groups: list[list[Path]] = []
+        for file in files:
+            if not groups or sum(each.stat().st_size for each in (*groups[-1], file)) > memory:
+                groups.append([])
+            groups[-1].append(file)
+        if big_batch:
+            first = read_index(files[0])
+            if ivf_of(first) is None or not _can_merge(first):
+                raise InputError(
+                    f"neighbors.search = 'big-batch' needs an IVF index of plain codes (Flat, PQ, SQ); {folder} holds "
+                    "another kind. Use 'index', 'exact' or 'auto'."
+                )
+        opened = _opened(groups[0], pack=not big_batch) if len(groups) == 1 else groups
+        return cls(opened, nprobe, big_batch=big_batch)
+
+    def each(self) -> Iterator[Any]:
+        """The Faiss indexes that are searched, one group of shards in memory at a time."""
+        for shard in self._shards:
+            yield from _opened(shard, pack=not self.big_batch) if isinstance(shard, list) else [shard]
+
+    def set_nprobe(self, nprobe: int) -> None:
+        """Visit this many inverted lists (no effect on an index without)."""
+        self.nprobe = min(nprobe, self.max_nprobe)
+
+    def search(self, queries: np.ndarray, k: int, excluded: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+        """The k candidates of each query over all shards: [n, d] float32 → ids [n, k] int64, -1 where there are fewer.
+
+        `excluded` (first and stop [n] of ids) is taken out of what was found, so fewer than k may be left.
+        """
+        import faiss
+
+        queries = np.ascontiguousarray(queries, dtype=np.float32)
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for shard in self.each():
+            set_nprobe(shard, self.nprobe)
+            found.append(_big_batch(shard, queries, k) if self.big_batch else shard.search(queries, k))
+            if len(found) == 2:
+                distances, ids = (np.stack(pair) for pair in zip(*found, strict=True))
+                found = [faiss.merge_knn_results(distances, ids)]
+            del shard
+        nearest = found[0][1]
+        return nearest if excluded is None else _without(nearest, excluded)
+
+
+def _bytes_of(shards: Sequence[Path]) -> int:
+    return sum(parse_manifest(shard)["files"]["vectors.faiss"]["bytes"] for shard in shards)
+
+
+def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    return np.where((ids >= excluded[0][:, None]) & (ids < excluded[1][:, None]), -1, ids)
+
+
+def _big_batch(index: Any, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    from faiss.contrib.big_batch_search import big_batch_search
+
+    queries = transformed(index, queries)  # which it would not do
+    distances, ids = big_batch_search(ivf_of(index), queries, k, method="knn_function", verbose=1)
+    return distances, ids
+
+
+def _opened(files: list[Path], *, pack: bool = True) -> list[Any]:
+    """Some shards, merged into one where Faiss can, in the form that searches fastest, on GPUs where there are any.
+
+    Fast-scan lists cannot be merged (Faiss 1.15.1 corrupts memory), so shards are stored with plain four-bit codes, which
+    can, and are packed for fast scanning here. An index whose key asks for fast-scan lists stays in its shards.
+    """
+
+    whole = read_index(files[0])
+    if not _can_merge(whole):
+        return [whole, *map(read_index, files[1:])]
+    for file in files[1:]:
+        whole.merge_from(read_index(file), 0)  # one at a time: each has a copy of the quantizer
+    return [on_gpus(_fast(whole), "searching") if pack else whole]
+
+
+def _can_merge(index: Any) -> bool:
+    import faiss
+
+    ivf = ivf_of(index)
+    if ivf is None:
+        return isinstance(index, faiss.IndexIDMap2) and isinstance(faiss.downcast_index(index.index), faiss.IndexFlat)
+    return type(ivf) in (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
+
+
+def _fast(index: Any) -> Any:
+    """Plain four-bit codes packed for fast scanning; any other index as it is."""
+    import faiss
+
+    if type(index) is not faiss.IndexIVFPQ or index.pq.nbits != 4:
+        return index
+    packed: Any = faiss.IndexIVFPQFastScan(index)
+    index.reset()  # its lists have been copied
+    packed.referenced_objects = [index]  # which keeps the quantizer
+    return packed

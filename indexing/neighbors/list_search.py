@@ -1,0 +1,211 @@
+"""The nearest chunks of very many queries by matrix products, list by list: an inverted file searched at the rate of the hardware.
+
+    queries → the nprobe nearest lists of each → the chunks of a list × all queries that probe it → maxima of groups
+            → for each query the best groups of all its lists → candidates
+
+The lists are those of the Faiss index, the chunks the stored embeddings. A search query by query reads a list anew for each query and
+compares vector with vector; here each list is read once for thousands of queries, and compared at once with all of them.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from indexing import device as devices
+from indexing.index.faiss_files import ivf_of, lists_of, read_index, transformed
+from indexing.index.sharded import MEMORY
+from indexing.neighbors.list_products import CHOSEN, ENTRY, FAN, TABLE, Part, best_of, greatest, rounded
+from indexing.store.datastore import ShardedArray, shard_name
+from indexing.store.files import read_json
+from indexing.store.remote import present
+from indexing.threads import one_thread_each
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PRODUCTS = {"cpu": 2**26, "cuda": 2**30}  # held at a time by a thread
+_ROWS = 16_384  # queries at a time, at most
+_ENTRIES = 2**20  # held at a time by a thread: about 100 bytes each
+
+
+def rows_at_a_time(products: float, entries: float, kind: str) -> float:
+    """Queries that a thread looks at together, at most, with so many products and entries of each on a `cpu` or `cuda`."""
+    return max(16.0, min(_ROWS, _PRODUCTS[kind] / products, _ENTRIES / entries))
+
+
+def read_lists(folder: Path, embeddings: ShardedArray, shards: Sequence[int]) -> np.ndarray:
+    """The inverted list of each chunk in these shards of `datastore/index`, which follow each other: [n] int32."""
+    first, stop = int(embeddings.starts[shards[0]]), int(embeddings.starts[shards[-1] + 1])
+    lists = np.empty(stop - first, dtype=np.int32)
+    for shard in shards:
+        for number, ids in lists_of(read_index(folder / shard_name(shard) / "vectors.faiss")):
+            lists[ids - first] = number
+    return lists
+
+
+class ListIndex:
+    """An inverted file of stored embeddings of unit length; searched like a `ShardedIndex`.
+
+    Args:
+        trained: the trained Faiss index, an IVF.
+        nprobe: lists visited.
+        embeddings: [chunks, d] float16, of unit length: the nearest have the greatest products.
+        lists: [n] int32, the list of each chunk from `first` on.
+        first: id of the first chunk that is searched.
+        device: `auto`, `cpu`, `cuda` …
+    """
+
+    def __init__(
+        self,
+        trained: Any,
+        nprobe: int,
+        embeddings: ShardedArray,
+        lists: np.ndarray,
+        first: int = 0,
+        device: str = "auto",
+    ) -> None:
+        import torch
+
+        ivf: Any = ivf_of(trained)
+        self._trained, self.embeddings, self.first = trained, embeddings, first
+        self.num_vectors, self.max_nprobe = len(lists), int(ivf.nlist)
+        self.device = devices.resolve(device)
+        self.dtype = torch.bfloat16 if devices.has_bfloat16(self.device) else torch.float32
+        centroids = torch.from_numpy(ivf.quantizer.reconstruct_n(0, self.max_nprobe))
+        # The nearest centroid is that with the greatest product less half of its square.
+        self._offsets = (-centroids.square().sum(1) / 2).to(self.device, self.dtype)
+        self._centroids = centroids.to(self.device, self.dtype)
+        self._order = np.argsort(lists, kind="stable")  # all chunks, list by list
+        self._bounds = np.searchsorted(lists[self._order], np.arange(self.max_nprobe + 1))  # where each list begins
+        ranks = np.empty_like(lists)
+        ranks[self._order] = np.arange(len(lists)) - np.repeat(self._bounds[:-1], np.diff(self._bounds))
+        self._places = torch.from_numpy(lists).to(self.device), torch.from_numpy(ranks).to(self.device)
+        self._kept: Part | None = None
+        self.set_nprobe(nprobe)
+
+    @classmethod
+    def open(
+        cls, folder: Path, embeddings: ShardedArray, shards: Sequence[int], device: str = "auto"
+    ) -> "ListIndex | None":
+        """Of these shards of `datastore/index`, one after the other, with the tuned `nprobe`; None of an index without lists."""
+        tuned = read_json(present(folder / "tuned" / "tuned.json"))
+        if "lists" not in tuned:
+            return None
+        trained = read_index(folder / "trained" / "trained.faiss")
+        lists, first = read_lists(folder, embeddings, shards), int(embeddings.starts[shards[0]])
+        return cls(trained, tuned["lists"]["nprobe"], embeddings, lists, first, device)
+
+    def set_nprobe(self, nprobe: int) -> None:
+        """Visit this many inverted lists."""
+        self.nprobe = min(nprobe, self.max_nprobe)
+
+    def search(self, queries: np.ndarray, k: int, excluded: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+        """The k candidates of each query: [n, d] float32 → ids [n, k] int64, -1 where there are fewer.
+
+        Args:
+            queries: of unit length. Many at once: a list is multiplied with all queries of a block that visit it.
+            k: how many.
+            excluded: first and stop [n] of a range of ids that a query must not find.
+        """
+        import torch
+
+        queries = np.ascontiguousarray(queries, dtype=np.float32)
+        points = torch.from_numpy(queries).to(self.device, self.dtype)
+        turned = transformed(self._trained, queries)
+        probing = points if turned is queries else torch.from_numpy(turned).to(self.device, self.dtype)
+        own = None if excluded is None else self._ranges(excluded)
+        scores = torch.full((len(queries), k), -torch.inf)
+        ids = torch.full((len(queries), k), -1, dtype=torch.int64)
+        with one_thread_each(None if self.device == "cpu" else 1) as run:
+            for part in self._parts():
+                step = self._rows(part, len(queries))
+
+                def look(start: int, part: Part = part, step: int = step) -> None:
+                    probes = self._probe(probing[start : start + step])
+                    for first, stop in self._fitting(probes, part):
+                        block = slice(start + first, start + stop)
+                        asked = None if own is None else own[:, block]
+                        found, known = best_of(points[block], probes[first:stop], part, k, asked)
+                        joined, order = torch.cat((scores[block], found), dim=1).topk(k, dim=1)
+                        scores[block], ids[block] = joined, torch.cat((ids[block], known), dim=1).gather(1, order)
+
+                run(look, range(0, len(queries), step))
+        return (ids + self.first).masked_fill_(scores == -torch.inf, -1).numpy()
+
+    def _ranges(self, excluded: tuple[np.ndarray, np.ndarray]) -> "Tensor":
+        """First and stop [2, n] int64 from the first chunk that is searched on."""
+        import torch
+
+        bounds = np.clip(np.stack(excluded) - self.first, 0, self.num_vectors)
+        return torch.from_numpy(bounds).to(self.device)
+
+    def _rows(self, part: Part, queries: int) -> int:
+        """Queries whose products are held at a time: of an even number of blocks, whatever the number of threads."""
+        share = self.nprobe / self.max_nprobe
+        products, entries = share * len(part.ids), max(self.nprobe, share * int(part.entries.sum()))
+        most = rows_at_a_time(products, entries, self.device.partition(":")[0])
+        return max(1, math.ceil(queries / (2 * math.ceil(queries / most / 2))))
+
+    def _fitting(self, probes: "Tensor", part: Part) -> Iterator[tuple[int, int]]:
+        """First and stop of queries, which probe [q, p], whose products fit: lists that were trained on other text may be long."""
+        import torch
+
+        products, entries = part.starts.diff().take(probes).sum(1), part.entries.take(probes).sum(1)
+        filled = products / _PRODUCTS[self.device.partition(":")[0]] + entries / _ENTRIES
+        # A block is about 1 where lists are alike; it is divided where it is more than 2.
+        counts = torch.unique_consecutive((filled.cumsum(0) / 2).long(), return_counts=True)[1]
+        stops = counts.cumsum(0).tolist()
+        yield from zip([0, *stops[:-1]], stops, strict=True)
+
+    def _probe(self, points: "Tensor") -> "Tensor":
+        """The lists that queries [q, d] visit: [q, nprobe] int64, in no order."""
+        import torch
+
+        rows = min(CHOSEN, max(16, TABLE // self.max_nprobe))
+        near = (torch.addmm(self._offsets, some, self._centroids.T) for some in points.split(rows))
+        return torch.cat([greatest(products, self.nprobe) for products in near])
+
+    def _parts(self) -> Iterator[Part]:
+        """All chunks, as many lists at a time as memory holds; they stay there where they are one part."""
+        if self._kept is not None:
+            yield self._kept
+            return
+        most = max(1, MEMORY // (self.embeddings.row_shape[0] * self.dtype.itemsize))
+        first = 0
+        while first < self.max_nprobe:
+            fitting = int(np.searchsorted(self._bounds, self._bounds[first] + most, side="right")) - 1
+            last = min(self.max_nprobe, max(first + 1, fitting))
+            part = self._part(first, last)
+            if (first, last) == (0, self.max_nprobe):
+                self._kept = part
+            if len(part.ids):
+                yield part
+            first = last
+
+    def _part(self, first: int, last: int) -> Part:
+        """The lists [first, last)."""
+        import torch
+
+        sizes = np.diff(self._bounds)
+        sizes[:first] = sizes[last:] = 0
+        members = rounded(torch.from_numpy(-(-sizes // ENTRY))).numpy()  # of all groups, by eights
+        entries = 2 ** np.ceil(np.log2(np.maximum(1, members / FAN))).astype(np.int64)  # each divides its members
+        starts = np.concatenate([[0], np.cumsum(members * ENTRY)])
+        before = np.cumsum(sizes) - sizes
+        places = np.arange(sizes.sum()) - np.repeat(before - starts[:-1], sizes)  # all but the padding
+        ids = np.full(starts[-1], -1, dtype=np.int64)
+        ids[places] = self._order[self._bounds[first] : self._bounds[last]]
+        columns = torch.zeros((len(ids), self.embeddings.row_shape[0]), dtype=self.dtype)
+        for start in range(0, len(places), 65_536):
+            some = places[start : start + 65_536]
+            vectors = self.embeddings.gather(ids[some] + self.first)
+            columns[some] = torch.from_numpy(vectors).to(self.dtype)
+
+        def moved(values: np.ndarray) -> "Tensor":
+            return torch.from_numpy(values).to(self.device)
+
+        entries = np.where(sizes > 0, entries, 0)
+        return Part(columns.to(self.device), moved(ids), moved(starts), moved(sizes), moved(entries), *self._places)

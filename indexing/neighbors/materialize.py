@@ -1,0 +1,59 @@
+"""Neighbors written out beside the chunks that they belong to: 2m tokens each, so that training reads them in sequence.
+
+stored neighbor ids [chunks, k] → the first s of each → tokens with continuation [chunks, s, 2m], lengths [chunks, s]
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from indexing.store.datastore import Split
+from indexing.store.files import NpyWriter
+from indexing.store.retrieval_set import RetrievalSet
+
+_BLOCK_TOKENS = 1 << 22  # of neighbors at a time: 32 MB as int64
+
+
+def materialise_shard(
+    work: Path,
+    split: Split,
+    rows: tuple[int, int],
+    retrieval: RetrievalSet,
+    num_neighbors: int,
+    *,
+    advance: Callable[[int], None],
+) -> dict[str, int]:
+    """Write `tokens.npy` and `lengths.npy` of one shard and split into the folder `work`.
+
+    Args:
+        work: folder to make.
+        split: where the chunks lie.
+        rows: ids [first, stop) of the shard's chunks.
+        retrieval: where their neighbors lie.
+        num_neighbors: s, how many of each are written.
+        advance: told of finished chunks.
+
+    Returns:
+        counts: chunks, and neighbors that are not missing.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    counts = {"chunks": rows[1] - rows[0], "neighbors": 0}
+    shape, step = (
+        (num_neighbors, 2 * split.chunk_length),
+        max(1, _BLOCK_TOKENS // (num_neighbors * 2 * split.chunk_length)),
+    )
+    dtype = split.tokens.shard(0).dtype
+    with (
+        NpyWriter(work / "tokens.npy", dtype, shape) as token_file,
+        NpyWriter(work / "lengths.npy", np.uint32, shape[:1]) as length_file,
+    ):
+        for start in range(*rows, step):
+            stop = min(start + step, rows[1])
+            ids = split.neighbor_ids.read(start, stop)[:, :num_neighbors]
+            tokens, lengths = retrieval.with_continuation(ids.ravel())
+            token_file.append(tokens.reshape(-1, *shape))
+            length_file.append(lengths.reshape(ids.shape))
+            counts["neighbors"] += int((ids >= 0).sum())
+            advance(stop - start)
+    return counts

@@ -1,0 +1,290 @@
+"""The nearest chunks of every chunk, computed once (paper, section 2.2 and 2.4).
+
+    embeddings of a shard → candidates → own document out → near copies out (if asked) → exact distances → k stored
+
+The same is done in the index of each generation of the datastore, and of each datastore of `neighbors.also`, and the k nearest
+of all are stored. So what a generation adds is merged with what is stored, and comes out as if all had been searched at once.
+
+Everything is excluded by id, never by its place in a result: column 0 of a search need not be the query itself. What
+filtering leaves too few of is searched again deeper; what is still missing is -1.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from indexing.index.sharded import ShardedIndex
+from indexing.neighbors.list_search import ListIndex
+from indexing.overlap import overlap
+from indexing.store.datastore import Split, open_array
+from indexing.store.errors import InputError
+from indexing.store.files import NpyWriter
+from indexing.store.retrieval_set import neighbor_ids
+from indexing.vectors.exact_search import order_by_distance, rerank
+from indexing.vectors.floats import to_float32
+from indexing.vectors.product_search import ProductIndex
+
+Index = ShardedIndex | ProductIndex | ListIndex
+
+_BLOCK_ROWS = 65_536  # what is read once a block, index or chunks, then costs little beside the search
+_OVERLAP_ROWS = 4096
+# Far above any use (the paper reads 40 neighbors at most); a mistyped number must not fill a disk.
+_MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
+
+
+@dataclass(frozen=True)
+class NeighborSettings:
+    """How many neighbors are stored and which are not."""
+
+    k: int = 16
+    """Neighbors stored for each chunk: more than are used, since a batch skips those of its own documents."""
+    candidates: int = 64
+    """Candidates that the index returns for each chunk, before filtering and re-ranking."""
+    rerank: bool = True
+    """Order candidates by the stored embeddings instead of the index's codes."""
+    search: Literal["auto", "index", "big-batch", "exact", "lists"] = "auto"
+    """How candidates are found: by the codes of the `index`, query by query, or for many queries at once with Faiss's
+    `big-batch` search; or by the embeddings in matrix products, with all chunks (`exact`) or those of the nearest `lists`;
+    `auto`: what a cost model prefers of `index`, `exact` and `lists`."""
+    max_overlap: float = 1.0
+    """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
+    also: tuple[Path, ...] = ()
+    """More datastores to retrieve from: their training chunks may be neighbors too. Same tokenizer, chunk length, embedder."""
+    materialised: int = 0
+    """Neighbors of each chunk whose tokens are written beside it (stage `materialise`), for data.materialised; a few more
+    than data.k, for those that a sequence skips. 0 = none."""
+
+    @property
+    def precise_candidates(self) -> int:
+        """Candidates of a search by products of the embeddings: half as many again as are stored, for what bfloat16 misplaces."""
+        return min(self.candidates, self.k + max(8, self.k // 2))
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= _MOST_NEIGHBORS:
+            raise InputError(f"neighbors.k = {self.k}: must be between 1 and {_MOST_NEIGHBORS:,}.")
+        if not 0 <= self.materialised <= self.k:
+            raise InputError(
+                f"neighbors.materialised = {self.materialised}: must be between 0 (none) and neighbors.k = {self.k}."
+            )
+        if not self.k <= self.candidates <= _MOST_CANDIDATES:
+            raise InputError(
+                f"neighbors.candidates = {self.candidates}: must be between neighbors.k = {self.k} and "
+                f"{_MOST_CANDIDATES:,} (4 times k is good)."
+            )
+        if not 0 <= self.max_overlap <= 1:
+            raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")
+
+
+@dataclass(frozen=True)
+class Searchable:
+    """One index to retrieve from: over a datastore, or over one of its generations.
+
+    Attributes:
+        index: over chunks of `train`.
+        train: the split that its ids are of.
+        number: of the datastore in the retrieval set; 0 is the one whose chunks ask.
+    """
+
+    index: Index
+    train: Split
+    number: int = 0
+
+
+def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k nearest of what was found in several indexes.
+
+    Args:
+        found: for each index: ids of the retrieval set [n, c] int64 (-1 = none) and exact distances [n, c] (+inf).
+        k: how many; c is at least this for each.
+
+    Returns:
+        ids [n, k] int64 and distances [n, k] float32.
+    """
+    if len(found) == 1:
+        return found[0][0][:, :k], found[0][1][:, :k]
+    ids = np.concatenate([each for each, _ in found], axis=1)
+    distances, ids = order_by_distance(np.concatenate([near for _, near in found], axis=1), ids)
+    return ids[:, :k], distances[:, :k]
+
+
+def neighbors_of(
+    queries: np.ndarray,
+    index: Index,
+    train: Split,
+    settings: NeighborSettings,
+    *,
+    excluded: tuple[np.ndarray, np.ndarray] | None = None,
+    tokens: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """The stored neighbors of some queries.
+
+    Args:
+        queries: [n, d] float32 embeddings.
+        index: over the chunks of `train`.
+        train: the split in the index.
+        settings: k, candidates, re-ranking, overlap.
+        excluded: first and stop [n] of the ids of each query's own document; None for held-out chunks.
+        tokens: chunks [n, m] and lengths [n] of the queries, needed for `max_overlap`.
+
+    Returns:
+        ids [n, k] int64 (-1 = none), distances [n, k] float32 (+inf), and how many queries were searched deeper.
+    """
+    first = settings.candidates if isinstance(index, ShardedIndex) else settings.precise_candidates
+    ids, distances = _search_once(queries, index, train, settings, first, excluded, tokens)
+    starved = np.flatnonzero(ids[:, -1] < 0)
+    if first >= index.num_vectors and index.nprobe >= index.max_nprobe:
+        return ids, distances, 0  # everything has been seen already
+    for rows, depth in _deeper(starved, ids, index, settings, excluded):
+        own = (excluded[0][rows], excluded[1][rows]) if excluded is not None else None
+        text = (tokens[0][rows], tokens[1][rows]) if tokens is not None else None
+        ids[rows], distances[rows] = _search_once(queries[rows], index, train, settings, depth, own, text)
+    return ids, distances, len(starved)
+
+
+def _deeper(
+    starved: np.ndarray,
+    ids: np.ndarray,
+    index: Index,
+    settings: NeighborSettings,
+    excluded: tuple[np.ndarray, np.ndarray] | None,
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Queries to search again and how many candidates they need, until none of `starved` lacks a neighbor in `ids`.
+
+    Mostly it is the own document that has filled the candidates: first as many more as it has chunks, in the same lists. Only
+    the last round goes past the whole of a long one. `index.nprobe` is set for each round, and set back.
+    """
+    usual, wide = index.nprobe, settings.candidates
+    rounds: list[tuple[int, int, Callable[[int], int]]] = [  # nprobe, queries at a time, candidates by size of document
+        (usual, 1024, lambda longest: min(longest + 2 * wide, 8 * wide)),
+        (8 * usual, 1024, lambda longest: 8 * wide),
+        (64 * usual, 1024, lambda longest: 64 * wide),
+        (index.max_nprobe, 16, lambda longest: longest + 4 * wide),
+    ]
+    own_size = excluded[1] - excluded[0] if excluded is not None else np.zeros(len(ids), dtype=np.int64)
+    for nprobe, at_a_time, candidates in rounds:
+        if not len(starved):
+            break
+        index.set_nprobe(nprobe)
+        starved = starved[np.argsort(own_size[starved], kind="stable")]
+        for rows in np.array_split(starved, -(-len(starved) // at_a_time)):
+            yield rows, min(index.num_vectors, candidates(int(own_size[rows].max())))
+        starved = starved[ids[starved, -1] < 0]
+    index.set_nprobe(usual)
+
+
+def _search_once(
+    queries: np.ndarray,
+    index: Index,
+    train: Split,
+    settings: NeighborSettings,
+    depth: int,
+    excluded: tuple[np.ndarray, np.ndarray] | None,
+    tokens: tuple[np.ndarray, np.ndarray] | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    ids = index.search(queries, depth, excluded)  # [n, depth]
+    if tokens is not None and settings.max_overlap < 1:
+        ids[_too_similar(ids, train, tokens, settings.max_overlap)] = -1
+    if settings.rerank:
+        distances, ids = rerank(queries, ids, train.embeddings)
+    else:
+        # The index's own order stays; the distances stored are exact all the same.
+        ids = np.take_along_axis(ids, np.argsort(ids < 0, axis=1, kind="stable"), 1)
+        distances = _exact_distances(queries, ids, train)
+    if depth < settings.k:
+        ids = np.pad(ids, ((0, 0), (0, settings.k - depth)), constant_values=-1)
+        distances = np.pad(distances, ((0, 0), (0, settings.k - depth)), constant_values=np.inf)
+    return ids[:, : settings.k], distances[:, : settings.k]
+
+
+def _exact_distances(queries: np.ndarray, ids: np.ndarray, train: Split) -> np.ndarray:
+    columns = [rerank(queries, ids[:, [column]], train.embeddings)[0] for column in range(ids.shape[1])]
+    return np.concatenate(columns, axis=1)
+
+
+def _too_similar(
+    ids: np.ndarray, train: Split, tokens: tuple[np.ndarray, np.ndarray], max_overlap: float
+) -> np.ndarray:
+    """Which candidates [n, c] hold too much of their query, continuation included; in blocks, to bound memory."""
+    out = np.zeros(ids.shape, dtype=bool)
+    rows, columns = np.nonzero(ids >= 0)
+    for start in range(0, len(rows), _OVERLAP_ROWS):
+        row, column = rows[start : start + _OVERLAP_ROWS], columns[start : start + _OVERLAP_ROWS]
+        found, lengths = train.with_continuation(ids[row, column])
+        out[row, column] = overlap(tokens[0][row], tokens[1][row], found, lengths) > max_overlap
+    return out
+
+
+def neighbor_shard(
+    work: Path,
+    split: Split,
+    rows: tuple[int, int],
+    searched: Sequence[Searchable],
+    settings: NeighborSettings,
+    *,
+    before: Path | None = None,
+    advance: Callable[[int], None],
+) -> dict[str, int]:
+    """Write `work/ids.npy` [n, k] int64 and `work/distances.npy` [n, k] float32 for the chunks `rows` of a split.
+
+    Args:
+        work: the folder to write to.
+        split: where the chunks lie, in the datastore of number 0: documents are excluded in that one alone, by id.
+        rows: first and stop.
+        searched: the indexes.
+        settings: k, candidates, re-ranking, overlap.
+        before: folder of such files with what was found in other indexes, to be merged with what is found in these.
+        advance: told of finished chunks.
+
+    Returns:
+        counts: queries, neighbors found, chunks with fewer than k, chunks with none, searches that went deeper.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
+    known = [open_array(before / f"{name}.npy") for name in ("ids", "distances")] if before else None
+    with (
+        NpyWriter(work / "ids.npy", np.int64, (settings.k,)) as id_file,
+        NpyWriter(work / "distances.npy", np.float32, (settings.k,)) as distance_file,
+    ):
+        step = _block_rows(searched)
+        for start in range(*rows, step):
+            stop = min(start + step, rows[1])
+            found, deeper = _search_block(split, (start, stop), searched, settings)
+            if known:
+                found.append((known[0][start - rows[0] : stop - rows[0]], known[1][start - rows[0] : stop - rows[0]]))
+            ids, distances = merge_nearest(found, settings.k)
+            id_file.append(ids)
+            distance_file.append(distances)
+            present = (ids >= 0).sum(axis=1)
+            counts["queries"] += len(ids)
+            counts["neighbors"] += int(present.sum())
+            counts["short"] += int((present < settings.k).sum())
+            counts["empty"] += int((present == 0).sum())
+            counts["deeper"] += deeper
+            advance(len(ids))
+    return counts
+
+
+def _block_rows(searched: Sequence[Searchable]) -> int:
+    """Chunks searched at a time: by lists the more the better, within 256 MB of float32."""
+    by_lists = [each.index for each in searched if isinstance(each.index, ListIndex)]
+    fitting = min((2**26 // index.embeddings.row_shape[0] for index in by_lists), default=0)
+    return max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, fitting))
+
+
+def _search_block(
+    split: Split, block: tuple[int, int], searched: Sequence[Searchable], settings: NeighborSettings
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+    """What each index has for the chunks [first, stop) of a split: ids and distances [n, k]; and deeper searches."""
+    own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == "train" else None
+    tokens = (split.tokens.read(*block), split.lengths.read(*block)) if settings.max_overlap < 1 else None
+    queries = to_float32(split.embeddings.read(*block))
+    found, deeper = [], 0
+    for each in searched:
+        excluded = own if each.number == 0 else None
+        ids, distances, more = neighbors_of(queries, each.index, each.train, settings, excluded=excluded, tokens=tokens)
+        found.append((neighbor_ids(each.number, ids), distances))
+        deeper += more
+    return found, deeper

@@ -1,0 +1,189 @@
+"""BM25 over candidates: which of the chunks that were found hold the words of the query?
+
+    query → terms ┐
+    candidates → text of each, of the chunks beside it, and of the title → counts of the query's terms ┼→ scores
+    a sample of all chunks → in how many each term occurs, mean length ────────────────────────────────┘
+
+BM25 (Robertson and Zaragoza 2009) with the fields of BM25F (section 3.6): what stands in the title counts twice, and what stands
+in the chunks before and after half as much as in the chunk itself, for an answer rarely repeats the subject of its paragraph.
+No inverted index is kept: the cost does not depend on the size of the datastore. `docs/evaluation.md` has what the constants bring.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from indexing.store.retrieval_set import RetrievalSet
+from indexing.tokenization.tokenizer import Tokenizer
+
+K1 = 0.9  # how soon more of the same term brings no more
+B = 0.4  # how much a long text is held to hold every term more often
+TITLE = 2.0  # weight of the title
+BESIDE = 0.5  # weight of the chunks before and after
+_SAMPLED_CHUNKS = 20_000  # what is rarer than one in so many chunks is rare enough
+_BLOCK_QUERIES = 32  # scored at a time: with 256 candidates, the text of 25,000 chunks at most
+
+_UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana and Chinese characters
+_RUNS = re.compile(rf"[{_UNSPACED}]+|[^\W_{_UNSPACED}]+")
+
+
+def terms(text: str) -> list[str]:
+    """The terms of a text: words in lower case without a plural s; of Chinese the characters and the pairs of them.
+
+    Pairs stand for words without a dictionary; single characters help where a question abbreviates.
+    """
+    found = []
+    for run in _RUNS.findall(text.lower()):
+        if run[0] >= "\u3040" and not "\uac00" <= run[0] <= "\ud7a3":  # Korean has blanks between words
+            found += run
+            found += [run[place : place + 2] for place in range(len(run) - 1)]
+        else:
+            found.append(_singular(run))
+    return found
+
+
+@lru_cache(maxsize=1 << 16)
+def _singular(word: str) -> str:
+    """A word without the s of the plural: the S stemmer of Harman (1991), the lightest that helps."""
+    if len(word) < 4 or word[-1] != "s" or word[-2] in "us":
+        return word
+    if word.endswith("ies") and word[-4] not in "ea":
+        return word[:-3] + "y"
+    return word[:-1]
+
+
+@dataclass(frozen=True)
+class TermStatistics:
+    """What BM25 must know of all chunks, from a sample of them.
+
+    Attributes:
+        num_chunks: sampled.
+        frequencies: in how many of them each term occurs.
+        mean_length: terms of a chunk and of those beside it at their weight.
+    """
+
+    num_chunks: int
+    frequencies: dict[str, int]
+    mean_length: float
+
+    def weights(self, terms: Sequence[str]) -> np.ndarray:
+        """The inverse document frequency of each term, [terms] float32."""
+        found = np.array([self.frequencies.get(term, 0) for term in terms], dtype=np.float32)
+        return np.log1p((self.num_chunks - found + 0.5) / (found + 0.5))
+
+
+def sample_statistics(retrieval: RetrievalSet, tokenizer: Tokenizer) -> TermStatistics:
+    """Count terms in a uniform sample of the chunks, the same one every time."""
+    total = retrieval.num_chunks
+    sampled = min(total, _SAMPLED_CHUNKS)
+    positions = np.sort(np.random.default_rng(0).choice(total, sampled, replace=False))
+    ids = retrieval.ids_at(positions)
+    frequencies: Counter[str] = Counter()
+    num_terms = 0
+    for block in np.array_split(ids, -(-sampled // 4096)):
+        for found in map(terms, _texts(retrieval, tokenizer, block)):
+            num_terms += len(found)
+            frequencies.update(set(found))
+    beside = float((retrieval.beside(ids) >= 0).sum()) / sampled
+    return TermStatistics(sampled, dict(frequencies), max(1.0, num_terms / sampled * (1 + BESIDE * beside)))
+
+
+def bm25(
+    queries: Sequence[str], ids: np.ndarray, retrieval: RetrievalSet, tokenizer: Tokenizer, statistics: TermStatistics
+) -> tuple[np.ndarray, np.ndarray]:
+    """BM25 of candidates.
+
+    Args:
+        queries: texts, n of them.
+        ids: [n, c] int64 of the retrieval set, -1 = none.
+        retrieval: where the candidates lie.
+        tokenizer: of their tokens.
+        statistics: of all chunks.
+
+    Returns:
+        scores [n, c] float32, 0 for none, and what they can reach at most for each query, [n] float32.
+    """
+    scores, largest = np.zeros(ids.shape, dtype=np.float32), np.zeros(len(ids), dtype=np.float32)
+    for start in range(0, len(ids), _BLOCK_QUERIES):
+        block = slice(start, start + _BLOCK_QUERIES)
+        counted = [Counter(terms(query)) for query in queries[block]]
+        candidates = _Candidates.of(ids[block], counted, retrieval, tokenizer)
+        for row, counts in enumerate(counted, start):
+            weights = statistics.weights(list(counts)) * np.array(list(counts.values()), dtype=np.float32) * (K1 + 1)
+            occurrences, lengths = candidates.occurrences(ids[row], list(counts))  # [c, terms], [c]
+            norms = K1 * (1 - B + B * lengths / statistics.mean_length)
+            scores[row] = (occurrences / (occurrences + norms[:, None])) @ weights
+            largest[row] = weights.sum()
+    return np.where(ids >= 0, scores, 0), largest
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """How often the terms of some queries occur in their candidates, in what stands beside them, and in the titles.
+
+    Attributes:
+        ids: [candidates] int64, sorted, each once.
+        columns: of each term.
+        occurrences: [candidates, terms] float32, of all fields at their weight.
+        lengths: [candidates] float32, terms at their weight; titles are left out.
+    """
+
+    ids: np.ndarray
+    columns: dict[str, int]
+    counts: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(
+        cls, ids: np.ndarray, queries: Sequence[Counter[str]], retrieval: RetrievalSet, tokenizer: Tokenizer
+    ) -> "_Candidates":
+        columns = {term: column for column, term in enumerate(dict.fromkeys(term for each in queries for term in each))}
+        own = np.unique(ids[ids >= 0])
+        beside = retrieval.beside(own)  # [candidates, 2]
+        every = np.unique(np.concatenate([own, beside[beside >= 0]]))
+        counts, lengths = _count(_texts(retrieval, tokenizer, every), columns)
+        titles = [str(row.get("title") or "") for row in retrieval.metadata(own)]
+        of_title = {title: number for number, title in enumerate(dict.fromkeys(titles))}
+        in_titles, _ = _count(list(of_title), columns)
+        weighted = counts[np.searchsorted(every, own)] + TITLE * in_titles[[of_title[title] for title in titles]]
+        total = lengths[np.searchsorted(every, own)]
+        for side in beside.T:
+            present = side >= 0
+            places = np.searchsorted(every, side[present])
+            weighted[present] += BESIDE * counts[places]
+            total[present] += BESIDE * lengths[places]
+        return cls(own, columns, weighted, total)
+
+    def occurrences(self, ids: np.ndarray, terms: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Of some terms in some candidates [c]: [c, terms] float32; and the candidates' lengths [c]; anything for -1."""
+        if not len(self.ids):
+            return np.zeros((len(ids), len(terms)), np.float32), np.ones(len(ids), np.float32)
+        rows = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        columns = np.array([self.columns[term] for term in terms], dtype=np.int64)
+        return self.counts[rows[:, None], columns], self.lengths[rows]
+
+
+def _count(texts: Sequence[str], columns: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Occurrences of the terms that have a column [texts, columns] float32, and all terms of each text [texts] float32."""
+    counts = np.zeros((len(texts), len(columns)), dtype=np.float32)
+    lengths = np.zeros(len(texts), dtype=np.float32)
+    occurring, sizes = list[int](), list[int]()
+    for row, text in enumerate(texts):
+        found = terms(text)
+        lengths[row] = len(found)
+        wanted = [columns[term] for term in found if term in columns]
+        occurring += wanted
+        sizes.append(len(wanted))
+    places = np.repeat(np.arange(len(texts)), sizes) * len(columns) + np.array(occurring, dtype=np.int64)
+    places, times = np.unique(places, return_counts=True)
+    counts.ravel()[places] = times
+    return counts, lengths
+
+
+def _texts(retrieval: RetrievalSet, tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
+    tokens, lengths = retrieval.chunks(ids)
+    return tokenizer.decode_batch([row[:length] for row, length in zip(tokens, lengths, strict=True)])

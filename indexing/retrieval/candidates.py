@@ -1,0 +1,116 @@
+"""Candidates for some queries out of one datastore: what its index finds, less what must not be found, by exact distance.
+
+    vectors → index → deleted chunks and those of other documents out → too few left? deeper → exact distances
+                            └─ few chunks match the filter, or the index gives no more → all that match, exhaustively
+
+Memory does not grow with the datastore, whatever is filtered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from indexing.store.datastore import Split
+from indexing.store.deletions import deleted_ranges, inside
+from indexing.vectors.exact_search import exact_search, rerank
+
+_FEW_CHUNKS = 16_384  # compared with all of them at once: as fast as a search that must go deep
+_DEEPEST = 16_384  # candidates asked of an index for the sake of a filter
+
+
+class SearchableIndex(Protocol):
+    """What finds candidates: an index of this process (`ShardedIndex`), or a handle on one that others hold."""
+
+    num_vectors: int
+
+    def search(self, queries: np.ndarray, k: int, /) -> np.ndarray:
+        """Vectors [n, d] float32 → ids [n, k] int64 of the datastore's chunks, -1 where there are fewer.
+
+        Raises:
+            PartsMissing: some parts of it did not answer.
+        """
+
+
+class PartsMissing(Exception):
+    """Some parts of an index did not answer a search.
+
+    Args:
+        names: of these parts.
+        ids: [n, k] int64, what the others have found.
+    """
+
+    def __init__(self, names: Sequence[str], ids: np.ndarray) -> None:
+        super().__init__(f"no answer from {', '.join(names)}")
+        self.names, self.ids = tuple(names), ids
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What was found for each query, nearest first.
+
+    Attributes:
+        ids: [n, c] int64, -1 = none.
+        distances: [n, c] float32, squared L2 of the stored embeddings, +inf for none.
+        missing: names of the parts of the index that did not answer.
+    """
+
+    ids: np.ndarray
+    distances: np.ndarray
+    missing: tuple[str, ...] = ()
+
+
+def find_candidates(
+    vectors: np.ndarray, index: SearchableIndex, split: Split, wanted: int, k: int, among: np.ndarray | None = None
+) -> Candidates:
+    """Candidates of some queries.
+
+    Args:
+        vectors: [n, d] float32.
+        index: over the chunks of `split`.
+        split: what is searched.
+        wanted: candidates for each query.
+        k: at least so many must be found, where there are so many that may be.
+        among: [ranges, 2] int64, first and stop of the chunks that may be found, none of them deleted; None = all that
+            have not been deleted.
+
+    Returns:
+        of each query at least k candidates, and at most `wanted` or k, whichever is more.
+    """
+    allowed = index.num_vectors if among is None else int((among[:, 1] - among[:, 0]).sum())
+    wanted, k = max(wanted, k), min(k, allowed)
+    if among is not None and allowed <= _FEW_CHUNKS:
+        distances, ids = exact_search(vectors, split.embeddings, min(wanted, max(allowed, 1)), among=among)
+        return Candidates(ids, distances)
+    missing: dict[str, None] = {}
+    depth = min(wanted, index.num_vectors)
+    deepest = index.num_vectors if among is None else min(_DEEPEST, index.num_vectors)
+    if among is not None:  # as many more as will be thrown away
+        depth = min(deepest, wanted * index.num_vectors // allowed)
+    restricted = among is not None or len(deleted_ranges(split.folder)) > 0
+    while True:
+        found, names = _search(index, vectors, depth)
+        missing |= dict.fromkeys(names)
+        found = split.without_deleted(found) if among is None else np.where(inside(found, among), found, -1)
+        lacking = np.flatnonzero((found >= 0).sum(axis=1) < k) if restricted else np.empty(0, dtype=np.int64)
+        if not len(lacking) or depth >= deepest:
+            break
+        depth = min(4 * depth, deepest)
+    distances, ids = rerank(vectors, _first(found, wanted) if restricted else found, split.embeddings)
+    if among is not None and len(lacking):  # the lists that the index looks into hold no more
+        distances[lacking], ids[lacking] = exact_search(vectors[lacking], split.embeddings, ids.shape[1], among=among)
+    return Candidates(ids, distances, tuple(missing))
+
+
+def _search(index: SearchableIndex, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    try:
+        return index.search(vectors, depth), ()
+    except PartsMissing as partial:
+        return partial.ids, partial.names
+
+
+def _first(ids: np.ndarray, count: int) -> np.ndarray:
+    """The first of each row that are not -1: [n, c] → [n, count] or [n, c] if that is less."""
+    order = np.argsort(ids < 0, axis=1, kind="stable")[:, :count]
+    return np.take_along_axis(ids, order, 1)

@@ -1,0 +1,75 @@
+"""Filters on the metadata of documents: which chunks may be found at all.
+
+    {"source": ["wiki", "news"], "lang": "en"} → documents of every shard that match → ranges of chunk ids
+
+A filter is what deletion is: ranges of chunk ids. They are made in one pass over the columns that the filter names.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from indexing.store.datastore import Split
+from indexing.store.deletions import deleted_ranges, inside
+from indexing.store.errors import InputError
+
+Filters = Mapping[str, Any]
+"""Column of `documents.parquet` → the value it must have, or a list of values of which it must have one."""
+
+
+def check_filters(filters: Filters, columns: Sequence[str]) -> dict[str, list[Any]]:
+    """The accepted values of each column.
+
+    Raises:
+        InputError: a column is none of `columns`, or what it must be is not a value or a list of values.
+    """
+    checked = {}
+    for column, value in filters.items():
+        if column not in columns:
+            raise InputError(f"filters: there is no column {column!r}; accepted are {', '.join(columns)}.")
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if not values or not all(isinstance(each, (str, int, float, bool)) for each in values):
+            raise InputError(
+                f"filters.{column} = {value!r}: must be a text, a number, true or false, or a list of such."
+            )
+        checked[column] = values
+    return checked
+
+
+def matching_chunks(split: Split, filters: Mapping[str, Sequence[Any]]) -> np.ndarray:
+    """The chunks of all documents that match every filter, deleted ones left out: [ranges, 2] int64, sorted and disjoint.
+
+    Raises:
+        InputError: a value cannot be of the type of its column.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found = []
+    for first, table in split.documents.scan(list(filters)):
+        matches = None
+        for column, values in filters.items():
+            each = pc.is_in(table[column], value_set=_values(column, values, table.schema.field(column).type))
+            matches = each if matches is None else pc.and_(matches, each)
+        assert isinstance(matches, pa.ChunkedArray)
+        found.append(np.flatnonzero(matches.to_numpy()) + first)
+    ranges = split.chunk_ranges(np.concatenate(found) if found else np.empty(0, dtype=np.int64))
+    ranges = ranges[~inside(ranges[:, 0], deleted_ranges(split.folder))]
+    if not len(ranges):
+        return ranges
+    breaks = np.flatnonzero(ranges[1:, 0] != ranges[:-1, 1])
+    return np.stack([ranges[np.r_[0, breaks + 1], 0], ranges[np.r_[breaks, len(ranges) - 1], 1]], axis=1)
+
+
+def _values(column: str, values: Sequence[Any], kind: Any) -> Any:
+    """The values as an array of the column's type. Metadata that was no text in the corpus is stored as JSON."""
+    import pyarrow as pa
+
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return pa.array([each if isinstance(each, str) else json.dumps(each) for each in values], kind)
+    try:
+        return pa.array([pa.scalar(each).cast(kind).as_py() for each in values], kind)
+    except pa.ArrowException as error:
+        raise InputError(f"filters.{column} = {list(values)!r}: the column holds values of type {kind}.") from error

@@ -1,0 +1,356 @@
+"""Texts, token ids or vectors → the nearest chunks of datastores: one class for the trainer, generation, evaluation and the server.
+
+texts → tokens → embedder ┐
+token ids      → embedder ┼→ vectors → every index → candidates → filters → ranking → hits with text and document
+vectors ──────────────────┘
+
+What an index gives are candidates; they are always ordered anew, by the stored embeddings (exact distances), by BM25, or by both
+(`bm25.py`). A retriever is read only: several threads may search at once.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from indexing.embedders import Embedder, open_embedder
+from indexing.index.sharded import ShardedIndex
+from indexing.retrieval.bm25 import TermStatistics, bm25, sample_statistics
+from indexing.retrieval.candidates import Candidates, SearchableIndex, find_candidates
+from indexing.retrieval.filters import Filters, check_filters, matching_chunks
+from indexing.retrieval.results import Hit, Rerank, Results, StoredChunk, StoredDocument
+from indexing.store.datastore import Datastore, Split
+from indexing.store.deletions import deleted_ranges
+from indexing.store.errors import InputError, NotFound
+from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, check_searchable, neighbor_ids
+from indexing.tokenization.tokenizer import Tokenizer
+from indexing.vectors.exact_search import order_by_distance
+
+Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
+"""Texts; or token ids [t] of each; or vectors [n, d] float."""
+
+CANDIDATES = {"embeddings": 64, "bm25": 256, "hybrid": 256}
+"""Candidates of each query that are ordered anew, k if that is more: embeddings correct the index's codes, words need a choice."""
+COSINE_WEIGHT = 0.3  # of the hybrid: see docs/evaluation.md
+_FILTERS_KEPT = 8
+_PADDED_TOKENS = 2**22  # of texts that are embedded together, padding included
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The chunks found for each query, best first, as numbers.
+
+    Attributes:
+        ids: [n, k] int64 of the retrieval set, -1 = none.
+        scores: [n, k] float32, larger is nearer, -inf for none.
+        distances: [n, k] float32, squared L2, +inf for none.
+        missing: names of the parts of the index that did not answer.
+    """
+
+    ids: np.ndarray
+    scores: np.ndarray
+    distances: np.ndarray
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Retriever:
+    """Datastores opened for search. `Retriever.open(folder)`, then `search` or `neighbors`.
+
+    Attributes:
+        datastore: the first.
+        tokenizer, embedder: its own.
+        indexes: of every datastore in the retrieval set, its own first.
+        retrieval: the chunks that ids name.
+    """
+
+    datastore: Datastore
+    tokenizer: Tokenizer
+    embedder: Embedder
+    indexes: tuple[SearchableIndex, ...]
+    retrieval: RetrievalSet
+
+    @classmethod
+    def open(cls, *locations: Path | str, indexes: Sequence[SearchableIndex] | None = None) -> "Retriever":
+        """Open datastores to be searched as one.
+
+        Args:
+            locations: folders or URLs. Ids are those of the first one's stored neighbors (`store/retrieval.py`): the chunks of the
+                datastores of its `neighbors.also` are searched too, and then those of the other locations.
+            indexes: what searches each datastore of the retrieval set; None opens the indexes that lie in them.
+
+        Raises:
+            InputError: one is no datastore, its index is not finished, they do not fit together, or one of `neighbors.also` is gone
+                or has changed.
+        """
+        datastore, *others = map(Datastore.open, locations)
+        retrieval = RetrievalSet.of(datastore)
+        known = {split.folder.resolve() for split in retrieval.splits}
+        for each in (datastore, *others):
+            each.require("add")
+        for other in others:
+            check_searchable(datastore, other, "searching several datastores")
+            if other.folder.resolve() not in known:
+                retrieval = RetrievalSet((*retrieval.splits, other.train))
+                known.add(other.folder.resolve())
+        tokenizer = Tokenizer.open(datastore.folder / "tokenizer")
+        embedder = open_embedder(datastore.folder / "embedder", tokenizer.decode)
+        opened = tuple(indexes) if indexes is not None else tuple(map(open_index, retrieval.splits))
+        return cls(datastore, tokenizer, embedder, opened, retrieval)
+
+    # --- vectors ----------------------------------------------------------------------------------------------------
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Texts of any length → unit vectors [n, d] float32."""
+        return self.embed_tokens(self.tokenizer.encode_batch(list(texts)))
+
+    def embed_tokens(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Token ids [t] of each text → unit vectors [n, d] float32."""
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        if len(rows) > 1 and len(rows) * lengths.max() > _PADDED_TOKENS:
+            # Halves of similar length: one long text must not pad a thousand short ones to its length.
+            order, vectors = (
+                np.argsort(lengths, kind="stable"),
+                np.empty((len(rows), self.embedder.dimension), np.float32),
+            )
+            for half in np.array_split(order, 2):
+                vectors[half] = self.embed_tokens([rows[row] for row in half])
+            return vectors
+        tokens = np.full((len(rows), max(1, *lengths) if len(rows) else 1), self.tokenizer.pad_id, dtype=np.int64)
+        for number, row in enumerate(rows):
+            tokens[number, : len(row)] = row
+        return self.embedder.embed(tokens, lengths)
+
+    def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32, nearest first."""
+        found = self._candidates(vectors, CANDIDATES["embeddings"], k, None)
+        return found.ids[:, :k], found.distances[:, :k]
+
+    def _candidates(self, vectors: np.ndarray, wanted: int, k: int, filters: Filters | None) -> Candidates:
+        """The nearest of all datastores, [n, at least k]; more of them, as far as there are, where more are wanted."""
+        among = self._among(filters) if filters else [None] * len(self.indexes)
+        found = [
+            find_candidates(vectors, index, split, wanted, k, chunks)
+            for index, split, chunks in zip(self.indexes, self.retrieval.splits, among, strict=True)
+        ]
+        if len(found) == 1 and found[0].ids.shape[1] >= k:
+            return found[0]
+        ids = [neighbor_ids(number, each.ids) for number, each in enumerate(found)]
+        ids.append(np.full((len(vectors), k), -1, dtype=np.int64))  # k of them, also of fewer chunks
+        distances = [*(each.distances for each in found), np.full((len(vectors), k), np.inf, dtype=np.float32)]
+        near, joined = order_by_distance(np.concatenate(distances, axis=1), np.concatenate(ids, axis=1))
+        keep = max(wanted, k)
+        return Candidates(joined[:, :keep], near[:, :keep], tuple(name for each in found for name in each.missing))
+
+    def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Full chunks [n, m] → neighbor tokens [n, k, 2m] int64 with their continuations, and lengths [n, k] int64."""
+        lengths = np.full(len(chunks), chunks.shape[1], dtype=np.int64)
+        ids, _ = self.nearest(self.embedder.embed(chunks, lengths), k)
+        tokens, found = self.retrieval.with_continuation(ids.ravel())
+        return tokens.reshape(len(chunks), k, -1), found.reshape(len(chunks), k)
+
+    # --- search -----------------------------------------------------------------------------------------------------
+
+    def search(
+        self, queries: Queries, k: int = 5, *, filters: Filters | None = None, rerank: Rerank = "embeddings"
+    ) -> Results:
+        """The k nearest chunks of each query, nearest first.
+
+        Args:
+            queries: texts, token ids [t] of each, or vectors [n, d] float, which are brought to unit length.
+            k: how many.
+            filters: column of the documents' metadata → the value that it must have, or a list of values.
+            rerank: what candidates are ordered by: exact distances of the `embeddings`, `bm25`, or both (`hybrid`).
+
+        Raises:
+            InputError: a query is empty or of no use here, k is below 1, or a filter names an unknown column.
+        """
+        ranked = self.rank(queries, k, filters=filters, rerank=rerank)
+        found = iter(self._hits(*(each[ranked.ids >= 0] for each in (ranked.ids, ranked.distances, ranked.scores))))
+        counts = (ranked.ids >= 0).sum(axis=1).tolist()
+        return Results([[next(found) for _ in range(count)] for count in counts], ranked.missing)
+
+    def rank(
+        self, queries: Queries, k: int = 5, *, filters: Filters | None = None, rerank: Rerank = "embeddings"
+    ) -> Ranked:
+        """What `search` finds, as ids and numbers without text."""
+        if k < 1:
+            raise InputError(f"k = {k}: must be at least 1.")
+        if rerank not in get_args(Rerank):
+            raise InputError(f"rerank = {rerank!r}: accepted are {', '.join(get_args(Rerank))}.")
+        vectors = self.vectors_of(queries)
+        found = self._candidates(vectors, CANDIDATES[rerank], k, filters)
+        if rerank == "embeddings":
+            ids, distances = found.ids[:, :k], found.distances[:, :k]
+            return Ranked(ids, 1 - distances / 2, distances, found.missing)
+        scores = self._scores_by_words(queries, found, hybrid=rerank == "hybrid")
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]  # the nearer of two that are equal
+        ids, distances, scores = (np.take_along_axis(each, order, 1) for each in (found.ids, found.distances, scores))
+        return Ranked(ids, scores, distances, found.missing)
+
+    def _scores_by_words(self, queries: Queries, found: Candidates, *, hybrid: bool) -> np.ndarray:
+        """BM25 of the candidates [n, c], or the share that it is of what it can be, plus some of the cosine."""
+        if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
+            raise InputError("rerank = 'bm25' and 'hybrid' need texts or token ids: vectors have no words.")
+        texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in queries]
+        scores, largest = bm25(texts, found.ids, self.retrieval, self.tokenizer, self._term_statistics)
+        if hybrid:
+            # Both on scales of their own, which do not depend on how many candidates there are. Among the candidates of a
+            # good embedder cosines spread widely, among those of a coarse one little: so each counts for what it knows.
+            scores = scores / np.maximum(largest, 1e-6)[:, None] + COSINE_WEIGHT * (1 - found.distances / 2)
+        return np.where(found.ids >= 0, scores, np.float32(-np.inf))
+
+    @cached_property
+    def _term_statistics(self) -> TermStatistics:
+        return sample_statistics(self.retrieval, self.tokenizer)
+
+    # --- filters ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def filter_columns(self) -> list[str]:
+        """Columns of the documents' metadata that every datastore has, by which a search may be filtered."""
+        first, *others = (split.documents.columns for split in self.retrieval.splits)
+        return [name for name in first if all(name in columns for columns in others)]
+
+    def _among(self, filters: Filters) -> list[np.ndarray]:
+        """The chunks of each datastore that match, as ranges; what the last filters gave is kept until more is deleted."""
+        checked = check_filters(filters, self.filter_columns)
+        key = json.dumps(checked, sort_keys=True)
+        splits = self.retrieval.splits
+        return [self._matching(number, key, len(deleted_ranges(split.folder))) for number, split in enumerate(splits)]
+
+    @cached_property
+    def _matching(self) -> Callable[[int, str, int], np.ndarray]:
+        splits = self.retrieval.splits
+        return lru_cache(maxsize=_FILTERS_KEPT * len(splits))(
+            lambda number, key, num_deleted: matching_chunks(splits[number], json.loads(key))
+        )
+
+    # --- queries and hits -------------------------------------------------------------------------------------------
+
+    def vectors_of(self, queries: Queries) -> np.ndarray:
+        """Queries → unit vectors [n, d] float32.
+
+        Raises:
+            InputError: an empty text, a token id that the tokenizer does not have, or vectors of another width, not finite or zero.
+        """
+        if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
+            return self._unit(queries)
+        if not len(queries):
+            return np.empty((0, self.embedder.dimension), dtype=np.float32)
+        texts = [each for each in queries if isinstance(each, str)]
+        if texts:
+            if len(texts) < len(queries):
+                raise InputError("queries are texts, or token ids, or vectors: not some of each.")
+            if not all(text.strip() for text in texts):
+                raise InputError("the text to search for is empty.")
+            return self.embed(texts)
+        rows = [np.asarray(row, dtype=np.int64) for row in queries]
+        for row in rows:
+            if not len(row):
+                raise InputError("a list of token ids to search for is empty.")
+            if row.min() < 0 or row.max() >= self.tokenizer.vocab_size:
+                wrong = row[(row < 0) | (row >= self.tokenizer.vocab_size)][0]
+                raise InputError(f"token id {wrong}: the tokenizer's are 0 to {self.tokenizer.vocab_size - 1}.")
+        return self.embed_tokens(rows)
+
+    def _unit(self, vectors: np.ndarray) -> np.ndarray:
+        if vectors.ndim != 2 or vectors.shape[1] != self.embedder.dimension:
+            raise InputError(
+                f"vectors of shape {list(vectors.shape)}: must be [queries, {self.embedder.dimension}], as embedded here."
+            )
+        norms = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+        if not np.isfinite(norms).all() or (norms == 0).any():
+            raise InputError("a vector to search for is zero or holds numbers that are not finite.")
+        return (vectors / norms).astype(np.float32)
+
+    def hits(self, ids: np.ndarray, distances: np.ndarray) -> list[Hit]:
+        """Chunk ids and distances, each [k], with all that a person wants to see; -1 is left out."""
+        present = ids >= 0
+        return self._hits(ids[present], distances[present], 1 - distances[present] / 2)
+
+    def _hits(self, ids: np.ndarray, distances: np.ndarray, scores: np.ndarray) -> list[Hit]:
+        """Hits [h] of any number of queries: what many have found is read once."""
+        each, rows = np.unique(ids, return_inverse=True)
+        texts, continuations = self._texts(*self.retrieval.with_continuation(each))
+        documents = self.retrieval.metadata(each)
+        return [
+            Hit(chunk_id, score, distance, texts[row], continuations[row], dict(documents[row]))
+            for chunk_id, score, distance, row in zip(
+                ids.tolist(), scores.tolist(), distances.tolist(), rows.ravel().tolist(), strict=True
+            )
+        ]
+
+    def _texts(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[list[str], list[str]]:
+        """Chunks with their continuations [n, 2m] → the texts of both."""
+        m = self.datastore.chunk_length
+        own = [row[: min(m, length)] for row, length in zip(tokens, lengths, strict=True)]
+        following = [row[m : max(m, length)] for row, length in zip(tokens, lengths, strict=True)]
+        texts = self.tokenizer.decode_batch([*own, *following])
+        return texts[: len(own)], texts[len(own) :]
+
+    # --- by id ------------------------------------------------------------------------------------------------------
+
+    def chunk(self, chunk_id: int) -> StoredChunk:
+        """The chunk with this id of the retrieval set.
+
+        Raises:
+            NotFound: there is none, or its document has been deleted.
+        """
+        number, local = chunk_id >> CHUNK_ID_BITS, chunk_id & ((1 << CHUNK_ID_BITS) - 1)
+        if not 0 <= number < len(self.retrieval.splits) or local >= self.retrieval.splits[number].num_chunks:
+            raise NotFound(
+                f"there is no chunk {chunk_id}; the first datastore's are 0 to {self.retrieval.own.num_chunks - 1}."
+            )
+        split = self.retrieval.splits[number]
+        if split.without_deleted(np.array([local]))[0] < 0:
+            raise NotFound(f"the document of chunk {chunk_id} has been deleted.")
+        documents, first, stop = split.documents_of(np.array([local]))
+        return self._chunks(number, local, 1, (int(documents[0]), int(first[0]), int(stop[0])))[0]
+
+    def document(self, document_id: str, first: int = 0, count: int = 8) -> StoredDocument:
+        """The document with this id, the first one where several share it, with its chunks [first, first + count).
+
+        Raises:
+            NotFound: there is none, or it has been deleted.
+            InputError: `first` or `count` is below 0.
+        """
+        if first < 0 or count < 0:
+            raise InputError(f"first = {first}, count = {count}: must be 0 or more.")
+        for number, split in enumerate(self.retrieval.splits):
+            for document in split.documents.find(document_id):
+                start, stop = split.chunk_range(document)
+                if split.without_deleted(np.array([start]))[0] < 0:
+                    continue
+                count = max(0, min(count, stop - start - first))
+                chunks = self._chunks(number, start + first, count, (document, start, stop))
+                return StoredDocument(split.metadata([document])[0], stop - start, first, chunks)
+        raise NotFound(f"there is no document {document_id!r} among those that are searched.")
+
+    def _chunks(self, number: int, start: int, count: int, document: tuple[int, int, int]) -> list[StoredChunk]:
+        """Consecutive chunks of one document (its number, first chunk and last chunk + 1) of a datastore."""
+        split = self.retrieval.splits[number]
+        local = np.arange(start, start + count, dtype=np.int64)
+        texts, continuations = self._texts(*split.with_continuation(local))
+        metadata = split.metadata([document[0]])[0]
+        ids = neighbor_ids(number, local).tolist()
+        return [
+            StoredChunk(
+                chunk_id=chunk_id,
+                text=text,
+                continuation=continuation,
+                previous_chunk_id=chunk_id - 1 if each > document[1] else None,
+                next_chunk_id=chunk_id + 1 if each + 1 < document[2] else None,
+                document=metadata,
+            )
+            for chunk_id, each, text, continuation in zip(ids, local, texts, continuations, strict=True)
+        ]
+
+
+def open_index(split: Split) -> ShardedIndex:
+    """The index over the chunks of a datastore's training split."""
+    return ShardedIndex.open(split.folder / "index", range(len(split.chunk_rows)))

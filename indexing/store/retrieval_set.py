@@ -1,0 +1,192 @@
+"""The retrieval set of a datastore: its own training chunks, and those of other datastores that its neighbors come from.
+
+    stored neighbor id = number of the datastore << 40 | chunk id in its train split        -1 = none
+
+Number 0 is the datastore itself, so that an id of its own is the chunk id as it stands; the others are numbered from 1 in the
+order of `also` in its manifest.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore, Split
+from indexing.store.errors import InputError
+from indexing.store.files import read_json
+from indexing.store.remote import present
+
+CHUNK_ID_BITS = 40
+
+
+def neighbor_ids(number: int | np.ndarray, chunk_ids: np.ndarray) -> np.ndarray:
+    """Chunk ids [...] int64 of the datastore of this number as ids of the retrieval set; -1 stays -1."""
+    return np.where(chunk_ids < 0, -1, chunk_ids | (np.int64(number) << CHUNK_ID_BITS))
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """The chunks that neighbor ids name.
+
+    Attributes:
+        splits: training splits of the datastores, the datastore's own first.
+    """
+
+    splits: tuple[Split, ...]
+
+    @classmethod
+    def of(cls, datastore: Datastore) -> "RetrievalSet":
+        """Open the retrieval set that a datastore's manifest records.
+
+        Raises:
+            InputError: one of the other datastores is missing, or has changed since it was searched.
+        """
+        others = []
+        for entry in datastore.manifest.get("also", []):
+            folder = (datastore.folder.resolve() / entry["folder"]).resolve()
+            again = "or search again: `retro index CONFIG --stage neighbors --rebuild`"
+            try:
+                other = Datastore.open(folder, datastore.reading)
+            except InputError as error:
+                raise InputError(
+                    f"{datastore.folder} has neighbors in {folder} (neighbors.also), which cannot be opened: {error} "
+                    f"Put it back, name its new place in neighbors.also and run `retro index CONFIG`, {again}."
+                ) from error
+            if other.manifest["fingerprints"].get("chunk") != entry["chunks"]:
+                raise InputError(
+                    f"{folder} holds other chunks than when {datastore.folder} searched it (neighbors.also). "
+                    f"Put them back, {again}."
+                )
+            others.append(other.train)
+        return cls((datastore.train, *others))
+
+    @property
+    def own(self) -> Split:
+        """The training chunks of the datastore itself."""
+        return self.splits[0]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all datastores."""
+        return sum(split.num_chunks for split in self.splits)
+
+    def ids_at(self, positions: np.ndarray) -> np.ndarray:
+        """The ids [...] int64 of the chunks at these places in the concatenation of all datastores."""
+        starts = np.cumsum([0, *(split.num_chunks for split in self.splits)], dtype=np.int64)
+        numbers = np.searchsorted(starts, positions, side="right") - 1
+        return neighbor_ids(numbers, positions - starts[numbers])
+
+    def with_continuation(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Retrieved chunks with their continuations, as `Split.with_continuation`: ids [n] → tokens [n, 2m], lengths [n]."""
+        tokens = np.full((len(ids), 2 * self.own.chunk_length), self.own.pad_id, dtype=np.int64)
+        lengths = np.zeros(len(ids), dtype=np.int64)
+        for split, rows, chunk_ids in self._by_split(ids):
+            tokens[rows], lengths[rows] = split.with_continuation(chunk_ids)
+        return tokens, lengths
+
+    def chunks(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Chunks without continuation: ids [n] int64, none of them -1 → tokens [n, m] int64, lengths [n] int64."""
+        tokens = np.empty((len(ids), self.own.chunk_length), dtype=np.int64)
+        lengths = np.empty(len(ids), dtype=np.int64)
+        for split, rows, chunk_ids in self._by_split(ids):
+            tokens[rows], lengths[rows] = split.tokens.gather(chunk_ids), split.lengths.gather(chunk_ids)
+        return tokens, lengths
+
+    def beside(self, ids: np.ndarray) -> np.ndarray:
+        """The chunks before and after these in their documents: ids [n] int64, none of them -1 → [n, 2] int64, -1 = none."""
+        out = np.empty((len(ids), 2), dtype=np.int64)
+        for split, rows, chunk_ids in self._by_split(ids):
+            _, first, stop = split.documents_of(chunk_ids)
+            out[rows, 0] = np.where(chunk_ids > first, ids[rows] - 1, -1)
+            out[rows, 1] = np.where(chunk_ids + 1 < stop, ids[rows] + 1, -1)
+        return out
+
+    def without_deleted(self, ids: np.ndarray) -> np.ndarray:
+        """Ids [...] int64 with -1 for chunks of documents that have been deleted."""
+        out = ids.copy()
+        for number, split in enumerate(self.splits):
+            present = (ids >= 0) & (ids >> CHUNK_ID_BITS == number)
+            kept = split.without_deleted(ids[present] & ((1 << CHUNK_ID_BITS) - 1))
+            out[present] = neighbor_ids(number, kept)
+        return out
+
+    def metadata(self, ids: np.ndarray) -> list[dict[str, Any]]:
+        """The row of `documents.parquet` of each chunk's document; an id of -1 has none: an empty dictionary."""
+        out: list[dict[str, Any]] = [{} for _ in ids]
+        for split, rows, chunk_ids in self._by_split(ids):
+            found = split.metadata(split.documents_of(chunk_ids)[0].tolist())
+            for row, values in zip(rows, found, strict=True):
+                out[row] = values
+        return out
+
+    def documents_of(self, ids: np.ndarray) -> np.ndarray:
+        """The documents of chunks: ids [n] int64, none of them -1 → [n] int64, numbered as chunks are (`neighbor_ids`)."""
+        out = np.empty(len(ids), dtype=np.int64)
+        for split, rows, chunk_ids in self._by_split(ids):
+            out[rows] = (ids[rows] >> CHUNK_ID_BITS << CHUNK_ID_BITS) | split.documents_of(chunk_ids)[0]
+        return out
+
+    def scan_documents(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """As `DocumentTable.scan`, of all datastores; documents are numbered as chunks are."""
+        for number, split in enumerate(self.splits):
+            for first, table in split.documents.scan(columns):
+                yield (number << CHUNK_ID_BITS) | first, table
+
+    def _by_split(self, ids: np.ndarray) -> Iterator[tuple[Split, np.ndarray, np.ndarray]]:
+        """Each split that is named, the rows that name it, and their chunk ids in it."""
+        numbers = ids >> CHUNK_ID_BITS  # -1 stays -1
+        assert len(ids) == 0 or numbers.max() < len(self.splits), "ids of another retrieval set"
+        for number, split in enumerate(self.splits):
+            rows = np.flatnonzero(numbers == number)
+            if len(rows):
+                yield split, rows, ids[rows] & ((1 << CHUNK_ID_BITS) - 1)
+
+
+# --- what fits together ----------------------------------------------------------------------------------------------
+
+
+def check_searchable(datastore: Datastore, other: Datastore, key: str = "neighbors.also") -> None:
+    """Raise InputError, naming the setting `key`, unless the chunks of one datastore may be neighbors of another's."""
+    if datastore.chunk_length != other.chunk_length:
+        raise InputError(
+            f"{key}: {other.folder} has chunks of {other.chunk_length} tokens, {datastore.folder} of "
+            f"{datastore.chunk_length}. Build it again with the same chunks.chunk_length."
+        )
+    check_tokenizer(datastore, other, key)
+    if embedder_identity(datastore) != embedder_identity(other):
+        raise InputError(
+            f"{key}: the embedders of {other.folder} and {datastore.folder} give different vectors. Build one of "
+            f"them again with the other's: the same embedder.kind and settings, for the lexical one embedder.path = the other."
+        )
+
+
+def check_tokenizer(datastore: Datastore, other: Datastore, key: str) -> None:
+    """Raise InputError, naming the setting `key`, unless the tokens of two datastores mean the same."""
+    if tokenizer_identity(datastore) != tokenizer_identity(other):
+        raise InputError(
+            f"{key}: {other.folder} and {datastore.folder} have different tokenizers. Build one of them again with the "
+            f"other's: tokenizer.kind = 'sentencepiece' or 'huggingface', tokenizer.path = the model in its folder tokenizer/."
+        )
+
+
+def tokenizer_identity(datastore: Datastore) -> dict[str, Any]:
+    """Equal for two datastores whose tokens mean the same, wherever their tokenizers come from."""
+    folder = datastore.folder / "tokenizer"
+    ignored = ("kind", "added_bytes")  # the latter follows from the model, and older folders lack it
+    facts = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key not in ignored}
+    return {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"} | facts
+
+
+def embedder_identity(datastore: Datastore) -> dict[str, str] | str:
+    """Equal for two datastores with the same vectors: the recipe of a transformer, or the files of a lexical embedder."""
+    folder = datastore.folder / "embedder"
+    manifest = read_manifest(folder)
+    transformer = manifest["recipe"]["settings"]["embedder.kind"] == "transformer"
+    return str(manifest["fingerprint"]) if transformer else _checksums(folder)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return {name: file["checksum"] for name, file in read_manifest(folder)["files"].items()}

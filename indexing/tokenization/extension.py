@@ -1,0 +1,202 @@
+"""Vocabulary extension: pieces learnt on a corpus (Chinese, say) are added to a tokenizer that has none for it.
+
+    base tokenizer ─ learn on a sample ─► candidates ─ leave out what no text uses, or what would change other texts ─► write
+
+Old ids stay what they are, the ids that installing a tokenizer has added for padding, begin and end among them: these
+become tokens of the extended tokenizer itself, and new pieces begin after them.
+"""
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from indexing.store.remote import present
+from indexing.tokenization.backends import Model
+from indexing.tokenization.extension_huggingface import HuggingFaceBase
+from indexing.tokenization.extension_sentencepiece import SentencePieceBase
+from indexing.tokenization.tokenizer import (
+    HUGGINGFACE_MODEL,
+    META,
+    MODEL,
+    Tokenizer,
+    TokenizerSettings,
+    install_tokenizer,
+)
+
+log = logging.getLogger("retro")
+
+_SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", MODEL)  # in a folder: Llama's and T5's, and a datastore's
+
+
+class Base(Protocol):
+    """A tokenizer that can be extended; a candidate has its text, in the vocabulary's alphabet, as `piece`."""
+
+    kind: str
+    tokenizer: Tokenizer
+    checksum: str
+
+    def learn(self, sample: Sequence[str], wanted: int, *, ascii: bool) -> list[Any]: ...
+    def write(self, chosen: Sequence[Any], folder: Path) -> Path: ...
+    def model(self, file: Path) -> Model: ...
+    def unreachable(self, chosen: Sequence[Any], file: Path) -> set[str]: ...
+    def cuts(self, chosen: Sequence[Any]) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class Extension:
+    """An extended tokenizer.
+
+    Attributes:
+        path: what `tokenizer.path` names, with tokenizer.kind = `kind`.
+        kind: `sentencepiece` or `huggingface`.
+        tokenizer: the same, installed.
+        old: the base, installed.
+        pieces: the new pieces in the vocabulary's alphabet; their ids begin at `old.vocab_size`.
+        cuts: the old ids of each piece.
+    """
+
+    path: Path
+    kind: str
+    tokenizer: Tokenizer
+    old: Tokenizer
+    pieces: list[str]
+    cuts: list[list[int]]
+
+
+def open_base(path: Path) -> Base:
+    """Open a tokenizer that is to be extended.
+
+    Args:
+        path: a SentencePiece model, a tokenizer.json, a folder with one of them, or a datastore or its tokenizer folder.
+
+    Raises:
+        InputError: it is none of these, or of a type that cannot be extended.
+    """
+    folder = next((folder for folder in (path, path / "tokenizer") if present(folder / META).is_file()), None)
+    if folder is not None:
+        tokenizer = Tokenizer.open(folder)
+        file = present(folder / (HUGGINGFACE_MODEL if tokenizer.meta.kind == "huggingface" else MODEL))
+    else:
+        file = _file_of(path)
+        tokenizer = _installed("huggingface" if file.suffix == ".json" else "sentencepiece", file)
+    return HuggingFaceBase(file, tokenizer) if file.suffix == ".json" else SentencePieceBase(file, tokenizer)
+
+
+def _file_of(path: Path) -> Path:
+    files = [path / name for name in (HUGGINGFACE_MODEL, *_SENTENCEPIECE_NAMES)] if path.is_dir() else [path]
+    for file in files:
+        if file.is_file():
+            return file
+    raise InputError(
+        f"{path} is no tokenizer. Name a SentencePiece model (.model), a {HUGGINGFACE_MODEL}, a folder with one of them, or "
+        "a datastore."
+    )
+
+
+def _installed(kind: Any, path: Path) -> Tokenizer:
+    """A tokenizer as a datastore would have it."""
+    source = path.parent if path.name == HUGGINGFACE_MODEL else path  # what stands beside it names the special tokens
+    with tempfile.TemporaryDirectory() as folder:
+        install_tokenizer(TokenizerSettings(kind=kind, path=str(source)), Path(folder))
+        return Tokenizer.open(Path(folder))
+
+
+def extend(
+    base: Base, sample: Sequence[str], kept: Sequence[str], num_pieces: int, folder: Path, *, ascii: bool = False
+) -> Extension:
+    """Learn pieces and write the base with them to `folder`.
+
+    Args:
+        base: what they are added to.
+        sample: texts to learn from.
+        kept: other texts, whose ids shall stay as they are: a piece that would stand in one of them is left out.
+        num_pieces: new pieces, at most: a small corpus gives fewer.
+        folder: an empty one.
+        ascii: also learn pieces with ASCII characters and blanks. Without them every text in ASCII keeps its ids.
+
+    Raises:
+        InputError: the sample has nothing that the base lacks, or the result is not as lossless as the base.
+    """
+    candidates = base.learn(sample, num_pieces, ascii=ascii)
+    while chosen := candidates[:num_pieces]:
+        path = base.write(chosen, folder)
+        unfit = base.unreachable(chosen, path) | _used(base, chosen, path, kept)
+        if not unfit:
+            break
+        candidates = [item for item in candidates if item.piece not in unfit]
+    if not chosen:
+        raise InputError(
+            "There is nothing new to add: the tokenizer has every piece that is found in the corpus, or those that it lacks "
+            "would change the texts of `keep`."
+        )
+    if len(chosen) < num_pieces:
+        log.warning("the corpus gives %d new pieces, not %d", len(chosen), num_pieces)
+    tokenizer = _installed(base.kind, path)
+    _check(base.tokenizer, tokenizer, len(chosen))
+    return Extension(path, base.kind, tokenizer, base.tokenizer, [item.piece for item in chosen], base.cuts(chosen))
+
+
+def _used(base: Base, chosen: Sequence[Any], path: Path, texts: Sequence[str]) -> set[str]:
+    """Those of the pieces that stand in the ids of some texts."""
+    first = base.tokenizer.vocab_size
+    used = {token for ids in base.model(path).encode_batch(list(texts), -1) for token in ids if token >= first}
+    return {chosen[token - first].piece for token in used}
+
+
+def _check(old: Tokenizer, new: Tokenizer, num_pieces: int) -> None:
+    """Raise InputError where a base does not behave like those we know, and the extended one is not what was promised."""
+    same = (old.pad_id, old.bos_id, old.eos_id) == (new.pad_id, new.bos_id, new.eos_id)
+    if not same or new.vocab_size != old.vocab_size + num_pieces:
+        raise InputError(
+            "The tokenizer cannot be extended: its special tokens would get other ids. Is the id of one of them above those of "
+            "all pieces, without a piece?"
+        )
+    if old.meta.lossless and not new.meta.lossless:
+        raise InputError("The tokenizer cannot be extended: it would no longer give back every text.")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Some texts before and after.
+
+    Attributes:
+        num_bytes: of the texts in UTF-8.
+        old_tokens, new_tokens: into which the base and the extended tokenizer cut them.
+        used: share of the new pieces that stand in them.
+        texts: how many.
+        unchanged: of these, how many have the ids they had.
+    """
+
+    num_bytes: int
+    old_tokens: int
+    new_tokens: int
+    used: float
+    texts: int
+    unchanged: int
+
+
+def compare(extension: Extension, texts: Sequence[str]) -> Comparison:
+    """Encode texts by both tokenizers.
+
+    Raises:
+        InputError: an extended tokenizer does not give a text back that the base does.
+    """
+    before, after = (tokenizer.encode_batch(list(texts)) for tokenizer in (extension.old, extension.tokenizer))
+    for text, old, new in zip(texts, before, after, strict=True):
+        if extension.tokenizer.decode(new) != text and extension.old.decode(old) == text:
+            raise InputError(f"The tokenizer cannot be extended: it would no longer give back {text[:60]!r}.")
+    new_ids = np.unique(np.concatenate([np.zeros(0, np.int64), *after]))
+    return Comparison(
+        num_bytes=sum(len(text.encode(errors="replace")) for text in texts),
+        old_tokens=sum(map(len, before)),
+        new_tokens=sum(map(len, after)),
+        used=int((new_ids >= extension.old.vocab_size).sum()) / len(extension.pieces),
+        texts=len(texts),
+        unchanged=sum(map(np.array_equal, before, after)),
+    )

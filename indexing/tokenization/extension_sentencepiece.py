@@ -1,0 +1,151 @@
+"""New pieces for a SentencePiece model, found by sentencepiece's own trainer with the options of the base.
+
+BPE: the encoder joins whichever neighbors make the piece with the highest score. New pieces score below all old ones, so
+old pieces are made first, as ever, and what they leave is joined further. Unigram: scores are log-probabilities of the
+corpus, within the range of the base's, as unknown characters and declared pieces are scored by its ends.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from indexing.store.errors import InputError
+from indexing.store.files import checksum, write_bytes
+from indexing.tokenization.backends import META_SYMBOL, SentencePiece
+from indexing.tokenization.sentencepiece_proto import (
+    BPE,
+    CONTROL,
+    NORMAL,
+    UNIGRAM,
+    USER_DEFINED,
+    parse,
+    verbatim,
+    with_pieces,
+)
+from indexing.tokenization.tokenizer import (
+    MODEL,
+    Tokenizer,
+    count_characters,
+    frequent_characters,
+    line_ends_for,
+    run_trainer,
+)
+
+_ASCII = frozenset([*map(chr, range(128)), META_SYMBOL])
+
+
+@dataclass(frozen=True)
+class ScoredPiece:
+    """A piece that the base lacks, with its score in a model of the corpus alone."""
+
+    piece: str
+    score: float
+
+
+class SentencePieceBase:
+    """A SentencePiece model that is to be extended.
+
+    Args:
+        file: the model.
+        tokenizer: the same, installed.
+
+    Raises:
+        InputError: it is neither BPE nor unigram.
+    """
+
+    kind = "sentencepiece"
+
+    def __init__(self, file: Path, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.checksum = checksum(file)
+        self._data = file.read_bytes()
+        self._model = parse(self._data)
+        self._known = {piece for piece, _, _ in self._model.pieces}
+        self._is_bpe = self._model.options["model_type"] == BPE
+        if self._model.options["model_type"] not in (BPE, UNIGRAM):
+            raise InputError(f"{file} is a model of words or characters; BPE and unigram models can be extended.")
+
+    def learn(self, sample: Sequence[str], wanted: int, *, ascii: bool) -> list[ScoredPiece]:
+        """Pieces of the sample that the base lacks, the most useful first: `wanted` of them, and a quarter more in reserve.
+
+        Without `ascii`, none has an ASCII character or a blank.
+        """
+        sentences = [text.replace(META_SYMBOL, " ") for text in _processor(self._data).normalize(list(sample))]
+        counts = count_characters(sentences)
+        # ASCII characters that are spelled in bytes, such as line ends, stay so: they stand in texts of every language.
+        eligible = Counter({key: count for key, count in counts.items() if not key.isascii()})
+        characters = frequent_characters(eligible, wanted // 2, self._known)
+        foreign = line_ends_for(counts, {*characters, *self._known})
+        foreign |= {} if ascii else dict.fromkeys(map(ord, _ASCII), "\n")
+        sentences = [sentence.translate(foreign) for sentence in sentences]
+        enough, size = wanted + wanted // 4, 2 * wanted + len(counts) + len(self._declared()) + 3
+        while True:
+            trained = self._trained(sentences, size)
+            new = [
+                item for item in trained if item.piece not in self._known and (ascii or _ASCII.isdisjoint(item.piece))
+            ]
+            if len(new) >= enough or len(trained) < size // 2 or size > 2 * (enough + len(self._known) + len(counts)):
+                break
+            size *= 2
+        # A BPE trainer lists the characters last; they are worth the most, as they are spelled in several bytes.
+        return sorted(new, key=lambda item: (self._is_bpe and len(item.piece) > 1, -item.score))
+
+    def _declared(self) -> list[str]:
+        return [piece for piece, _, kind in self._model.pieces if kind == USER_DEFINED]
+
+    def _trained(self, sentences: list[str], size: int) -> list[ScoredPiece]:
+        options: dict[str, Any] = {**self._model.options, "model_type": "bpe" if self._is_bpe else "unigram"}
+        options |= {
+            name: bool(value) for name, value in options.items() if name.startswith(("split", "treat", "allow"))
+        }
+        model = run_trainer(sentences, vocab_size=size, user_defined_symbols=self._declared(), **options)
+        return [ScoredPiece(piece, score) for piece, score, kind in parse(model).pieces if kind == NORMAL]
+
+    def write(self, chosen: Sequence[ScoredPiece], folder: Path) -> Path:
+        """Write the base with these pieces to `folder`; returns the file that `tokenizer.path` names."""
+        scores = [score for _, score, kind in self._model.pieces if kind == NORMAL]
+        low, high = min(scores), max(scores)
+        if self._is_bpe:
+            new = [(item.piece, low - 1 - rank, NORMAL) for rank, item in enumerate(chosen)]
+        else:
+            new = [(item.piece, min(max(item.score, low), high), NORMAL) for item in chosen]
+        special, roles = self._special_pieces()
+        write_bytes(folder / MODEL, with_pieces(self._data, [*special, *new], roles))
+        return folder / MODEL
+
+    def _special_pieces(self) -> tuple[list[tuple[str, float, int]], dict[str, str]]:
+        """Pieces for the ids that installing has given to special tokens after the last piece, and the roles they have."""
+        tokenizer = self.tokenizer
+        pieces: list[tuple[str, float, int]] = []
+        roles: dict[str, str] = {}
+        for token in range(tokenizer.num_model_tokens, tokenizer.vocab_size):
+            names = [role for role in ("bos", "eos", "pad") if getattr(tokenizer, f"{role}_id") == token]
+            piece = f"<{'|'.join(names)}>"
+            while piece in self._known:
+                piece = f"<{piece}>"
+            pieces.append((piece, 0.0, CONTROL))
+            roles |= dict.fromkeys(names, piece)
+        return pieces, roles
+
+    def model(self, file: Path) -> SentencePiece:
+        """What `write` has written, opened."""
+        return SentencePiece(file)
+
+    def unreachable(self, chosen: Sequence[ScoredPiece], file: Path) -> set[str]:
+        """Those of the pieces in a written model that no text is ever cut into, as they themselves are not."""
+        processor = _processor(verbatim(file.read_bytes()))
+        encoded = processor.encode([item.piece for item in chosen])
+        first = self.tokenizer.vocab_size
+        return {item.piece for rank, item in enumerate(chosen) if encoded[rank] != [first + rank]}
+
+    def cuts(self, chosen: Sequence[ScoredPiece]) -> list[list[int]]:
+        """The ids into which the base cuts each piece."""
+        return _processor(verbatim(self._data)).encode([item.piece for item in chosen])
+
+
+def _processor(data: bytes) -> Any:
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_proto=data)

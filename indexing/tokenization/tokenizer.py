@@ -1,0 +1,446 @@
+"""Text to token ids and back: trained SentencePiece models, those of others, and local Hugging Face tokenizers.
+
+    texts ────────► train_sentencepiece ─┐
+    a model file ─► install_tokenizer ───┴► model, meta.json, token_bytes.npy ─► Tokenizer.open ─► encode, decode
+
+A trained tokenizer gives back every text exactly: no normalisation, every byte has a token, runs of blanks, tabs and
+line ends are tokens of their own. `read_meta` and `read_token_bytes` need numpy only, so that a machine that trains
+from a finished datastore knows the vocabulary without the library that made it.
+"""
+
+import dataclasses
+import io
+import re
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, save_array, write_bytes, write_json
+from indexing.store.remote import present
+from indexing.tokenization.backends import META_SYMBOL, HuggingFace, Model, SentencePiece, read_object
+
+MODEL = "sentencepiece.model"
+HUGGINGFACE_MODEL = "tokenizer.json"
+SENTENCEPIECE_MODEL = "tokenizer.model"  # as Hugging Face's folders have it
+META = "meta.json"
+TOKEN_BYTES = "token_bytes.npy"
+
+# SentencePiece puts no tab into a piece and no line end into more than one byte token, so runs of them are declared.
+WHITESPACE_PIECES = [*("\n" * n for n in range(1, 5)), *("\t" * n for n in range(1, 5)), "\r\n", "\r\n\r\n"]
+_FIXED_PIECES = 4 + 256 + len(WHITESPACE_PIECES)  # special tokens, bytes, whitespace
+_SMALLEST_VOCABULARY = 320
+_CHARACTER_COVERAGE = 0.9995
+_TRAINING_PIECE = 1024  # characters: about 4 KB in UTF-8 at most
+# The sums of the unigram trainer depend on the number of threads in their last bits, so it is not the machine's.
+_TRAINING_THREADS = 4
+
+_RESERVED = "\u2585"  # ▅: the trainer drops every text that holds it
+
+# What install_tokenizer tries to find out whether a tokenizer gives back every text.
+_PROBES = (
+    "", "Plain words.", " leading, trailing ", "a  b   c", "don 't , do n't .", "1234567890", "ĊĠ", "\u2581 \u2581",
+    "def f(x):\n\n    return x\t# tab\r\n", "\n\n\n", "中文，標點。", "Ｆｕｌｌ ﬁ ½ é e\u0301 \u00a0\u3000",
+    "\U0001f642\U0001f469\u200d\U0001f467", "\x00\x7f\ufffd\ufeff", "<s></s><unk><pad> <0x0A> <|endoftext|> [CLS]",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """Which tokenizer the datastore and the model use."""
+
+    kind: Literal["bpe", "unigram", "sentencepiece", "huggingface"] = "bpe"
+    """`bpe` and `unigram` are trained on the corpus; `sentencepiece` and `huggingface` are copied from `path`."""
+    path: str = ""
+    """An existing SentencePiece .model file, or a local Hugging Face tokenizer: its tokenizer.json; or the folder of either."""
+    vocab_size: int = 8192
+    """Tokens of a trained tokenizer, at most: a small corpus gives fewer."""
+    sample_bytes: int = 32 * 2**20
+    """Bytes of text that training sees: a uniform sample of pieces of all documents."""
+    seed: int = 0
+    """Seed of the sample."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("bpe", "unigram", "sentencepiece", "huggingface"):
+            raise InputError(f"tokenizer.kind is {self.kind!r}; accepted: bpe, unigram, sentencepiece, huggingface.")
+        if self.is_trained and self.path:
+            raise InputError(
+                f"tokenizer.path is {self.path!r}, but tokenizer.kind = '{self.kind}' is trained on the corpus. "
+                "Set tokenizer.kind to 'sentencepiece' or 'huggingface', or remove the path."
+            )
+        if not self.is_trained and not self.path:
+            raise InputError(
+                f"tokenizer.path is empty, but tokenizer.kind = '{self.kind}' needs the path of its model."
+            )
+        if not _SMALLEST_VOCABULARY <= self.vocab_size <= 2**31:
+            raise InputError(
+                f"tokenizer.vocab_size is {self.vocab_size}; it must be at least {_SMALLEST_VOCABULARY} "
+                f"({_FIXED_PIECES} tokens are bytes, whitespace and special tokens) and at most 2^31."
+            )
+        if self.sample_bytes < 1:
+            raise InputError(f"tokenizer.sample_bytes is {self.sample_bytes}; it must be 1 or more.")
+        if self.seed < 0:
+            raise InputError(f"tokenizer.seed is {self.seed}; it must be 0 or more.")
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is made from the corpus, by `train_sentencepiece`, rather than copied, by `install_tokenizer`."""
+        return self.kind in ("bpe", "unigram")
+
+
+@dataclass(frozen=True)
+class TokenizerMeta:
+    """The facts of a tokenizer that the datastore and the model need.
+
+    Attributes:
+        kind: as in the settings.
+        vocab_size: ids are in [0, vocab_size).
+        pad_id: fills the last chunk of a document; no text encodes to it, and it is not bos_id or eos_id.
+        bos_id, eos_id: begin and end of a document; one id for both where the model has only one.
+        lossless: whether decode(encode(text)) == text for each of our difficult samples.
+        added_bytes: UTF-8 bytes that encoding adds to every text: 1 where it puts a blank before it, as Llama 2's does.
+            meta.json has it only where it is not 0.
+    """
+
+    kind: str
+    vocab_size: int
+    pad_id: int
+    bos_id: int
+    eos_id: int
+    lossless: bool
+    added_bytes: int = 0
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger]:
+        """The smallest type that holds every id: uint16 or uint32."""
+        return np.uint16 if self.vocab_size <= 2**16 else np.uint32
+
+
+def read_meta(folder: Path) -> TokenizerMeta:
+    """The facts of the tokenizer in `folder`.
+
+    Raises:
+        InputError: there is none.
+    """
+    path = present(folder / META)
+    if not path.exists():
+        raise InputError(f"{path} is missing: {folder} holds no finished tokenizer. Run `retro index` to make it.")
+    return TokenizerMeta(**read_json(path))
+
+
+def read_token_bytes(folder: Path) -> np.ndarray:
+    """[vocab_size] uint16: UTF-8 bytes that each token adds to the text, 0 for special tokens."""
+    return np.load(present(folder / TOKEN_BYTES), allow_pickle=False)
+
+
+def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folder: Path) -> None:
+    """Train a model on a sample of `texts`, which are read once, and write it to `folder` with its facts.
+
+    The same texts and settings give the same bytes, on any number of cores.
+
+    Raises:
+        InputError: there is no text to learn from.
+    """
+    assert settings.is_trained
+    sample = sample_pieces(texts, settings.sample_bytes, settings.seed)
+    if not sample:
+        raise InputError(
+            "The corpus has no text to train a tokenizer on. Look at the problems reported for corpus.paths."
+        )
+    counts = count_characters(sample)
+    foreign = line_ends_for(counts, set(frequent_characters(counts, (settings.vocab_size - _FIXED_PIECES) // 2)))
+    model = run_trainer(
+        [piece.translate(foreign) for piece in sample],
+        model_type=settings.kind,
+        vocab_size=settings.vocab_size,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        user_defined_symbols=WHITESPACE_PIECES,
+        byte_fallback=True,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_bytes(folder / MODEL, model)
+    trained = SentencePiece(folder / MODEL)
+    _write_facts(folder, settings.kind, trained, trained.special_ids())
+
+
+def run_trainer(sentences: list[str], **options: Any) -> bytes:
+    """The SentencePiece model of some sentences, whose rare characters have become line ends: `line_ends_for`.
+
+    They are taken as they stand, without normalisation; `options` are the trainer's further ones.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        # The last sentence gives the blank a token also where the corpus has none (Chinese): SentencePiece would write
+        # it as the three bytes of ▁. And it keeps the trainer from failing where nothing else is left.
+        sentence_iterator=iter([*sentences, " a"]),
+        model_writer=model,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        max_sentence_length=2**20,
+        num_threads=_TRAINING_THREADS,
+        minloglevel=2,
+        **options,
+    )
+    return model.getvalue()
+
+
+def sample_pieces(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
+    """A uniform sample of pieces of up to 1024 characters, of `sample_bytes` in all, in the order of the texts."""
+    sample = Sample(sample_bytes, seed)
+    for text in texts:
+        sample.add(text)
+    return sample.pieces()
+
+
+class Sample:
+    """What `sample_pieces` draws, of texts that come one by one.
+
+    Every piece gets a random number and the smallest stay: one pass, with memory for the sample only.
+    """
+
+    def __init__(self, sample_bytes: int, seed: int) -> None:
+        self._limit = sample_bytes
+        self._generator = np.random.default_rng(seed)
+        self._kept: list[tuple[float, int, str, int]] = []  # a heap: the largest random number first
+        self._total = self._number = 0
+
+    def add(self, text: str) -> None:
+        """Cut a text into pieces, and keep those that are drawn."""
+        import heapq
+
+        pieces = [text[start : start + _TRAINING_PIECE] for start in range(0, len(text), _TRAINING_PIECE)]
+        for piece, draw in zip(pieces, self._generator.random(len(pieces)).tolist(), strict=True):
+            self._number += 1
+            if self._total >= self._limit and draw >= -self._kept[0][0]:
+                continue
+            size = len(piece.encode(errors="replace"))
+            heapq.heappush(self._kept, (-draw, self._number, piece, size))
+            self._total += size
+            while self._total - self._kept[0][3] >= self._limit:
+                self._total -= heapq.heappop(self._kept)[3]
+
+    def pieces(self) -> list[str]:
+        """What has been drawn so far, in the order of the texts."""
+        return [piece for _, _, piece, _ in sorted(self._kept, key=lambda item: item[1])]
+
+
+def count_characters(pieces: Iterable[str]) -> Counter[str]:
+    """How often each character stands in some texts that a tokenizer learns from, ▁, ▅ and blanks apart."""
+    counts: Counter[str] = Counter()
+    for piece in pieces:
+        counts.update(piece)
+    for character in (META_SYMBOL, _RESERVED, " "):
+        counts.pop(character, None)
+    return counts
+
+
+def frequent_characters(counts: Counter[str], limit: int, known: Container[str] = ()) -> list[str]:
+    """Those of the characters that get a token of their own, the most frequent first.
+
+    With the `known` ones, which are not among them, they cover 99.95% of the text; they are `limit` at most.
+    """
+    wanted = _CHARACTER_COVERAGE * counts.total()
+    covered = sum(count for character, count in counts.items() if character in known)
+    frequent: list[str] = []
+    for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if character in known:
+            continue
+        if covered >= wanted or len(frequent) >= limit:
+            break
+        frequent.append(character)
+        covered += count
+    return frequent
+
+
+def line_ends_for(counts: Counter[str], kept: Container[str]) -> dict[int, str]:
+    """For `str.translate`: every counted character that is not kept, and those no trainer takes, become line ends.
+
+    SentencePiece stops with an error where a vocabulary cannot hold all characters of the coverage asked for, and it
+    accepts no coverage below 98%; so the choice is made here. A line end cuts a text without being learnt.
+    """
+    foreign = {ord(META_SYMBOL): "\n", ord(_RESERVED): "\n", **dict.fromkeys(range(0xD800, 0xE000), "\n")}
+    return foreign | {ord(character): "\n" for character in counts if character not in kept}
+
+
+def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
+    """Copy the tokenizer at `settings.path` to `folder`, with its facts.
+
+    A special token that the model lacks gets a new id after the last one: always for padding, and for begin and end of
+    a document if it has neither; if it has one of these, it serves as both.
+
+    Raises:
+        InputError: there is no such model, or it cannot be read; or the package that reads it is not installed.
+    """
+    assert not settings.is_trained
+    source = Path(settings.path).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    if settings.kind == "sentencepiece":
+        source = source / SENTENCEPIECE_MODEL if source.is_dir() else source
+        if not source.is_file():
+            raise InputError(
+                f"tokenizer.path: {source} is not a file. Name a SentencePiece model (.model), or a folder with a {SENTENCEPIECE_MODEL}."
+            )
+        write_bytes(folder / MODEL, source.read_bytes())
+        model = SentencePiece(folder / MODEL)
+        _write_facts(folder, settings.kind, model, model.special_ids())
+        return
+    source = source / HUGGINGFACE_MODEL if source.is_dir() else source
+    if not source.is_file():
+        raise InputError(
+            f"tokenizer.path: {source} does not exist. Name a folder with a {HUGGINGFACE_MODEL} (a 'fast' tokenizer); "
+            "older ones are converted by transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)."
+        )
+    write_bytes(folder / HUGGINGFACE_MODEL, source.read_bytes())
+    fast = HuggingFace(folder / HUGGINGFACE_MODEL)
+    names = _special_names(source.parent)
+    special = {role: fast.tokenizer.token_to_id(name) for role, name in names.items()}
+    if special.get("bos") is None and special.get("eos") is None:
+        special |= _special_ids(source.parent, fast.num_tokens())
+    _write_facts(folder, settings.kind, fast, special)
+
+
+def special_settings(folder: Path) -> dict[str, Any]:
+    """What the files beside a Hugging Face tokenizer say of it, its special tokens among them."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
+        if (folder / name).is_file():
+            found.update({key: value for key, value in read_object(folder / name).items() if value or key not in found})
+    return found
+
+
+def _special_names(folder: Path) -> dict[str, str]:
+    """`pad`, `bos` and `eos` to the token, as the files beside a Hugging Face tokenizer say."""
+    found = special_settings(folder)
+    # BERT's tokenizers have no begin and end of a text, but tokens that stand at the same places.
+    names = {"pad": ("pad_token",), "bos": ("bos_token", "cls_token"), "eos": ("eos_token", "sep_token")}
+    special = {}
+    for role, keys in names.items():
+        value = next((found[key] for key in keys if found.get(key)), None)
+        value = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(value, str):
+            special[role] = value
+    return special
+
+
+def _special_ids(folder: Path, num_tokens: int) -> dict[str, int]:
+    """`bos` and `eos` as the model beside a tokenizer says: those of GPT-2 stand nowhere else."""
+    found = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    ids = {role: found.get(f"{role}_token_id") for role in ("bos", "eos")}
+    first = {role: value[0] if isinstance(value, list) and value else value for role, value in ids.items()}
+    return {role: value for role, value in first.items() if isinstance(value, int) and 0 <= value < num_tokens}
+
+
+def _write_facts(folder: Path, kind: str, model: Model, special: Mapping[str, int | None]) -> None:
+    """Write meta.json and token_bytes.npy; `special` gives the model's ids for `pad`, `bos` and `eos`."""
+    sizes = model.token_bytes()
+    vocab_size = len(sizes)
+    pad, bos, eos = (special.get(role) for role in ("pad", "bos", "eos"))
+    bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
+    if bos is None or eos is None:
+        bos = eos = vocab_size
+        vocab_size += 1
+    if pad is None or pad in (bos, eos):
+        pad = vocab_size
+        vocab_size += 1
+    token_bytes = np.zeros(vocab_size, dtype=np.uint16)
+    token_bytes[: len(sizes)] = sizes
+    token_bytes[[pad, bos, eos]] = 0
+    encoded = model.encode_batch(list(_PROBES), 1)
+    lossless = model.decode_batch(encoded, 1) == list(_PROBES)
+    # A token of text that serves as padding would be dropped by decode.
+    lossless = lossless and not any({pad, bos, eos} & set(ids) for ids in encoded)
+    meta = TokenizerMeta(kind, vocab_size, pad, bos, eos, lossless, _added_bytes(model, token_bytes))
+    save_array(folder / TOKEN_BYTES, token_bytes)
+    facts = dataclasses.asdict(meta)
+    write_json(folder / META, facts if meta.added_bytes else {k: v for k, v in facts.items() if k != "added_bytes"})
+
+
+def _added_bytes(model: Model, token_bytes: np.ndarray) -> int:
+    """See `TokenizerMeta`; characters that the model does not know have no bytes, so several are tried."""
+    texts = ["a", "1", "的"]
+    encoded = model.encode_batch(texts, 1)
+    return max(0, *(int(token_bytes[ids].sum()) - len(text.encode()) for text, ids in zip(texts, encoded, strict=True)))
+
+
+class Tokenizer:
+    """Encodes and decodes; opened from a folder that `train_sentencepiece` or `install_tokenizer` has filled.
+
+    Attributes:
+        meta: its facts; `vocab_size`, `pad_id`, `bos_id`, `eos_id` and `dtype` are also here.
+        num_model_tokens: ids that the model itself knows; `vocab_size` counts special tokens that were added after them.
+        token_bytes: [vocab_size] uint16, UTF-8 bytes that each token adds to the text, 0 for special tokens. For a
+            lossless tokenizer `token_bytes[encode(text)].sum()` is the size of the text; for others it is near that and
+            `meta.added_bytes`.
+        control_tokens: how the model writes tokens that no text is encoded to, `<|im_end|>` for example, and their ids.
+    """
+
+    def __init__(self, meta: TokenizerMeta, token_bytes: np.ndarray, model: Model, num_threads: int) -> None:
+        self.meta = meta
+        self.token_bytes = token_bytes
+        self.vocab_size, self.dtype = meta.vocab_size, meta.dtype
+        self.pad_id, self.bos_id, self.eos_id = meta.pad_id, meta.bos_id, meta.eos_id
+        self.num_model_tokens = model.num_tokens()
+        self.control_tokens = model.control_tokens()
+        self._special = {meta.pad_id, meta.bos_id, meta.eos_id}
+        self._model = model
+        self._num_threads = num_threads
+
+    @classmethod
+    def open(cls, folder: Path, num_threads: int = -1) -> "Tokenizer":
+        """Open the tokenizer in `folder`; `num_threads` is for encode_batch, -1 = one a core.
+
+        Hugging Face tokenizers take their number of threads from the environment variable RAYON_NUM_THREADS instead.
+
+        Raises:
+            InputError: there is none, or the package that reads it is not installed.
+        """
+        meta = read_meta(folder)
+        is_huggingface = meta.kind == "huggingface"
+        path = present(folder / (HUGGINGFACE_MODEL if is_huggingface else MODEL))
+        model = HuggingFace(path) if is_huggingface else SentencePiece(path)
+        return cls(meta, read_token_bytes(folder), model, num_threads)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids [tokens] of `dtype`, without begin and end of document. Lone surrogates count as U+FFFD."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, as `encode`, on several threads."""
+        encoded = self._model.encode_batch([_without_surrogates(text) for text in texts], self._num_threads)
+        return [np.fromiter(ids, dtype=self.dtype, count=len(ids)) for ids in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids (an array or a list), special tokens left out; half a character becomes U+FFFD."""
+        return self._model.decode_batch([[token for token in map(int, ids) if token not in self._special]], 1)[0]
+
+    def decode_batch(self, ids: Sequence[np.ndarray]) -> list[str]:
+        """The text of each row of token ids, as `decode`, on several threads."""
+        special = self._special
+        kept = [tokens if special.isdisjoint(tokens := row.tolist()) else _without(tokens, special) for row in ids]
+        return self._model.decode_batch(kept, self._num_threads)
+
+
+def _without(tokens: list[int], special: set[int]) -> list[int]:
+    return [token for token in tokens if token not in special]
+
+
+def _without_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return text

@@ -1,0 +1,117 @@
+"""Exact distances of stored embeddings: re-ranking candidates, exhaustive search, and the recall measured against it."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from indexing.store.datastore import ShardedArray
+from indexing.threads import one_thread_each
+from indexing.vectors.floats import to_float32
+
+_BLOCK_ROWS = 16_384  # of embeddings that are compared at a time
+_BLOCK = 2**20  # numbers of candidates that a thread looks at in one go: 4 MB in float32
+
+
+def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Order candidates by the squared L2 distance of their stored embeddings; equal distances by id.
+
+    Args:
+        queries: [n, d] float32.
+        ids: [n, c] int64 candidates, -1 = none.
+        embeddings: of the split that the ids name, [chunks, d].
+
+    Returns:
+        distances [n, c] float32 ascending, +inf for none, and ids [n, c].
+    """
+    distances, ordered = np.empty(ids.shape, dtype=np.float32), np.empty_like(ids)
+    norms = np.einsum("nd,nd->n", queries, queries)
+    step = max(1, _BLOCK // max(1, ids.shape[1] * queries.shape[1]))
+
+    def fill(start: int) -> None:
+        block = slice(start, start + step)
+        found = embeddings.gather(np.maximum(ids[block], 0).ravel())
+        vectors = to_float32(found).reshape(*ids[block].shape, -1)  # [n, c, d]
+        # einsum and not matmul: BLAS rounds differently with other numbers of threads, and bytes must not depend on them.
+        products = np.einsum("ncd,nd->nc", vectors, queries[block])
+        squared = norms[block, None] - 2 * products + np.einsum("ncd,ncd->nc", vectors, vectors)
+        distances[block], ordered[block] = order_by_distance(np.maximum(squared, 0), ids[block])
+
+    blocks = range(0, len(queries), step)
+    if len(blocks) == 1:  # what a server asks: threads would cost more than they bring
+        fill(0)
+        return distances, ordered
+    with one_thread_each() as run:
+        run(fill, blocks)
+    return distances, ordered
+
+
+def order_by_distance(distances: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sort each row by distance, then id, the missing (-1) last: the same input always gives the same order."""
+    distances = np.where(ids < 0, np.float32(np.inf), distances)
+    order = np.lexsort((np.where(ids < 0, np.iinfo(np.int64).max, ids), distances), axis=-1)
+    return np.take_along_axis(distances, order, -1), np.take_along_axis(ids, order, -1)
+
+
+def exact_search(
+    queries: np.ndarray,
+    embeddings: ShardedArray,
+    k: int,
+    excluded: tuple[np.ndarray, np.ndarray] | None = None,
+    among: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The true k nearest by a blocked matrix product over all stored embeddings: the yardstick of every recall.
+
+    Args:
+        queries: [n, d] float32.
+        embeddings: [chunks, d].
+        k: how many.
+        excluded: first and stop [n] of a range of ids that a query must not find (its own document).
+        among: [ranges, 2] int64, first and stop of the ids that may be found; None = all.
+
+    Returns:
+        distances [n, k] float32 (+inf) and ids [n, k] (-1), nearest first.
+    """
+    best_distances = np.full((len(queries), k), np.inf, dtype=np.float32)
+    best_ids = np.full((len(queries), k), -1, dtype=np.int64)
+    norms = np.einsum("nd,nd->n", queries, queries)
+    for ids, vectors in _blocks(embeddings, among):
+        distances = norms[:, None] - 2 * (queries @ vectors.T) + np.einsum("nd,nd->n", vectors, vectors)
+        if excluded is not None:
+            distances[(ids >= excluded[0][:, None]) & (ids < excluded[1][:, None])] = np.inf
+        if len(vectors) > k:
+            columns = np.argpartition(distances, k - 1, axis=1)[:, :k]
+        else:
+            columns = np.broadcast_to(np.arange(len(vectors)), distances.shape)
+        found = np.take_along_axis(distances, columns, 1)
+        joined_ids = np.concatenate([best_ids, np.where(np.isfinite(found), ids[columns], -1)], axis=1)
+        joined = order_by_distance(np.concatenate([best_distances, found], axis=1), joined_ids)
+        best_distances, best_ids = joined[0][:, :k], joined[1][:, :k]
+    return np.maximum(best_distances, 0), best_ids
+
+
+def _blocks(embeddings: ShardedArray, among: np.ndarray | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Ids [b] and vectors [b, d] float32 of all rows, or of those in ranges."""
+    ranges = np.array([[0, len(embeddings)]]) if among is None else among
+    stops = np.cumsum(ranges[:, 1] - ranges[:, 0])
+    for start in range(0, int(stops[-1]) if len(stops) else 0, _BLOCK_ROWS):
+        places = np.arange(start, min(start + _BLOCK_ROWS, int(stops[-1])), dtype=np.int64)
+        of_range = np.searchsorted(stops, places, side="right")
+        ids = places - stops[of_range] + ranges[of_range, 1]
+        whole = int(ids[-1]) - int(ids[0]) + 1 == len(ids)
+        found = embeddings.read(int(ids[0]), int(ids[-1]) + 1) if whole else embeddings.gather(ids)
+        yield ids, to_float32(found)
+
+
+def recall(found: np.ndarray, exact: np.ndarray) -> float:
+    """Share of the exact neighbors that were found, by distance, so that ties between equal chunks do not count as misses.
+
+    Args:
+        found: [n, k] exact distances of what was found, ascending.
+        exact: [n, k] distances of the true nearest, ascending; +inf where there are fewer than k.
+    """
+    present = np.isfinite(exact)
+    if not present.any():
+        return 1.0
+    limit = np.where(present, exact, -np.inf).max(axis=1, keepdims=True)
+    hits = np.minimum((found <= limit + 1e-4).sum(axis=1), present.sum(axis=1))
+    return float(hits.sum() / present.sum())

@@ -1,0 +1,221 @@
+"""Do the arrays and indexes of one shard hold what the counts promise?
+
+Each check is a generator of what is wrong with the artefact of one shard, the file first. It is given a datastore whose
+files have passed their checksums, so what it finds was written wrong, or the manifest was made to fit.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.index.faiss_files import ivf_of, read_index
+from indexing.store.artifact import parse_manifest
+from indexing.store.datastore import Datastore, Split, open_array, shard_name
+from indexing.store.deletions import FILE, REPAIR, read_ranges
+from indexing.store.files import npy_header, read_json
+from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+
+_BLOCK_ROWS = 65_536
+
+Check = Callable[[Datastore, int], Iterator[str]]
+
+
+def check_of(name: str) -> Check | None:
+    """The check for an artefact (`chunks/00003`, `index/trained`), or None where checksums are all there is to ask."""
+    if name == "index/trained":
+        return check_trained
+    stage, _, shard = name.partition("/")
+    checks: dict[str, Check] = {
+        "chunks": check_chunks,
+        "embeddings": check_embeddings,
+        "index": check_index,
+        "neighbors": check_neighbors,
+        "materialised": check_materialised,
+    }
+    return checks.get(stage) if shard.isdigit() else None
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + _BLOCK_ROWS, rows)) for start in range(0, rows, _BLOCK_ROWS))
+
+
+def _wrong_form(path: Path, array: np.ndarray, shape: tuple[int, ...], *dtypes: Any) -> Iterator[str]:
+    if array.shape != shape:
+        yield f"{path} has shape {array.shape} instead of {shape}"
+    if array.dtype not in [np.dtype(each) for each in dtypes]:
+        yield f"{path} has dtype {array.dtype} instead of {' or '.join(np.dtype(each).name for each in dtypes)}"
+
+
+def check_chunks(datastore: Datastore, shard: int) -> Iterator[str]:
+    """Shapes, tokens of the vocabulary, lengths of 1 to m, offsets of documents that rise from 0 to the last chunk."""
+    import pyarrow.parquet
+
+    for split in map(datastore.split, datastore.split_names):
+        folder = datastore.folder / "chunks" / shard_name(shard) / split.name
+        rows, documents = split.chunk_rows[shard], split.document_rows[shard]
+        tokens, lengths, offsets = (open_array(folder / f"{name}.npy") for name in ("tokens", "lengths", "documents"))
+        wrong = [
+            *_wrong_form(folder / "tokens.npy", tokens, (rows, split.chunk_length), np.uint16, np.uint32),
+            *_wrong_form(folder / "lengths.npy", lengths, (rows,), np.uint16),
+            *_wrong_form(folder / "documents.npy", offsets, (documents + 1,), np.int64),
+        ]
+        yield from wrong
+        if wrong:
+            continue
+        for block in _blocks(rows):
+            if tokens[block].max() >= datastore.manifest["vocab_size"]:
+                yield f"{folder / 'tokens.npy'} holds token {tokens[block].max()}, which is not in the vocabulary"
+                break
+            if lengths[block].min() < 1 or lengths[block].max() > split.chunk_length:
+                yield f"{folder / 'lengths.npy'} holds lengths that are not between 1 and {split.chunk_length}"
+                break
+        if offsets[0] != 0 or offsets[-1] != rows or (np.diff(offsets) < 1).any():
+            yield f"{folder / 'documents.npy'} does not rise from 0 to {rows}"
+        found = pyarrow.parquet.read_metadata(folder / "documents.parquet").num_rows
+        if found != documents:
+            yield f"{folder / 'documents.parquet'} has {found} rows instead of {documents}"
+
+
+def check_deleted(datastore: Datastore) -> Iterator[str]:
+    """Deleted chunks are those of whole documents of `train`, in order."""
+    path = datastore.folder / FILE
+    if not path.exists():
+        return
+    ranges = read_ranges(path)
+    whole = ranges.ndim == 2 and ranges.shape[1] == 2 and ranges.dtype == np.int64
+    if whole and len(ranges):
+        firsts = ranges[:, 0]
+        whole = firsts.min() >= 0 and firsts.max() < datastore.train.num_chunks and (np.diff(firsts) > 0).all()
+    if whole:
+        _, first, stop = datastore.train.documents_of(ranges[:, 0])
+        whole = np.array_equal(ranges, np.stack([first, stop], axis=1))
+    if not whole or path.read_bytes() != npy_header(ranges.dtype, ranges.shape) + ranges.tobytes():
+        yield f"{path} holds other chunks than those of whole documents. {REPAIR}"
+
+
+def check_embeddings(datastore: Datastore, shard: int) -> Iterator[str]:
+    """Shape, dtype, and no value that is not a number."""
+    folder = datastore.folder / "embeddings" / shard_name(shard)
+    dimension = open_array(folder / "train.npy").shape[-1]
+    for split in map(datastore.split, datastore.split_names):
+        path = folder / f"{split.name}.npy"
+        rows, vectors = split.chunk_rows[shard], open_array(path)
+        yield from _wrong_form(path, vectors, (rows, dimension), np.float16)
+        if any(not np.isfinite(vectors[block]).all() for block in _blocks(len(vectors))):
+            yield f"{path} holds values that are not finite"
+
+
+def check_trained(datastore: Datastore, shard: int) -> Iterator[str]:
+    """An index that is trained, empty, and of the dimension it says."""
+    folder = datastore.folder / "index" / "trained"
+    index, dimension = read_index(folder / "trained.faiss"), read_json(folder / "index.json")["dimension"]
+    if not index.is_trained or index.ntotal or index.d != dimension:
+        yield f"{folder / 'trained.faiss'} is not an empty trained index of dimension {dimension}"
+
+
+def check_index(datastore: Datastore, shard: int) -> Iterator[str]:
+    """As many vectors as the shard has training chunks, and each of their ids once."""
+    path = datastore.folder / "index" / shard_name(shard) / "vectors.faiss"
+    rows, first = datastore.train.chunk_rows[shard], int(datastore.train.tokens.starts[shard])
+    index = read_index(path)
+    if index.ntotal != rows:
+        yield f"{path} holds {index.ntotal} vectors instead of {rows}"
+    elif not np.array_equal(np.sort(ids_of(index)), np.arange(first, first + rows)):
+        yield f"{path} does not hold the ids from {first} to {first + rows - 1} once each"
+
+
+def ids_of(index: Any) -> np.ndarray:
+    """The ids [n] int64 in a Faiss index, in its own order."""
+    import faiss
+
+    ivf = ivf_of(index)
+    if ivf is None:
+        return faiss.vector_to_array(index.id_map)
+    lists = ivf.invlists
+    sizes = [lists.list_size(number) for number in range(lists.nlist)]
+    found = [faiss.rev_swig_ptr(lists.get_ids(number), size).copy() for number, size in enumerate(sizes) if size]
+    return np.concatenate([np.empty(0, np.int64), *found])
+
+
+def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:
+    """Ids of the retrieval set, none of the chunk's own document; a distance where there is an id, infinity elsewhere."""
+    folder = datastore.folder / "neighbors" / shard_name(shard)
+    k = parse_manifest(folder)["recipe"]["settings"]["neighbors.k"]
+    num_chunks = np.array([split.num_chunks for split in RetrievalSet.of(datastore).splits], dtype=np.int64)
+    for split in map(datastore.split, datastore.split_names):
+        rows, first = split.chunk_rows[shard], int(split.tokens.starts[shard])
+        ids, distances = (open_array(folder / split.name / f"{name}.npy") for name in ("ids", "distances"))
+        wrong = [
+            *_wrong_form(folder / split.name / "ids.npy", ids, (rows, k), np.int64),
+            *_wrong_form(folder / split.name / "distances.npy", distances, (rows, k), np.float32),
+        ]
+        yield from wrong
+        for block in _blocks(0 if wrong else rows):
+            found = wrong_neighbors(
+                np.asarray(ids[block]), np.asarray(distances[block]), split, first + block.start, num_chunks
+            )
+            if found is not None:
+                row, what = found
+                yield f"{folder / split.name / 'ids.npy'} row {block.start + row}: {what}"
+                break
+
+
+def check_materialised(datastore: Datastore, shard: int) -> Iterator[str]:
+    """Shapes, tokens of the vocabulary, as many real ones as two chunks hold, and the promised number of neighbors."""
+    folder = datastore.folder / "materialised" / shard_name(shard)
+    manifest = parse_manifest(folder)
+    wanted = manifest["recipe"]["settings"]["neighbors.materialised"]
+    for split in map(datastore.split, datastore.split_names):
+        rows, width = split.chunk_rows[shard], 2 * split.chunk_length
+        paths = [folder / split.name / f"{name}.npy" for name in ("tokens", "lengths")]
+        tokens, lengths = map(open_array, paths)
+        wrong = [
+            *_wrong_form(paths[0], tokens, (rows, wanted, width), np.uint16, np.uint32),
+            *_wrong_form(paths[1], lengths, (rows, wanted), np.uint32),
+        ]
+        yield from wrong
+        if wrong:
+            continue
+        found = 0
+        for block in _blocks(rows):
+            if tokens[block].max() >= datastore.manifest["vocab_size"]:
+                yield f"{paths[0]} holds token {tokens[block].max()}, which is not in the vocabulary"
+                break
+            if lengths[block].max() > width:
+                yield f"{paths[1]} holds length {lengths[block].max()}, more than {width}"
+                break
+            found += int((lengths[block] > 0).sum())
+        else:
+            if found != manifest["counts"][split.name]["neighbors"]:
+                yield f"{paths[1]} names {found} neighbors instead of {manifest['counts'][split.name]['neighbors']}"
+
+
+def wrong_neighbors(
+    ids: np.ndarray, distances: np.ndarray, split: Split, first: int, num_chunks: np.ndarray
+) -> tuple[int, str] | None:
+    """The first row of a block of neighbors that cannot be, and why; None where all can.
+
+    Args:
+        ids: [n, k] int64.
+        distances: [n, k] float32.
+        split: of the querying chunks.
+        first: the id of the first of them.
+        num_chunks: [datastores] int64, training chunks of each datastore of the retrieval set.
+    """
+    present = ids >= 0
+    numbers, chunk_ids = ids >> CHUNK_ID_BITS, ids & ((1 << CHUNK_ID_BITS) - 1)
+    limits = num_chunks[np.clip(numbers, 0, len(num_chunks) - 1)]
+    outside = (ids < -1) | (present & ((numbers >= len(num_chunks)) | (chunk_ids >= limits)))
+    unequal = np.isinf(distances) == present
+    findings = [(outside, "id {} is not in the retrieval set"), (unequal, "id {} and its distance do not agree")]
+    if split.name == "train":
+        _, start, stop = split.documents_of(np.arange(first, first + len(ids), dtype=np.int64))
+        own = present & (ids >= start[:, None]) & (ids < stop[:, None])
+        findings.append((own, "id {} is of the chunk's own document"))
+    for wrong, words in findings:
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            return int(row), words.format(ids[row, column])
+    return None

@@ -1,0 +1,346 @@
+"""Is everything in a datastore as it was written, and does it fit together?
+
+    manifests ─► sizes and checksums of every file ─► recipes name the artefacts that are there
+              ─► the datastore's manifest says what the shards say ─► arrays hold what the counts promise
+
+What is broken is named with the file and with how to mend it. Only what is whole is asked further, so that one cause is
+one line. Memory stays flat: arrays are read in blocks, indexes shard by shard.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from indexing.store.artifact import MANIFEST, fingerprint, parse_manifest, remove, wrong_checksum, wrong_sizes
+from indexing.store.datastore import Datastore, read_datastore_manifest, shard_name
+from indexing.store.errors import InputError
+from indexing.store.files import read_json
+from indexing.store.remote import url_of
+from indexing.store.retrieval_set import RetrievalSet
+from indexing.verification.contents import Check, check_chunks, check_deleted, check_of
+from indexing.verification.recipes import (
+    Manifests,
+    dedup_names,
+    generations_of,
+    joint_fingerprint,
+    num_shards_of,
+    shard_of,
+    stage_of,
+    strange,
+)
+
+# Artefacts in the order in which they are made, each from some of those before it.
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised", "index/merged")  # fmt: skip
+_OF_STAGE = {
+    "chunk": ("corpus", "tokenizer", "chunks/*"),
+    "embed": ("embedder", "embeddings/*"),
+    "train-index": ("index/trained",),
+    "add": ("index/*", "index/tuned"),
+    "neighbors": ("neighbors/*",),
+    "materialise": ("materialised/*",),
+    "merge": ("index/merged",),
+}
+
+Progress = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is broken.
+
+    Attributes:
+        artefact: what must be made again (`embeddings/00003`); `manifest.json` is the datastore's own; empty: nothing
+            in this datastore.
+        found: the file, and what was found.
+        file: the file whose bytes are wrong, where it is that.
+        gone: whether there is nothing left to remove.
+    """
+
+    artefact: str
+    found: str
+    file: Path | None = None
+    gone: bool = False
+
+    def __str__(self) -> str:
+        if self.artefact == MANIFEST:
+            return f"{self.found}: `retro index CONFIG` writes it again."
+        command = "retro index CONFIG" + (" --append" if stage_of(self.artefact) == "appended" else "")
+        if self.gone:
+            return f"{self.found}: `{command}` makes it again."
+        if self.artefact:
+            return f"{self.found}: remove {self.artefact} (--mend does), and `{command}` makes it again."
+        return self.found
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was looked at, and what was found.
+
+    Attributes:
+        artefacts: how many.
+        files: in them.
+        bytes: of these files.
+        stages: those that are finished.
+        problems: everything that is broken, in the order in which it is made.
+    """
+
+    artefacts: int
+    files: int
+    bytes: int
+    stages: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def verify_datastore(folder: Path, progress: Progress) -> Verified:
+    """Look at every byte of a datastore; nothing is changed.
+
+    Args:
+        folder: the datastore's.
+        progress: `progress(name, total=…, unit=…)`: a context manager with a function that is told of progress.
+
+    Raises:
+        InputError: there is no datastore, its format is of another version, or it lies at a URL.
+    """
+    if url := url_of(folder):
+        raise InputError(
+            f"{url}: `retro verify` looks at every byte of a datastore in a folder of this machine: copy it, and verify the "
+            "copy. What is fetched from a URL is compared with its checksum whenever it is."
+        )
+    problems: list[Problem] = []
+    top = _read_top(folder, problems)
+    manifests = _read_manifests(folder, top, problems)
+    sizes = {name: sum(file["bytes"] for file in manifest["files"].values()) for name, manifest in manifests.items()}
+    with progress("checksums", total=sum(sizes.values()), unit="bytes") as advance:
+        problems += _check_files(folder, manifests, advance)
+    strangers = list(_check_recipes(folder, manifests, _broken(problems), _listed(top)))
+    problems += strangers
+    known = {name: manifest for name, manifest in manifests.items() if name not in _broken(strangers)}
+    problems += _check_top(folder, top, known, _broken(problems))
+    if top and MANIFEST not in _broken(problems):
+        datastore = Datastore.open(folder)
+        checks = list(_contents(datastore, manifests, problems))
+        with progress("contents", total=sum(sizes[name] for name, _ in checks), unit="bytes") as advance:
+            problems += _check_contents(datastore, checks, sizes, advance)
+        problems += _check_deleted(datastore, problems)
+    problems += _made_from_broken(folder, manifests, problems)
+    return Verified(
+        artefacts=len(manifests),
+        files=sum(len(manifest["files"]) for manifest in manifests.values()),
+        bytes=sum(sizes.values()),
+        stages=tuple(stage for stage in _OF_STAGE if stage in (top or {}).get("fingerprints", ())),
+        problems=tuple(sorted(problems, key=lambda problem: (_rank(problem.artefact), problem.artefact))),
+    )
+
+
+def mend(folder: Path, verified: Verified) -> list[str]:
+    """Remove every artefact that is broken, so that `retro index CONFIG` makes it again; returns their names."""
+    names = sorted(_broken(verified.problems) - {MANIFEST, ""}, key=lambda name: (_rank(name), name))
+    for name in reversed(names):
+        remove(folder / name)
+    return names
+
+
+def _broken(problems: Sequence[Problem]) -> set[str]:
+    return {problem.artefact for problem in problems}
+
+
+def _rank(name: str) -> int:
+    """The place of an artefact in the order in which they are made; what is none comes last."""
+    kinds = {"index/*"} if shard_of(name, "index") is not None else {name, name.rpartition("/")[0]}
+    return next((place for place, one in enumerate(_ORDER) if one in kinds), len(_ORDER))
+
+
+# --- manifests and files ---------------------------------------------------------------------------------------------
+
+
+def _read_top(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    """The datastore's own manifest, or None where it is broken."""
+    path = folder / MANIFEST
+    if not path.exists() and (folder / "corpus" / MANIFEST).exists():
+        problems.append(Problem(MANIFEST, f"{path} is missing"))
+        return None
+    if path.exists():
+        try:
+            read_datastore_manifest(folder)
+        except ValueError as error:
+            problems.append(Problem(MANIFEST, f"{path} cannot be read ({error})"))
+            return None
+    return Datastore.open(folder).manifest
+
+
+def _listed(top: Mapping[str, Any] | None) -> int:
+    """How many shards the datastore's manifest lists; 0 where it cannot be read."""
+    return len(top["splits"]["train"]["chunks"]) if top else 0
+
+
+def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[Problem]) -> Manifests:
+    """The manifest of every artefact by name, in order; one that a finished stage lacks, or that is broken, is a problem."""
+    depths = ("*", "*/*", "dedup/*/*")
+    there = [path.parent.relative_to(folder) for depth in depths for path in folder.glob(f"{depth}/{MANIFEST}")]
+    names = {path.as_posix() for path in there if not path.name.startswith(".")}
+    if top:
+        shards = [shard_name(shard) for shard in range(_listed(top))]
+        patterns = [pattern for stage in top["fingerprints"] for pattern in _OF_STAGE.get(stage, ())]
+        names |= {pattern.replace("*", shard) for pattern in patterns for shard in shards}
+    manifests: dict[str, dict[str, Any]] = {}
+
+    def read(names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                manifests[name] = parse_manifest(folder / name)
+            except InputError as error:
+                problems.append(Problem(name, str(error), gone=not (folder / name).exists()))
+
+    read(names)
+    more = dedup_names(manifests)
+    generations = len(generations_of(manifests))
+    if generations and _listed(top) > num_shards_of(manifests):
+        more.add(f"appended/{shard_name(generations)}")
+    read(more - names)
+    return {name: manifests[name] for name in sorted(manifests, key=lambda name: (_rank(name), name))}
+
+
+def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], None]) -> Iterator[Problem]:
+    """Sizes, then checksums of every file, on all cores."""
+
+    def check(name: str, file: str) -> str | None:
+        try:
+            return wrong_checksum(folder / name, manifests[name], file)
+        except OSError as error:
+            return f"{folder / name / file} cannot be read ({error.strerror})"
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        answers = []
+        for name, manifest in manifests.items():
+            wrong = list(wrong_sizes(folder / name, manifest))
+            yield from (Problem(name, found) for found in wrong)  # nothing can have read a file of another size
+            answers += [
+                (name, file, expected["bytes"], None if wrong else threads.submit(check, name, file))
+                for file, expected in manifest["files"].items()
+            ]
+        for name, file, size, answer in answers:
+            if answer and (found := answer.result()):
+                yield Problem(name, found, folder / name / file)
+            advance(size)
+
+
+def _made_from_broken(folder: Path, manifests: Manifests, problems: Sequence[Problem]) -> Iterator[Problem]:
+    """What a later stage has made after a file was changed: it was made from the wrong bytes, however whole it looks.
+
+    A manifest is written last, so a file that is younger than its own was changed where it lies.
+    """
+
+    def finished(name: str) -> int:
+        return (folder / name / MANIFEST).stat().st_mtime_ns
+
+    changed = [(_rank(each.artefact), each.file, each.file.stat().st_mtime_ns, each) for each in problems if each.file]
+    changed = [entry for entry in changed if entry[2] > finished(entry[3].artefact)]
+    for name in manifests.keys() - _broken(problems):
+        source = next((file for rank, file, at, _ in changed if rank < _rank(name) and at < finished(name)), None)
+        if source:
+            yield Problem(name, f"{folder / name} was made after {source} had changed")
+
+
+# --- what names what -------------------------------------------------------------------------------------------------
+
+
+def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed: int) -> Iterator[Problem]:
+    """Every artefact that was not made from those that are there; one that was made from such a stranger is none itself.
+
+    `listed` is how many shards the datastore's manifest lists.
+    """
+    known = dict(manifests)
+    for name in [name for name in manifests if name not in broken]:
+        found = [f"{folder / name} {what}" for what in strange(folder, name, known, listed)]
+        yield from (Problem(name, what) for what in found)
+        if found:
+            del known[name]
+
+
+def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, broken: set[str]) -> Iterator[Problem]:
+    """The datastore's manifest against the shards. What a broken artefact should say is not asked."""
+    if top is None:
+        return
+    path = folder / MANIFEST
+    generations = generations_of(manifests)
+    if 0 < num_shards_of(manifests) < _listed(top):  # a part of the corpus is missing
+        return
+    single = {"train-index": "index/trained", "add": "index/tuned", "merge": "index/merged"}
+    joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialise": "materialised"}
+    for stage, found in top["fingerprints"].items():
+        name = single.get(stage, "")
+        expected = (
+            manifests[name]["fingerprint"] if name in manifests else joint_fingerprint(manifests, joint.get(stage, ""))
+        )
+        appended = range(len(generations[0]), num_shards_of(manifests)) if generations else range(0)
+        if stage == "add" and expected and appended:
+            shards = [f"index/{shard_name(shard)}" for shard in appended]
+            known = all(shard in manifests for shard in shards)
+            expected = fingerprint([expected, *(manifests[s]["fingerprint"] for s in shards)]) if known else None
+        if expected is not None and found != expected:
+            yield Problem(MANIFEST, f"{path} gives stage '{stage}' the fingerprint {found}, its artefacts {expected}")
+    chunks = [manifest for name, manifest in manifests.items() if shard_of(name, "chunks") is not None]
+    if not generations or len(chunks) != num_shards_of(manifests):
+        return
+    for split, columns in top["splits"].items():
+        for key, rows in columns.items():
+            expected = [manifest["counts"].get(split, {}).get(key) for manifest in chunks]
+            if rows != expected:
+                yield Problem(MANIFEST, f"{path} says its shards have {rows} {key} of {split}, they have {expected}")
+    if "tokenizer" not in broken:
+        meta = read_json(folder / "tokenizer" / "meta.json")
+        facts = {key: meta[key] for key in ("pad_id", "vocab_size")}
+        facts["chunk_length"] = chunks[0]["recipe"]["settings"]["chunks.chunk_length"]
+        for key, value in facts.items():
+            if top[key] != value:
+                yield Problem(MANIFEST, f"{path} says {key} is {top[key]}, it is {value}")
+
+
+# --- what the arrays hold --------------------------------------------------------------------------------------------
+
+
+def _contents(datastore: Datastore, manifests: Manifests, problems: list[Problem]) -> Iterator[tuple[str, Check]]:
+    """The artefacts whose arrays can be looked at, in order."""
+    readable = True
+    if datastore.has("neighbors"):
+        try:
+            RetrievalSet.of(datastore)
+        except InputError as error:
+            problems.append(Problem("", str(error)))
+            readable = False
+    for name in manifests:
+        check = None if name in _broken(problems) else check_of(name)
+        if check and (readable or shard_of(name, "neighbors") is None):
+            yield name, check
+
+
+def _check_contents(
+    datastore: Datastore, checks: Sequence[tuple[str, Check]], sizes: Mapping[str, int], advance: Callable[[int], None]
+) -> Iterator[Problem]:
+    whole = all(
+        (f"chunks/{shard_name(shard)}", check_chunks) in checks for shard in range(len(datastore.train.chunk_rows))
+    )
+    for name, check in checks:
+        shard, found = name.partition("/")[2], []
+        try:
+            if whole or shard_of(name, "neighbors") is None:  # else nobody knows the documents of neighbors
+                found = list(check(datastore, int(shard) if shard.isdigit() else 0))
+        except (InputError, ValueError, OSError) as error:
+            found = [f"{datastore.folder / name} cannot be read ({error})"]
+        yield from (Problem(name, each) for each in found)
+        whole = whole and not (found and check is check_chunks)
+        advance(sizes[name])
+
+
+def _check_deleted(datastore: Datastore, problems: Sequence[Problem]) -> Iterator[Problem]:
+    """The deleted documents, if the chunks are whole. They belong to no artefact, so `retro index` cannot restore them."""
+    if any(stage_of(problem.artefact) == "chunks" for problem in problems):
+        return
+    try:
+        yield from (Problem("", found) for found in check_deleted(datastore))
+    except InputError as error:
+        yield Problem("", str(error))

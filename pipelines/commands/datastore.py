@@ -1,0 +1,283 @@
+"""What each verb on datastores does with its settings: a few lines of calls into the layers below."""
+
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from indexing.retrieval.results import Rerank
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore, shard_name
+from indexing.store.deletions import deleted_ranges
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_json
+from indexing.store.remote import present
+from indexing.tokenization.tokenizer import read_meta
+from pipelines.config import Config
+from pipelines.terminal import StagesView, echo, human_bytes, one_line, print_groups, print_rows, progress
+
+log = logging.getLogger("retro")
+
+
+@dataclass(frozen=True)
+class IndexOptions(Config):
+    """Build a datastore, or bring it up to date. What is finished is kept, so a stopped run goes on where it was."""
+
+    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialise", "merge"] = "all"
+    """One stage only; `all` runs them in order (`materialise` where neighbors.materialised asks for it)."""
+    rebuild: bool = False
+    """First remove what this stage and the ones after it have made."""
+    append: bool = False
+    """First add the files of the corpus that the datastore does not have, as new shards with the trained index as it is."""
+    strict: bool = False
+    """Stop at the first problem in the corpus instead of reporting it."""
+
+
+def index(options: IndexOptions) -> int:
+    """`retro index CONFIG`."""
+    from pipelines.executors import make_executor
+    from pipelines.reports.datastore import summary_table, write_index_report
+    from pipelines.stages.table import build
+
+    config = replace(options, corpus=replace(options.corpus, strict=options.corpus.strict or options.strict))
+    view = StagesView()
+    datastore = build(
+        config,
+        make_executor(config.executor),
+        only=options.stage,
+        rebuild=options.rebuild,
+        append=options.append,
+        view=view,
+    )
+    if datastore.has("neighbors"):
+        print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
+        echo(f"report: {datastore.folder / 'report.html'}")
+    return 0
+
+
+@dataclass(frozen=True)
+class PlanOptions(Config):
+    """What a datastore takes in bytes, time, memory and money, from a calibration of about a minute on this machine."""
+
+    tokens: float = 0.0
+    """Tokens of the datastore (2e12); 0 = those of `corpus.paths`."""
+    machines: int = 1
+    """Machines like this one that work side by side."""
+    price: float = 0.0
+    """Of a machine for an hour, in any currency; 0 = no costs are shown."""
+    days: float = 30.0
+    """Time within which everything should be done: how many machines that takes is printed."""
+    nprobe: int = 0
+    """Inverted lists that a search visits; 0 = extrapolated from what the recall target took in the calibration."""
+    sample_bytes: int = 8 * 2**20
+    """Text that the calibration builds: more takes longer and tells more."""
+    json: str = ""
+    """File to write the calibration and the plans to, in bytes and seconds."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("tokens", 0), ("price", 0), ("nprobe", 0), ("machines", 1), ("sample_bytes", 10**6)):
+            if not least <= getattr(self, key) < float("inf"):
+                raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least:,}.")
+        if not 0 < self.days < float("inf"):
+            raise InputError(f"days = {self.days:g}: must be above 0.")
+
+
+def plan(options: PlanOptions) -> int:
+    """`retro plan [CONFIG]`."""
+    from pipelines.planning.calibration import calibrate
+    from pipelines.planning.datastore import PAPER_CHUNKS, corpus_tokens, paper_config, plan_for
+    from pipelines.planning.tables import as_json, calibration_rows, plan_tables
+
+    calibration = calibrate(options, tokens=options.tokens, sample_bytes=options.sample_bytes)
+    machines, price = options.machines, options.price
+    plans = {
+        "planned": plan_for(
+            options, calibration, options.tokens or corpus_tokens(options, calibration), machines, price, options.nprobe
+        ),
+        "paper": plan_for(
+            paper_config(options), calibration, 64 * PAPER_CHUNKS, machines, price, options.nprobe, paper=True
+        ),
+    }
+    titles = {
+        "planned": "This datastore",
+        "paper": "The paper's 2 trillion tokens: 28 billion full chunks of 64 tokens of 4 bytes, with this embedder",
+    }
+    print_rows(calibration_rows(calibration))
+    for name, each in plans.items():
+        echo(f"\n{titles[name]}")
+        for rows in plan_tables(each, calibration, machines, price, options.days):
+            print_rows(rows)
+            echo()
+    if options.json:
+        write_json(Path(options.json), as_json(calibration, plans))
+    return 0
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """The chunks of a datastore that are nearest to a text."""
+
+    k: int = 5
+    """How many."""
+    rerank: Rerank = "embeddings"
+    """What candidates are ordered by: exact distances of the `embeddings`, `bm25`, or both (`hybrid`)."""
+    filters: tuple[str, ...] = ()
+    """`COLUMN=VALUE`: only chunks of documents with that value; several values of a column are alternatives."""
+    also: tuple[str, ...] = ()
+    """Further datastores, searched with the first as one."""
+    json: bool = False
+    """Print JSON, which holds the exact text. Otherwise control characters are shown as `\\u001b`."""
+
+
+def search(datastore: str, text: str, options: SearchOptions) -> int:
+    """`retro search DATASTORE "text"`."""
+    from dataclasses import asdict
+
+    from indexing.retrieval.retriever import Retriever
+
+    retriever = Retriever.open(datastore, *options.also)
+    filters = parse_filters(options.filters)
+    hits = retriever.search([text], options.k, filters=filters, rerank=options.rerank).hits[0]
+    if options.json:
+        echo(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
+        return 0
+    for rank, hit in enumerate(hits, start=1):
+        figures = f"score {hit.score:.3f}  distance {hit.distance:.3f}"
+        echo(f"{rank}. {figures}  {one_line(hit.document_id)}  (chunk {hit.chunk_id})")
+        echo(indented(hit.text) + (f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else "") + "\n")
+    return 0
+
+
+def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
+    """`COLUMN=VALUE` each → the values of every column.
+
+    Raises:
+        InputError: one is written otherwise.
+    """
+    filters: dict[str, list[str]] = {}
+    for each in given:
+        column, equals, value = each.partition("=")
+        if not column or not equals:
+            raise InputError(f"--filters {each!r}: must be COLUMN=VALUE, for example source=wiki.")
+        filters.setdefault(column, []).append(value)
+    return filters
+
+
+@dataclass(frozen=True)
+class DeleteOptions:
+    """Delete documents of a datastore by id: no search and no batch names their chunks any more."""
+
+    ids: tuple[str, ...] = ()
+    """Their ids, as `retro search` shows them."""
+    ids_from: str = ""
+    """File with one id a line."""
+
+
+def delete(datastore: str, options: DeleteOptions) -> int:
+    """`retro delete DATASTORE --ids ID …`."""
+    from indexing.store.deletions import delete_ranges
+
+    opened = Datastore.open(datastore)
+    wanted = [*options.ids, *(Path(options.ids_from).read_text().split("\n") if options.ids_from else ())]
+    numbers = opened.train.find_documents([each for each in wanted if each])
+    if not numbers:
+        raise InputError("name documents to delete: --ids ID …, or --ids-from FILE with one id a line.")
+    ranges = np.array([opened.train.chunk_range(number) for number in numbers], dtype=np.int64)
+    echo(
+        f"{datastore}: {delete_ranges(opened.folder, ranges):,} documents deleted, {int(np.diff(ranges).sum()):,} chunks"
+    )
+    return 0
+
+
+def inspect_datastore(folder: Path) -> int:
+    """Totals, stages, problems of the corpus, near copies removed and, where it has been measured, the report."""
+    datastore = Datastore.open(folder)
+    folder = datastore.folder
+    meta = read_meta(folder / "tokenizer")
+    rows = [
+        ["fingerprint", datastore.fingerprint],
+        ["finished stages", ", ".join(datastore.manifest["fingerprints"])],
+        ["tokenizer", f"{meta.kind}, {meta.vocab_size:,} tokens, {'lossless' if meta.lossless else 'not lossless'}"],
+        ["chunk length", str(datastore.chunk_length)],
+        ["deleted", f"{len(deleted_ranges(folder)):,} documents"],
+        ["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))],
+    ]
+    groups = {str(folder): rows, "corpus": _corpus_rows(datastore)}
+    if (folder / "report.json").exists():
+        groups |= _measured_groups(read_json(folder / "report.json"))
+    print_groups(groups)
+    return 0
+
+
+def _corpus_rows(datastore: Datastore) -> list[list[str]]:
+    """What each split holds, and what was left out."""
+    from pipelines.stages import dedup as dedup_stage
+
+    rows, folder = [], datastore.folder
+    for name in datastore.split_names:
+        totals = datastore.manifest["splits"][name]
+        parts = (f"{sum(totals[key]):,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))
+        rows.append([name, ", ".join(parts) + f", in {len(totals['chunks'])} shards"])
+    problems = read_json(present(folder / "corpus" / "problems.json"))["counts"]
+    rows.append(["problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
+    if "dedup" in read_manifest(folder / "chunks" / shard_name(0))["recipe"]["inputs"]:
+        rows.append(["dedup", dedup_stage.summary(folder / dedup_stage.FOLDER / "removed")])
+    return rows
+
+
+def _measured_groups(measured: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The recalls of two searches: the one that answers queries, and the one that found the stored neighbors."""
+    from pipelines.reports.datastore import recalls
+
+    index = measured["index"]
+    return {
+        "index, for `retro search` and the server": [
+            ["searched with", f"{index['key']}, nprobe {index['nprobe']}"],
+            ["recall at 10", f"{index['recall_at_10']:.3f}"],
+        ],
+        "stored neighbors, for training and evaluation": [
+            ["found by", measured["search"]],
+            *([f"recall at {k}", f"{value:.3f}"] for k, value in recalls(measured)),
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Compare every byte with its checksum: of a datastore, and every cross-reference in it; of a checkpoint, a run (all its
+    checkpoints) or an exported file. One line for each thing that is broken, with how to repair it."""
+
+    mend: bool = False
+    """Remove the broken parts of a datastore, so that `retro index CONFIG` makes them again."""
+
+
+def verify(datastore: str, options: VerifyOptions) -> int:
+    """`retro verify DATASTORE`: 0 = all is well, 1 = something is broken."""
+    from indexing.verification.datastore import mend, verify_datastore
+    from pipelines.stages.table import lock
+
+    folder = Path(datastore)
+    with lock(folder) if options.mend and (folder / ".lock").exists() else nullcontext():
+        found = verify_datastore(folder, progress)
+        removed = mend(folder, found) if options.mend else []
+    for problem in found.problems:
+        echo(problem)
+    size = f"{found.artefacts:,} artefacts, {found.files:,} files, {human_bytes(found.bytes)}"
+    if not found.problems:
+        echo(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
+        return 0
+    echo(f"{folder}: {size}: {len(found.problems)} broken")
+    if options.mend:
+        append = " --append" if any(name.startswith("appended/") for name in removed) else ""
+        echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` makes it again")
+    return 1
+
+
+def indented(text: str) -> str:
+    """Text moved in by three blanks."""
+    return "\n".join(f"   {line}" for line in text.splitlines())

@@ -1,0 +1,315 @@
+"""`retro demo`: from no data to a measured answer, with every real stage in between.
+
+Python's own documentation and sources (or --corpus) → datastore → baseline and RETRO of the same size, trained on the
+same tokens → held-out bits-per-byte → neighbors, a generated paragraph, report.html
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from indexing.corpus.python_library import write_python_corpus
+from indexing.store.artifact import remove
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_bytes, write_json
+from pipelines.commands.datastore import indented
+from pipelines.commands.model import GenerateOptions, generate_texts
+from pipelines.config import Config
+from pipelines.config_files import load, to_toml
+from pipelines.launch.in_process import run_training
+from pipelines.reports import html as report
+from pipelines.terminal import echo, one_line, print_rows
+from retro.evaluation.settings import EvaluationSettings
+from retro.inference.settings import GenerationSettings
+
+if TYPE_CHECKING:
+    from retro.evaluation.bits_per_byte import Result
+
+log = logging.getLogger("retro")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The whole system on this machine, in minutes."""
+
+    corpus: tuple[str, ...] = ()
+    """Files, folders, globs or URLs of text; empty: the documentation and sources that Python itself carries."""
+    minutes: float = 2.5
+    """Minutes of training for the two models together; the rest of the demo takes one or two more."""
+    out: Path = Path("retro-demo")
+    """Folder for everything that the demo leaves."""
+    seed: int = 0
+    """Of everything random."""
+
+    def __post_init__(self) -> None:
+        if self.minutes <= 0:
+            raise InputError(f"minutes = {self.minutes}: must be above 0.")
+
+
+def demo(options: DemoOptions) -> int:
+    """`retro demo`."""
+    from pipelines.evaluation.bits_per_byte import in_words, measure_all
+    from pipelines.executors import make_executor
+    from pipelines.reports.datastore import sample_examples, write_index_report
+    from pipelines.stages.table import build
+    from retro.checkpoints.checkpoint import load_model, open_checkpoint
+    from retro.device import place
+    from retro.evaluation.bits_per_byte import compare
+    from retro.evaluation.sets import EvaluationSet
+
+    config = _config(options)
+    echo(f"1. datastore: {config.datastore}")
+    datastore = build(config, make_executor(config.executor))
+    measured = write_index_report(datastore)
+    _print_datastore(measured)
+
+    config = _with_steps(config, options)
+    tokens = config.train.steps * config.train.batch_size * config.data.sequence_length
+    echo(f"\n2. two models, {tokens:,} tokens each ({config.train.steps} steps)")
+    outcomes = {name: run_training(run, name) for name, run in runs_of(config).items()}
+    for name, outcome in outcomes.items():
+        echo(f"   {name}: {outcome.parameters:,} parameters without embeddings")
+
+    echo("\n3. held-out documents")
+    placement = place(config.train.device, config.train.precision)
+    models = {
+        name: load_model(open_checkpoint(outcome.checkpoint), placement.device) for name, outcome in outcomes.items()
+    }
+    held_out = EvaluationSet("valid", datastore)
+    results = {
+        name: measure_all(model, held_out, config.evaluation, placement, sequence_length=config.data.sequence_length)
+        for name, model in models.items()
+    }
+    baseline, off, *on = results["baseline"] + results["retro"]
+    table = _results_table(baseline, off, on)
+    print_rows([[f"   {table.header[0]}", *table.header[1:]], *([f"   {row[0]}", *row[1:]] for row in table.rows)])
+    verdict = [
+        f"RETRO ON (k={on[0].k}) against OFF, the same weights: {in_words(*compare(on[0], off))}",
+        f"RETRO ON (k={on[0].k}) against the baseline: {in_words(*compare(on[0], baseline))}; "
+        "one training run each, and another seed can move a small model by more than that",
+    ]
+    echo("\n".join(f"   {line}" for line in verdict))
+
+    from indexing.retrieval.retriever import Retriever
+    from retro.inference.language_model import LanguageModel
+
+    retriever = Retriever.open(config.datastore)
+    examples = sample_examples(retriever, 3)
+    echo("\n4. three held-out chunks and their neighbors")
+    _print_examples(examples)
+
+    prompt = _first_words(retriever, datastore)
+    options_for_text = GenerateOptions(prompt=(prompt,), k=config.data.k, generation=GenerationSettings(max_tokens=150))
+    language_model = LanguageModel.open(outcomes["retro"].checkpoint, retriever, config.train.device)
+    (text,) = generate_texts(language_model, options_for_text)
+    echo(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(prompt + text)}")
+
+    path = options.out / "report.html"
+    _write_html(path, retriever, measured, outcomes, table, verdict, examples, prompt, text, tokens)
+    summary = {
+        "results": {name: [result.as_json() for result in rows] for name, rows in results.items()},
+        "verdict": verdict,
+    }
+    write_json(options.out / "results.json", summary)
+    echo(f'\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} "open a file"')
+    echo(f"checkpoint: {outcomes['retro'].checkpoint}")
+    echo(f"page:       retro serve {config.datastore} --checkpoint {options.out / 'retro'}")
+    echo(
+        f"settings:   {options.out / 'demo.toml'}   change them and run: retro train {options.out / 'demo.toml'} --run NEW"
+    )
+    return 0
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+def _config(options: DemoOptions) -> Config:
+    """The demo's settings; those of an earlier demo in the same folder, if it asked for the same."""
+    from indexing.corpus.readers import CorpusSettings
+    from indexing.tokenization.tokenizer import TokenizerSettings
+    from retro.data.batches import DataSettings
+    from retro.model.settings import ModelSettings
+    from retro.training.settings import TrainSettings
+
+    out = options.out
+    asked = {"corpus": list(options.corpus), "seed": options.seed}
+    stored = out / "demo.json"
+    if stored.exists() and {key: read_json(stored).get(key) for key in asked} != asked:
+        raise InputError(f"{out} holds a demo of another corpus or seed ({stored}); name another folder: --out NEW.")
+    out.mkdir(parents=True, exist_ok=True)
+    paths = options.corpus or (str(write_python_corpus(out / "corpus")),)
+    write_json(stored, (read_json(stored) if stored.exists() else {}) | asked)
+    return Config(
+        datastore=out / "datastore",
+        run=out / "retro",
+        corpus=CorpusSettings(paths=paths),
+        tokenizer=TokenizerSettings(vocab_size=4096, sample_bytes=8 * 2**20, seed=options.seed),
+        data=DataSettings(sequence_length=512, k=2, seed=options.seed),
+        model=ModelSettings(
+            d_model=192,
+            d_ffw=768,
+            num_heads=3,
+            num_layers=4,
+            cca_layers=(2, 4),
+            encoder_d_model=96,
+            encoder_d_ffw=384,
+            encoder_num_heads=2,
+            encoder_head_dim=48,
+            encoder_num_layers=1,
+            shared_embeddings=True,  # these three bring copying sooner: docs/results.md
+            smeared_keys=True,
+            smeared_tokens=3,
+            copying_init=True,
+        ),
+        train=TrainSettings(batch_size=4, lr=3e-3, warmup_steps=20, eval_every=0, log_every=5, seed=options.seed),
+        evaluation=EvaluationSettings(k=(2,), max_tokens=60_000),
+    )
+
+
+def _with_steps(config: Config, options: DemoOptions) -> Config:
+    """As many steps as fit into the minutes, from a short trial of both models; remembered, so that a rerun resumes."""
+    stored = options.out / "demo.json"
+    remembered = read_json(stored)
+    if remembered.get("minutes") != options.minutes:
+        for run in runs_of(config).values():
+            if run.run.exists():
+                remove(run.run)
+        seconds = sum(_seconds_per_step(run) for run in runs_of(config).values())
+        steps = max(20, int(60 * options.minutes / seconds))
+        write_json(stored, remembered | {"minutes": options.minutes, "steps": steps})
+    steps = read_json(stored)["steps"]
+    train = replace(config.train, steps=steps, checkpoint_every=max(1, steps // 4), warmup_steps=max(1, steps // 20))
+    config = replace(config, train=replace(train, eval_every=-(-steps // 5), eval_tokens=20_000))
+    write_bytes(options.out / "demo.toml", to_toml(config).encode())
+    return load(Config, options.out / "demo.toml", [], verb="train")
+
+
+def _seconds_per_step(config: Config) -> float:
+    """Median of a few steps of a run that is thrown away."""
+    from retro.training.trainer import train
+
+    trial = replace(
+        config.train, steps=6, warmup_steps=1, log_every=1, eval_every=0, monitor_every=0, eval_tokens=1, log_to=()
+    )
+    run = config.run.with_name(f".trial-{config.run.name}")
+    logging.getLogger("retro").setLevel(logging.WARNING)
+    outcome = train(run, [config.datastore], config.model, config.data, trial, config.evaluation)
+    logging.getLogger("retro").setLevel(logging.INFO)
+    remove(run)
+    rates = [line["tokens_per_second"] for line in outcome.metrics if "tokens_per_second" in line]
+    return trial.batch_size * config.data.sequence_length / float(np.median(rates[1:]))
+
+
+def runs_of(config: Config) -> dict[str, Config]:
+    """The baseline, as many parameters in a plain decoder, and the RETRO."""
+    from retro.model.presets import baseline_of
+
+    baseline = replace(config, run=config.run.with_name("baseline"), model=baseline_of(config.model))
+    return {"baseline": baseline, "retro": config}
+
+
+# --- what is shown -------------------------------------------------------------------------------------------------
+
+
+def _print_datastore(measured: dict[str, Any]) -> None:
+    from pipelines.reports.datastore import recalls
+
+    totals, held_out = measured["splits"]["train"], measured["splits"]["valid"]
+    echo(
+        f"   {totals['documents']:,} documents, {totals['chunks']:,} chunks, {totals['tokens']:,} tokens; "
+        f"held out: {held_out['documents']:,} documents, {held_out['tokens']:,} tokens"
+    )
+    echo(
+        f"   index {measured['index']['key']}, nprobe {measured['index']['nprobe']}; neighbors by {measured['search']}, against exact search: "
+        + ", ".join(f"recall@{k} {value:.3f}" for k, value in recalls(measured))
+        + f"; missing {100 * measured['neighbors']['train']['missing_share']:.2f}%"
+    )
+
+
+def _results_table(baseline: "Result", off: "Result", on: "list[Result]") -> report.Table:
+    names = ["baseline (no retrieval)", "RETRO, retrieval OFF", *(f"RETRO, retrieval ON, k={r.k}" for r in on)]
+    rows = [
+        [
+            name,
+            f"{r.bits_per_byte:.4f}",
+            f"{100 * (r.bits_per_byte / baseline.bits_per_byte - 1):+.2f}%",
+            f"{r.perplexity:.2f}",
+        ]
+        for name, r in zip(names, [baseline, off, *on], strict=True)
+    ]
+    return report.Table(["held-out text", "bits per byte", "against baseline", "perplexity"], rows)
+
+
+def _print_examples(examples: list[report.NeighborExample]) -> None:
+    for example in examples:
+        echo(f"   ─── chunk\n{indented(_shortened(example.chunk))}")
+        for neighbor in example.neighbors:
+            echo(f"   ─── neighbor from {one_line(neighbor.document)}, squared distance {neighbor.score:.3f}")
+            echo(indented(_shortened(neighbor.text) + " ⋯ " + _shortened(neighbor.continuation)))
+        echo()
+
+
+def _shortened(text: str, limit: int = 220) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def _first_words(retriever: Any, datastore: Datastore) -> str:
+    """The beginning of a held-out document, two chunks long at most, so that the first retrieval comes soon."""
+    split = datastore.valid if datastore.valid.num_chunks else datastore.train
+    number = int(np.random.default_rng(5).integers(split.num_documents))
+    first, stop = split.chunk_range(number)
+    tokens = split.tokens.read(first, min(first + 1, stop)).ravel()[: int(split.lengths.read(first, first + 1)[0])]
+    return retriever.tokenizer.decode(tokens[:60])
+
+
+def _write_html(
+    path: Path,
+    retriever: Any,
+    measured: dict[str, Any],
+    outcomes: dict[str, Any],
+    table: report.Table,
+    verdict: list[str],
+    examples: list[report.NeighborExample],
+    prompt: str,
+    text: str,
+    tokens: int,
+) -> None:
+    from pipelines.reports.datastore import plots_of, summary_table
+
+    losses, held_out = {}, {}
+    for name, outcome in outcomes.items():
+        lines = [line for line in outcome.metrics if "loss" in line]
+        losses[name] = ([line["tokens"] for line in lines], [line["loss"] for line in lines])
+        for mode in ("off", "on"):
+            scored = [line for line in outcome.metrics if f"valid_bits_per_byte_{mode}" in line]
+            if scored:
+                label = name if name == "baseline" else f"{name} {mode.upper()}"
+                held_out[label] = (
+                    [line["tokens"] for line in scored],
+                    [line[f"valid_bits_per_byte_{mode}"] for line in scored],
+                )
+    report.write_report(
+        path,
+        title="RETRO demo",
+        subtitle=f"{tokens:,} training tokens for each model",
+        figures=[(row[0], row[1], f"{row[2]} against the baseline") for row in table.rows],
+        sections=[
+            report.Section(
+                "Does retrieval help?", text=" ".join(" ".join(line.split()) + "." for line in verdict), table=table
+            ),
+            report.Section(
+                "Training",
+                plots=[
+                    report.line_plot(losses, "tokens", "nats per token", "Training loss"),
+                    report.line_plot(held_out, "tokens", "bits per byte", "Held-out bits per byte"),
+                ],
+            ),
+            report.Section("Datastore", table=summary_table(measured), plots=plots_of(retriever, measured)),
+            report.Section("Three held-out chunks and their neighbors", examples=examples),
+            report.Section("A paragraph with retrieval", text=prompt + text),
+        ],
+    )

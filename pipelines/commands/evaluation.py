@@ -1,0 +1,219 @@
+"""What each verb that measures a model does with its settings: a few lines of calls into the layers below."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import write_json
+from pipelines.evaluation.settings import QaSettings
+from pipelines.terminal import echo, print_rows
+from retro.evaluation.settings import EvaluationSettings
+
+if TYPE_CHECKING:
+    from retro.checkpoints.checkpoint import Checkpoint
+    from retro.evaluation.sets import EvaluationSet
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Bits-per-byte of held-out documents, retrieval OFF and ON."""
+
+    against: str = ""
+    """Another checkpoint or run, say the baseline: scored on the same sets and windows, and compared."""
+    datastore: str = ""
+    """Datastore in place of those of the training run: its held-out documents are scored."""
+    leakage_from: str = ""
+    """Datastore of the same chunks whose nearest neighbors say what leaks; empty: that of each set."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results to, with the fingerprints of checkpoints and datastores."""
+    html: str = ""
+    """File to write a page with plots to; empty: beside `json`, if that is given."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+
+def evaluate(checkpoint: str, options: EvalOptions) -> int:
+    """`retro eval CHECKPOINT`."""
+    from pipelines.evaluation import bits_per_byte as eval_report
+    from pipelines.evaluation import datastore_shares as eval_shares
+    from pipelines.evaluation.bits_per_byte_page import write_eval_page
+    from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.evaluation.overlap_statistics import OverlapStatistics
+    from retro.evaluation.sets import open_sets
+
+    settings = options.evaluation
+    opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
+    eval_shares.check_shares(opened, settings)
+    folders = [options.datastore] if options.datastore else opened[0].folders
+    k = max(settings.k, default=0) if any(each.model.cca_layers for each in opened) else 0
+    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
+    for one in opened:
+        _check_ids(one, sets)
+    if not sets:
+        raise InputError(f"{checkpoint}: its datastores hold nothing out; name documents with --evaluation.sets.")
+    source = Datastore.open(options.leakage_from) if options.leakage_from else None
+    measured = eval_report.measure_checkpoints(opened, sets, settings, options.device, source)
+    levels: list[eval_report.Level] = []
+    shares: list[eval_shares.ShareLevel] = []
+    statistics: list[OverlapStatistics] = []
+    for each, rows in zip(sets, measured, strict=True):
+        leakage = eval_report.leakage_by_chunk(each, rows, settings, source)
+        levels += eval_report.levels_of(each, rows, settings, leakage)
+        if leakage is not None:
+            statistics.append(eval_report.statistics_of(each, rows, leakage, settings, source))
+        if settings.datastore_shares:
+            shares += eval_shares.measure_shares(opened, each, rows, settings, options.device)
+    table = eval_report.results_table([each for rows in measured for each in rows])
+    print_rows([table.header, *table.rows])
+    echo("\n".join(eval_report.change_lines(levels)))
+    tables = [eval_shares.shares_table(shares)] if shares else []
+    if statistics:
+        labels = [each.label for each in measured[0]]
+        tables = [eval_report.leakage_table(levels, labels), eval_report.overlap_table(statistics), *tables]
+    for table in tables:
+        print_rows([[], table.header, *table.rows])
+    results = {
+        "fingerprints": {
+            **dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False)),
+            "datastores": {each.name: each.datastore.fingerprint for each in sets},
+        },
+        "settings": eval_report.settings_of(opened, sets, settings, source),
+        **eval_report.as_json(levels, statistics),
+        **eval_shares.as_json(shares),
+    }
+    if options.json:
+        write_json(Path(options.json), results)
+    if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
+        write_eval_page(Path(page), results)
+        echo(f"report: {page}")
+    return 0
+
+
+def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
+    for each in sets:
+        if not checkpoint.reads(ids := int(each.datastore.manifest["vocab_size"])):
+            raise InputError(
+                f"evaluation set {each.name!r}: {each.datastore.folder} has vocab_size {ids}, {checkpoint.path} was trained with "
+                f"{checkpoint.num_ids}: name a datastore built with the model's tokenizer."
+            )
+
+
+@dataclass(frozen=True)
+class EvalQaOptions:
+    """Exact match and F1 of a model's answers to questions: closed book, with passages in the prompt or as neighbors, with
+    retrieval ON."""
+
+    passages: str = ""
+    """Datastore to search with the questions: its chunks stand in the prompts, or are neighbors, and retrieval ON reads it;
+    empty: retrieval ON reads the datastore of the training run."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results and all answers to, with the fingerprints of checkpoint and datastores."""
+    html: str = ""
+    """File to write a page with the table and some answers to; empty: beside `json`, if that is given."""
+    qa: QaSettings = field(default_factory=QaSettings)
+
+
+def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
+    """`retro eval-qa CHECKPOINT QUESTIONS`."""
+    from pipelines.evaluation import question_answering as eval_qa
+    from pipelines.evaluation.question_answering_modes import all_modes, found_passages
+    from pipelines.evaluation.question_answering_page import write_qa_page
+    from retro.question_answering.question_sets import read_questions
+
+    settings, path = options.qa, Path(questions)
+    shots, asked = eval_qa.select(read_questions(path), settings, path)
+    language = eval_qa.language_for(asked, settings)
+    model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, settings, options.device)
+    found = found_passages(retriever, asked, settings) if retriever else None
+    modes = all_modes(model, asked, settings, language=language, shots=shots, found=found)
+    rows = eval_qa.measure_answers(model, modes, asked, settings, language)
+    prints = {"checkpoint": model.checkpoint.fingerprint}
+    prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
+    prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
+    told = {"checkpoint": checkpoint, "questions": questions, "passages": options.passages, "language": language}
+    results: dict[str, Any] = {"fingerprints": prints, "settings": asdict(settings) | told}
+    results |= eval_qa.as_json(rows, asked, settings.seed)
+    table = eval_qa.answers_table(results["results"])
+    print_rows([table.header, *table.rows])
+    if options.json:
+        write_json(Path(options.json), results)
+    if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
+        write_qa_page(Path(page), results)
+        echo(f"report: {page}")
+    return 0
+
+
+@dataclass(frozen=True)
+class LmEvalOptions:
+    """Tasks of EleutherAI's lm-eval, retrieval ON or OFF. Its own command line: `python -m retro.inference.lm_eval_adapter --help`."""
+
+    tasks: tuple[str, ...] = ()
+    """Names of tasks or groups, wildcards too."""
+    include_path: str = ""
+    """Folder with YAML files of more tasks."""
+    retrieval: bool = True
+    """Whether complete chunks are given neighbors."""
+    k: int = 2
+    """Neighbors of each chunk."""
+    datastore: str = ""
+    """Datastore to search; empty: the one of the training run."""
+    shots: int = -1
+    """Solved examples in front of each; -1 = as the task says."""
+    limit: int = 0
+    """Examples of each task; 0 = all."""
+    batch_size: int = 8
+    """Sequences that are read together."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    json: str = ""
+    """File to write the results to, with the fingerprints of checkpoint and datastore."""
+
+
+def lm_eval(checkpoint: str, options: LmEvalOptions) -> int:
+    """`retro lm-eval CHECKPOINT --tasks TASK …`."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+
+        from retro.inference.lm_eval_adapter import RetroLM
+    except ImportError as error:
+        raise InputError(f"retro lm-eval needs the package lm-eval ({error}): pip install 'retro[lm-eval]'.") from error
+    if not options.tasks:
+        raise InputError("--tasks is empty: name tasks of lm-eval; `lm-eval ls tasks` lists them.")
+    manager = TaskManager(include_path=options.include_path or None, include_defaults=not options.include_path)
+    unknown = [name for name in options.tasks if not manager.match_tasks([name])]
+    if unknown and options.include_path:  # reading all that lm-eval brings takes seconds
+        manager = TaskManager(include_path=options.include_path)
+        unknown = [name for name in options.tasks if not manager.match_tasks([name])]
+    if unknown:
+        raise InputError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them.")
+    model = RetroLM(
+        checkpoint,
+        options.datastore,
+        retrieval=options.retrieval,
+        k=options.k,
+        batch_size=options.batch_size,
+        device=options.device,
+    )
+    results = simple_evaluate(
+        model,
+        tasks=manager.match_tasks(list(options.tasks)),
+        num_fewshot=options.shots if options.shots >= 0 else None,
+        limit=options.limit or None,
+        batch_size=options.batch_size,
+        task_manager=manager,
+        log_samples=False,
+    )
+    assert results is not None  # only other processes of a group get none
+    echo(make_table(results))
+    if options.json:
+        told = {"checkpoint": checkpoint} | asdict(options)
+        kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
+        write_json(Path(options.json), {**model.get_model_info(), "settings": told, **kept})
+    return 0

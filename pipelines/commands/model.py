@@ -1,0 +1,254 @@
+"""What each verb on models and runs does with its settings: a few lines of calls into the layers below."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from pipelines.commands import datastore as datastore_verbs
+from pipelines.commands.datastore import VerifyOptions
+from pipelines.config import Config
+from pipelines.launch.in_process import Learning, finetune_quietly, run_training, train_quietly
+from pipelines.terminal import echo, human_bytes, print_groups, print_rows, progress
+from retro.inference.settings import GenerationSettings
+
+log = logging.getLogger("retro")
+_WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # files that others write
+
+
+def train(config: Config) -> int:
+    """`retro train CONFIG`."""
+    return _learn(config, "train", train_quietly)
+
+
+def finetune(config: Config) -> int:
+    """`retro finetune CONFIG`."""
+    return _learn(config, "finetune", finetune_quietly)
+
+
+def _learn(config: Config, name: str, learning: Learning) -> int:
+    """In this process, in several that torchrun has started, or on Ray. Among several processes the first one speaks."""
+    from pipelines.reports.training_runs import write_run_report
+    from retro.checkpoints.checkpoint import latest
+    from retro.parallel.coordination import joined
+    from retro.training.loggers import as_line
+    from retro.training.run_folder import read_metrics
+
+    if config.executor.train.workers:
+        from pipelines.launch.ray_train import train_on_ray
+
+        train_on_ray(config, name, learning)
+    else:
+        with joined() as rank:
+            run_training(config, name, learning) if rank == 0 else learning(config)
+        if rank:
+            return 0
+    echo(as_line(read_metrics(config.run)[-1]))
+    echo(f"checkpoint: {latest(config.run)}")
+    write_run_report([config.run], config.run / "report.html")
+    echo(f"report: {config.run / 'report.html'}")
+    return 0
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What training runs did, on one page: curves, held-out figures, settings. Also of a run that still goes on."""
+
+    out: str = ""
+    """HTML file to write; empty: `report.html` in the run's folder, for several runs `comparison.html` in the first one's."""
+
+
+def report(runs: list[str], options: ReportOptions) -> int:
+    """`retro report RUN [RUN2 …]`."""
+    from pipelines.reports.training_runs import write_run_report
+
+    folders = [Path(run) for run in runs]
+    path = Path(options.out) if options.out else folders[0] / ("comparison.html" if folders[1:] else "report.html")
+    print_rows(write_run_report(folders, path))
+    echo(f"report: {path}")
+    return 0
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a prompt, with retrieval at every chunk boundary."""
+
+    prompt: tuple[str, ...] = ("",)
+    """Texts to continue, all at once; an empty one: from the beginning of a document."""
+    chat: bool = False
+    """The texts are what users say to a model that was fine-tuned on instructions: answer them, in its own template."""
+    retrieval: bool = True
+    """Whether finished chunks ask the datastore for neighbors."""
+    k: int = 2
+    """Neighbors of each chunk."""
+    datastore: str = ""
+    """Datastore to search; empty: the one of the training run."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+
+
+def generate(checkpoint: str, options: GenerateOptions) -> int:
+    """`retro generate CHECKPOINT`."""
+    from retro.inference.language_model import LanguageModel
+
+    language_model = LanguageModel.open(
+        checkpoint, options.datastore or None, options.device, retrieval=options.retrieval
+    )
+    texts = generate_texts(language_model, options)
+    between = "\n" if options.chat else ""
+    echo("\n───\n".join(prompt + between + text for prompt, text in zip(options.prompt, texts, strict=True)))
+    return 0
+
+
+def generate_texts(language_model: Any, options: GenerateOptions) -> list[str]:
+    """The continuation of each prompt as text."""
+    prompts = _prompts(language_model, options)
+    k = options.k if language_model.retriever is not None else 0
+    texts = [""] * len(prompts)
+    with progress("generate", total=len(prompts) * options.generation.max_tokens, unit="tokens") as advance:
+        for pieces in language_model.generate(prompts, options.generation, k):
+            for piece in pieces:
+                texts[piece.row] += piece.text
+            advance(len(pieces))
+    return texts
+
+
+def _prompts(language_model: Any, options: GenerateOptions) -> list[np.ndarray]:
+    """The tokens of each prompt."""
+    tokenizer = language_model.tokenizer
+    if options.chat:
+        from retro.finetuning.chat_template import template_of
+        from retro.finetuning.conversations import Message
+
+        template = template_of(tokenizer, language_model.checkpoint.settings.get("finetune"))
+        return [template.prompt([Message("user", prompt)]) for prompt in options.prompt]
+    return [np.append(tokenizer.bos_id, tokenizer.encode(prompt)).astype(np.int64) for prompt in options.prompt]
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What a datastore or a checkpoint holds."""
+
+
+def inspect(path: str, options: InspectOptions) -> int:
+    """`retro inspect DATASTORE|CHECKPOINT`."""
+    if is_checkpoint(Path(path)):
+        return inspect_checkpoint(Path(path))
+    return datastore_verbs.inspect_datastore(Path(path))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is of a checkpoint (whole or not), a run, `RUN@best` or an exported file; else it is of a datastore."""
+    named = path.suffix == ".safetensors" or path.name.endswith("@best")
+    return named or (path / "state.json").exists() or (path / "checkpoints").is_dir()
+
+
+def inspect_checkpoint(path: Path) -> int:
+    """Step, sizes and parameters, then the settings by section."""
+    import torch
+
+    from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.model.presets import count_active_parameters, count_parameters
+    from retro.model.retro import Retro
+
+    opened = open_checkpoint(path)
+    with torch.device("meta"):
+        model = Retro(opened.model)
+    rows = [["fingerprint", opened.fingerprint], ["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
+    rows.append(
+        ["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"]
+    )
+    if opened.model.num_experts:
+        rows.append(["parameters of a token", f"{count_active_parameters(model):,}"])
+    rows.append(["datastores", ", ".join(opened.settings["data"]["datastores"])])
+    sections = {
+        f"[{section}]": [[key, str(value)] for key, value in values.items()]
+        for section, values in opened.settings.items()
+    }
+    print_groups({str(opened.path): rows, **sections})
+    return 0
+
+
+def verify(path: str, options: VerifyOptions) -> int:
+    """`retro verify DATASTORE|CHECKPOINT`: 0 = all is as written, 1 = something is broken."""
+    if not is_checkpoint(Path(path)):
+        return datastore_verbs.verify(path, options)
+    if options.mend:
+        raise InputError(
+            f"--mend applies only to datastores, and {path} is not one. Remove a broken checkpoint yourself."
+        )
+    return verify_checkpoints(Path(path))
+
+
+def verify_checkpoints(path: Path) -> int:
+    """Compare every byte of a checkpoint, or of all checkpoints of a run, with sizes and checksums of when it was written."""
+    from retro.checkpoints.checkpoint import best, finished, locate, open_checkpoint
+
+    of_run = {*finished(path), best(path)} - {None}
+    checkpoints = sorted(filter(None, of_run)) or [locate(path) or open_checkpoint(path).path]
+    broken, size = 0, 0
+    for each in checkpoints:
+        size += sum(file.stat().st_size for file in (each.iterdir() if each.is_dir() else [each]))
+        try:
+            open_checkpoint(each)
+        except InputError as error:
+            broken += 1
+            echo(error)
+    checked = f"{path}: {len(checkpoints):,} checkpoints, {human_bytes(size)}"
+    echo(f"{checked}: {broken:,} broken" if broken else f"{checked}: every byte is as written")
+    return int(broken > 0)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a checkpoint's weights, settings and fingerprints as one file, which then serves as CHECKPOINT too, or as a folder
+    that transformers opens."""
+
+    to: Path
+    """The file, `NAME.safetensors`; or a folder in Hugging Face's format, any other name."""
+    datastore: str = ""
+    """With a folder: datastore whose tokenizer goes into it; empty: that of the training run."""
+    tokenizer: str = ""
+    """With a folder: a Hugging Face tokenizer's folder to copy as it is, in place of the datastore's."""
+    max_shard_size: str = "5GB"
+    """With a folder: size of a file of weights."""
+    overwrite: bool = False
+    """Replace the file if it exists. A folder must be new or empty."""
+
+
+def export(checkpoint: str, options: ExportOptions) -> int:
+    """`retro export CHECKPOINT --to FILE.safetensors|FOLDER`."""
+    from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.checkpoints.single_file import export as write_file
+
+    if options.to.suffix in _WEIGHTS:
+        raise InputError(
+            f"to = {str(options.to)!r}: a file must end in .safetensors, and a folder not like one of weights."
+        )
+    check_target(options.to, options.overwrite)
+    opened = open_checkpoint(Path(checkpoint))
+    if options.to.suffix == ".safetensors":
+        write_file(opened, options.to)
+        size = options.to.stat().st_size
+    else:
+        from retro.huggingface.export import export_folder
+
+        names = {"datastore": options.datastore, "tokenizer": options.tokenizer}
+        export_folder(opened, options.to, **names, max_shard_size=options.max_shard_size)
+        size = sum(file.stat().st_size for file in options.to.iterdir())
+    echo(f"{options.to}: {human_bytes(size)}, step {opened.step:,} of {opened.path}")
+    return 0
+
+
+def check_target(file: Path, overwrite: bool) -> None:
+    """Refuse to replace a file unless told to.
+
+    Raises:
+        InputError: it exists.
+    """
+    if file.is_file() and not overwrite:
+        raise InputError(f"to = {str(file)!r} exists already. Name another file, or replace it with --overwrite.")

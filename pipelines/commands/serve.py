@@ -1,0 +1,202 @@
+"""`retro serve DATASTORE`: the query API and its page, run by uvicorn on one machine, or by Ray Serve on a cluster.
+
+options ─► the port is taken ─► datastores and checkpoint are opened ─► make_app ─► uvicorn, until SIGTERM or Ctrl-C
+        │                                     new requests 503, the others finish ◄─┘
+        │                       after --shutdown-seconds or a second signal: 503 ◄─┘
+        └─► on = "ray": the same application in the front ends of `ray_serve.py`
+"""
+
+import contextlib
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+import uvicorn
+
+from indexing.store.errors import InputError
+from pipelines.launch.cluster_settings import ClusterSettings
+from pipelines.terminal import echo
+from retro.server.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from retro.server.service import Service
+
+log = logging.getLogger("retro")
+
+
+@dataclass(frozen=True)
+class ServeOptions(ServeSettings):
+    """Serve a datastore, and with a checkpoint a language model that reads it, over HTTP."""
+
+    checkpoint: str = ""
+    """Checkpoint to score and generate with; empty: only search, embeddings and the page."""
+    also: tuple[str, ...] = ()
+    """Further datastores, searched with the first as one."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 = all of this machine's."""
+    port: int = 8080
+    """0 = any that is free."""
+    token_env: str = "RETRO_TOKEN"
+    """Environment variable with the bearer token that requests must carry; without it no token is needed."""
+    device: str = "auto"
+    """Of the model: `auto`, `cpu`, `cuda` …"""
+    on: Literal["machine", "ray"] = "machine"
+    """`machine`: this process; `ray`: a Ray cluster, as `cluster` says."""
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port < 2**16:
+            raise InputError(f"port = {self.port}: must be 0 to 65535.")
+
+
+def serve(datastore: str, options: ServeOptions) -> int:
+    """`retro serve DATASTORE`."""
+    from indexing.retrieval.retriever import Retriever
+    from retro.inference.language_model import LanguageModel
+    from retro.server.app import make_app
+    from retro.server.protocol import uvicorn_config
+
+    token = _token(options)
+    options = replace(options, allowed_hosts=(*options.allowed_hosts, options.host))
+    if options.on == "ray":
+        return _serve_on_ray((datastore, *options.also), options, token)
+    with _bound(options.host, options.port) as listening:
+        retriever = Retriever.open(datastore, *options.also)
+        language_model = None
+        if options.checkpoint:
+            language_model = LanguageModel.open(options.checkpoint, retriever, options.device)
+        app = make_app(retriever, language_model, options, token=token)
+        host, port = listening.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        service = app.state.service
+        _settle()
+        server = _Server(
+            uvicorn_config(app), service, "\n".join([*_facts(service, bool(token), options), f"ready: {url}"])
+        )
+        server.run(sockets=[listening])
+    answered = "what was accepted has been answered"
+    echo(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}")
+    return 0
+
+
+def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str) -> int:
+    """Until SIGTERM or Ctrl-C. Ray drains the front ends: what was accepted is answered."""
+    from pipelines.launch.ray_serve import Served, serve_on_ray
+
+    served = Served(datastores, options.checkpoint, options.device, token, options)
+    with serve_on_ray(served, options.cluster, options.host, options.port) as url:
+        # Only now: Ray has put a handler of its own there, which aborts the process three seconds later.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        echo(f"ready: {url}")
+        try:
+            while True:
+                time.sleep(1)
+        except KeyboardInterrupt:
+            echo("stopping")
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Prints a line once it is ready. After a signal it finishes what was accepted, while new requests are answered 503.
+
+    After `shutdown_seconds`, or a second signal, it answers 503 to what is still under way and exits.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: "Service", ready: str) -> None:
+        super().__init__(config)
+        self._service, self._ready, self._stop_at = service, ready, 0.0
+        self.cut_off = 0  # requests that were under way when the time was over
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            echo(self._ready)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        admission = self._service.admission
+        seconds = 0.0 if admission.draining else self._service.settings.shutdown_seconds  # a second time: at once
+        self._stop_at, admission.draining = time.monotonic() + seconds, True
+
+    async def on_tick(self, counter: int) -> bool:
+        admission = self._service.admission
+        if admission.draining and (not admission.under_way or time.monotonic() >= self._stop_at):
+            self.cut_off = await self._service.cut_off()
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def _settle() -> None:
+    """What concerns the whole process, which now belongs to the server."""
+    # What was made so far stays: looking through all of it for garbage stops every request for a fifth of a second.
+    gc.collect()
+    gc.freeze()
+    # The thread that searches gives way to the one that reads requests after this time, not after the usual 5 ms.
+    sys.setswitchinterval(5e-4)
+
+
+def _token(options: ServeOptions) -> str:
+    """The bearer token; a warning where anybody could ask without one."""
+    token = os.environ.get(options.token_env)
+    if token is None and options.token_env != ServeOptions.token_env:
+        raise InputError(f"token_env = {options.token_env!r}: the environment variable {options.token_env} is not set.")
+    if token == "":
+        raise InputError(f"{options.token_env} is set and empty: give it a token, or unset it to serve without one.")
+    token = token or ""
+    if not token.isascii() or token != token.strip():
+        raise InputError(
+            f"{options.token_env}: a token is ASCII without blanks around it, as it stands in an HTTP header."
+        )
+    if not token and not _is_loopback(options.host):
+        log.warning(
+            "listening at %s without a token: whoever reaches this machine can ask. Set %s to ask for one.",
+            options.host, options.token_env,
+        )  # fmt: skip
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has the port, so that a taken one is told before anything is opened; nobody is let in yet."""
+    with contextlib.ExitStack() as undo:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            bound = undo.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError as error:
+            raise InputError(
+                f"{host}:{port}: {error.strerror}. Name another --host or --port; --port 0 takes any that is free."
+            ) from error
+        undo.pop_all()
+    return bound
+
+
+def _facts(service: "Service", token: bool, options: ServeOptions) -> list[str]:
+    """What is served, for the terminal."""
+    from retro.server.datastore_facts import datastore_facts
+
+    facts = datastore_facts(service)
+    lines = [f"datastore: {each['name']}, {each['chunks']:,} chunks" for each in facts["datastores"]]
+    model = facts["model"]
+    if model:
+        lines.append(
+            f"model: {model['name']}, step {model['step']:,}" + ("" if model["retrieval"] else ", no retrieval")
+        )
+    else:
+        lines.append("model: none (--checkpoint adds one)")
+    return [*lines, f"token: that of {options.token_env}" if token else "token: none is needed"]

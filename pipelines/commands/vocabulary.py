@@ -1,0 +1,188 @@
+"""`retro extend-vocabulary CHECKPOINT|TOKENIZER`: pieces of a corpus for a tokenizer, and rows for them in a model.
+
+FOLDER/tokenizer/          what tokenizer.path names
+       model.safetensors   the model with rows for the new pieces, if there is one
+       figures.json        tokens per byte before and after, and what else is printed
+"""
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from indexing.corpus.megatron import is_megatron
+from indexing.corpus.readers import CorpusSettings, Problem
+from indexing.corpus.scan import list_files, read_documents, split_of, strict_problem
+from indexing.store.artifact import Recipe, create, fingerprint
+from indexing.store.errors import InputError
+from indexing.store.files import write_json
+from indexing.tokenization.extension import Base, Comparison, Extension, compare, extend, open_base
+from indexing.tokenization.tokenizer import Sample
+from pipelines.terminal import echo, print_rows, progress
+
+log = logging.getLogger("retro")
+
+_HELD_OUT_BYTES = 4 * 2**20
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ExtendVocabularyOptions:
+    """Add pieces that are learnt on a corpus to a tokenizer, and rows for them to a model. Old ids and rows stay as they are."""
+
+    to: Path
+    """A new folder for `tokenizer/`, `model.safetensors` and `figures.json`."""
+    pieces: int = 8000
+    """New pieces, at most."""
+    tokenizer: str = ""
+    """The model's tokenizer: a SentencePiece .model, a tokenizer.json, a folder with one of them, or a datastore; empty: that
+    of the datastore it was trained on."""
+    keep: tuple[str, ...] = ()
+    """Files, folders or globs of other text: a new piece that would change the ids of a sample of it is left out."""
+    ascii: bool = False
+    """Also learn pieces with ASCII characters and blanks, terms of a trade for instance. Texts in English then change where
+    they stand; without, every text in ASCII keeps its ids."""
+    sample_bytes: int = 32 * 2**20
+    """Bytes of text to learn from, and at most as many to keep: uniform samples of pieces of all documents."""
+    seed: int = 0
+    """Seed of the samples."""
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+
+    def __post_init__(self) -> None:
+        if self.pieces < 1:
+            raise InputError(f"pieces is {self.pieces}; it must be 1 or more.")
+        if self.sample_bytes < 1:
+            raise InputError(f"sample_bytes is {self.sample_bytes}; it must be 1 or more.")
+        if self.seed < 0:
+            raise InputError(f"seed is {self.seed}; it must be 0 or more.")
+
+
+def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
+    """`retro extend-vocabulary CHECKPOINT|TOKENIZER`."""
+    from retro.checkpoints.checkpoint import locate, open_checkpoint
+    from retro.checkpoints.extend_vocabulary import check_tables, extend_tables
+
+    if options.to.exists():
+        raise InputError(f"to = {str(options.to)!r} exists already. Name a new folder, or remove this one.")
+    checkpoint = open_checkpoint(Path(path)) if locate(Path(path)) else None
+    if checkpoint is None:
+        if options.tokenizer:
+            raise InputError(
+                f"{path} is no checkpoint, so tokenizer = {options.tokenizer!r} is of no model. Leave it out."
+            )
+        base = open_base(Path(path))
+    else:
+        base = open_base(Path(options.tokenizer or checkpoint.folders[0]))
+        check_tables(checkpoint, base.tokenizer.vocab_size, base.tokenizer.num_model_tokens)
+    samples = _read(options)
+    names = ("pieces", "ascii", "sample_bytes", "seed")
+    inputs = {name: _digest(texts) for name, texts in asdict(samples).items()}
+    inputs["tokenizer"] = fingerprint([asdict(base.tokenizer.meta), base.checksum])
+    inputs |= {"checkpoint": checkpoint.fingerprint} if checkpoint else {}
+    recipe = Recipe("extend-vocabulary", _VERSION, {name: getattr(options, name) for name in names}, inputs)
+    with create(options.to, recipe) as (work, counts):
+        (work / "tokenizer").mkdir()
+        extension = _extend(base, samples, options, work / "tokenizer")
+        figures = _measure(extension, samples)
+        if checkpoint is not None:
+            extend_tables(checkpoint, extension.old.vocab_size, extension.cuts, work / "model.safetensors")
+        write_json(work / "figures.json", {name: asdict(figure) for name, figure in figures.items()})
+        counts.update({"old_ids": extension.old.vocab_size, "pieces": len(extension.pieces)})
+        place = options.to / extension.path.relative_to(work)
+    print_rows(_rows(extension, figures))
+    echo(f'tokenizer: tokenizer.kind = "{extension.kind}", tokenizer.path = "{place}"')
+    if checkpoint is not None:
+        echo(f"model: {options.to / 'model.safetensors'}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Pieces of texts: to learn from and to measure with, of the corpus and of what is kept."""
+
+    learnt: list[str]
+    held_out: list[str]
+    kept: list[str]
+    kept_held_out: list[str]
+
+
+def _read(options: ExtendVocabularyOptions) -> _Samples:
+    """Go through corpus and kept texts once. What measures is held out: of the corpus by its split, of the kept by halves.
+
+    Raises:
+        InputError: there is no text in one of them.
+    """
+    corpus = options.corpus
+    learnt, held_out = Sample(options.sample_bytes, options.seed), Sample(_HELD_OUT_BYTES, options.seed)
+    kept, kept_held_out = Sample(options.sample_bytes, options.seed), Sample(_HELD_OUT_BYTES, options.seed)
+
+    def into(first: Sample, second: Sample, weights: tuple[int, int, int]) -> Callable[[str], None]:
+        return lambda text: (first if split_of(text, weights) == "train" else second).add(text)
+
+    _go_through(corpus, "corpus.paths", into(learnt, held_out, corpus.split))
+    if options.keep:
+        _go_through(replace(corpus, paths=options.keep), "keep", into(kept, kept_held_out, (1, 1, 0)))
+    samples = _Samples(learnt.pieces(), held_out.pieces(), kept.pieces(), kept_held_out.pieces())
+    if not samples.learnt:
+        raise InputError(
+            f"corpus.paths = {corpus.paths}: there is no document with text that is not held out. Text is looked for under "
+            f"corpus.text_key = {corpus.text_key!r}; corpus.split = {corpus.split}."
+        )
+    if options.keep and not samples.kept + samples.kept_held_out:
+        raise InputError(f"keep = {options.keep}: there is no document with text under corpus.text_key.")
+    return samples
+
+
+def _go_through(settings: CorpusSettings, key: str, add: Callable[[str], None]) -> None:
+    problems: Counter[str] = Counter()
+
+    def note(problem: Problem) -> None:
+        problems[problem.kind] += 1
+
+    files = list_files(settings, key)
+    tokens = next((file for file in files if is_megatron(file.name)), None)
+    if tokens is not None:
+        raise InputError(f"{key}: {tokens.path} holds tokens; pieces are learnt from text.")
+    with progress(key.partition(".")[0], total=None, unit="bytes") as advance:
+        for file in files:
+            for document in read_documents(file, settings, on_problem=strict_problem if settings.strict else note):
+                add(document.text)
+                advance(len(document.text.encode()))
+    for kind, count in problems.items():
+        log.warning("%s: %s: %d", key, kind, count)
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()
+
+
+def _extend(base: Base, samples: _Samples, options: ExtendVocabularyOptions, folder: Path) -> Extension:
+    with progress("pieces", total=None, unit="pieces") as advance:
+        extension = extend(base, samples.learnt, samples.kept, options.pieces, folder, ascii=options.ascii)
+        advance(len(extension.pieces))
+    return extension
+
+
+def _measure(extension: Extension, samples: _Samples) -> dict[str, Comparison]:
+    texts = {"corpus": samples.held_out or samples.learnt, "keep": samples.kept_held_out or samples.kept}
+    return {name: compare(extension, pieces) for name, pieces in texts.items() if pieces}
+
+
+def _rows(extension: Extension, figures: dict[str, Comparison]) -> list[list[str]]:
+    """The figures as people read them."""
+    first, last = extension.old.vocab_size, extension.tokenizer.vocab_size - 1
+    rows = [
+        ["ids", f"{first:,} as they were, {len(extension.pieces):,} new ones: {first} to {last}"],
+        ["lossless", "yes" if extension.tokenizer.meta.lossless else "no, as the base"],
+    ]
+    for name, figure in figures.items():
+        before, after = figure.old_tokens / figure.num_bytes, figure.new_tokens / figure.num_bytes
+        rows += [
+            [f"{name}: tokens a byte", f"{before:.4f} → {after:.4f}"],
+            [f"{name}: new pieces in it", f"{100 * figure.used:.1f}%"],
+            [f"{name}: samples with the ids they had", f"{figure.unchanged:,} of {figure.texts:,}"],
+        ]
+    return rows

@@ -1,0 +1,337 @@
+"""What `retro eval` measures: every evaluation set, retrieval OFF and ON, one model or two, as tables and JSON.
+
+model, set → Measured (OFF, ON k=2 …) ┬→ all chunks ─────────────────────────┬→ Level: results and changes
+chunks, neighbors → leakage r(C) ─────┴→ chunks with r(C) ≤ α, for every α ──┘
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.reports.html import Table
+from pipelines.terminal import progress
+from retro.checkpoints.checkpoint import Checkpoint, load_model
+from retro.data.neighbor_choice import NeighborUse, Source
+from retro.device import Placement, place_trained
+from retro.evaluation.bits_per_byte import Result, compare, evaluate
+from retro.evaluation.leakage import by_leakage, check_source, leakage_of
+from retro.evaluation.overlap_statistics import OverlapStatistics, overlap_statistics
+from retro.evaluation.sets import EvaluationSet, short_names
+from retro.evaluation.settings import EvaluationSettings
+from retro.model.retro import Retro
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A result and the name of the model that it is of; empty where there is only one."""
+
+    model: str
+    result: Result
+
+    @property
+    def label(self) -> str:
+        """`OFF`, `ON k=2`, `baseline OFF`."""
+        return " ".join(filter(None, (self.model, self.result.mode)))
+
+
+@dataclass(frozen=True)
+class Change:
+    """How far bits-per-byte of `measured` lies from that of `reference`, in percent; 95% of bootstraps in low to high."""
+
+    measured: str
+    reference: str
+    percent: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """What was measured on one set over the same chunks.
+
+    Attributes:
+        set: its name.
+        leakage_at_most: α; None = all chunks.
+        share_of_chunks: that count.
+        results: of every model, retrieval OFF and ON, without arrays; empty where no chunk is left.
+        changes: between them; empty where no chunk is left.
+    """
+
+    set: str
+    leakage_at_most: float | None
+    share_of_chunks: float
+    results: list[dict[str, Any]]
+    changes: list[Change]
+
+
+def measure_all(
+    model: Retro,
+    evaluation_set: EvaluationSet,
+    settings: EvaluationSettings,
+    placement: Placement,
+    *,
+    sequence_length: int,
+    source: Source = "nearest",
+    by_chunk: bool = False,
+) -> list[Result]:
+    """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""
+    uses = [NeighborUse(k, source) for k in ((0, *settings.k) if model.settings.cca_layers else (0,))]
+    return [
+        measure(model, evaluation_set, settings, placement, use, sequence_length, by_chunk=by_chunk) for use in uses
+    ]
+
+
+def measure(
+    model: Retro,
+    evaluation_set: EvaluationSet,
+    settings: EvaluationSettings,
+    placement: Placement,
+    use: NeighborUse,
+    sequence_length: int,
+    *,
+    by_chunk: bool = False,
+    note: str = "",
+) -> Result:
+    """One measurement, with a progress bar, in whose name the note stands."""
+    name = f"eval {evaluation_set.name}{note} " + (f"k={use.k}" if use.k else "OFF")
+    total = min(settings.max_tokens or evaluation_set.tokens, evaluation_set.tokens)
+    with progress(name, total=total, unit="tokens") as advance:
+        return evaluate(
+            model,
+            evaluation_set,
+            settings,
+            placement,
+            use=use,
+            sequence_length=sequence_length,
+            by_chunk=by_chunk,
+            advance=advance,
+        )
+
+
+def measure_checkpoints(
+    checkpoints: Sequence[Checkpoint],
+    sets: Sequence[EvaluationSet],
+    settings: EvaluationSettings,
+    device: str,
+    source: Datastore | None = None,
+) -> list[list[Measured]]:
+    """Every set's measurements of one or two models, in the windows and the precision of the first one.
+
+    Args:
+        checkpoints: the model, then the one that it is compared with.
+        sets: which fit the first model.
+        settings: k, windows, thresholds of leakage.
+        device: `auto`, `cpu`, `cuda` …
+        source: datastore whose neighbors say what leaks; None: that of each set, if it stores neighbors.
+
+    Raises:
+        InputError: a model or the source does not fit a set, or the second model is the first one.
+    """
+    names = _names(checkpoints)
+    for each in sets:
+        for checkpoint in checkpoints:
+            each.check(checkpoint.model, max(settings.k, default=0) if checkpoint.model.cca_layers else 0)
+        if source is not None:
+            check_source(each, source)
+    placement = place_trained(device, checkpoints[0].settings["train"]["precision"])
+    measured: list[list[Measured]] = [[] for _ in sets]
+    for name, checkpoint in zip(names, checkpoints, strict=True):
+        model = load_model(checkpoint, placement.device)
+        for each, rows in zip(sets, measured, strict=True):
+            results = measure_all(
+                model,
+                each,
+                settings,
+                placement,
+                sequence_length=checkpoints[0].settings["data"]["sequence_length"],
+                source=checkpoint.settings["data"].get("neighbors", "nearest"),  # a control stays one
+                by_chunk=bool(settings.leakage) and (source or each.datastore).has("neighbors"),
+            )
+            rows += [Measured(name, result) for result in results]
+    return measured
+
+
+def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """No name for one; the names of the runs for two, or the steps of one run."""
+    if len(checkpoints) == 1:
+        return [""]
+    folders = [checkpoint.path.resolve() for checkpoint in checkpoints]
+    runs = [folder.parent.parent if folder.parent.name == "checkpoints" else folder for folder in folders]
+    if len(set(folders)) == 1:
+        raise InputError(f"--against {folders[1]}: this is the same checkpoint; name another one.")
+    return short_names(runs if len(set(runs)) > 1 else folders)
+
+
+def leakage_by_chunk(
+    evaluation_set: EvaluationSet,
+    measured: Sequence[Measured],
+    settings: EvaluationSettings,
+    source: Datastore | None = None,
+) -> np.ndarray | None:
+    """r of every chunk that was scored, with a progress bar; None where the results are not by chunk."""
+    if (chunks := measured[0].result.chunks) is None:
+        return None
+    with progress(f"leakage {evaluation_set.name}", total=len(chunks.ids), unit="chunks") as advance:
+        return leakage_of(evaluation_set, chunks.ids, settings.leakage_neighbors, source=source, advance=advance)
+
+
+def statistics_of(
+    evaluation_set: EvaluationSet,
+    measured: Sequence[Measured],
+    leakage: np.ndarray,
+    settings: EvaluationSettings,
+    source: Datastore | None = None,
+) -> OverlapStatistics:
+    """What the scored chunks share with their neighbors; `leakage` of `leakage_by_chunk`."""
+    chunks = measured[0].result.chunks
+    assert chunks is not None, "not measured by chunk"
+    return overlap_statistics(evaluation_set, chunks.ids, leakage, settings.leakage_neighbors, source)
+
+
+def levels_of(
+    evaluation_set: EvaluationSet,
+    measured: Sequence[Measured],
+    settings: EvaluationSettings,
+    leakage: np.ndarray | None,
+) -> Iterator[Level]:
+    """All chunks of a set, then, where their leakage is known, those that leak at most each of the thresholds.
+
+    Args:
+        evaluation_set: the set.
+        measured: on it: the first model's OFF and ON, then another's.
+        settings: thresholds, seed of the bootstrap.
+        leakage: r of every scored chunk, or None.
+    """
+    yield _level(evaluation_set.name, None, 1.0, measured, settings.seed)
+    if leakage is None:
+        return
+    filtered = [by_leakage(each.result, leakage, settings.leakage) for each in measured]
+    for row in zip(*filtered, strict=True):
+        left = [Measured(each.model, part.result) for each, part in zip(measured, row, strict=True) if part.result]
+        yield _level(evaluation_set.name, row[0].threshold, row[0].share, left, settings.seed)
+
+
+def _level(name: str, threshold: float | None, share: float, measured: Sequence[Measured], seed: int) -> Level:
+    return Level(name, threshold, share, *rows_and_changes(measured, seed))
+
+
+def rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[dict[str, Any]], list[Change]]:
+    """Results as plain values, and what is compared among them."""
+    rows = [{"model": each.model} | each.result.as_json() for each in measured]
+    changes = [
+        Change(first.label, second.label, *compare(first.result, second.result, seed))
+        for first, second in _pairs(measured)
+    ]
+    return rows, changes
+
+
+def _pairs(measured: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
+    """What is compared: ON with OFF of the first model; its OFF and ON with the other's, of the same k or else OFF."""
+    if not measured:
+        return []
+    ours = [each for each in measured if each.model == measured[0].model]
+    theirs = {each.result.k: each for each in measured if each.model != measured[0].model}
+    inside = [(each, ours[0]) for each in ours[1:]]
+    return inside + [(each, theirs.get(each.result.k, theirs[0])) for each in ours if theirs]
+
+
+def results_table(measured: Sequence[Measured]) -> Table:
+    """A row for each measurement over all chunks."""
+    rows = [
+        [
+            each.result.set,
+            each.label,
+            f"{each.result.bits_per_byte:.4f}",
+            f"{each.result.perplexity:.2f}",
+            f"{each.result.tokens:,}",
+            f"{each.result.tokens_per_second:,.0f}",
+        ]
+        for each in measured
+    ]
+    return Table(["set", "retrieval", "bits/byte", "perplexity", "tokens", "tokens/s"], rows)
+
+
+def leakage_table(levels: Sequence[Level], labels: Sequence[str]) -> Table:
+    """A row for each α of one or several sets: share of the chunks, bits-per-byte, changes."""
+    compared = [f"{change.measured} against {change.reference}" for change in levels[0].changes]
+    rows = []
+    for level in levels:
+        if level.leakage_at_most is None:
+            continue
+        figures = [f"{row['bits_per_byte']:.4f}" for row in level.results]
+        figures += [f"{change.percent:+.2f}% ({change.low:+.2f} to {change.high:+.2f})" for change in level.changes]
+        missing = ["–"] * (len(labels) + len(compared) - len(figures))
+        rows.append(
+            [level.set, f"{level.leakage_at_most:g}", f"{100 * level.share_of_chunks:.1f}%", *figures, *missing]
+        )
+    return Table(["set", "leakage at most", "chunks", *labels, *compared], rows)
+
+
+def overlap_table(statistics: Sequence[OverlapStatistics]) -> Table:
+    """A row for each set: how much its chunks share with their neighbors, and whether these are of the same source."""
+    rows = [
+        [
+            each.set,
+            f"{each.chunks:,}",
+            f"{each.mean:.3f}",
+            f"{each.median:.3f}",
+            f"{100 * each.without_neighbors:.1f}%",
+            f"{100 * each.nearest_of_same_source:.1f}%",
+            f"{100 * each.any_of_same_source:.1f}%",
+        ]
+        for each in statistics
+    ]
+    same = f"of the same {statistics[0].source_column}" if statistics else ""
+    header = ["set", "chunks", "mean overlap", "median", "without neighbors", f"nearest {same}", f"any {same}"]
+    return Table(header, rows)
+
+
+def change_lines(levels: Sequence[Level]) -> list[str]:
+    """What differs over all chunks, in words."""
+    return [
+        f"{level.set}: {change.measured} against {change.reference}: {in_words(change.percent, change.low, change.high)}"
+        for level in levels
+        if level.leakage_at_most is None
+        for change in level.changes
+    ]
+
+
+def settings_of(
+    checkpoints: Sequence[Checkpoint],
+    sets: Sequence[EvaluationSet],
+    settings: EvaluationSettings,
+    source: Datastore | None = None,
+) -> dict[str, Any]:
+    """What was asked for and of what, for people: nothing that a fingerprint says already."""
+    return {
+        "checkpoints": [str(each.path) for each in checkpoints],
+        "steps": [each.step for each in checkpoints],
+        "datastores": {each.name: f"{each.datastore.folder}:{each.split_name}" for each in sets},
+        "leakage_from": str(source.folder) if source else None,
+        "sequence_length": checkpoints[0].settings["data"]["sequence_length"],
+        "evaluation": asdict(settings),
+    }
+
+
+def as_json(levels: Sequence[Level], statistics: Sequence[OverlapStatistics] = ()) -> dict[str, Any]:
+    """What was measured over all chunks and by what leaks.
+
+    `results` and `changes` over all chunks, a row each; `leakage`: for each set and α the same and the share of chunks;
+    `overlap`: a row for each set.
+    """
+    whole = [level for level in levels if level.leakage_at_most is None]
+    return {
+        "results": [row for level in whole for row in level.results],
+        "changes": [{"set": level.set} | asdict(change) for level in whole for change in level.changes],
+        "leakage": [asdict(level) for level in levels if level.leakage_at_most is not None],
+        "overlap": [asdict(each) for each in statistics],
+    }
+
+
+def in_words(percent: float, low: float, high: float) -> str:
+    """A change of bits-per-byte with its uncertainty, as `compare` gives it."""
+    return f"{percent:+.2f}% bits per byte (95% of bootstraps over documents: {low:+.2f}% to {high:+.2f}%)"

@@ -1,0 +1,138 @@
+"""How much a smaller datastore helps: bits-per-byte with neighbors from growing shares of it, as tables and JSON.
+
+chunks, shares of the datastore → neighbors found anew → Measured (OFF, ON k=2 …) → ShareLevel: results and changes
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from pipelines.evaluation.bits_per_byte import Change, Measured, measure, rows_and_changes
+from pipelines.reports.html import Table
+from pipelines.terminal import progress
+from retro.checkpoints.checkpoint import Checkpoint, load_model
+from retro.data.neighbor_choice import NeighborUse
+from retro.device import place_trained
+from retro.evaluation.datastore_shares import search_shares
+from retro.evaluation.sets import EvaluationSet
+from retro.evaluation.settings import EvaluationSettings
+
+
+@dataclass(frozen=True)
+class ShareLevel:
+    """What was measured on one set with a share of the datastore that it retrieves from.
+
+    Attributes:
+        set: its name.
+        datastore_share: of the documents.
+        datastore_documents, datastore_chunks: that it held.
+        results: OFF of every model, then ON with neighbors from the share.
+        changes: between them.
+    """
+
+    set: str
+    datastore_share: float
+    datastore_documents: int
+    datastore_chunks: int
+    results: list[dict[str, Any]]
+    changes: list[Change]
+
+
+def check_shares(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> None:
+    """Raise InputError where shares are asked for and no model retrieves, or one was trained with random neighbors."""
+    retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.cca_layers]
+    if settings.datastore_shares and not (retrieving and settings.k):
+        raise InputError(
+            f"evaluation.datastore_shares = {settings.datastore_shares}: "
+            + (
+                "evaluation.k is empty."
+                if retrieving
+                else f"{checkpoints[0].path} does not retrieve (model.cca_layers)."
+            )
+        )
+    for checkpoint in retrieving if settings.datastore_shares else ():
+        if checkpoint.settings["data"].get("neighbors", "nearest") != "nearest":
+            raise InputError(
+                f"evaluation.datastore_shares: {checkpoint.path} was trained with data.neighbors = 'random', "
+                "to which a share of the datastore means nothing."
+            )
+
+
+def measure_shares(
+    checkpoints: Sequence[Checkpoint],
+    evaluation_set: EvaluationSet,
+    measured: Sequence[Measured],
+    settings: EvaluationSettings,
+    device: str,
+) -> Iterator[ShareLevel]:
+    """Retrieval ON with neighbors from each share of the datastore, in growing order, beside OFF.
+
+    Args:
+        checkpoints: the models that were measured, in the same order; one that cannot retrieve has its OFF alone.
+        evaluation_set: a set.
+        measured: every model's results on it.
+        settings: shares, k, windows.
+        device: `auto`, `cpu`, `cuda` …
+    """
+    placement = place_trained(device, checkpoints[0].settings["train"]["precision"])
+    models = [load_model(checkpoint, placement.device) for checkpoint in checkpoints]
+    names = list(dict.fromkeys(each.model for each in measured))
+    off = [each for each in measured if not each.result.k]
+    scored = int(np.flatnonzero(off[0].result.bytes_by_document)[-1])
+    num_chunks = evaluation_set.split.chunk_range(scored)[1]
+    with progress(f"search {evaluation_set.name}", total=None, unit="chunks") as advance:
+        parts = list(
+            search_shares(
+                evaluation_set,
+                num_chunks,
+                max(settings.k),
+                settings.datastore_shares,
+                seed=settings.seed,
+                device=device,
+                advance=advance,
+            )
+        )
+    length = checkpoints[0].settings["data"]["sequence_length"]
+    for part in parts:
+        on = [
+            Measured(
+                name,
+                measure(
+                    model,
+                    evaluation_set,
+                    settings,
+                    placement,
+                    NeighborUse(k, found=part.found),
+                    length,
+                    note=f" {part.share:g}",
+                ),
+            )
+            for name, model in zip(names, models, strict=True)
+            if model.settings.cca_layers
+            for k in settings.k
+        ]
+        ordered = [row for name in names for row in (*off, *on) if row.model == name]
+        rows, changes = rows_and_changes(ordered, settings.seed)
+        yield ShareLevel(evaluation_set.name, part.share, part.documents, part.chunks, rows, changes)
+
+
+def shares_table(levels: Sequence[ShareLevel]) -> Table:
+    """A row for each share of the datastore and each measurement with retrieval ON, beside OFF of the same model."""
+    rows = []
+    for level in levels:
+        off = {row["model"]: row["bits_per_byte"] for row in level.results if not row["k"]}
+        for row in level.results:
+            if row["k"]:
+                label = " ".join(filter(None, (row["model"], f"ON k={row['k']}")))
+                change = 100 * (row["bits_per_byte"] / off[row["model"]] - 1)
+                size = [f"{level.datastore_share:g}", f"{level.datastore_documents:,}", f"{level.datastore_chunks:,}"]
+                rows.append([level.set, *size, label, f"{row['bits_per_byte']:.4f}", f"{change:+.2f}%"])
+    return Table(["set", "share", "documents", "chunks", "retrieval", "bits/byte", "against OFF"], rows)
+
+
+def as_json(levels: Sequence[ShareLevel]) -> dict[str, Any]:
+    """`datastore_shares`: for each set and share what it holds, results and changes."""
+    return {"datastore_shares": [asdict(level) for level in levels]}

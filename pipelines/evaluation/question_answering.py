@@ -1,0 +1,194 @@
+"""What `retro eval-qa` measures: exact match and F1 of a model's answers in every mode, as a table, JSON and a page.
+
+questions ─► modes (`qa_modes.py`) ─► prompts, neighbors ─► LanguageModel ─► answers ─► Answered: exact match, F1
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.remote import url_of
+from indexing.store.retrieval_set import check_tokenizer
+from pipelines.evaluation.question_answering_modes import Asked, Mode
+from pipelines.evaluation.settings import QaSettings
+from pipelines.reports.html import Table
+from pipelines.terminal import progress
+from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from retro.inference.language_model import LanguageModel
+from retro.question_answering.answer_metrics import Language, exact_match, f1, language_of, mean_with_interval
+from retro.question_answering.question_sets import Question
+from retro.question_answering.text_prompts import answer
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answers to all questions in one mode.
+
+    Attributes:
+        mode: which.
+        answers: [n] texts.
+        exact_match, f1: [n] float64 of each.
+        answer_in_passages: share of the questions of which a right answer stands in what was read: no reader of passages alone
+            does better. None: nothing was read.
+    """
+
+    mode: Mode
+    answers: list[str]
+    exact_match: np.ndarray = field(repr=False)
+    f1: np.ndarray = field(repr=False)
+    answer_in_passages: float | None = None
+
+    def as_json(self, seed: int) -> dict[str, Any]:
+        """Means with 95% of bootstraps over questions."""
+        row: dict[str, Any] = {"mode": self.mode.name, **asdict(self.mode), "questions": len(self.answers)}
+        for name in ("exact_match", "f1"):
+            row[name], row[f"{name}_low"], row[f"{name}_high"] = mean_with_interval(getattr(self, name), seed)
+        return row | {"answer_in_passages": self.answer_in_passages}
+
+
+def open_model(
+    checkpoint: Path, passages: Path | str | None, settings: QaSettings, device: str
+) -> tuple[LanguageModel, Retriever | None]:
+    """The model, with what it retrieves from, and the passages opened for search.
+
+    With passages, retrieval ON reads them too, else the datastore of the training run.
+
+    Raises:
+        InputError: one cannot be opened, or retrieval ON is asked of passages that the model cannot read; or passages are asked
+            for as neighbors, and none are there.
+    """
+    opened = open_checkpoint(checkpoint)
+    if settings.neighbor_passages and passages is None and opened.model.cca_layers:
+        raise InputError(
+            f"qa.neighbor_passages = {settings.neighbor_passages}: name the datastore to search, --passages."
+        )
+    retrieval = bool(settings.k and opened.model.cca_layers)
+    if passages is None:
+        return LanguageModel.open(checkpoint, None, device, retrieval=retrieval), None
+    retriever = Retriever.open(passages)
+    if retrieval:
+        _check_readable(opened, retriever.datastore)
+    source = retriever if retrieval or not opened.datastores else None  # a base has its tokenizer from no other place
+    return LanguageModel.open(checkpoint, source, device, retrieval=retrieval), retriever
+
+
+def _check_readable(checkpoint: Checkpoint, passages: Datastore) -> None:
+    again = (
+        "Build it with the model's tokenizer and chunk length, or set --qa.k 0: passages are then in the prompt only."
+    )
+    ids, m = int(passages.manifest["vocab_size"]), passages.chunk_length
+    compared = [("vocab_size", checkpoint.num_ids, ids, checkpoint.reads(ids))]
+    compared += [("chunk_length", checkpoint.model.chunk_length, m, checkpoint.model.chunk_length == m)]
+    for key, ours, theirs, fits in compared:
+        if not fits:
+            raise InputError(f"--passages {passages.folder} has {key} {theirs}, the model {ours}. {again}")
+    if not checkpoint.datastores:
+        return
+    first = Path(checkpoint.folders[0])
+    if url_of(first) or (first / "tokenizer").exists():  # a checkpoint may have outlived what it was trained on
+        check_tokenizer(Datastore.open(first), passages, "--passages")
+
+
+def measure_answers(
+    language_model: LanguageModel,
+    modes: Iterable[Asked],
+    questions: Sequence[Question],
+    settings: QaSettings,
+    language: Language,
+) -> list[Answered]:
+    """The answers in every mode, with progress bars.
+
+    Args:
+        language_model: open with retrieval, if a mode asks for it.
+        modes: as `qa_modes.all_modes` gives them.
+        questions: which all have answers.
+        settings: lengths.
+        language: of the measures.
+    """
+    rows = []
+    for asked in modes:
+        with progress(f"answer, {asked.mode.name}", total=len(questions), unit="questions") as advance:
+            answers = answer(
+                language_model,
+                asked.prompts,
+                k=asked.mode.k,
+                given=asked.given,
+                max_tokens=settings.max_tokens,
+                batch_size=settings.batch_size,
+                advance=advance,
+            )
+        pairs = list(zip(answers, questions, strict=True))
+        rows.append(
+            Answered(
+                mode=asked.mode,
+                answers=answers,
+                exact_match=np.array([exact_match(text, each.answers, language) for text, each in pairs]),
+                f1=np.array([f1(text, each.answers, language) for text, each in pairs]),
+                answer_in_passages=None if asked.texts is None else answer_in_passages(questions, asked.texts),
+            )
+        )
+    return rows
+
+
+def select(questions: Sequence[Question], settings: QaSettings, path: Path) -> tuple[list[Question], list[Question]]:
+    """The solved questions in front, and the ones that are asked.
+
+    Raises:
+        InputError: one has no answers, or none is left to ask.
+    """
+    for each in questions:
+        if not each.answers:
+            raise InputError(f"{path}: question {each.id!r} has no answers: nothing can be scored against it.")
+    shots, asked = questions[: settings.shots], questions[settings.shots :]
+    asked = asked[: settings.max_questions or None]
+    if not asked:
+        raise InputError(
+            f"{path} has {len(questions)} questions: with qa.shots = {settings.shots} none is left to ask."
+        )
+    return list(shots), list(asked)
+
+
+def language_for(questions: Sequence[Question], settings: QaSettings) -> Language:
+    """The language that the settings name, or that of the questions."""
+    return language_of([each.question for each in questions]) if settings.language == "auto" else settings.language
+
+
+def answer_in_passages(questions: Sequence[Question], passages: Sequence[Sequence[str]]) -> float:
+    """Share of the questions of which a right answer stands in a passage: no reader of passages alone does better."""
+    held = [
+        any(right.lower() in text.lower() for right in each.answers for text in texts)
+        for each, texts in zip(questions, passages, strict=True)
+    ]
+    return float(np.mean(held))
+
+
+def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each mode, of rows as `Answered.as_json` gives them."""
+    cells = []
+    for row in rows:
+        figures = [
+            f"{100 * row[name]:.2f} ({100 * row[f'{name}_low']:.2f} to {100 * row[f'{name}_high']:.2f})"
+            for name in ("exact_match", "f1")
+        ]
+        held = row["answer_in_passages"]
+        cells.append([row["mode"], *figures, "–" if held is None else f"{100 * held:.1f}", f"{row['questions']:,}"])
+    return Table(["mode", "exact match", "F1", "answer in passages", "questions"], cells)
+
+
+def as_json(rows: Sequence[Answered], questions: Sequence[Question], seed: int) -> dict[str, Any]:
+    """`results`: a row for each mode; `answers`: for each question the right ones, and what each mode answered."""
+    given = {row.mode.name: row.answers for row in rows}
+    return {
+        "results": [row.as_json(seed) for row in rows],
+        "answers": [
+            {"id": each.id, "question": each.question, "right": list(each.answers)}
+            | {mode: texts[number] for mode, texts in given.items()}
+            for number, each in enumerate(questions)
+        ],
+    }

@@ -1,0 +1,156 @@
+"""How `retro eval-qa` asks: in every mode the prompts of all questions, and what stands in them or beside them.
+
+questions ─┬─────────────────────────────► lines ──────────► closed book ─────────────────────────┐ each with
+           │                         ┌───► lines ──────────► passages in the prompt ──────────────┘ retrieval OFF and ON
+           ├► find_passages ─► texts ┤
+           │                         └───► the paper's prompt (section 4.3) ─► passages as neighbors
+           └─────────────────────────────► the paper's prompt ─► closed book
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from indexing.retrieval.retriever import Retriever
+from pipelines.evaluation.settings import QaSettings
+from pipelines.terminal import progress
+from retro.inference.decoder import Given
+from retro.inference.language_model import LanguageModel
+from retro.question_answering.answer_metrics import Language
+from retro.question_answering.neighbor_prompts import Format, Passage, find_passages
+from retro.question_answering.question_sets import Question
+from retro.question_answering.text_prompts import Prompts, room_for_prompts
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to ask.
+
+    Attributes:
+        prompt: `lines`, one for each passage, question and answer, or the `paper`'s, which holds the question alone.
+        passages: in the prompt.
+        k: neighbors of each chunk, found with the chunk.
+        neighbors: passages found with the question that all chunks read in place of these.
+        gold: whether the passages that hold the answer stand first among them.
+    """
+
+    prompt: Literal["lines", "paper"] = "lines"
+    passages: int = 0
+    k: int = 0
+    neighbors: int = 0
+    gold: bool = False
+
+    @property
+    def name(self) -> str:
+        """`closed book`, or what is open: `passages in the prompt, ON k=2`, `paper's prompt, 20 passages as neighbors`."""
+        parts = ["passages in the prompt"] if self.passages else []
+        parts += [f"ON k={self.k}"] if self.k else []
+        parts += [f"{self.neighbors} passages as neighbors"] if self.neighbors else []
+        parts += ["gold first"] if self.gold else []
+        return ", ".join((["paper's prompt"] if self.prompt == "paper" else []) + (parts or ["closed book"]))
+
+
+class Asked(NamedTuple):
+    """All questions in one mode: the tokens of each prompt, the neighbors given to each, the texts of its passages."""
+
+    mode: Mode
+    prompts: list[np.ndarray]
+    given: Given | None = None  # None: none, or what each chunk finds
+    texts: list[list[str]] | None = None  # what stands in the prompt or in the neighbors; None: nothing
+
+
+class Found(NamedTuple):
+    """The passages of each question, best first."""
+
+    searched: list[list[Passage]]
+    gold: list[list[Passage]] | None  # those in front that the question names; None: not asked for
+
+
+def found_passages(retriever: Retriever, questions: Sequence[Question], settings: QaSettings) -> Found | None:
+    """As many as the settings ask for, with a progress bar; None if they ask for none.
+
+    Raises:
+        InputError: gold ones are asked for, and a question names none that is searched.
+    """
+
+    def find(name: str, k: int, *, positives_first: bool) -> list[list[Passage]]:
+        with progress(name, total=len(questions), unit="questions") as advance:
+            return find_passages(
+                retriever, questions, k, rerank=settings.rerank, positives_first=positives_first, advance=advance
+            )
+
+    k = max(settings.prompt_passages, settings.neighbor_passages)
+    if not k:
+        return None
+    searched = find("search", k, positives_first=False)
+    gold = find("gold", settings.neighbor_passages, positives_first=True) if settings.gold else None
+    return Found(searched, gold)
+
+
+def all_modes(
+    language_model: LanguageModel,
+    questions: Sequence[Question],
+    settings: QaSettings,
+    *,
+    language: Language,
+    shots: Sequence[Question] = (),
+    found: Found | None = None,
+) -> Iterator[Asked]:
+    """Every mode that model, settings and passages allow, closed book first.
+
+    Args:
+        language_model: open with retrieval, if ON shall be measured.
+        questions: n of them.
+        settings: neighbors, lengths.
+        language: of the prompts.
+        shots: solved questions in front of each.
+        found: the passages of each question; None: no passages in prompts, or as neighbors.
+
+    Raises:
+        InputError: a question is too long for the model.
+    """
+    yield from _in_lines(language_model, questions, settings, language, shots, found)
+    if settings.neighbor_passages:
+        yield from _as_in_paper(language_model, questions, settings.neighbor_passages, language, found)
+
+
+def _in_lines(
+    language_model: LanguageModel,
+    questions: Sequence[Question],
+    settings: QaSettings,
+    language: Language,
+    shots: Sequence[Question],
+    found: Found | None,
+) -> Iterator[Asked]:
+    m, room = language_model.model.settings.chunk_length, room_for_prompts(language_model, settings.max_tokens)
+    prompts = Prompts(language_model.tokenizer, language, shots, room, m)
+    count = settings.prompt_passages if found else 0
+    texts = [[each.text for each in row[:count]] for row in found.searched] if found and count else None
+    for read in (None, texts) if texts else (None,):
+        made = [prompts.prompt(each, read[number] if read else ()) for number, each in enumerate(questions)]
+        for k in (0, settings.k) if settings.k and language_model.retriever is not None else (0,):
+            yield Asked(Mode(passages=count if read else 0, k=k), made, texts=read)
+
+
+def _as_in_paper(
+    language_model: LanguageModel,
+    questions: Sequence[Question],
+    count: int,
+    language: Language,
+    found: Found | None,
+) -> Iterator[Asked]:
+    model = language_model.model.settings
+    form = Format(language_model.tokenizer, model.chunk_length, language)
+    prompts = [form.prompt(each.question) for each in questions]
+    yield Asked(Mode("paper"), prompts)
+    if not found or not model.cca_layers:
+        return
+    for gold, passages in ((False, found.searched), (True, found.gold)):
+        if passages is not None:
+            given = [form.neighbors(each, count) for each in passages]
+            # What is cut off cannot be read: the texts are those of the tokens.
+            kept = [[row[:length] for row, length in zip(*each, strict=True)] for each in given]
+            texts = [form.tokenizer.decode_batch(each) for each in kept]
+            yield Asked(Mode("paper", neighbors=count, gold=gold), prompts, given, texts)

@@ -1,0 +1,63 @@
+"""Training as every launcher calls it: by settings, with a progress bar or without."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pipelines.config import Config
+from pipelines.terminal import progress
+
+
+class Learning(Protocol):
+    """What `retro train` and `retro finetune` do in a process; a function of a module, so that Ray can send it."""
+
+    def __call__(self, config: Config, advance: Callable[[int], None] = ...) -> Any:
+        """Go to the end of the run; `advance` is told of trained tokens."""
+
+
+def run_training(config: Config, name: str, learning: Learning | None = None) -> Any:
+    """Train with a progress bar; by `train_quietly`, or as told."""
+    with training_progress(config, name) as advance:
+        return (learning or train_quietly)(config, advance)
+
+
+def training_progress(config: Config, name: str) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    """The progress bar of a run. How many steps epochs of examples are is known when they have been prepared."""
+    per_step = config.train.batch_size * config.train.accumulation * config.data.sequence_length
+    total = None if name == "finetune" and config.finetune.epochs else config.train.steps * per_step
+    return progress(name, total=total, unit="tokens")
+
+
+def train_quietly(config: Config, advance: Callable[[int], None] = lambda _: None) -> Any:
+    """Train; see `retro.training.trainer.train`."""
+    from retro.training import trainer
+
+    return trainer.train(
+        config.run,
+        list(config.data.datastores) or [config.datastore],
+        config.model,
+        config.data,
+        config.train,
+        config.evaluation,
+        config.parallel,
+        config.tuning,
+        advance=advance,
+    )
+
+
+def finetune_quietly(config: Config, advance: Callable[[int], None] = lambda _: None) -> Any:
+    """Fine-tune; see `retro.finetuning.trainer.finetune`."""
+    from retro.finetuning import trainer as finetune
+
+    return finetune.finetune(
+        config.run,
+        list(config.data.datastores) or [config.datastore],
+        config.model,
+        config.data,
+        config.train,
+        config.evaluation,
+        config.finetune,
+        config.parallel,
+        config.tuning,
+        advance=advance,
+    )

@@ -1,0 +1,206 @@
+"""Bytes of every artefact of a datastore, and of memory while it is made: they follow from the format (docs/format.md)."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from indexing.index.build import IndexSettings, choose_key
+from indexing.index.sharded import MEMORY
+from indexing.neighbors.search_cost import Method
+from indexing.store.errors import InputError
+
+SPLITS = 3
+_NPY_HEADER = 128
+_INDEX_HEADER = 200  # of a `.faiss` file, about
+_MANIFEST_BYTES = {
+    "chunks": 1860,
+    "embeddings": 630,
+    "index": 430,
+    "neighbors": 1360,
+    "materialised": 1360,
+}  # of a shard's artefact, about
+_BLOCK = 32  # vectors of a fast-scan list are stored in blocks
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A datastore's size, and that of its index.
+
+    Attributes:
+        text_bytes: UTF-8 bytes of all documents.
+        documents: in all splits.
+        tokens: in all splits, with the beginning and end of each document.
+        chunks: in all splits: these are embedded and get neighbors.
+        train_chunks: those in the index.
+        shards: of every stage.
+        key: Faiss factory string of the index.
+        nprobe: lists visited for a query, by codes.
+        list_nprobe: lists visited for a query, by embeddings.
+        trained_on: vectors that the index is trained on.
+        tune_queries: for which `nprobe` is tuned.
+        search: how the neighbors of all chunks are found.
+    """
+
+    text_bytes: float
+    documents: float
+    tokens: float
+    chunks: float
+    train_chunks: float
+    shards: int
+    key: str
+    nprobe: float
+    trained_on: int
+    tune_queries: int
+    search: Method = "index"
+    list_nprobe: float = 1
+
+    @property
+    def lists(self) -> int:
+        """Inverted lists; 1 for an index without."""
+        return lists_of(self.key)
+
+    @property
+    def coarse(self) -> float:
+        """Work of finding a vector's list: all centroids, or the steps down a graph."""
+        return math.log2(self.lists) if "HNSW" in self.key else self.lists
+
+    @property
+    def compared(self) -> float:
+        """Codes, or vectors, that a query is compared with."""
+        if self.search == "exact":
+            return self.train_chunks
+        return self.train_chunks * min(1.0, self.visited / self.lists)
+
+    @property
+    def visited(self) -> float:
+        """Lists visited in the search that is taken."""
+        return self.list_nprobe if self.search == "lists" else self.nprobe
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the bytes of a chunk depend on.
+
+    Attributes:
+        chunk_length: m.
+        token_bytes: 2 or 4.
+        dimension: d of the embeddings.
+        k: neighbors stored.
+        materialised: of them, with their tokens.
+        document_bytes: of a document's row in `documents.parquet`.
+        parquet_bytes: of such a file without rows.
+    """
+
+    chunk_length: int
+    token_bytes: int
+    dimension: int
+    k: int
+    materialised: int
+    document_bytes: float
+    parquet_bytes: float
+
+
+# --- index -----------------------------------------------------------------------------------------------------------
+
+
+def lists_of(key: str) -> int:
+    """Inverted lists of a Faiss factory string; 1 for an index without."""
+    found = re.search(r"IVF(\d+)", key)
+    return int(found[1]) if found else 1
+
+
+def with_lists_for(key: str, chunks: float) -> str:
+    """The same kind of index for fewer chunks: 4·√chunks lists, as a power of two, and not more than it has."""
+    wanted = 2 ** math.floor(math.log2(4 * math.sqrt(max(1.0, chunks))))
+    return re.sub(r"IVF\d+", f"IVF{min(wanted, lists_of(key))}", key)
+
+
+def key_for(chunks: float, dimension: int, settings: IndexSettings) -> tuple[str, IndexSettings]:
+    """The index that `retro index` would choose, and the settings with `index.memory` raised until one fits."""
+    for power in range(60):
+        try:
+            return choose_key(int(chunks), dimension, settings), settings
+        except InputError:
+            settings = replace(settings, memory=f"{2**power}GB")
+    raise InputError(f"index: no index of {chunks:,.0f} × {dimension} is proposed at any index.memory.")
+
+
+def index_bytes(key: str, dimension: int) -> tuple[int, int]:
+    """Bytes of a stored vector without its id, and of the trained index, which every shard holds a copy of.
+
+    Raises:
+        InputError: Faiss does not understand the key.
+    """
+    import faiss
+
+    index: Any
+    try:
+        index = faiss.index_factory(dimension, key, faiss.METRIC_L2)
+    except RuntimeError as error:
+        raise InputError(f"index.factory = {key!r} with dimension {dimension}: {error}") from error
+    trained, inner = _INDEX_HEADER, index  # `index` owns what the others are parts of
+    if isinstance(index, faiss.IndexPreTransform):
+        chain: Any = index.chain
+        transforms = [faiss.downcast_VectorTransform(chain.at(number)) for number in range(chain.size())]
+        trained += sum(4 * each.d_in * each.d_out for each in transforms)
+        inner = faiss.downcast_index(index.index)
+    if lists_of(key) > 1:
+        trained += 4 * inner.d * inner.nlist + (16 if "fs" in key else 8) * inner.nlist
+        if graph := re.search(
+            r"HNSW(\d+)", key
+        ):  # 2 M neighbors at the bottom, M in each level above, of 1/M of the nodes
+            trained += inner.nlist * (4 * 2 * int(graph[1]) + 16)
+    if hasattr(inner, "pq"):
+        trained += 4 * inner.pq.d * inner.pq.ksub
+    return int(getattr(inner, "code_size", 0) or inner.sa_code_size()), trained
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def artefact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
+    """Bytes of the folders of a datastore that grow with it."""
+    code, trained = index_bytes(size.key, layout.dimension)
+    files = size.shards * SPLITS
+    documents = (8 + layout.document_bytes) * size.documents + (8 + layout.parquet_bytes) * files
+    # A list's last block of fast-scan codes is half empty on average.
+    padding = size.shards * size.lists * (_BLOCK - 1) / 2 * code if "fs" in size.key else 0.0
+    arrays = {
+        "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
+        "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
+        "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
+        "neighbors": (8.0 + 4.0) * layout.k * size.chunks + 2 * files * _NPY_HEADER,
+    }
+    if layout.materialised:
+        neighbor = 2 * layout.chunk_length * layout.token_bytes + 4  # with its continuation, and its length
+        arrays["materialised"] = layout.materialised * neighbor * size.chunks + 2 * files * _NPY_HEADER
+    return {name: value + size.shards * _MANIFEST_BYTES[name] for name, value in arrays.items()}
+
+
+def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float]:
+    """Resident memory of one worker in each step: the process with all libraries, plus what grows with the datastore.
+
+    Memory-mapped embeddings are not counted; re-ranking reads them at random, so they should fit into the page cache. An index that is
+    larger than `sharded_index.MEMORY` is searched in groups of shards, each group as it is stored and as it searches fastest.
+    """
+    code, trained = index_bytes(size.key, layout.dimension)
+    whole = (code + 8) * size.train_chunks + size.shards * trained
+    shard = whole / size.shards
+    group = max(shard, min(whole, MEMORY))
+    sample = size.trained_on * layout.dimension
+    return {
+        "scan": base + 16 * size.documents,  # hashes and lines of ids, in the process that starts the build
+        "train-index": base + (2 + 4 + 4) * sample + trained,
+        "add": base + shard + trained,
+        "tune nprobe": base + 2 * group,
+        "neighbors": base + _searched_bytes(size, layout, group),
+    }
+
+
+def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
+    if size.search == "exact":
+        return 0.0
+    if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
+        return min(2.0 * layout.dimension * size.train_chunks, MEMORY) + 16 * size.train_chunks
+    return 2 * group

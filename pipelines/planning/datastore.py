@@ -1,0 +1,309 @@
+"""What a datastore takes: bytes of every artefact, seconds of every step, memory and cost, from a calibration.
+
+    Observation (what this machine did, at two sizes or more) ─┐
+    Workload (the datastore that is planned) ──────────────────┴─► artefact_bytes, step_seconds, memory ──► Plan
+
+docs/planning.md explains how. Nothing here measures anything.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from indexing.index.build import sample_size
+from indexing.neighbors.search_cost import Method, Searched, cheapest, compared_centroids
+from indexing.tokenization.tokenizer import TokenizerSettings
+from pipelines.config import Config
+from pipelines.planning.bytes import SPLITS, Layout, Workload, artefact_bytes, index_bytes, key_for, memory_bytes
+from pipelines.planning.seconds import (
+    UNKNOWN,
+    Observation,
+    StepModel,
+    coefficients,
+    reading_seconds,
+    step_models,
+    step_seconds,
+)
+from pipelines.stages.neighbors import hardware_of
+
+PAPER_CHUNKS = 28e9  # section 2.3: 28 billion keys, 64 tokens each, of the 1.75 trillion tokens that the paper calls 2
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was observed on one machine.
+
+    Attributes:
+        machine: processor or GPU, cores, memory.
+        memory_bytes: of the machine.
+        peak_bytes: largest resident set of the process that did everything.
+        observations: two or more, the largest last.
+        token_bytes: 2 or 4.
+        dimension: d of the embeddings.
+        text: where the sample comes from.
+        corpus_bytes: of text in the whole corpus; 0 = unknown.
+        seconds: that all of it took.
+    """
+
+    machine: str
+    memory_bytes: int
+    peak_bytes: int
+    observations: tuple[Observation, ...]
+    token_bytes: int
+    dimension: int
+    text: str
+    corpus_bytes: float
+    seconds: float
+
+
+# --- size ------------------------------------------------------------------------------------------------------------
+
+
+def per_byte(name: str, text_bytes: float, observations: Sequence[Observation], tokenizer: TokenizerSettings) -> float:
+    """Tokens, chunks or documents of a byte of text, in a corpus of so many bytes.
+
+    A tokenizer trained on little text fits that text better than it will fit more: what it gains falls with the root of the size of
+    its sample (docs/planning.md), which two sizes tell.
+    """
+    first, last = observations[0].workload, observations[-1].workload
+    low, high = (getattr(size, name) / size.text_bytes for size in (first, last))
+    if name == "documents" or not tokenizer.is_trained or first.text_bytes >= last.text_bytes:
+        return float(high)
+    small, large, wanted = (
+        min(size, tokenizer.sample_bytes) ** -0.5 for size in (first.text_bytes, last.text_bytes, text_bytes)
+    )
+    gain = max(0.0, (high - low) / (small - large)) if small > large else 0.0
+    return float(high + gain * (large - wanted))
+
+
+def text_of(tokens: float, observations: Sequence[Observation], tokenizer: TokenizerSettings) -> float:
+    """Bytes of text that have so many tokens."""
+    text_bytes = tokens * observations[-1].workload.text_bytes / observations[-1].workload.tokens
+    for _ in range(20):  # a fixed point, and the density hardly changes
+        text_bytes = tokens / per_byte("tokens", text_bytes, observations, tokenizer)
+    return text_bytes
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step takes.
+
+    Attributes:
+        name: of the step.
+        seconds: that one machine would work.
+        shared: whether several machines work on it.
+        machines: that work on it.
+        wall_seconds: from its beginning to its end.
+        memory_bytes: of a worker.
+        cost: of the machines that work, at the price given.
+    """
+
+    name: str
+    seconds: float
+    shared: bool
+    machines: int
+    wall_seconds: float
+    memory_bytes: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a datastore takes.
+
+    Attributes:
+        size: of it and of its index.
+        bytes: of every artefact.
+        steps: in order.
+        settings: those that have to differ from what was given, by name.
+        calibrated_nprobe: the one that reached the recall target in the largest sample.
+        calibrated_seconds: of `neighbors`, with that one: less, for a lower recall where more chunks need a larger one.
+    """
+
+    size: Workload
+    bytes: dict[str, float]
+    steps: list[StepPlan]
+    settings: dict[str, str]
+    calibrated_nprobe: float
+    calibrated_seconds: float
+
+    @property
+    def wall_seconds(self) -> float:
+        """Of all steps, one after the other."""
+        return sum(step.wall_seconds for step in self.steps)
+
+
+def machines_within(steps: Sequence[StepPlan], seconds: float) -> int | None:
+    """Machines with which all steps are done within this time; None if those that one machine does take longer."""
+    alone = sum(step.seconds for step in steps if not step.shared)
+    shared = sum(step.seconds for step in steps if step.shared)
+    return max(1, math.ceil(shared / (seconds - alone))) if seconds > alone else None
+
+
+def extrapolated(chunks: float, lists: int, needed: Sequence[tuple[float, float]]) -> float:
+    """The nprobe at which the recall target will be reached among this many chunks in so many lists.
+
+    From one size to the other the logarithm of what was needed has grown by a share of that of the number of chunks; it goes on
+    like that. The share is held between 0 and a half: with 4·√N lists, a half is a constant share of all lists.
+
+    Args:
+        chunks: in the index.
+        lists: of it.
+        needed: (chunks, nprobe) of several sizes, the largest last.
+    """
+    (few, low), (many, high) = needed[0], needed[-1]
+    ratio = math.log2(many / few)
+    slope = math.log2(high / low) / ratio if ratio else 0.0
+    return float(min(lists, max(1.0, high * (chunks / many) ** min(0.5, max(0.0, slope)))))
+
+
+def power_of_two(nprobe: float) -> int:
+    """The next one, as `nprobe` is tuned."""
+    return int(2 ** math.ceil(round(math.log2(nprobe), 6)))
+
+
+def corpus_tokens(config: Config, calibration: Calibration) -> float:
+    """Tokens of the corpus that was calibrated on; 0 = unknown."""
+    text_bytes = calibration.corpus_bytes
+    return (
+        text_bytes * per_byte("tokens", text_bytes, calibration.observations, config.tokenizer) if text_bytes else 0.0
+    )
+
+
+def plan_for(
+    config: Config,
+    calibration: Calibration,
+    tokens: float,
+    machines: int = 1,
+    price: float = 0.0,
+    nprobe: int = 0,
+    *,
+    paper: bool = False,
+) -> Plan:
+    """The plan of a datastore of this many tokens.
+
+    Args:
+        config: its settings.
+        calibration: of a machine like those that will build it.
+        tokens: with the beginning and end of each document.
+        machines: that work side by side.
+        price: of a machine for an hour.
+        nprobe: lists visited; 0 = extrapolated from the calibration.
+        paper: every chunk is full and tokens take 4 bytes, as with the paper's vocabulary of 128,000.
+
+    Raises:
+        InputError: no index of this size exists, or Faiss does not understand `index.factory`.
+    """
+    seen = calibration.observations
+    text_bytes = text_of(tokens, seen, config.tokenizer)
+    full = tokens / config.chunks.chunk_length
+    chunks = full if paper else text_bytes * per_byte("chunks", text_bytes, seen, config.tokenizer)
+    train_chunks = chunks * config.corpus.split[0] / sum(config.corpus.split)
+    key, index = key_for(train_chunks, calibration.dimension, config.index)
+    size = Workload(
+        text_bytes=text_bytes,
+        documents=text_bytes * per_byte("documents", text_bytes, seen, config.tokenizer),
+        tokens=tokens,
+        chunks=chunks,
+        train_chunks=train_chunks,
+        shards=math.ceil(text_bytes / config.corpus.shard_bytes),
+        key=key,
+        nprobe=1,
+        trained_on=sample_size(int(train_chunks), key, index),
+        tune_queries=min(index.tune_queries, int(train_chunks)),
+    )
+    lists = size.lists
+    by_codes = [(each.workload.train_chunks, each.crossing) for each in seen]
+    by_lists = [(each.workload.train_chunks, each.workload.list_nprobe) for each in seen]
+    size = replace(
+        size,
+        nprobe=min(lists, nprobe or power_of_two(extrapolated(train_chunks, lists, by_codes))),
+        list_nprobe=min(lists, nprobe or extrapolated(train_chunks, lists, by_lists)),
+    )
+    size = replace(size, search=_search(config, size, calibration.dimension))
+    document_bytes, parquet_bytes = _parquet(seen)
+    layout = Layout(
+        chunk_length=config.chunks.chunk_length,
+        token_bytes=4 if paper else calibration.token_bytes,
+        dimension=calibration.dimension,
+        k=config.neighbors.k,
+        materialised=config.neighbors.materialised,
+        document_bytes=document_bytes,
+        parquet_bytes=parquet_bytes,
+    )
+    last = seen[-1].workload
+    less = replace(size, nprobe=min(last.nprobe, lists), list_nprobe=min(last.list_nprobe, lists))
+    alike = step_seconds(less, seen, models_of(config))
+    changed = {"index.memory": index.memory} if index.memory != config.index.memory else {}
+    return Plan(
+        size=size,
+        bytes=artefact_bytes(size, layout),
+        steps=_steps(config, calibration, size, layout, machines, price),
+        settings=changed | ({"corpus.shard_bytes": str(config.corpus.shard_bytes)} if paper else {}),
+        calibrated_nprobe=less.visited,
+        calibrated_seconds=alike.get("neighbors", 0.0),
+    )
+
+
+def _search(config: Config, size: Workload, dimension: int) -> Method:
+    """The way of searching that `retro index` would take."""
+    if config.neighbors.search != "auto":
+        return config.neighbors.search
+    searched = Searched(
+        num_vectors=int(size.train_chunks),
+        dimension=dimension,
+        nlist=size.lists,
+        nprobe=int(size.nprobe),
+        centroids=compared_centroids(size.lists, "HNSW" in size.key),
+        code_bytes=index_bytes(size.key, dimension)[0],
+        fast_scan=bool(re.search(r"PQ\d+x4", size.key)),
+        list_nprobe=math.ceil(size.list_nprobe),
+        candidates=config.neighbors.candidates,
+        precise_candidates=config.neighbors.precise_candidates,
+    )
+    return cheapest(searched, hardware_of(config.executor))
+
+
+def _parquet(observations: Sequence[Observation]) -> tuple[float, float]:
+    """Bytes of a document's row in `documents.parquet`, and of a file without rows."""
+    drivers = [[each.workload.documents, each.workload.shards * SPLITS] for each in observations]
+    found = coefficients(np.array(drivers), np.array([float(each.parquet_bytes) for each in observations]))
+    return float(found[0]), float(found[1])
+
+
+def _steps(
+    config: Config, calibration: Calibration, size: Workload, layout: Layout, machines: int, price: float
+) -> list[StepPlan]:
+    models = models_of(config)
+    seconds = step_seconds(size, calibration.observations, models)
+    if "tokenizer" in seconds and config.tokenizer.is_trained:
+        seconds["tokenizer"] += reading_seconds(size, seconds["scan"], config.tokenizer.sample_bytes)
+    memory = memory_bytes(size, layout, calibration.peak_bytes)
+    out = []
+    for name, value in seconds.items():
+        shared = models.get(name, UNKNOWN).shared
+        working = min(machines, size.shards) if shared else 1
+        needed = memory.get(name, float(calibration.peak_bytes))
+        out.append(StepPlan(name, value, shared, working, value / working, needed, price * value / 3600))
+    return out
+
+
+def models_of(config: Config) -> dict[str, StepModel]:
+    """`step_models` for these settings."""
+    return step_models(config.tokenizer.sample_bytes, config.embedder.fit_chunks)
+
+
+def paper_config(config: Config) -> Config:
+    """The same settings for the paper's size: 64 tokens in a chunk, an index chosen for it, shards of 16 GiB of text."""
+    return replace(
+        config,
+        chunks=replace(config.chunks, chunk_length=64),
+        corpus=replace(config.corpus, shard_bytes=max(config.corpus.shard_bytes, 16 * 2**30)),
+        index=replace(config.index, factory=""),
+    )

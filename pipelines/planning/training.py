@@ -1,0 +1,320 @@
+"""`retro plan train [CONFIG]`: what a training run takes: parameters, operations, memory by mode, time for a number of tokens.
+
+    [model] [data] [train]  +  --devices, --device-memory, --tokens, --peak-tflops, --mfu  (or --measured RUN)
+        ├─ retro/estimates/flops.py   ─► operations of a token ─► seconds of a step, days
+        └─ retro/estimates/training_memory.py  ─► a row for each ZeRO stage × checkpointing × offload, what fits, the cheapest that does
+
+Nothing is trained and no device is asked; docs/parallel.md says how good the figures are.
+"""
+
+import itertools
+import re
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_json
+from pipelines.config import Config
+from pipelines.planning.tables import long_time
+from pipelines.terminal import echo, human_bytes, human_count, print_rows
+from retro.data.batches import DataSettings
+from retro.model.settings import ModelSettings
+from retro.parallel.settings import Checkpointing, ParallelSettings, Zero, num_microbatches
+from retro.tuning.settings import ALL, TuningSettings
+
+if TYPE_CHECKING:
+    from retro.estimates.training_memory import Memory
+
+_RECOMPUTATION: dict[Checkpointing, float] = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
+"""Operations over those without checkpointing: a forward pass more beside three; products that are kept cost none."""
+
+
+@dataclass(frozen=True)
+class PlanTrainOptions(Config):
+    """What a training run takes on devices of some size: memory by ZeRO stage, checkpointing and offload, and time."""
+
+    devices: int = 8
+    """Devices that train together, one process each."""
+    device_memory: str = "80GB"
+    """Memory of each (`24GB`, `80GB`); a tenth of it is left for the runtime and for fragmentation."""
+    tokens: float = 0.0
+    """Tokens to train on (2e12); 0 = those of `train.steps`."""
+    peak_tflops: float = 989.0
+    """Peak of a device in 10^12 operations per second: 989 for bfloat16 on an H100 or H200, 312 on an A100."""
+    mfu: float = 0.4
+    """Share of the peak that training reaches (model-FLOPs utilisation)."""
+    measured: str = ""
+    """Folder of a run on devices of this kind: its `tokens_per_second` takes the place of `peak_tflops` and `mfu`."""
+    measured_devices: int = 1
+    """Devices that it ran on."""
+    json: str = ""
+    """File to write the plan to, in bytes and seconds."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, least in (("devices", 1), ("measured_devices", 1), ("tokens", 0)):
+            if not least <= getattr(self, key) < float("inf"):
+                raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least}.")
+        if not 0 < self.peak_tflops < float("inf"):
+            raise InputError(f"peak_tflops = {self.peak_tflops:g}: must be above 0.")
+        if not 0 < self.mfu <= 1:
+            raise InputError(f"mfu = {self.mfu:g}: must be above 0 and at most 1.")
+        others, data = self.parallel.tensor * self.parallel.pipeline, self.parallel.data
+        if self.devices % others or data * others not in (0, self.devices):
+            raise InputError(
+                f"devices = {self.devices}: must be pipeline {self.parallel.pipeline} × data {data or 'any'} × tensor {self.parallel.tensor} "
+                "of [parallel]."
+            )
+        _size(self.device_memory)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to train.
+
+    Attributes:
+        parallel: how devices share the run.
+        memory: of the device that holds most.
+        sent_bytes: by a device in a step, for parameters and gradients.
+        step_seconds: of an optimizer step.
+        days: of all tokens.
+        fits: whether it fits into a device.
+    """
+
+    parallel: ParallelSettings
+    memory: "Memory"
+    sent_bytes: int
+    step_seconds: float
+    days: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What a run takes.
+
+    Attributes:
+        parameters: without embeddings, as the paper counts.
+        all_parameters: with them.
+        flops_per_token: of forward and backward pass.
+        tokens: to train on.
+        tokens_per_step: of all devices.
+        num_sequences: of one device in one pass.
+        device_flops: operations per second that a device is expected to do.
+        modes: from the cheapest to the dearest.
+    """
+
+    parameters: int
+    all_parameters: int
+    flops_per_token: float
+    tokens: float
+    tokens_per_step: int
+    num_sequences: int
+    device_flops: float
+    modes: list[Mode]
+
+    @property
+    def cheapest(self) -> Mode | None:
+        """The first that fits."""
+        return next((mode for mode in self.modes if mode.fits), None)
+
+
+def plan_train(options: PlanTrainOptions) -> int:
+    """`retro plan train [CONFIG]`."""
+    plan = plan_training(options)
+    for rows in tables(plan, options):
+        print_rows(rows)
+        echo()
+    echo(advice(plan, options))
+    if options.json:
+        write_json(Path(options.json), asdict(plan))
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+
+def plan_training(options: PlanTrainOptions) -> TrainPlan:
+    """The plan of a configuration.
+
+    Raises:
+        InputError: the model or its batch cannot be divided so, or the measured run says nothing.
+    """
+    import torch
+
+    from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.estimates.activation_trace import Pass
+    from retro.estimates.training_memory import memory_of, sent_bytes
+    from retro.model.presets import count_parameters, resolve
+    from retro.model.retro import Retro
+
+    start = options.train.start_from if options.model.preset == "base" else ""
+    model = resolve(options.model, open_checkpoint(Path(start)).model if start else None)
+    model = replace(model, vocab_size=model.vocab_size or options.tokenizer.vocab_size)
+    data, train = options.data, options.train
+    if data.sequence_length % model.chunk_length:
+        raise InputError(
+            f"data.sequence_length = {data.sequence_length}: must be a multiple of model.chunk_length = {model.chunk_length}."
+        )
+    with torch.device("meta"):
+        made = Retro(model)
+    per_token = flops_per_token(model, data, options.tuning)
+    per_step = train.batch_size * train.accumulation * data.sequence_length
+    rate = (
+        measured_flops(Path(options.measured), options.measured_devices)
+        if options.measured
+        else options.peak_tflops * 1e12 * options.mfu
+    )
+    tokens = options.tokens or float(train.steps * per_step)
+    step_seconds = per_step * per_token / (options.devices * rate) / _busy(options)
+    gpu = train.device != "cpu"
+    run = Pass(
+        train.batch_size, data.sequence_length, max(data.k_choices or (data.k,)), train.precision != "float32", gpu
+    )
+    budget, modes = 0.9 * _size(options.device_memory), []
+    for parallel in modes_of(options):
+        memory = memory_of(
+            model, run, parallel, accumulation=train.accumulation, compiled=gpu and train.compile != "no"
+        )
+        seconds = step_seconds * _RECOMPUTATION[parallel.checkpointing]
+        sent = sent_bytes(model, parallel, train.accumulation)
+        days = seconds * tokens / per_step / 86_400
+        modes.append(Mode(parallel, memory, sent, seconds, days, memory.device <= budget))
+    return TrainPlan(
+        parameters=count_parameters(made),
+        all_parameters=count_parameters(made, embeddings=True),
+        flops_per_token=per_token,
+        tokens=tokens,
+        tokens_per_step=per_step,
+        num_sequences=train.batch_size // _num_data(options),
+        device_flops=rate,
+        modes=modes,
+    )
+
+
+def modes_of(options: PlanTrainOptions) -> list[ParallelSettings]:
+    """Every mode, cheapest first: what is sent to the host costs most, then what is computed again, then what is sent to others."""
+    data = _num_data(options)
+    zeros: tuple[Zero, ...] = get_args(Zero) if data > 1 else (0,)
+    return [
+        replace(options.parallel, data=data, zero=zero, offload=offload, checkpointing=checkpointing)
+        for offload, checkpointing, zero in itertools.product((False, True), get_args(Checkpointing), zeros)
+        if zero or not offload
+    ]
+
+
+def _num_data(options: PlanTrainOptions) -> int:
+    return options.devices // (options.parallel.tensor * options.parallel.pipeline)
+
+
+def flops_per_token(model: ModelSettings, data: DataSettings, tuning: TuningSettings = ALL) -> float:
+    """Operations of training on a token, as MFU counts them (`retro/estimates/flops.py`)."""
+    from retro.estimates.flops import training_flops
+
+    ks = data.k_choices or (data.k,)
+    return sum(training_flops(model, data.sequence_length, k, tuning) for k in ks) / len(ks) / data.sequence_length
+
+
+def measured_flops(run: Path, num_devices: int) -> float:
+    """Operations per second of a device in a run that was made: the median of its rates, times what a token of its model takes.
+
+    Raises:
+        InputError: it is no run, or has not logged a rate yet.
+    """
+    from retro.training.run_folder import read_metrics
+
+    if not (run / "settings.json").is_file():
+        raise InputError(f"measured = {str(run)!r}: this is no folder of a training run (settings.json is missing).")
+    rates = [line["tokens_per_second"] for line in read_metrics(run) if "tokens_per_second" in line]
+    if not rates:
+        raise InputError(f"{run / 'metrics.jsonl'}: no line has tokens_per_second yet; let the run log a step first.")
+    told: dict[str, dict[str, Any]] = read_json(run / "settings.json")
+    model, data, tuning = (_without_lists(told.get(section, {})) for section in ("model", "data", "tuning"))
+    flops = flops_per_token(ModelSettings(**model), DataSettings(**data), TuningSettings(**tuning))
+    return statistics.median(rates) * flops / num_devices
+
+
+def _without_lists(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in section.items()}
+
+
+def _busy(options: PlanTrainOptions) -> float:
+    """Share of the time in which a device of a pipeline computes: it waits for the first microbatch and after the last."""
+    parallel = options.parallel
+    if parallel.pipeline == 1:
+        return 1.0
+    runs = num_microbatches(parallel, options.train.batch_size // _num_data(options))
+    runs *= 2 if parallel.schedule == "interleaved" else 1
+    return runs / (runs + parallel.pipeline - 1)
+
+
+def _size(text: str) -> float:
+    """Bytes of `80GB`, powers of 1000.
+
+    Raises:
+        InputError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text)
+    if not match:
+        raise InputError(f"device_memory = {text!r}: must be a size such as '24GB' or '80GB'.")
+    return float(match[1]) * 1000 ** (1 + "KMGT".index(match[2]))
+
+
+# ------------------------------------------------------------------------------------------------------------ reporting
+
+
+def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
+    """What is planned, and the modes: two tables."""
+    data, train = options.data, options.train
+    ks = ", ".join(map(str, data.k_choices or (data.k,)))
+    of_peak = "measured" if options.measured else f"{options.mfu:.0%} of {options.peak_tflops:g}"
+    what = [
+        ["parameters", f"{plan.parameters:,}; {plan.all_parameters:,} with embeddings"],
+        ["operations", f"{plan.flops_per_token / 1e9:,.2f} GFLOP a token, n = {data.sequence_length:,}, k = {ks}"],
+        [
+            "devices",
+            f"{options.devices:,} of {options.device_memory}, {plan.device_flops / 1e12:,.3g} TFLOP/s each ({of_peak})",
+        ],
+        [
+            "step",
+            f"{human_count(plan.tokens_per_step)} tokens: {train.accumulation} × {train.batch_size} sequences, "
+            f"{plan.num_sequences} of a device in a pass",
+        ],
+        ["tokens", f"{plan.tokens:,.0f} in {plan.tokens / plan.tokens_per_step:,.0f} steps"],
+    ]
+    head = ["ZeRO", "checkpointing", "offload", "parameters", "gradients", "optimizer", "gathered", "activations"]
+    modes = [[*head, "working", "device", "host", "sent a step", "step", "all tokens", "fits"]]
+    for mode in plan.modes:
+        parallel, memory = mode.parallel, mode.memory
+        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.activations)
+        modes.append(
+            [
+                *(str(parallel.zero), parallel.checkpointing, "yes" if parallel.offload else ""),
+                *map(human_bytes, (*parts, memory.working, memory.device, memory.host, mode.sent_bytes)),
+                *(_short_time(mode.step_seconds), long_time(86_400 * mode.days), "yes" if mode.fits else "no"),
+            ]
+        )
+    return [what, modes]
+
+
+def advice(plan: TrainPlan, options: PlanTrainOptions) -> str:
+    """The cheapest mode that fits, or what to change."""
+    mode = plan.cheapest
+    if mode is None:
+        least = min(plan.modes, key=lambda mode: mode.memory.device)
+        return (
+            f"Nothing fits into {options.device_memory}: the least is {human_bytes(least.memory.device)}. Lower train.batch_size (and raise "
+            "train.accumulation), share layers (--parallel.tensor, --parallel.pipeline), or take more devices."
+        )
+    parallel = mode.parallel
+    told = f'zero = {parallel.zero}, checkpointing = "{parallel.checkpointing}"' + ", offload = true" * parallel.offload
+    return (
+        f"The cheapest that fits: {told}: {human_bytes(mode.memory.device)} on a device, {_short_time(mode.step_seconds)} a step, "
+        f"{long_time(86_400 * mode.days)} for all tokens."
+    )
+
+
+def _short_time(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else long_time(seconds)

@@ -1,0 +1,267 @@
+"""What a datastore is worth, measured: recall of its neighbors, what is missing, how long a search takes.
+
+Written to `report.json` and `report.html`. These hold times, so they are not part of what two equal builds share.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from indexing.index.faiss_files import ivf_of
+from indexing.index.sharded import ShardedIndex
+from indexing.overlap import overlap
+from indexing.retrieval.retriever import Retriever
+from indexing.store.artifact import MANIFEST, read_manifest
+from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
+from indexing.store.files import read_json, write_json
+from indexing.store.remote import present, publish_file
+from indexing.store.retrieval_set import RetrievalSet
+from indexing.vectors.exact_search import exact_search, recall
+from pipelines.reports import html as report
+from pipelines.stages.index import sample_queries
+from pipelines.terminal import Step, human_bytes, summary_rows
+
+log = logging.getLogger("retro")
+
+_SAMPLE = 500
+_EXAMPLES = 3
+
+
+def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict[str, Any]:
+    """Measure a finished datastore and write both reports; read them back where nothing has changed since.
+
+    Args:
+        datastore: with neighbors.
+        steps: what the run that finished it has done, and how long it took.
+
+    Returns:
+        the content of `report.json`.
+    """
+    path = datastore.folder / "report.json"
+    if path.exists():
+        measured = read_json(path)
+        if measured["fingerprint"] == datastore.fingerprint and path.with_suffix(".html").exists():
+            return measured
+    retriever = Retriever.open(datastore.folder)
+    measured = measure(retriever) | {"build": [asdict(step) for step in steps]}
+    write_html(retriever, measured)
+    write_json(path, measured)
+    for file in (path.with_suffix(".html"), path):
+        publish_file(file)
+    return measured
+
+
+def measure(retriever: Retriever) -> dict[str, Any]:
+    """Every figure of the report."""
+    datastore, folder = retriever.datastore, retriever.datastore.folder
+    ids, queries, split_name = sample_queries(datastore, _SAMPLE, seed=1)
+    split = datastore.split(split_name)
+    stored = split.neighbor_distances.gather(ids)
+    excluded = split.documents_of(ids)[1:] if split.name == "train" else None
+    exact = _exact_distances(queries, retriever.retrieval, stored.shape[1], excluded)
+    near = split.neighbor_ids.gather(ids)[:, 0]
+    counts = [read_manifest(folder / "neighbors" / shard_name(s))["counts"] for s in range(len(split.chunk_rows))]
+    index = read_json(present(folder / "index" / "trained" / "index.json"))
+    index |= read_json(present(folder / "index" / "tuned" / "tuned.json"))
+    return {
+        "fingerprint": datastore.fingerprint,
+        "index": index,
+        "search": ", ".join(sorted({_way(count["search"], index) for count in counts})),
+        "splits": {name: _totals(datastore, name) for name in datastore.split_names},
+        "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "neighbors")},
+        "recall": {
+            f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
+            for k in sorted({1, 2, 10, stored.shape[1]})
+            if k <= stored.shape[1]
+        },
+        "recall_queries": len(ids),
+        "recall_split": split_name,
+        "neighbors": {
+            name: _neighbor_counts(counts, name, stored.shape[1])
+            for name in datastore.split_names
+            if datastore.split(name).num_chunks
+        },
+        "overlap_of_nearest": _quantiles(_overlaps(split, retriever.retrieval, ids, near)),
+        "latency_ms": _latency(retriever, queries),
+        "largest_list_over_mean": _skew(retriever),
+    }
+
+
+def _way(search: str, index: dict[str, Any]) -> str:
+    """How neighbors were found, with the number of lists that were visited."""
+    if search == "exact":
+        return "exhaustive search"
+    return f"{search}, nprobe {index['lists']['nprobe'] if search == 'lists' else index['nprobe']}"
+
+
+def _totals(datastore: Datastore, name: str) -> dict[str, int]:
+    return {key: int(sum(rows)) for key, rows in datastore.manifest["splits"][name].items()}
+
+
+def _bytes(retriever: Retriever, stage: str) -> int:
+    folders = [path.parent for path in (retriever.datastore.folder / stage).glob(f"*/{MANIFEST}")]
+    return sum(file["bytes"] for folder in folders for file in read_manifest(folder)["files"].values())
+
+
+def _neighbor_counts(counts: list[dict[str, Any]], name: str, k: int) -> dict[str, float]:
+    total = {key: sum(count[name][key] for count in counts) for key in counts[0][name]}
+    wanted = max(1, total["queries"] * k)
+    return total | {"missing_share": 1 - total["neighbors"] / wanted}
+
+
+def _exact_distances(
+    queries: np.ndarray, retrieval: RetrievalSet, k: int, excluded: tuple[np.ndarray, np.ndarray] | None
+) -> np.ndarray:
+    """Distances [n, k] of the true nearest in the whole retrieval set; `excluded` are ids of the datastore itself."""
+    found = [
+        exact_search(queries, split.embeddings, k, excluded if number == 0 else None)[0]
+        for number, split in enumerate(retrieval.splits)
+    ]
+    return np.sort(np.concatenate(found, axis=1), axis=1)[:, :k]
+
+
+def _overlaps(split: Split, retrieval: RetrievalSet, ids: np.ndarray, near: np.ndarray) -> np.ndarray:
+    """r of the paper's section 2.7 between sampled chunks and their nearest neighbors with continuation."""
+    present = near >= 0
+    tokens, lengths = retrieval.with_continuation(near[present])
+    own, own_lengths = split.tokens.gather(ids[present]), split.lengths.gather(ids[present])
+    return overlap(own, own_lengths, tokens, lengths)
+
+
+def _quantiles(values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {name: float(np.quantile(values, q)) for name, q in (("p10", 0.1), ("median", 0.5), ("p90", 0.9))}
+
+
+def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
+    """Milliseconds for one query alone, and for one of a batch; search and re-ranking, embedding left out."""
+    single = []
+    for row in range(min(50, len(queries))):
+        started = time.perf_counter()
+        retriever.nearest(queries[row : row + 1], 10)
+        single.append(1000 * (time.perf_counter() - started))
+    started = time.perf_counter()
+    retriever.nearest(queries, 10)
+    batched = 1000 * (time.perf_counter() - started) / len(queries)
+    return {"single_p50": float(np.median(single)), "single_p99": float(np.quantile(single, 0.99)), "batched": batched}
+
+
+def _skew(retriever: Retriever) -> float | None:
+    """Chunks in the largest inverted list over the mean, over all shards of the datastore's own index; None without lists."""
+    index = retriever.indexes[0]
+    assert isinstance(index, ShardedIndex)  # opened here, from its folder
+    parts = [ivf for shard in index.each() if (ivf := ivf_of(shard)) is not None]
+    if not parts:
+        return None
+    sizes = np.sum([[ivf.get_list_size(number) for number in range(ivf.nlist)] for ivf in parts], axis=0)
+    return float(sizes.max() / max(1e-9, sizes.mean()))
+
+
+def examples_of(retriever: Retriever, ids: np.ndarray, split: Split, k: int = 2) -> list[report.NeighborExample]:
+    """Chunks of a split with their stored neighbors, as text."""
+    out = []
+    for chunk_id in ids:
+        tokens = split.tokens.gather(np.array([chunk_id]))[0][: int(split.lengths.gather(np.array([chunk_id]))[0])]
+        following, _ = split.with_continuation(np.array([chunk_id]))
+        near, distances = (
+            array.gather(np.array([chunk_id]))[0][:k] for array in (split.neighbor_ids, split.neighbor_distances)
+        )
+        hits = retriever.hits(near, distances)
+        out.append(
+            report.NeighborExample(
+                chunk=retriever.tokenizer.decode(tokens),
+                continuation=retriever.tokenizer.decode(following[0, split.chunk_length :]),
+                neighbors=[
+                    report.NeighborText(hit.distance, str(hit.document["id"]), hit.text, hit.continuation)
+                    for hit in hits
+                ],
+            )
+        )
+    return out
+
+
+def sample_examples(retriever: Retriever, count: int = _EXAMPLES) -> list[report.NeighborExample]:
+    """A few held-out chunks with their neighbors: full chunks, drawn at random, so that they are typical and not flattering."""
+    ids, _, name = sample_queries(retriever.datastore, 200, seed=2)
+    split = retriever.datastore.split(name)
+    full = ids[split.lengths.gather(ids) == split.chunk_length]
+    drawn = np.random.default_rng(2).permutation(full if len(full) else ids)[:count]
+    return examples_of(retriever, drawn, split)
+
+
+def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[str]:
+    """The distance histogram, and the recall curve where there is something to tune."""
+    split = retriever.datastore.split(measured["recall_split"])
+    ids = np.sort(np.random.default_rng(3).choice(split.num_chunks, min(20_000, split.num_chunks), replace=False))
+    distances = split.neighbor_distances.gather(ids)
+    ranks = {
+        f"neighbor {rank + 1}": distances[:, rank]
+        for rank in sorted({0, 1, distances.shape[1] - 1})
+        if rank < distances.shape[1]
+    }
+    finite = {name: values[np.isfinite(values)] for name, values in ranks.items()}
+    plots = [
+        report.histogram(
+            {name: values for name, values in finite.items() if len(values)},
+            "squared L2 distance",
+            "Distance to the neighbors",
+        )
+    ]
+    curve = measured["index"]["curve"]
+    if len(curve) > 1:
+        points = {"recall@10 after re-ranking": ([probe for probe, _ in curve], [value for _, value in curve])}
+        plots.append(report.line_plot(points, "nprobe", "recall@10", "Recall against exact search", log_x=True))
+    return plots
+
+
+def recalls(measured: dict[str, Any]) -> list[tuple[int, float]]:
+    """(k, recall at k) by rising k."""
+    return sorted((int(name.rpartition("_")[2]), value) for name, value in measured["recall"].items())
+
+
+def summary_table(measured: dict[str, Any]) -> report.Table:
+    """The figures that people ask for first."""
+    rows = []
+    for name in SPLITS:
+        totals = measured["splits"].get(name)
+        if totals and totals["documents"]:
+            rows.append([f"{name}: documents", f"{totals['documents']:,}"])
+            rows.append([f"{name}: chunks", f"{totals['chunks']:,}"])
+    rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
+    rows.append(["index: recall at 10", f"{measured['index']['recall_at_10']:.3f}"])
+    rows.append(["stored neighbors: found by", measured["search"]])
+    rows += [[f"stored neighbors: recall at {k}", f"{value:.3f}"] for k, value in recalls(measured)]
+    for name in SPLITS:
+        if name in measured["neighbors"]:
+            rows.append([f"{name}: neighbors missing", f"{100 * measured['neighbors'][name]['missing_share']:.2f}%"])
+    rows.append(["search, one query (p50)", f"{measured['latency_ms']['single_p50']:.2f} ms"])
+    rows.append(["search, in a batch", f"{measured['latency_ms']['batched']:.3f} ms"])
+    rows += [[f"{name} on disk", human_bytes(size)] for name, size in measured["bytes"].items()]
+    return report.Table(["", "measured"], rows)
+
+
+def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
+    """`report.html` of a datastore."""
+    totals = measured["splits"]["train"]
+    steps = [Step(**step) for step in measured["build"]]
+    header, *rows = summary_rows(steps)
+    report.write_report(
+        retriever.datastore.folder / "report.html",
+        title="Datastore",
+        subtitle=f"fingerprint {measured['fingerprint']}",
+        figures=[
+            ("chunks", f"{totals['chunks']:,}", f"{totals['documents']:,} documents"),
+            ("recall@10", f"{measured['index']['recall_at_10']:.3f}", f"nprobe {measured['index']['nprobe']}"),
+            ("one search", f"{measured['latency_ms']['single_p50']:.1f} ms", "index and re-ranking"),
+        ],
+        sections=[
+            report.Section("Measured", table=summary_table(measured), plots=plots_of(retriever, measured)),
+            *([report.Section("The run that finished it", table=report.Table(header, rows))] if steps else []),
+            report.Section("Held-out chunks and their neighbors", examples=sample_examples(retriever)),
+        ],
+    )

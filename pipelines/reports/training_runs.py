@@ -1,0 +1,355 @@
+"""What a training run did, or several side by side: read from their folders, shown on one page.
+
+RUN/metrics.jsonl, RUN/settings.json → curves by metric, tables → RUN/report.html
+
+Nothing but these two files is read, so the page can be made while a run goes on. A metric that is not known here is
+plotted too, under its own name.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from indexing.store.files import read_json
+from pipelines.reports.html import Line, Section, Table, line_plot, write_report
+from retro.evaluation.sets import short_names
+from retro.training.monitor import PREFIX
+from retro.training.run_folder import read_metrics
+
+# Metrics with a place of their own: title and unit. Their order is that of the page.
+_KNOWN = {
+    "loss": ("Training loss", "nats per token"),
+    "lr": ("Learning rate", ""),
+    "gradient_norm": ("Norm of the gradient, before clipping", ""),
+    "tokens_per_second": ("Speed", "tokens per second"),
+}
+# What the monitor measures in every layer group: title and unit.
+_GROUP_FIGURES = {
+    "gradient_norm": ("Norm of the gradient", ""),
+    "update_ratio": ("Update over weights", ""),
+    "underflow": ("Underflow", "share of the gradient"),
+    "overflow": ("Overflow", "share of the gradient"),
+}
+_POSITION = ("step", "tokens")
+_HELD_OUT = re.compile(r"(.+)_(bits_per_byte|loss)_(on|off)")
+_HELD_OUT_UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token of answers"}
+_POINTS = 400  # of a curve on the page; a longer one is thinned
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder says.
+
+    Attributes:
+        name: what tells it from the others on the page.
+        lines: of `metrics.jsonl`.
+        settings: `section.key` to value.
+    """
+
+    name: str
+    lines: list[dict[str, Any]]
+    settings: dict[str, Any]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of all numbers that were logged, in order of first appearance."""
+        names = dict.fromkeys(
+            name for line in self.lines for name, value in line.items() if isinstance(value, int | float)
+        )
+        return [name for name in names if name not in _POSITION]
+
+    @property
+    def sets(self) -> list[str]:
+        """Evaluation sets that were scored."""
+        return list(dict.fromkeys(found[1] for name in self.metrics if (found := _HELD_OUT.fullmatch(name))))
+
+    def figure(self, name: str) -> str:
+        """What an evaluation set is measured by: `bits_per_byte`, or `loss` where it holds examples."""
+        return next(found[2] for each in self.metrics if (found := _HELD_OUT.fullmatch(each)) and found[1] == name)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The last step and its tokens."""
+        return (self.lines[-1]["step"], self.lines[-1]["tokens"]) if self.lines else (0, 0)
+
+    def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and values of a metric, where it was logged and is a finite number: each [n] float64."""
+        pairs = [(line["tokens"], line[metric]) for line in self.lines if isinstance(line.get(metric), int | float)]
+        tokens, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+        return tokens[np.isfinite(values)], values[np.isfinite(values)]
+
+    def held_out(self, name: str, mode: str) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and figure of an evaluation set, retrieval `on` or `off`; empty where that was not scored."""
+        return self.curve(f"{name}_{self.figure(name)}_{mode}") if name in self.sets else (np.empty(0), np.empty(0))
+
+
+def open_run(folder: Path, name: str) -> Run:
+    """Read a run's folder; a last line that is still being written is left out.
+
+    Raises:
+        InputError: it is none.
+    """
+    settings = folder / "settings.json"
+    if not settings.exists():
+        raise InputError(
+            f"{folder} is not the folder of a run ({settings} is missing). `retro train CONFIG` makes one."
+        )
+    return Run(name, read_metrics(folder), dict(_flat(read_json(settings))))
+
+
+def _flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+def write_run_report(folders: Sequence[Path], path: Path) -> list[list[str]]:
+    """Write the page.
+
+    Args:
+        folders: of the runs, one or several.
+        path: the HTML file.
+
+    Returns:
+        the page's first table as rows of text, its header first, to be printed.
+
+    Raises:
+        InputError: a folder is no run's, or stands there twice.
+    """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise InputError(f"{', '.join(map(str, folders))}: a run stands there twice; name different ones.")
+    runs = [open_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
+    summary = runs_table(runs)
+    sections = [
+        Section("Runs", table=summary if len(runs) > 1 else None),
+        Section("Held-out documents", table=held_out_table(runs), plots=held_out_plots(runs)),
+        Section(
+            "Training", plots=[metric_plot(runs, name, *texts) for name, texts in _KNOWN.items() if _has(runs, name)]
+        ),
+        Section("Layer groups", text=_GROUPS_TEXT, table=groups_table(runs), plots=group_plots(runs)),
+        Section("More", plots=[metric_plot(runs, name, name, "") for name in more_metrics(runs)]),
+        *settings_sections(runs),
+    ]
+    write_report(
+        path,
+        title=", ".join(run.name for run in runs),
+        subtitle=progress_of(runs[0]) if len(runs) == 1 else "Training runs side by side",
+        figures=figures_of(runs[0]) if len(runs) == 1 else (),
+        sections=[section for section in sections if section.plots or (section.table and section.table.rows)],
+    )
+    return [summary.header, *summary.rows]
+
+
+def _has(runs: Sequence[Run], metric: str) -> bool:
+    return any(metric in run.metrics for run in runs)
+
+
+def more_metrics(runs: Sequence[Run]) -> list[str]:
+    """Names of metrics that have no place of their own."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    return [name for name in names if not (name in _KNOWN or _HELD_OUT.fullmatch(name) or name.startswith(PREFIX))]
+
+
+# --- figures and tables --------------------------------------------------------------------------------------------
+
+
+def progress_of(run: Run) -> str:
+    """How far a run is."""
+    step, steps = run.position[0], run.settings.get("train.steps", 0)
+    return f"Finished after {step:,} steps" if step >= steps else f"Step {step:,} of {steps:,}: going on, or stopped"
+
+
+def figures_of(run: Run) -> list[tuple[str, str, str]]:
+    """Label, value and note of the numbers that people look for first."""
+    step, tokens = run.position
+    figures = [("steps", f"{step:,}", f"{tokens:,} tokens")]
+    _, losses = run.curve("loss")
+    if len(losses):
+        figures.append(("training loss", f"{smoothed(losses)[-1]:.4f}", "nats per token, smoothed"))
+    for name in run.sets[:1]:
+        unit = _HELD_OUT_UNITS[run.figure(name)]
+        for mode in ("on", "off"):
+            reached, values = run.held_out(name, mode)
+            if len(values):
+                best = f"best {values.min():.4f} after {reached[values.argmin()]:,.0f} tokens"
+                figures.append((f"{name}, {unit}, {mode.upper()}", f"{values[-1]:.4f}", best))
+        if change := gain(run, name):
+            figures.append(("retrieval ON against OFF", change, f"{unit}, the same weights"))
+    _, rates = run.curve("tokens_per_second")
+    if len(rates):
+        figures.append(("tokens per second", f"{np.median(rates):,.0f}", "median"))
+    _, shares = run.curve("mfu")
+    if len(shares):
+        figures.append(("MFU", f"{100 * np.median(shares):.1f}%", "median; of the device's peak"))
+    return figures
+
+
+def gain(run: Run, name: str) -> str:
+    """The last figure of a set, ON against OFF, in percent; empty where one of them is missing."""
+    _, changes = gain_curve(run, name)
+    return f"{changes[-1]:+.2f}%" if len(changes) else ""
+
+
+def gain_curve(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and by how many percent the figure of a set is more ON than OFF."""
+    (tokens, on), (tokens_off, off) = run.held_out(name, "on"), run.held_out(name, "off")
+    both, left, right = np.intersect1d(tokens, tokens_off, return_indices=True)
+    return both, 100 * (on[left] / off[right] - 1)
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    """How far each run is, how fast it went, and its loss."""
+    rows = []
+    for run in runs:
+        step, tokens = run.position
+        losses, rates = run.curve("loss")[1], run.curve("tokens_per_second")[1]
+        loss = f"{smoothed(losses)[-1]:.4f}" if len(losses) else "–"
+        rate = f"{np.median(rates):,.0f}" if len(rates) else "–"
+        rows.append([run.name, f"{step:,} of {run.settings.get('train.steps', 0):,}", f"{tokens:,}", loss, rate])
+    return Table(["run", "steps", "tokens", "training loss", "tokens/s"], rows)
+
+
+def held_out_table(runs: Sequence[Run]) -> Table:
+    """For every run and set the last and the best figure, OFF and ON, and what retrieval gains."""
+    rows = []
+    for run in runs:
+        for name in run.sets:
+            curves = [run.held_out(name, mode)[1] for mode in ("off", "on")]
+            last, best = ([f"{pick(c):.4f}" if len(c) else "–" for c in curves] for pick in (lambda c: c[-1], np.min))
+            rows.append([run.name, name, *last, gain(run, name) or "–", *best])
+    return Table(["run", "set", "OFF", "ON", "ON against OFF", "best OFF", "best ON"], rows)
+
+
+def settings_sections(runs: Sequence[Run]) -> list[Section]:
+    """The settings that differ between runs, a column for each run, and those that do not."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
+    values = {key: [_shown(run.settings.get(key, "–")) for run in runs] for key in keys}
+    differing = [[key, *row] for key, row in values.items() if len(set(row)) > 1]
+    common = [[key, row[0]] for key, row in values.items() if len(set(row)) == 1]
+    return [
+        Section("Settings that differ", table=Table(["setting", *(run.name for run in runs)], differing)),
+        Section("Settings in common" if len(runs) > 1 else "Settings", table=Table(["setting", "value"], common)),
+    ]
+
+
+def _shown(value: Any) -> str:
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+
+
+# --- layer groups --------------------------------------------------------------------------------------------------
+
+_GROUPS_TEXT = (
+    "Of decoder layers the plots show the one with the largest value, of each kind. Update over weights: the norm of what a "
+    "step changes over the norm of what it changes. Overflow: entries that are no finite numbers. Underflow: entries below "
+    "the smallest normal number of the precision, as they stand under the loss scale."
+)
+
+
+def groups_of(run: Run) -> list[str]:
+    """The layer groups that the monitor has looked at: embedding, encoder and head, then the layers by kind."""
+    names = {name.split("/")[2] for name in run.metrics if name.startswith(PREFIX)}
+    return sorted(names, key=lambda name: (kind_of(name) != name, name))
+
+
+def kind_of(group: str) -> str:
+    """`attention` of `attention_03`; other groups are kinds of their own."""
+    return re.sub(r"_\d+$", "", group)
+
+
+def groups_table(runs: Sequence[Run]) -> Table:
+    """The last and the largest values of every layer group."""
+    rows = []
+    for run in runs:
+        for group in groups_of(run):
+            curves = [run.curve(f"{PREFIX}{figure}/{group}")[1] for figure in _GROUP_FIGURES]
+            norms, ratios, underflow, overflow = (
+                [f"{v[-1]:.3g}", f"{v.max():.3g}"] if len(v) else ["–"] * 2 for v in curves
+            )
+            rows.append([run.name, group, *norms, *ratios, underflow[1], overflow[1]])
+    header = ["gradient norm", "largest", "update ratio", "largest", "largest underflow", "largest overflow"]
+    return Table(["run", "group", *header], rows)
+
+
+def group_plots(runs: Sequence[Run]) -> list[str]:
+    """For each run and figure a line for each kind of group: of its layers the largest value. Shares that stay 0 are left out."""
+    plots = []
+    for run in runs:
+        kinds = list(dict.fromkeys(map(kind_of, groups_of(run))))
+        for figure, (title, unit) in _GROUP_FIGURES.items():
+            lines = {kind: Line(*thinned(*largest_of(run, figure, kind))) for kind in kinds}
+            if any(np.any(line.ys) for line in lines.values()):
+                name = f"{title}, {run.name}" if len(runs) > 1 else title
+                plots.append(line_plot(lines, "tokens", unit, f"{name}, by layer group", log_y=not unit))
+    return plots
+
+
+def largest_of(run: Run, figure: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and the largest value of a figure among the layer groups of a kind: each [n] float64."""
+    names = [f"{PREFIX}{figure}/{group}" for group in groups_of(run) if kind_of(group) == kind]
+    found: dict[float, float] = {}
+    for tokens, values in map(run.curve, names):
+        for at, value in zip(tokens.tolist(), values.tolist(), strict=True):
+            found[at] = max(value, found.get(at, value))
+    return np.array(sorted(found)), np.array([found[at] for at in sorted(found)])
+
+
+# --- plots ---------------------------------------------------------------------------------------------------------
+
+
+def metric_plot(runs: Sequence[Run], metric: str, title: str, unit: str) -> str:
+    """A metric of every run against tokens, smoothed; where no more than two runs share the page, over the raw values."""
+    lines = {}
+    for number, run in enumerate(runs):
+        tokens, values = run.curve(metric)
+        if metric == "lr":
+            lines[run.name] = Line(*thinned(tokens, values), color=number)
+        elif len(values):
+            raw = spikes(tokens, values) if len(runs) < 3 else None
+            lines[run.name] = Line(*thinned(tokens, smoothed(values)), color=number, raw=raw)
+    return line_plot(lines, "tokens", unit, title)
+
+
+def held_out_plots(runs: Sequence[Run]) -> list[str]:
+    """The figure of every set, and what retrieval gains on it."""
+    plots = []
+    for name in dict.fromkeys(name for run in runs for name in run.sets):
+        lines, gains = {}, {}
+        for number, run in enumerate(runs):
+            for mode in ("on", "off"):
+                curve = run.held_out(name, mode)
+                if len(curve[0]):
+                    label = f"{run.name} {mode.upper()}" if len(runs) > 1 else f"retrieval {mode.upper()}"
+                    lines[label] = Line(*thinned(*curve), color=number, dashed=mode == "off")
+            if len(gain_curve(run, name)[0]):
+                gains[run.name] = Line(*thinned(*gain_curve(run, name)), color=number)
+        unit = next(_HELD_OUT_UNITS[run.figure(name)] for run in runs if name in run.sets)
+        plots.append(line_plot(lines, "tokens", unit, f"Held out: {name}"))
+        if gains:
+            plots.append(line_plot(gains, "tokens", "percent", f"Held out: {name}, retrieval ON against OFF"))
+    return plots
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """The mean over a thirtieth of the curve around each value [n]; near the ends over what there is."""
+    window = np.ones(len(values) // 60 * 2 + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+
+
+def thinned(tokens: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Points of a curve at equal distances, the first and the last among them."""
+    kept = np.unique(np.linspace(0, max(0, len(values) - 1), _POINTS).round().astype(np.int64))[: len(values)]
+    return tokens[kept], values[kept]
+
+
+def spikes(tokens: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The smallest and the largest value of every stretch of a curve: thinned, but nothing that stood out is lost."""
+    stretches = np.array_split(np.arange(len(values)), min(len(values), _POINTS))
+    kept = np.unique([part[pick(values[part])] for part in stretches for pick in (np.argmin, np.argmax)])
+    return tokens[kept], values[kept]

@@ -1,0 +1,217 @@
+"""The middle of the `chunk` stage, where `[dedup]` asks for it: which training documents are left out as near copies.
+
+dedup/  evaluation/          the files that dedup.paths names, looked through like a corpus
+        signatures/00000/    of every shard of the corpus, and evaluation-00000/ of the files above
+        candidates/          who shares a band with whom          (these two are removed when the list is finished)
+        grams/00000/         gram sets of the candidates
+        removed/             removed.jsonl, and which documents of every shard are left out
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.corpus.scan import Piece, list_files
+from indexing.dedup import near_duplicates as dedup
+from indexing.store.artifact import Recipe, create, is_finished, read_manifest, remove
+from indexing.store.datastore import shard_name
+from indexing.store.errors import InputError
+from indexing.store.remote import present
+from pipelines.config import Config
+from pipelines.executors import Advance, Executor
+from pipelines.stages import corpus as corpus_stage
+from pipelines.stages.shards import fingerprint_of, prefixed, run_tasks, shard_task
+
+log = logging.getLogger("retro")
+
+FOLDER = "dedup"
+
+
+def prepare(config: Config, executor: Executor) -> Recipe | None:
+    """The recipe of the list of removed documents, or None where none is asked for; looks through the evaluation files.
+
+    Raises:
+        InputError: an evaluation file cannot be found, or is not the one that the finished list was made with.
+    """
+    if not config.dedup.is_on:
+        return None
+    inputs = {name: fingerprint_of(config.datastore / name) for name in ("corpus", "tokenizer")}
+    if config.dedup.paths:
+        folder, settings = config.datastore / FOLDER / "evaluation", replace(config.corpus, paths=config.dedup.paths)
+        files = list_files(settings, "dedup.paths")
+        corpus_stage.require_tokenizer(config, files)
+        corpus_stage.look_through(folder, settings, files, executor, "dedup.paths")
+        inputs["evaluation"] = fingerprint_of(folder)
+    return Recipe("chunk", 1, settings_of(config), inputs)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """The settings that decide what is removed, as they stand in recipes. The files are told by their checksums."""
+    return prefixed("dedup", config.dedup, without=("paths",)) | {"corpus.split": config.corpus.split}
+
+
+def run(config: Config, executor: Executor, recipe: Recipe) -> None:
+    """Make the list of removed documents unless it is finished.
+
+    Raises:
+        InputError: no training document is left.
+    """
+    folder = config.datastore / FOLDER
+    out = folder / "removed"
+    shards = _shards(config)
+    # Signatures stay, so those that `retro verify --mend` removed are made again even if the list is finished.
+    _sign(config, executor, recipe, shards)
+    if not is_finished(out, recipe):
+        _find_candidates(config, executor, recipe, shards)
+        _collect_grams(config, executor, recipe, shards)
+        signatures = [folder / "signatures" / name for name in shards]
+        grams = [folder / "grams" / name for name in shards]
+        candidates = folder / "candidates"
+        arguments = (recipe, signatures, candidates, grams, config.dedup)
+        task = shard_task(out, *arguments, size=read_manifest(candidates)["counts"]["train"])
+        run_tasks("chunk", "documents", remove_task, [task], executor, name="dedup")
+    for name in ("candidates", "grams"):
+        remove(folder / name)
+    log.info("dedup: %s", summary(out))
+    counts = read_manifest(out)["counts"]
+    if 0 < counts["documents"]["train"] == sum(counts["removed"].values()):
+        raise InputError(
+            f"{summary(out)}: none is left for training and the index. Leave out of dedup.paths what is trained on, or of "
+            "[dedup] what removes it, and add `--rebuild`."
+        )
+
+
+def _shards(config: Config) -> dict[str, list[Piece]]:
+    """The pieces of every shard by its name: those of the corpus, then those of the evaluation files."""
+    plan = corpus_stage.plan_of(config.datastore / "corpus")
+    shards = {shard_name(number): pieces for number, pieces in enumerate(plan)}
+    if config.dedup.paths:
+        more = corpus_stage.plan_of(config.datastore / FOLDER / "evaluation")
+        shards |= {f"evaluation-{shard_name(number)}": pieces for number, pieces in enumerate(more)}
+    return shards
+
+
+def _part(recipe: Recipe, **more: Any) -> Recipe:
+    """The recipe of something that the list is made from."""
+    return replace(recipe, settings={**recipe.settings, **more})
+
+
+# --- signatures ----------------------------------------------------------------------------------------------------
+
+
+def _sign(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[Piece]]) -> None:
+    todo = []
+    for name, pieces in shards.items():
+        out, own = config.datastore / FOLDER / "signatures" / name, _part(recipe, shard=name)
+        if not is_finished(out, own):
+            arguments = (own, pieces, config.corpus, config.dedup, config.datastore / "tokenizer")
+            todo.append(shard_task(out, *arguments, size=sum(piece.text_bytes for piece in pieces)))
+    run_tasks("chunk", "bytes", sign_task, todo, executor, name="signatures")
+
+
+def sign_task(
+    out: Path, recipe: Recipe, pieces: Any, corpus: Any, settings: Any, tokenizer: Path, *, advance: Advance
+) -> None:
+    """Make the signatures of one shard."""
+    with create(out, recipe) as (work, counts):
+        is_evaluation = out.name.startswith("evaluation-")
+        counts |= dedup.sign_shard(
+            work, pieces, corpus, settings, tokenizer, is_evaluation=is_evaluation, advance=advance
+        )
+
+
+# --- candidates ----------------------------------------------------------------------------------------------------
+
+
+def _find_candidates(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[Piece]]) -> None:
+    folder = config.datastore / FOLDER
+    out = folder / "candidates"
+    if not is_finished(out, recipe):
+        signatures = [folder / "signatures" / name for name in shards]
+        task = shard_task(out, recipe, signatures, config.dedup, size=config.dedup.sketch.bands)
+        run_tasks("chunk", "bands", candidate_task, [task], executor, name="candidates")
+
+
+def candidate_task(
+    out: Path, recipe: Recipe, folders: list[Path], settings: dedup.DedupSettings, *, advance: Advance
+) -> None:
+    """Compare the bands of all shards: meetings.npy as `find_candidates` returns it, and SHARD.npy, places of its candidates."""
+    with create(out, recipe) as (work, counts):
+        signatures = dedup.Signatures.open(folders)
+        meetings = dedup.find_candidates(signatures, settings, advance=advance)
+        np.save(work / "meetings.npy", meetings)
+        documents = np.unique(meetings[:, 0])
+        cuts = np.searchsorted(documents, signatures.starts)
+        for shard, folder in enumerate(folders):
+            places = documents[cuts[shard] : cuts[shard + 1]] - signatures.starts[shard]
+            np.save(work / f"{folder.name}.npy", places)
+        counts |= {"documents": len(documents), "meetings": len(meetings)}
+        counts["train"] = int((signatures.splits[documents] == dedup.TRAIN).sum())
+
+
+def _collect_grams(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[Piece]]) -> None:
+    todo = []
+    for name, pieces in shards.items():
+        out, own = config.datastore / FOLDER / "grams" / name, _part(recipe, shard=name)
+        if not is_finished(out, own):
+            places = config.datastore / FOLDER / "candidates" / f"{name}.npy"
+            arguments = (own, pieces, places, config.corpus, config.dedup, config.datastore / "tokenizer")
+            todo.append(shard_task(out, *arguments, size=sum(piece.text_bytes for piece in pieces)))
+    run_tasks("chunk", "bytes", gram_task, todo, executor, name="grams of candidates")
+
+
+def gram_task(
+    out: Path,
+    recipe: Recipe,
+    pieces: Any,
+    places: Path,
+    corpus: Any,
+    settings: Any,
+    tokenizer: Path,
+    *,
+    advance: Advance,
+) -> None:
+    """Read the candidates of one shard again."""
+    with create(out, recipe) as (work, counts):
+        counts["grams"] = dedup.collect_grams(
+            work, pieces, np.load(present(places)), corpus, settings, tokenizer, advance=advance
+        )
+
+
+# --- the list ------------------------------------------------------------------------------------------------------
+
+
+def remove_task(
+    out: Path,
+    recipe: Recipe,
+    folders: list[Path],
+    candidates: Path,
+    grams: list[Path],
+    settings: dedup.DedupSettings,
+    *,
+    advance: Advance,
+) -> None:
+    """Decide which documents go, and list them."""
+    with create(out, recipe) as (work, counts):
+        signatures = dedup.Signatures.open(folders)
+        meetings = np.load(present(candidates / "meetings.npy"), mmap_mode="r")
+        sets = dedup.GramSets(grams, np.unique(meetings[:, 0]), signatures)
+        removals = dedup.decide(meetings, signatures, sets, settings, advance=advance)
+        names = [folder.name for folder in folders if not folder.name.startswith("evaluation-")]
+        counts["removed"] = dedup.write_removed(work, removals, signatures, sets, names)
+        counts["documents"] = {
+            kind: int((signatures.splits == number).sum()) for number, kind in enumerate(dedup.KINDS)
+        }
+
+
+def summary(out: Path) -> str:
+    """How many documents were removed, why, and where they are listed."""
+    counts = read_manifest(out)["counts"]
+    removed, documents = counts["removed"], counts["documents"]
+    reasons = ", ".join(f"{removed[kind]:,} near {kind}" for kind in dedup.KINDS if removed[kind])
+    total = f"removed {sum(removed.values()):,} of {documents['train']:,} training documents"
+    return f"{total}{f' ({reasons})' if reasons else ''}: {out / 'removed.jsonl'}"

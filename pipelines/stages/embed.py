@@ -1,0 +1,82 @@
+"""The `embed` stage: chunks → embedder → embeddings."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing import embedders
+from indexing.store.artifact import Recipe, create, fingerprint, is_finished, read_manifest
+from indexing.store.datastore import Datastore, open_array, shard_name
+from indexing.tokenization.tokenizer import Tokenizer
+from pipelines.config import Config
+from pipelines.executors import Advance, Executor
+from pipelines.stages import other_datastores as sharing
+from pipelines.stages.corpus import generations
+from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
+from pipelines.terminal import progress
+
+
+def run_embed(config: Config, executor: Executor) -> str:
+    """Chunks → embedder → embeddings."""
+    folder = config.datastore
+    _make_embedder(config)
+    embedder_print = fingerprint_of(folder / "embedder")
+    todo = []
+    for shard, source in enumerate(shards(folder, "chunks")):
+        recipe = Recipe("embed", 1, {"shard": shard}, {"chunks": fingerprint_of(source), "embedder": embedder_print})
+        out = folder / "embeddings" / shard_name(shard)
+        if not is_finished(out, recipe):
+            size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
+            todo.append(shard_task(out, recipe, folder, embedder_print, source, config.embedder, size=size))
+    _open_embedder.cache_clear()  # of an earlier build in this process: one that was mended has the same fingerprint
+    run_tasks("embed", "chunks", embed_task, todo, executor)
+    return fingerprint([fingerprint_of(path) for path in shards(folder, "embeddings")])
+
+
+def _make_embedder(config: Config) -> None:
+    folder, settings = config.datastore, config.embedder
+    datastore, first = Datastore.open(folder), generations(folder)[0]
+    inputs = {"chunks": generation_fingerprint(folder, "chunks", first)}
+    if settings.kind == "transformer":
+        inputs = {"model": embedders.model_fingerprint(settings.path)}
+    elif settings.path:
+        inputs = {"embedder.path": fingerprint(sharing.embedder_files(datastore, settings))}
+    recipe = Recipe("embed", 1, prefixed("embedder", settings.recipe()), inputs)
+    if is_finished(folder / "embedder", recipe):
+        return
+    train = datastore.train.first_shards(len(first))
+    with create(folder / "embedder", recipe) as (work, counts):
+        if settings.kind == "transformer":
+            embedders.write_settings(work, settings)
+            return
+        if settings.path:
+            sharing.copy_embedder(datastore, settings, work)
+            return
+        total = train.num_chunks
+        rng = np.random.default_rng(settings.seed)
+        size = min(total, settings.fit_chunks)
+        ids = np.sort(rng.choice(total, size, replace=False)).astype(np.int64)
+        is_special = Tokenizer.open(folder / "tokenizer").token_bytes == 0
+        counts["chunks"] = size
+        with progress("embed: count n-grams", total=size, unit="chunks") as advance:
+            embedders.fit_lexical(work, settings, train.tokens.gather(ids), train.lengths.gather(ids), is_special)
+            advance(size)
+
+
+@lru_cache(maxsize=1)
+def _open_embedder(folder: Path, _: str, settings: embedders.EmbedderSettings) -> embedders.Embedder:
+    """Kept between the shards of one worker: a model is loaded once. The fingerprint in its key notices another one."""
+    return embedders.open_embedder(folder / "embedder", Tokenizer.open(folder / "tokenizer").decode, settings)
+
+
+def embed_task(
+    out: Path, recipe: Recipe, folder: Path, embedder_print: str, source: Path, settings: Any, *, advance: Advance
+) -> None:
+    """Make one shard of embeddings, all splits."""
+    embedder = _open_embedder(folder, embedder_print, settings)
+    with create(out, recipe) as (work, counts):
+        for split in Datastore.open(folder).split_names:
+            tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
+            counts[split] = embedders.embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)

@@ -1,0 +1,204 @@
+"""The `neighbors` stage: embeddings and indexes → the neighbors of every chunk of all splits."""
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from indexing.device import has_bfloat16, keep_freed_memory, resolve
+from indexing.index.sharded import ShardedIndex
+from indexing.neighbors import search as neighbors
+from indexing.neighbors.list_search import ListIndex
+from indexing.neighbors.search_cost import Hardware, Method, cheapest, describe
+from indexing.store import remote
+from indexing.store.artifact import (
+    Recipe,
+    create,
+    damage,
+    fingerprint,
+    is_finished,
+    parse_manifest,
+    read_manifest,
+    remove,
+)
+from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.vectors.product_search import ProductIndex
+from pipelines.config import Config
+from pipelines.executors import Advance, Executor, ExecutorSettings
+from pipelines.stages import other_datastores as sharing
+from pipelines.stages.corpus import generations
+from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
+
+log = logging.getLogger("retro")
+
+# What the neighbors of a chunk depend on, in every datastore that is searched: the name in the recipe, and the stage.
+_SEARCHED = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Shards that are searched as one index: those of a generation, or of another datastore.
+
+    Attributes:
+        folder: of the datastore.
+        shards: their numbers.
+        number: of the datastore in the retrieval set.
+        fingerprint: of all that their search depends on.
+    """
+
+    folder: Path
+    shards: range
+    number: int
+    fingerprint: str
+
+
+def run_neighbors(config: Config, executor: Executor) -> str:
+    """Embeddings and indexes → the neighbors of every chunk of all splits."""
+    folder = config.datastore
+    own, others = _generations(folder), _others(config)
+    todo, method = [], None
+    for shard, source in enumerate(shards(folder, "chunks")):
+        # What the stage made of this shard when the datastore had one generation, two, …
+        recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
+        out = folder / "neighbors" / shard_name(shard)
+        known = _set_aside(out, recipes)
+        if not is_finished(out, recipes[-1]):
+            method = method or _method(config, Datastore.open(folder).train)
+            searched = (*own[known:], *(() if known else others))
+            before = _before(out) if known else None
+            size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
+            task = shard_task(out, recipes[-1], shard, config.neighbors, searched, method, before, size=size)
+            todo.append(task)
+    if todo:
+        _warn_of_few_chunks(config)
+    _open_searched.cache_clear()  # of an earlier build in this process: one that was mended has the same fingerprint
+    run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
+    for out in shards(folder, "neighbors"):
+        remove(_before(out))
+    return fingerprint([fingerprint_of(path) for path in shards(folder, "neighbors")])
+
+
+def _warn_of_few_chunks(config: Config) -> None:
+    datastores = (Datastore.open(config.datastore), *sharing.retrieved_from(config))
+    num_chunks = sum(datastore.train.num_chunks for datastore in datastores)
+    if config.neighbors.k > num_chunks:
+        log.warning(
+            "neighbors.k = %s, but there are only %s chunks to retrieve: the other neighbors of each chunk are stored as -1",
+            f"{config.neighbors.k:,}",
+            f"{num_chunks:,}",
+        )
+
+
+def _generations(folder: Path) -> list[Part]:
+    found: list[Part] = []
+    for generation in generations(folder):
+        prints = {name: generation_fingerprint(folder, name, generation) for name in _SEARCHED}
+        if not found:
+            prints["index"] = fingerprint_of(folder / "index" / "tuned")
+        found.append(Part(folder, generation, 0, fingerprint(prints)))
+    return found
+
+
+def _others(config: Config) -> list[Part]:
+    found = []
+    for number, other in enumerate(sharing.retrieved_from(config), start=1):
+        prints = {name: other.manifest["fingerprints"][stage] for name, stage in _SEARCHED.items()}
+        found.append(Part(other.folder, range(len(other.train.chunk_rows)), number, fingerprint(prints)))
+    return found
+
+
+def _recipe(config: Config, shard: int, own: list[Part], others: list[Part]) -> Recipe:
+    return Recipe(
+        stage="neighbors",
+        version=4,
+        settings=prefixed("neighbors", config.neighbors, without=("also", "materialised")) | {"shard": shard},
+        inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
+        # not the folder: a datastore that was moved is the same
+        | {f"neighbors.also[{number}]": part.fingerprint for number, part in enumerate(others)},
+    )
+
+
+def _before(out: Path) -> Path:
+    """Where a shard's neighbors lie until what an appended generation adds has been merged with them."""
+    return out.with_name(f"{out.name}.before")
+
+
+def _set_aside(out: Path, recipes: list[Recipe]) -> int:
+    """Put what was found in the first generations aside; returns in how many of them, 0 where there is nothing of use."""
+    made = [recipe.fingerprint for recipe in recipes[:-1]]
+    if not damage(out) and parse_manifest(out)["fingerprint"] in made:
+        remove(_before(out))
+        remove(out.parent.with_name("materialised") / out.name)  # written out of these, and made anew of the next
+        remote.move(out, _before(out))
+    if damage(_before(out)):
+        return 0
+    found = parse_manifest(_before(out))["fingerprint"]
+    return made.index(found) + 1 if found in made else 0
+
+
+@lru_cache(maxsize=1)
+def _open_searched(searched: tuple[Part, ...], method: Method) -> list[neighbors.Searchable]:
+    """Kept between the shards of one worker; the fingerprints in the key notice another index."""
+    opened = []
+    for part in searched:
+        train = Datastore.open(part.folder).train
+        index: neighbors.Index | None = None
+        if method in ("index", "big-batch"):
+            index = ShardedIndex.open(part.folder / "index", part.shards, big_batch=method == "big-batch")
+        elif method == "lists":
+            index = ListIndex.open(part.folder / "index", train.embeddings, part.shards)
+        if index is None:  # exhaustively, as what has no lists is small
+            rows = (int(train.tokens.starts[part.shards.start]), int(train.tokens.starts[part.shards.stop]))
+            index = ProductIndex(train.embeddings, rows=rows)
+        opened.append(neighbors.Searchable(index, train, part.number))
+    return opened
+
+
+def _method(config: Config, train: Split) -> Method:
+    """The way of searching: as set, or as an earlier run of this stage chose, or the cheaper one."""
+    if config.neighbors.search != "auto":
+        return config.neighbors.search
+    for shard in shards(config.datastore, "neighbors"):
+        for made in (shard, _before(shard)):
+            if not damage(made):
+                return parse_manifest(made)["counts"]["search"]
+    return cheapest(describe(train, config.neighbors), hardware_of(config.executor))
+
+
+def hardware_of(settings: ExecutorSettings) -> Hardware:
+    """What multiplies in the workers of this stage."""
+    cuda = settings.neighbors.gpus > 0 if settings.kind == "ray" else resolve("auto") == "cuda"
+    return "cuda" if cuda else "bfloat16" if has_bfloat16("cpu") else "float32"
+
+
+def neighbor_task(
+    out: Path,
+    recipe: Recipe,
+    shard: int,
+    settings: Any,
+    searched: tuple[Part, ...],
+    method: Method,
+    before: Path | None,
+    *,
+    advance: Advance,
+) -> None:
+    """Search the neighbors of one shard's chunks, all splits, and merge them with those that were found before."""
+    keep_freed_memory()
+    folder, opened = out.parent.parent, _open_searched(searched, method)
+    datastore = Datastore.open(folder)
+    with create(out, recipe) as (work, counts):
+        counts["search"] = method
+        for split in map(datastore.split, datastore.split_names):
+            starts = split.tokens.starts
+            counts[split.name] = neighbors.neighbor_shard(
+                work / split.name,
+                split,
+                (int(starts[shard]), int(starts[shard + 1])),
+                opened,
+                settings,
+                before=before / split.name if before else None,
+                advance=advance,
+            )
+            if before:  # as if all had been searched at once
+                counts[split.name]["deeper"] += parse_manifest(before)["counts"][split.name]["deeper"]

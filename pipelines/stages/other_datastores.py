@@ -1,0 +1,61 @@
+"""What a datastore takes from others: the chunks that it retrieves, and the weights of their lexical embedder."""
+
+import os
+import shutil
+from pathlib import Path
+
+from indexing.embedders import EmbedderSettings
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.remote import present
+from indexing.store.retrieval_set import check_searchable, check_tokenizer, embedder_identity
+from pipelines.config import Config
+
+
+def retrieved_from(config: Config) -> list[Datastore]:
+    """The datastores of `neighbors.also`, in order.
+
+    Raises:
+        InputError: one is not there, not searchable, named twice, or embeds otherwise.
+    """
+    own, found = Datastore.open(config.datastore), list[Datastore]()
+    for folder in config.neighbors.also:
+        other = Datastore.open(folder)
+        if other.folder.resolve() in [known.folder.resolve() for known in (own, *found)]:
+            raise InputError(f"neighbors.also names {folder} twice, or the datastore itself: name each other one once.")
+        other.require("add")
+        check_searchable(own, other)
+        found.append(other)
+    return found
+
+
+def manifest_entries(config: Config) -> list[dict[str, str]]:
+    """Where these datastores lie, seen from this one, and the fingerprint of their chunks: what reading their ids needs."""
+    base = config.datastore.resolve()
+    return [
+        {"folder": os.path.relpath(other.folder.resolve(), base), "chunks": other.manifest["fingerprints"]["chunk"]}
+        for other in retrieved_from(config)
+    ]
+
+
+def embedder_files(datastore: Datastore, settings: EmbedderSettings) -> dict[str, str]:
+    """File name to checksum of the lexical embedder in the datastore that `embedder.path` names.
+
+    Raises:
+        InputError: there is none, or it was made for another tokenizer.
+    """
+    other = Datastore.open(settings.path)
+    other.require("embed")
+    check_tokenizer(datastore, other, "embedder.path")
+    files = embedder_identity(other)
+    if isinstance(files, str):
+        raise InputError(
+            f"embedder.path: {other.folder} has a transformer: set embedder.kind and its own path instead."
+        )
+    return files
+
+
+def copy_embedder(datastore: Datastore, settings: EmbedderSettings, work: Path) -> None:
+    """Copy that embedder to the folder `work`."""
+    for name in embedder_files(datastore, settings):
+        shutil.copyfile(present(Path(settings.path) / "embedder" / name), work / name)

@@ -1,0 +1,78 @@
+"""What every stage needs: its shards, their fingerprints, and running the tasks of those that are unfinished."""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from indexing.store.artifact import Recipe, damage, fingerprint, is_finished, read_manifest
+from indexing.store.datastore import shard_name
+from indexing.store.errors import InputError
+from indexing.store.remote import drop_if_changed, url_of
+from pipelines.executors import Advance, Executor, StageName, Task
+from pipelines.stages.corpus import generations
+from pipelines.terminal import progress
+
+
+def shards(folder: Path, stage: str) -> list[Path]:
+    """The artefact of every shard of a stage (`chunks`, `embeddings`, …), finished or not."""
+    return [folder / stage / shard_name(shard) for generation in generations(folder) for shard in generation]
+
+
+def generation_fingerprint(folder: Path, stage: str, generation: range) -> str:
+    """One fingerprint over the shards of a generation."""
+    return fingerprint([fingerprint_of(folder / stage / shard_name(shard)) for shard in generation])
+
+
+def shard_counts(folder: Path) -> list[dict[str, Any]]:
+    """What stands in each shard of chunks: split to documents, chunks, tokens and bytes."""
+    return [read_manifest(path)["counts"] for path in shards(folder, "chunks")]
+
+
+def fingerprint_of(folder: Path) -> str:
+    """The fingerprint of a finished artefact."""
+    return read_manifest(folder)["fingerprint"]
+
+
+def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Settings as `section.key`, the names that a message or a command line uses."""
+    values = settings if isinstance(settings, dict) else asdict(settings)
+    return {f"{section}.{key}": value for key, value in values.items() if key not in without}
+
+
+def shard_task(out: Path, recipe: Recipe, *arguments: Any, size: int) -> Task:
+    """The task that makes the artefact `out` of this recipe: its first two arguments."""
+    return Task(f"{out.parent.name}/{out.name}", (out, recipe, *arguments), size)
+
+
+def make_once(function: Callable[..., Any], out: Path, recipe: Recipe, *arguments: Any, advance: Advance) -> None:
+    """Run a shard's task unless it is finished: a worker may have died after the last rename and before it said so."""
+    drop_if_changed(out)
+    if damage(out) or not is_finished(out, recipe):
+        function(out, recipe, *arguments, advance=advance)
+
+
+def run_tasks(
+    stage: StageName, unit: str, function: Callable[..., Any], todo: list[Task], executor: Executor, name: str = ""
+) -> None:
+    """Run the tasks of what is unfinished under one progress bar; see `shard_task`."""
+    if not todo:
+        return
+    with progress(name or stage, total=sum(task.size for task in todo), unit=unit) as advance:
+        for _ in executor.map(stage, partial(make_once, function), todo, advance):
+            pass
+    for task in todo:
+        _require_seen(task.arguments[0])
+
+
+def _require_seen(out: Path) -> None:
+    """Listing the folder makes a network file system look again where it remembers that there was nothing."""
+    if url_of(out):
+        return
+    if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
+        raise InputError(
+            f"{out} was made, but cannot be seen from here: workers on other machines have written to disks of their own. "
+            "Put `datastore` on storage that every machine sees under the same path."
+        )

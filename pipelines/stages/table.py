@@ -1,0 +1,196 @@
+"""The stage table: what is made from what, and which of it is still to do.
+
+    chunk → embed → train-index → add → neighbors (→ materialise, merge)
+
+Each stage looks at the manifests before it, writes a recipe for every artefact of its own, skips those that are finished
+and maps a plain function of `indexing/` over the rest. Nothing here knows where the tasks run.
+"""
+
+import contextlib
+import fcntl
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from indexing.store import remote
+from indexing.store.artifact import remove
+from indexing.store.datastore import SPLITS, Datastore, read_datastore_manifest, write_datastore_manifest
+from indexing.store.errors import InputError
+from indexing.tokenization.tokenizer import Tokenizer
+from pipelines.config import Config
+from pipelines.executors import Executor
+from pipelines.stages import corpus as corpus_stage
+from pipelines.stages import other_datastores as sharing
+from pipelines.stages.chunk import run_chunk
+from pipelines.stages.embed import run_embed
+from pipelines.stages.index import run_add, run_merge, run_train_index
+from pipelines.stages.materialize import run_materialise
+from pipelines.stages.neighbors import run_neighbors
+from pipelines.stages.shards import shard_counts
+from pipelines.terminal import StagesView
+
+log = logging.getLogger("retro")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A row of the stage table.
+
+    Attributes:
+        run: makes every unfinished artefact of the stage and returns the stage's fingerprint.
+        outputs: globs of the artefacts, relative to the datastore: what `--rebuild` removes.
+        wanted: whether it is one of `all` under these settings.
+        needs: the stage that must be finished; empty: the one before in the table.
+    """
+
+    run: Callable[[Config, Executor], str]
+    outputs: tuple[str, ...]
+    wanted: Callable[[Config], bool] = lambda config: True
+    needs: str = ""
+
+
+def build(
+    config: Config,
+    executor: Executor,
+    *,
+    only: str = "all",
+    rebuild: bool = False,
+    append: bool = False,
+    view: StagesView | None = None,
+) -> Datastore:
+    """Bring a datastore up to date with its settings. One at a URL is made in its local mirror, and uploaded.
+
+    Args:
+        config: the settings.
+        executor: where the tasks run.
+        only: one stage of `STAGES`, or `all`.
+        rebuild: first remove what this stage and the ones after it have made.
+        append: first add the files of the corpus that the datastore does not have, as new shards.
+        view: shows the stages, and afterwards holds what was done and how long it took.
+
+    Raises:
+        InputError: a finished artefact was made with other settings, an earlier stage is missing, the input is bad, or
+            another process is building the same datastore.
+    """
+    folder = remote.local_folder(config.datastore)
+    config = replace(config, datastore=folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [name for name, stage in STAGES.items() if stage.wanted(config)] if only == "all" else [only]
+    view = view or StagesView()
+    with lock(folder), view.shown(names):
+        remote.pull(folder)
+        if rebuild:
+            _remove_from(folder, names[0])
+        if append:
+            corpus_stage.append(config, executor)
+        for name in names:
+            with view.stage(name):
+                _require_earlier(folder, name)
+                result = STAGES[name].run(config, executor)
+                _write_manifest(config, name, result)
+    return Datastore.open(folder)
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Keep every other builder out of a datastore.
+
+    Raises:
+        InputError: another process is building it.
+    """
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{folder} is being built by another process; wait for it or stop it.") from error
+        try:
+            yield
+        finally:
+            if [path.name for path in folder.iterdir()] == [".lock"]:  # refused before anything was made
+                shutil.rmtree(folder)
+
+
+def _remove_from(folder: Path, first: str) -> None:
+    """Remove what a stage and those after it have made: first from the manifest, then from the disk, the last first."""
+    names = list(STAGES)
+    later = names[names.index(first) :]
+    manifest = _manifest_so_far(folder)
+    if manifest:
+        kept = {name: value for name, value in manifest["fingerprints"].items() if name not in later}
+        write_datastore_manifest(folder, {**manifest, "fingerprints": kept})
+    for name in reversed(later):
+        for pattern in STAGES[name].outputs:
+            for output in folder.glob(pattern):
+                if output.is_dir():
+                    remove(output)
+                else:
+                    _unlink(output)
+    if first == names[0]:
+        _unlink(folder / "manifest.json")
+
+
+def _unlink(path: Path) -> None:
+    remote.remove(path)
+    path.unlink(missing_ok=True)
+
+
+def _require_earlier(folder: Path, name: str) -> None:
+    position = list(STAGES).index(name)
+    if position:
+        Datastore.open(folder).require(STAGES[name].needs or list(STAGES)[position - 1])
+
+
+def _manifest_so_far(folder: Path) -> dict[str, Any]:
+    """The datastore's manifest; a damaged one counts as none, for it is written again from what the shards say."""
+    path = folder / "manifest.json"
+    if not path.exists():
+        return {}
+    try:
+        return read_datastore_manifest(folder)
+    except ValueError as error:
+        log.warning("%s cannot be read (%s); it is written again", path, error)
+        return {}
+
+
+def _write_manifest(config: Config, name: str, result: str) -> None:
+    """Record that a stage is finished; the stages after it stay recorded only if this one made nothing new."""
+    folder = config.datastore
+    old = _manifest_so_far(folder)
+    if old:
+        Datastore.open(folder)  # of this format version
+    fingerprints = dict(old.get("fingerprints", {}))
+    if fingerprints.get(name) != result:
+        position = list(STAGES).index(name)
+        fingerprints = {key: value for key, value in fingerprints.items() if list(STAGES).index(key) < position}
+        fingerprints[name] = result
+    tokenizer = Tokenizer.open(folder / "tokenizer")
+    counts = shard_counts(folder)
+    splits = [split for split in SPLITS if all(split in count for count in counts)]
+    manifest = {
+        "chunk_length": config.chunks.chunk_length,
+        "pad_id": tokenizer.pad_id,
+        "vocab_size": tokenizer.vocab_size,
+        "fingerprints": fingerprints,
+        "splits": {
+            split: {key: [count[split][key] for count in counts] for key in ("documents", "chunks", "tokens", "bytes")}
+            for split in splits
+        },
+    }
+    if "neighbors" in fingerprints:
+        manifest["also"] = sharing.manifest_entries(config) if name == "neighbors" else old.get("also", [])
+    if manifest != {key: value for key, value in old.items() if key != "format_version"}:
+        write_datastore_manifest(folder, manifest)
+
+
+STAGES: dict[str, Stage] = {
+    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "dedup", "chunks/*", "deleted.npy")),
+    "embed": Stage(run_embed, ("embedder", "embeddings/*")),
+    "train-index": Stage(run_train_index, ("index/trained",)),
+    "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
+    "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html")),
+    "materialise": Stage(run_materialise, ("materialised/*",), lambda config: config.neighbors.materialised > 0),
+    "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
+}

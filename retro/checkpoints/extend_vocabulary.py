@@ -1,0 +1,85 @@
+"""The tables of a model for an extended vocabulary: a row for each new piece, the mean of the rows of its old pieces.
+
+    old rows ─────────────────────────────► the same, to the bit
+    ids that had none (padding, at times) ► the mean of all rows
+    new pieces ───────────────────────────► the mean of the rows of the ids into which the old tokenizer cuts them
+    rows beyond, of tables that are padded ► the same
+
+So a new piece begins as what the model knew of its parts: as input their average, as output the average of their logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from indexing.store.artifact import fingerprint
+from indexing.store.errors import InputError
+from retro.checkpoints.checkpoint import Checkpoint
+from retro.checkpoints.single_file import exported, write_exported
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+
+_PADDING = 1024  # rows of a table beyond the tokenizer's ids; there are fewer in published models
+
+
+def check_tables(checkpoint: Checkpoint, num_ids: int, num_model_tokens: int) -> None:
+    """Refuse a tokenizer that is not the model's, as far as their sizes tell.
+
+    Args:
+        checkpoint: the model.
+        num_ids: `vocab_size` of its tokenizer as it is installed, ids for padding, begin and end included.
+        num_model_tokens: those that the tokenizer had by itself; a model of others may have no row for the rest.
+
+    Raises:
+        InputError: there are more tokens than rows, or many more rows than tokens, or the model was trained with another number.
+    """
+    rows = checkpoint.model.vocab_size
+    fits = num_model_tokens <= rows < num_ids + _PADDING if not checkpoint.datastores else False
+    if num_ids != checkpoint.num_ids and not fits:
+        raise InputError(
+            f"{checkpoint.path} has {rows:,} rows for {checkpoint.num_ids:,} ids, the tokenizer has {num_ids:,}. "
+            "Name the tokenizer of this model."
+        )
+
+
+def extend_tables(checkpoint: Checkpoint, first_id: int, cuts: Sequence[Sequence[int]], file: Path) -> None:
+    """Write a model with rows for new pieces as a file that `open_checkpoint` takes.
+
+    Args:
+        checkpoint: the model, whose tokenizer `check_tables` has accepted.
+        first_id: of the new pieces.
+        cuts: the old ids of each.
+        file: as of `retro.checkpoints.checkpoint.export`. It names no datastore: those of the old tokenizer do not fit any more.
+    """
+    num_ids = first_id + len(cuts)
+    vocab_size = max(checkpoint.model.vocab_size, num_ids)
+    state, tensors = exported(checkpoint)
+    for name in tables(checkpoint.model):
+        tensors[name] = _extended(tensors[name], first_id, cuts)
+    settings = {**state["settings"], "data": {**state["settings"]["data"], "datastores": []}}
+    settings["model"] = {**settings["model"], "vocab_size": vocab_size}
+    made = fingerprint([checkpoint.fingerprint, first_id, cuts])
+    state |= {"fingerprint": made, "settings": settings, "datastores": [], "num_ids": num_ids}
+    write_exported(state, tensors, file)
+
+
+def tables(settings: ModelSettings) -> list[str]:
+    """Names of the weights with a row for each id: decoder's embedding, output layer and encoder's embedding, if it has them."""
+    with torch.device("meta"):
+        model, larger = Retro(settings), Retro(replace(settings, vocab_size=settings.vocab_size + 1))
+    shapes = {name: weight.shape for name, weight in larger.state_dict().items()}
+    return [name for name, weight in model.state_dict().items() if weight.shape != shapes[name]]
+
+
+def _extended(table: Tensor, first_id: int, cuts: Sequence[Sequence[int]]) -> Tensor:
+    """[rows, width] to [at least first_id + len(cuts), width], of the same type."""
+    unseen = table.float().mean(0, keepdim=True).expand(max(0, first_id - len(table)), -1)
+    lengths = torch.tensor([0, *map(len, cuts)])
+    ids = torch.tensor([token for cut in cuts for token in cut])
+    new = F.embedding_bag(ids, table.float(), lengths.cumsum(0)[:-1], mode="mean")  # [len(cuts), width]
+    parts = (table[:first_id], unseen.to(table.dtype), new.to(table.dtype), table[first_id + len(cuts) :])
+    return torch.cat(parts)

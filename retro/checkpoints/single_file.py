@@ -1,0 +1,65 @@
+"""A checkpoint as one file, which `checkpoint.open_checkpoint` takes: weights, settings and fingerprints."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from indexing.store.errors import InputError
+from indexing.store.files import sync_folder
+from retro.checkpoints.checkpoint import FORMAT_VERSION, Checkpoint, checksum, load_model
+from retro.checkpoints.tensor_files import index, read_tensors, save_tensors
+
+
+def export(checkpoint: Checkpoint, file: Path) -> None:
+    """Write the weights as one safetensors file, atomically, that `open_checkpoint` takes; an older one is replaced.
+
+    LoRA is merged into the weights; a prefix or prompt stands beside them, as in the checkpoint. Equal checkpoints give equal
+    bytes.
+
+    Raises:
+        InputError: the file has another ending than `.safetensors`.
+    """
+    write_exported(*exported(checkpoint), file)
+
+
+def exported(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What an exported checkpoint says of itself, JSON, and its weights, LoRA merged."""
+    state = {key: getattr(checkpoint, key) for key in ("step", "tokens", "settings", "datastores", "fingerprint")}
+    if checkpoint.num_ids != checkpoint.model.vocab_size:
+        state["num_ids"] = checkpoint.num_ids
+    if checkpoint.started_from:
+        state["started_from"] = checkpoint.started_from
+    if checkpoint.tuning.adapter == "lora":
+        state["settings"] = {key: value for key, value in checkpoint.settings.items() if key != "tuning"}
+        return state, load_model(checkpoint, torch.device("cpu")).state_dict()
+    return state, read_tensors(index(checkpoint.weights))
+
+
+def write_exported(state: dict[str, Any], tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write such a file of tensors and what `export` says of them, the format's version and the checksum apart.
+
+    The header's metadata hold, under `retro`, JSON: `format_version`, `step`, `tokens`, `settings` (the model's among them),
+    fingerprints of the `datastores` and of the checkpoint (`fingerprint`), and a `checksum` of all that and of the tensors.
+
+    Raises:
+        InputError: the file has another ending than `.safetensors`.
+    """
+    if file.suffix != ".safetensors":
+        raise InputError(f"to = {str(file)!r}: the name must end in .safetensors, by which such a file is known.")
+    state = {**state, "format_version": FORMAT_VERSION}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        save_tensors(tensors, temporary)
+        state = state | {"checksum": checksum(state, temporary)}
+        # One entry: safetensors writes several in any order.
+        save_tensors(tensors, temporary, {"retro": json.dumps(state, sort_keys=True)})
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(file.parent)

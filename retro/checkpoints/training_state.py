@@ -1,0 +1,105 @@
+"""What a run needs to go on, beside its settings: weights, the optimizer's moments and random states; taken, and put back."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from retro.checkpoints.checkpoint import Checkpoint, Model, Tensors, load_weights, parameters_of, parts_of, weights_of
+from retro.checkpoints.tensor_files import Stored, fill, index, read_tensors
+from retro.parallel.coordination import on_all, rank_in
+
+
+def tensors_of(model: Model, optimizer: torch.optim.Optimizer, rank: int = 0) -> Tensors:
+    """Weights, the optimizer's moments and the random state. All but the random state are the live tensors.
+
+    Args:
+        model: the whole or parts of it.
+        optimizer: of its parameters.
+        rank: number of this process: each has a random state of its own.
+    """
+    # FSDP gives shards for whole parameters when it is asked for a state: before parameters are asked for by name.
+    weights = {name: tensor for part in parts_of(model) for name, tensor in weights_of(part).items()}
+    parameters = parameters_of(model)
+    device = parameters[0][1].device
+    training = {_random_state("cpu", rank): torch.get_rng_state()}
+    if device.type == "cuda":
+        training[_random_state("cuda", rank)] = torch.cuda.get_rng_state(device)
+    for name, parameter in parameters:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            training[f"{key}/{name}"] = value
+    return {"model.safetensors": weights, "optimizer.safetensors": training}
+
+
+def _random_state(kind: str, rank: int) -> str:
+    """The name of a process's random state."""
+    return f"rng.{kind}.{rank}" if rank else f"rng.{kind}"
+
+
+def restore(
+    checkpoint: Checkpoint,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup | None = None,
+    *,
+    layout: dict[str, int] | None = None,
+    stream: int = 0,
+) -> None:
+    """Put weights, optimizer state and random state back, to the bit, whoever wrote them.
+
+    Args:
+        checkpoint: of one process or of several, however they shared out the tensors.
+        model: of its sizes, plain or sharded, the whole or parts of it.
+        optimizer: of its parameters; it need not have done a step.
+        group: of the processes that go on together; each reads what it needs.
+        layout: how these processes share the work, as `Checkpoint.layout` has it; None = one does it all.
+        stream: number of this process's random numbers: the same in those that must drop the same features.
+
+    Random states go back to the processes that they were of. Where the work is shared out in another way than it was, they
+    fit nobody, and each process is seeded from the run's seed, the step and `stream`: that matters to dropout alone.
+    """
+    on_all(group, lambda: _restore_tensors(checkpoint, model, optimizer))
+    _restore_random_state(checkpoint, parameters_of(model)[0][1].device, rank_in(group), layout or {}, stream)
+
+
+def _restore_tensors(checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    load_weights(checkpoint, model)
+    stored = index(checkpoint.training)
+    for part in parts_of(model):
+        fill(_optimizer_state(optimizer, dict(parameters_of(part)), stored), stored)
+
+
+def _restore_random_state(
+    checkpoint: Checkpoint, device: torch.device, rank: int, layout: dict[str, int], stream: int
+) -> None:
+    seed = np.random.SeedSequence([checkpoint.settings["train"]["seed"], checkpoint.step, stream])
+    torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
+    if layout != checkpoint.layout:
+        return
+    names = {_random_state(kind, rank) for kind in ("cpu", device.type)}
+    states = read_tensors({name: one for name, one in index(checkpoint.training).items() if name in names})
+    for name, state in states.items():
+        if name == _random_state("cpu", rank):
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], stored: dict[str, Stored]
+) -> dict[str, torch.Tensor]:
+    """The optimizer's live state of parameters by the names of files; what is stored and not yet there is made first."""
+    state = {}
+    for full_name, one in stored.items():
+        key, _, name = full_name.partition("/")
+        if name not in parameters:
+            continue
+        parameter = parameters[name]
+        values = optimizer.state[parameter]
+        if key not in values and one.shape == parameter.shape:
+            values[key] = torch.zeros_like(parameter, dtype=one.dtype, requires_grad=False)
+        elif key not in values:  # `step`
+            on = parameter.device if optimizer.defaults.get("fused") or optimizer.defaults.get("capturable") else "cpu"
+            values[key] = torch.zeros(one.shape, dtype=one.dtype, device=on)
+        state[full_name] = values[key]
+    return state

@@ -1,0 +1,271 @@
+"""Memory of a training run on each device, in bytes, by how the processes share the work.
+
+    parallel ┬─ tensor: a model with fewer heads and features ─┐
+             ├─ pipeline: some of its layers ──────────────────┼─► parameters ─ ZeRO ─► parameters, gradients, optimizer
+             └─ data: fewer sequences ─────────────────────────┴─► `activations.trace` ─ checkpointing ─► activations, working
+
+Parameters, gradients and AdamW's two moments are float32. Nothing runs here: models are on the meta device.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from indexing.store.errors import InputError
+from retro.estimates.activation_trace import Pass, trace
+from retro.model.loss import block_rows
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.parallel.settings import ParallelSettings, divided, num_microbatches, num_stages
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a process holds, in bytes.
+
+    Attributes:
+        parameters, gradients, optimizer: its part of them.
+        gathered: whole parameters, and gradients of a unit, that it holds during a step beside its part of them.
+        activations: kept by autograd between forward and backward pass.
+        working: what the loss, or a block that is computed again, takes for a moment, and copies of weights that autocast holds.
+        offloaded: whether the first three lie in the host's memory.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    working: int
+    offloaded: bool
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients and optimizer."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory."""
+        return self.states if self.offloaded else 0
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device at the peak, as if all of it were there at one time: no step takes more."""
+        return self.gathered + self.activations + self.working + (0 if self.offloaded else self.states)
+
+
+def memory_of(
+    settings: ModelSettings, run: Pass, parallel: ParallelSettings, *, accumulation: int = 1, compiled: bool = False
+) -> Memory:
+    """The memory of the process that holds most.
+
+    Args:
+        settings: of the model; the vocabulary filled in.
+        run: a forward pass of the whole batch, before it is divided.
+        parallel: how processes share it.
+        accumulation: passes of a step.
+        compiled: whether the loss is compiled.
+
+    Raises:
+        InputError: the model or the batch cannot be divided so.
+    """
+    stages = range(parallel.pipeline)
+    return max(
+        (_memory_of_stage(settings, run, parallel, stage, accumulation, compiled) for stage in stages),
+        key=lambda memory: memory.device,
+    )
+
+
+def _memory_of_stage(
+    settings: ModelSettings, run: Pass, parallel: ParallelSettings, stage: int, accumulation: int, compiled: bool
+) -> Memory:
+    units = parameter_units(settings, parallel, stage)
+    states = state_bytes(units, parallel, accumulation)
+    own, at_once = _own_pass(run, parallel, stage)
+    checkpointing, tensor = parallel.checkpointing, parallel.tensor
+    seen = _trace(_with_own_experts(divided(settings, tensor), parallel), own).only(
+        lambda name: _is_held(settings, name, parallel, stage)
+    )
+    # Autocast holds one copy of each weight while it lasts: through a forward pass, or through all of a pipeline's step.
+    copies, kept = sum(seen.copies.values()), seen.kept(checkpointing, tensor)
+    shared = copies if checkpointing == "none" else 0
+    forward = copies - shared + (_loss_bytes(settings, own, tensor, compiled) if _holds_loss(parallel, stage) else 0)
+    again = seen.computed_again(checkpointing, tensor) + (copies - shared if parallel.pipeline > 1 else 0)
+    return Memory(
+        *states,
+        gathered=_gathered_bytes(units, parallel),
+        activations=round((kept - shared) * at_once) + shared,
+        working=max(forward, again),
+        offloaded=parallel.offload,
+    )
+
+
+def _holds_loss(parallel: ParallelSettings, stage: int) -> bool:
+    return stage == parallel.pipeline - 1
+
+
+# ------------------------------------------------------------------------------------ parameters, gradients, optimizer
+
+
+def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: int = 0) -> dict[str, list[torch.Size]]:
+    """Shapes of the parameters of a process before ZeRO divides them, by what is gathered at a time.
+
+    Units are attention and feed-forward of a layer, experts that processes share, a CCA, the encoder, and (empty name) what is left.
+
+    Raises:
+        InputError: the model cannot be divided so.
+    """
+    _check_experts(settings, parallel)
+    units: dict[str, list[torch.Size]] = {}
+    for name, shape in _shapes(divided(settings, parallel.tensor)).items():
+        if not _is_held(settings, name, parallel, stage):
+            continue
+        kind, number = (*name.split("."), "")[:2]
+        unit = {"attention": f"layer {number}", "feed_forward": f"layer {number}", "cross": f"cross {number}"}.get(
+            kind, "encoder" if kind == "encoder" else ""
+        )
+        if parallel.expert > 1 and ".experts." in name:
+            unit, shape = f"experts {number}", torch.Size((shape[0] // parallel.expert, *shape[1:]))
+        units.setdefault(unit, []).append(shape)
+    return units
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(settings: ModelSettings) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Retro(settings).named_parameters()}
+
+
+def state_bytes(
+    units: dict[str, list[torch.Size]], parallel: ParallelSettings, accumulation: int = 1
+) -> tuple[int, int, int]:
+    """Parameters, gradients and AdamW's state of a process between two steps (gradients: at the end of the backward pass).
+
+    FSDP2 divides every tensor by rows and pads the last part, so the first process holds most.
+    """
+    shapes = [(shape, _num_holders(name, parallel)) for name, unit in units.items() for shape in unit]
+    whole = sum(shape.numel() for shape, _ in shapes)
+    part = sum(-(-shape[0] // holders) * shape[1:].numel() for shape, holders in shapes) if parallel.zero else whole
+    # With ZeRO-1 the gradients of several passes are summed in full before they are divided.
+    gradients = whole if parallel.zero == 1 and accumulation > 1 else part
+    return 4 * part, 4 * gradients, 8 * part + 4 * len(shapes)  # two moments, and the number of steps for each tensor
+
+
+def _num_holders(unit: str, parallel: ParallelSettings) -> int:
+    """Data-parallel processes that have the same part of a unit: of experts only those that do not share them."""
+    return num_data(parallel) // (parallel.expert if unit.startswith("experts ") else 1)
+
+
+def _check_experts(settings: ModelSettings, parallel: ParallelSettings) -> None:
+    """Raise InputError where experts cannot be shared so."""
+    expert = parallel.expert
+    if expert > 1 and not settings.num_experts:
+        raise InputError(f"parallel.expert = {expert}: the model has no experts (model.num_experts = 0).")
+    if num_data(parallel) % expert:
+        raise InputError(
+            f"parallel.expert = {expert}: must divide the number of data-parallel processes, {num_data(parallel)}."
+        )
+    if settings.num_experts % expert:
+        raise InputError(
+            f"model.num_experts is {settings.num_experts}: set it to a multiple of {expert}, the number of devices that share the experts."
+        )
+
+
+def _with_own_experts(settings: ModelSettings, parallel: ParallelSettings) -> ModelSettings:
+    """A model that takes as much for its experts as a process that holds some of them: fewer queues are as much longer."""
+    own = settings.num_experts // parallel.expert
+    return replace(settings, num_experts=own) if own >= max(2, settings.experts_per_token) else settings
+
+
+def _gathered_bytes(units: dict[str, list[torch.Size]], parallel: ParallelSettings) -> int:
+    """Whole parameters beside the own part: all, or with ZeRO-3 the unit at work, the next one and what is left; and a unit's gradient.
+
+    Without ZeRO the own part is everything, and FSDP2's `replicate` computes with a copy of it.
+    """
+    if num_data(parallel) == 1:
+        return 0
+    sizes = {name: 4 * sum(shape.numel() for shape in shapes) for name, shapes in units.items()}
+    largest = sorted((size for name, size in sizes.items() if name), reverse=True)[:2]
+    held = sum(largest) + sizes.get("", 0) if parallel.zero == 3 else sum(sizes.values())
+    return held + (max(largest, default=0) if parallel.zero else 0)
+
+
+def sent_bytes(settings: ModelSettings, parallel: ParallelSettings, accumulation: int = 1) -> int:
+    """Bytes that a process sends in a step for parameters and gradients: 2X of X bytes of parameters, with ZeRO-3 3X.
+
+    A sum over N processes, in a ring, is a division and a gathering, each of X (N - 1) / N. ZeRO-0 and -1 sum once a step, ZeRO-2 and -3
+    in every pass of it; ZeRO-3 gathers once more in the backward pass. Tensor and pipeline parallelism send activations, not counted here.
+    """
+    times = 3 * accumulation if parallel.zero == 3 else 2 * accumulation if parallel.zero == 2 else 2
+
+    def summed(stage: int) -> float:
+        units = parameter_units(settings, parallel, stage).items()
+        holders = {name: _num_holders(name, parallel) for name, _ in units}
+        return sum(4 * shape.numel() * (1 - 1 / holders[name]) for name, shapes in units for shape in shapes)
+
+    return round(times * max(map(summed, range(parallel.pipeline))))
+
+
+# --------------------------------------------------------------------------------------------------------- pipelines
+
+
+def _is_held(settings: ModelSettings, name: str, parallel: ParallelSettings, stage: int) -> bool:
+    """Whether a process holds a parameter or block; the empty name is what stands outside of all: the loss."""
+    runs = num_stages(parallel, settings.num_layers)
+    last, encodes = settings.num_layers - 1, min(settings.cca_layers, default=1) - 1
+    kind, number = (*name.split("."), "")[:2]
+    layers = {
+        "attention": lambda: [int(number)],
+        "feed_forward": lambda: [int(number)],
+        "cross": lambda: [int(number) - 1],
+        "encoder": lambda: [encodes],
+        "position_embedding": lambda: [0],
+        "chunk_embedding": lambda: [0],
+        "embedding": lambda: [0] + [last] * settings.tied_embeddings + [encodes] * settings.shared_embeddings,
+    }.get(kind, lambda: [last])()
+    # Run r of R holds layers from L r // R to L (r + 1) // R, and a process every so manyeth run.
+    return any(((layer + 1) * runs - 1) // settings.num_layers % parallel.pipeline == stage for layer in layers)
+
+
+def _own_pass(run: Pass, parallel: ParallelSettings, stage: int) -> tuple[Pass, float]:
+    """What a process computes at a time, and of how many of these it keeps the activations.
+
+    Raises:
+        InputError: the batch cannot be divided.
+    """
+    own, rest = divmod(run.num_sequences, num_data(parallel))
+    if rest or not own:
+        raise InputError(
+            f"train.batch_size = {run.num_sequences}: must be a multiple of the {num_data(parallel)} data-parallel processes."
+        )
+    if parallel.pipeline == 1:
+        return replace(run, num_sequences=own), 1.0
+    microbatches, before = num_microbatches(parallel, own), parallel.pipeline - stage
+    at_once = float(min(before, microbatches))
+    if parallel.schedule == "interleaved":  # of two runs of layers, each half of what a process has
+        at_once = min(2 * (before - 1) + parallel.pipeline + 1, 2 * microbatches) / 2
+    return replace(run, num_sequences=own // microbatches), at_once
+
+
+def num_data(parallel: ParallelSettings) -> int:
+    """Data-parallel processes; 0, which stands for all that there are, is one here."""
+    return parallel.data or 1
+
+
+# -------------------------------------------------------------------------------------------------------- activations
+
+_trace = functools.lru_cache(maxsize=16)(trace)
+
+
+def _loss_bytes(settings: ModelSettings, run: Pass, tensor: int, compiled: bool) -> int:
+    """What the loss takes while it runs (`loss.py`): a block of logits with what is made of it, and the output layer twice."""
+    rows = min(
+        run.num_sequences * run.sequence_length // tensor, block_rows("cuda" if run.gpu else "cpu", settings.vocab_size)
+    )
+    width = 2 if run.narrow else 4
+    # Float32 log-probabilities, probabilities, labels (with a byte for the mask) and slopes; a compiled kernel makes none of them.
+    logit = width + (width if compiled else 17)
+    table = settings.vocab_size * settings.d_model * width  # the gradient of a block, and a copy in 16 bits
+    return rows * settings.vocab_size * logit + table * (2 if run.narrow else 1)

@@ -1,0 +1,272 @@
+"""Bits-per-byte of held-out documents, retrieval ON and OFF (paper, section 2.7 and 4).
+
+    documents → sliding windows → nats of every token → sum over chunks and documents / (ln 2 · bytes of their text)
+
+Bits-per-byte does not depend on the tokenizer. ON and OFF are the same weights; only the neighbors are withheld.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from indexing.store.datastore import Split
+from indexing.store.errors import InputError
+from indexing.store.retrieval_set import RetrievalSet
+from retro.data.batches import IGNORED_LABEL, Batch, Window, window_batches, windows
+from retro.data.loader import as_tensors
+from retro.data.neighbor_choice import NeighborUse
+from retro.device import Placement, Tensors
+from retro.evaluation.sets import EvaluationSet
+from retro.evaluation.settings import EvaluationSettings
+from retro.model.loss import token_losses
+from retro.model.retro import Retro
+
+# Windows sorted by length at a time: little padding, and memory that does not grow with the evaluation set.
+_BUFFERED_WINDOWS = 512
+# Documents drawn at a time in a bootstrap.
+_BUFFERED_DRAWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class ChunkScores:
+    """What was scored, chunk by chunk. A token belongs to the chunk it lies in, not to the one it is predicted from.
+
+    Attributes:
+        ids: [n] int64 chunk ids, rising.
+        documents: [n] int64 document number of each.
+        nats: [n] float64.
+        tokens, bytes: [n] int32, of its scored tokens.
+    """
+
+    ids: np.ndarray
+    documents: np.ndarray
+    nats: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement.
+
+    Attributes:
+        set: name of the evaluation set.
+        k: neighbors of each chunk; 0 = retrieval OFF.
+        tokens: how many were scored.
+        tokens_per_second: of this measurement.
+        nats_by_document, bytes_by_document: [documents] float64 over the scored tokens, for paired comparisons.
+        chunks: the same by chunk, if it was asked for.
+    """
+
+    set: str
+    k: int
+    tokens: int
+    tokens_per_second: float
+    nats_by_document: np.ndarray
+    bytes_by_document: np.ndarray
+    chunks: ChunkScores | None = None
+
+    @property
+    def retrieval(self) -> str:
+        """`OFF`, or `ON`."""
+        return "ON" if self.k else "OFF"
+
+    @property
+    def mode(self) -> str:
+        """`OFF`, or `ON k=2`."""
+        return f"ON k={self.k}" if self.k else "OFF"
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of the text of the scored tokens."""
+        return int(self.bytes_by_document.sum())
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Total bits over the bytes of the scored tokens."""
+        return float(self.nats_by_document.sum() / math.log(2) / self.bytes_by_document.sum())
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return float(math.exp(self.nats_by_document.sum() / self.tokens))
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the arrays."""
+        names = ("set", "retrieval", "k", "bits_per_byte", "perplexity", "tokens", "bytes", "tokens_per_second")
+        return {name: getattr(self, name) for name in names}
+
+
+def evaluate(
+    model: Retro,
+    evaluation_set: EvaluationSet,
+    settings: EvaluationSettings,
+    placement: Placement,
+    *,
+    use: NeighborUse,
+    sequence_length: int,
+    by_chunk: bool = False,
+    token_losses_of: Callable[[Tensors], Tensor] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Result:
+    """Score the documents of an evaluation set.
+
+    Args:
+        model: in evaluation or training mode; its mode is put back.
+        evaluation_set: its documents are scored with the neighbors that its datastore stores for them.
+        settings: window, stride, how much.
+        placement: device and precision.
+        use: how many neighbors each chunk is given, and which; k = 0 is retrieval OFF.
+        sequence_length: window where the settings leave it open.
+        by_chunk: whether the result says what each chunk cost; 24 bytes for each chunk of the set.
+        token_losses_of: a batch's, for a model that is not whole in this process; see `passes.Passes`.
+        advance: told of scored tokens.
+
+    Raises:
+        InputError: the set does not fit the model or k, or window and stride do not fit the chunk length.
+    """
+    evaluation_set.check(model.settings, use.k if use.found is None else 0)
+    split, m = evaluation_set.split, evaluation_set.split.chunk_length
+    num_chunks, stride = _window_chunks(settings, sequence_length, m)
+    token_bytes = evaluation_set.token_bytes
+    nats, sizes = np.zeros((2, split.num_documents))
+    datastore = evaluation_set.datastore
+    retrieval = RetrievalSet.of(datastore) if use.k else RetrievalSet((datastore.train,))
+    tokens, started, mode = 0, time.perf_counter(), model.training
+    table = np.zeros((3, split.num_chunks if by_chunk else 0))
+    model.eval()
+    nats_of = token_losses_of or partial(_token_losses, model, placement)
+    wanted = windows(split, num_chunks, stride)
+    full = settings.max_tokens or math.inf
+    while tokens < full and (group := list(islice(wanted, _BUFFERED_WINDOWS))):
+        if math.isfinite(full):
+            group = _first_windows(group, int(full - tokens), m)
+        for part, batch in window_batches(split, retrieval, group, settings.batch_size, use):
+            documents = split.documents_of(np.array([window.first for window in part]))[0]
+            scores = _score(nats_of, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
+            begins = [window.scored == window.first for window in part]  # a document
+            scores[2, begins, 0] = (scores[2, begins, 0] - evaluation_set.added_bytes).clip(0)
+            np.add.at(nats, documents, scores[0].sum(1))
+            np.add.at(sizes, documents, scores[2].sum(1))
+            for row, window in enumerate(part if by_chunk else ()):
+                own = slice(window.scored - window.first, window.stop - window.first)  # no other window scores these
+                table[:, window.scored : window.stop] = scores[:, row, own]
+            scored = int(scores[1].sum())
+            tokens += scored
+            advance(scored)
+    model.train(mode)
+    if sizes.sum() == 0:
+        raise InputError(f"evaluation set {evaluation_set.name!r}: its documents hold no text to score.")
+    return Result(
+        set=evaluation_set.name,
+        k=use.k,
+        tokens=tokens,
+        tokens_per_second=tokens / (time.perf_counter() - started),
+        nats_by_document=nats,
+        bytes_by_document=sizes,
+        chunks=_chunk_scores(split, table) if by_chunk else None,
+    )
+
+
+def measure_sets(
+    model: Retro,
+    sets: Sequence[EvaluationSet],
+    settings: EvaluationSettings,
+    placement: Placement,
+    *,
+    use: NeighborUse,
+    sequence_length: int,
+    token_losses_of: Callable[[Tensors], Tensor] | None = None,
+) -> dict[str, float]:
+    """Bits-per-byte of several sets as metrics: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if `use.k` is not 0."""
+    results = [
+        evaluate(
+            model,
+            each,
+            settings,
+            placement,
+            use=replace(use, k=k),
+            sequence_length=sequence_length,
+            token_losses_of=token_losses_of,
+        )
+        for each in sets
+        for k in ((0, use.k) if use.k else (0,))
+    ]
+    return {f"{r.set}_bits_per_byte_{r.retrieval.lower()}": r.bits_per_byte for r in results}
+
+
+def _window_chunks(settings: EvaluationSettings, sequence_length: int, m: int) -> tuple[int, int]:
+    window = settings.window or sequence_length
+    stride = settings.stride or max(m, window // 2 // m * m)
+    if window % m or stride % m or not 0 < stride < window:
+        raise InputError(
+            f"evaluation.window = {window} and evaluation.stride = {stride}: both must be multiples of the chunk length "
+            f"{m}, and the stride below the window: the first token of a window has nothing before it."
+        )
+    return window // m, stride // m
+
+
+def _first_windows(group: list[Window], tokens: int, m: int) -> list[Window]:
+    """As many windows as hold about this many scored tokens, one at least."""
+    sizes = np.cumsum([(window.stop - window.scored) * m for window in group])
+    return group[: int(np.searchsorted(sizes, tokens)) + 1]
+
+
+@torch.inference_mode()
+def _token_losses(model: Retro, placement: Placement, batch: Tensors) -> Tensor:
+    labels = batch["labels"]
+    with placement.autocast():
+        hidden = model.hidden(**{name: value for name, value in batch.items() if name != "labels"})
+        return token_losses(hidden, model.output_weight, labels)
+
+
+def _score(
+    token_losses_of: Callable[[Tensors], Tensor], batch: Batch, token_bytes: np.ndarray, placement: Placement, m: int
+) -> np.ndarray:
+    """Nats, tokens and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
+    nats = token_losses_of(placement.put(as_tensors(batch))).double().cpu().numpy()
+    scored = batch.labels != IGNORED_LABEL
+    sizes = np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0)
+    by_position = np.stack([nats, scored, sizes])  # [3, B, T]
+    # The label at position t is token t + 1. The last position has no label, so nothing wraps round.
+    by_token = np.roll(by_position, 1, axis=2)
+    return by_token.reshape(*by_token.shape[:2], -1, m).sum(3)
+
+
+def _chunk_scores(split: Split, table: np.ndarray) -> ChunkScores:
+    """The scored chunks of a table of nats, tokens and bytes [3, chunks]."""
+    ids = np.flatnonzero(table[1])
+    nats, tokens, sizes = table[:, ids]
+    return ChunkScores(ids, split.documents_of(ids)[0], nats, tokens.astype(np.int32), sizes.astype(np.int32))
+
+
+def compare(measured: Result, reference: Result, seed: int = 0, rounds: int = 1000) -> tuple[float, float, float]:
+    """How far one measurement lies from another on the same documents, in percent of the reference's bits-per-byte.
+
+    Args:
+        measured: say, retrieval ON.
+        reference: say, the baseline.
+        seed: of the bootstrap.
+        rounds: of the bootstrap.
+
+    Returns:
+        the difference (negative = fewer bits), and the 2.5% and 97.5% points of a bootstrap over documents.
+    """
+    assert measured.bytes == reference.bytes, "not the same tokens"
+    scored = np.flatnonzero(measured.bytes_by_document)
+    ours, theirs = measured.nats_by_document[scored], reference.nats_by_document[scored]
+    generator, ratios = np.random.default_rng(seed), []
+    at_once = max(1, _BUFFERED_DRAWS // len(scored))
+    for start in range(0, rounds, at_once):
+        drawn = generator.integers(0, len(scored), (min(at_once, rounds - start), len(scored)))
+        ratios.append(ours[drawn].sum(1) / theirs[drawn].sum(1))
+    low, high = 100 * (np.quantile(np.concatenate(ratios), [0.025, 0.975]) - 1)
+    return 100 * (ours.sum() / theirs.sum() - 1), float(low), float(high)

@@ -1,0 +1,179 @@
+"""Which held-out documents are scored, and under what name.
+
+    evaluation.sets, "NAME=DATASTORE:SPLIT" → EvaluationSet → evaluate → NAME_bits_per_byte_on, NAME_bits_per_byte_off
+
+A set brings its own neighbors: those that its datastore stores for that split, which are chunks of its training split.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+
+from indexing.store.datastore import SPLITS, Datastore, Split
+from indexing.store.errors import InputError
+from indexing.store.ranged_reads import Reading
+from indexing.store.remote import url_of
+from indexing.store.retrieval_set import check_tokenizer
+from indexing.tokenization.tokenizer import read_meta, read_token_bytes
+from retro.model.settings import ModelSettings
+
+log = logging.getLogger("retro")
+
+HELD_OUT = tuple(name for name in SPLITS if name != "train")
+_ACCEPTED = (
+    "accepted are NAME=DATASTORE:SPLIT, NAME=DATASTORE (its valid split), or a SPLIT of the first training datastore; "
+    f"splits: {', '.join(HELD_OUT)}; names are of letters, digits and . _ -"
+)
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A split of a datastore under a name.
+
+    Attributes:
+        name: stands in tables and in front of metrics.
+        datastore: holds the documents and their neighbors.
+        split_name: which of its documents.
+    """
+
+    name: str
+    datastore: Datastore
+    split_name: str = "valid"
+
+    @cached_property
+    def split(self) -> Split:
+        """What is scored."""
+        return self.datastore.split(self.split_name)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in it."""
+        return int(sum(self.datastore.manifest["splits"][self.split_name]["tokens"]))
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        """[vocabulary] bytes of text in each token."""
+        return read_token_bytes(self.datastore.folder / "tokenizer")
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes among these that the tokenizer, and not the text, adds to each document."""
+        return read_meta(self.datastore.folder / "tokenizer").added_bytes
+
+    def check(self, model: ModelSettings, k: int) -> None:
+        """Raise InputError unless a model can be scored on it with k neighbors of each chunk (0 = retrieval OFF)."""
+        where = f"evaluation set {self.name!r}: {self.datastore.folder}"
+        for key in ("vocab_size", "chunk_length"):
+            ours, theirs = getattr(model, key), self.datastore.manifest[key]
+            if ours < theirs or (ours != theirs and key == "chunk_length"):  # rows without an id do no harm
+                raise InputError(
+                    f"{where} has {key} {theirs}, the model {ours}: name a datastore built with the model's tokenizer "
+                    "and chunk length."
+                )
+        if not self.split.num_documents:
+            raise InputError(
+                f"{where} holds no {self.split_name} documents; give {self.split_name} a weight in corpus.split and rebuild, "
+                "or leave the set out of evaluation.sets."
+            )
+        if k:
+            self.datastore.require("neighbors")
+            stored = self.split.neighbor_ids.row_shape[0]
+            if k > stored:
+                raise InputError(
+                    f"evaluation.k = {k} (while training: data.k): {where} stores {stored} neighbors (neighbors.k)."
+                )
+
+
+def parse_set(entry: str) -> tuple[str, str, str]:
+    """One entry of `evaluation.sets` as name, folder of the datastore ("" = the first one trained on) and split.
+
+    Raises:
+        InputError: it is none; the message names the key and what is accepted.
+    """
+    name, named, place = entry.partition("=")
+    folder, colon, split = place.rpartition(":")
+    if not named:
+        folder, split = "", name
+    elif not colon or "/" in split:  # a colon further up belongs to the path
+        folder, split = place, "valid"
+    if not re.fullmatch(r"[\w.-]+", name) or (named and not folder) or split not in HELD_OUT:
+        raise InputError(f"evaluation.sets has {entry!r}: {_ACCEPTED}.")
+    return name, folder, split
+
+
+def check_entries(entries: Sequence[str]) -> None:
+    """Raise InputError for an entry of `evaluation.sets` that is none, and for a name that stands there twice."""
+    names = [parse_set(entry)[0] for entry in entries]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(
+            f"evaluation.sets has {', '.join(map(repr, twice))} more than once: each set needs its own name."
+        )
+
+
+def open_sets(
+    entries: Sequence[str], folders: Sequence[Path], model: ModelSettings, k: int, reading: Reading = "mmap"
+) -> list[EvaluationSet]:
+    """The sets that `evaluation.sets` names, or `valid` of every training datastore that holds something out.
+
+    Args:
+        entries: `evaluation.sets`.
+        folders: the datastores trained on.
+        model: must fit the sets.
+        k: the largest number of neighbors that will be read for a chunk; 0 = none.
+        reading: how the datastores are read.
+
+    Raises:
+        InputError: a datastore is missing, has no such documents, or does not fit the model; the message names the set.
+    """
+    if entries:
+        return [_open_entry(entry, folders[0], model, k, reading) for entry in entries]
+    unique = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
+    names = [re.sub(r"[^\w.-]", "_", name) for name in short_names(unique)] if len(unique) > 1 else ["valid"]
+    sets = []
+    for name, folder in zip(names, unique, strict=True):
+        opened = EvaluationSet(name, Datastore.open(folder, reading))
+        if opened.split.num_documents:
+            opened.check(model, k)
+            sets.append(opened)
+        else:
+            log.warning("%s holds no held-out documents: it is not evaluated", folder)
+    return sets
+
+
+def _open_entry(entry: str, first: Path, model: ModelSettings, k: int, reading: Reading) -> EvaluationSet:
+    name, folder, split = parse_set(entry)
+    try:
+        datastore = Datastore.open(folder or first, reading)
+    except InputError as error:
+        raise InputError(f"evaluation.sets has {entry!r}: {error}") from error
+    if split not in datastore.manifest["splits"]:
+        raise InputError(
+            f"evaluation.sets has {entry!r}: {datastore.folder} has no split {split!r}, "
+            f"only {', '.join(datastore.manifest['splits'])}; name one of these or build it again."
+        )
+    opened = EvaluationSet(name, datastore, split)
+    opened.check(model, k)
+    # Equal sizes are no equal tokenizers. A checkpoint may have outlived what it was trained on: then sizes are all there is.
+    if url_of(first) or (first / "tokenizer").exists():
+        check_tokenizer(Datastore.open(first), datastore, f"evaluation.sets has {entry!r}")
+    return opened
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """What tells different folders apart: their own names, or what differs above them where these are the same."""
+    parts = [reversed(Path(os.path.abspath(folder)).parts[1:]) for folder in folders]
+    levels = list(zip_longest(*parts, fillvalue=""))  # own names first
+    height = 1
+    while height < len(levels) and len(set(zip(*levels[:height], strict=True))) < len(folders):
+        height += 1
+    telling = [level for level in levels[:height] if len(set(level)) > 1] or levels[:1]
+    names = ["-".join(filter(None, reversed(level))) for level in zip(*telling, strict=True)]
+    return [name or Path(folder).name for name, folder in zip(names, folders, strict=True)]

@@ -1,0 +1,50 @@
+"""What is measured on held-out documents."""
+
+from dataclasses import dataclass
+
+from indexing.store.errors import InputError
+from retro.evaluation.sets import check_entries
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What is measured on held-out documents."""
+
+    sets: tuple[str, ...] = ()
+    """`NAME=DATASTORE:SPLIT`, `NAME=DATASTORE` (split `valid`), or a SPLIT of the first training datastore; empty: `valid` of every training datastore."""
+    k: tuple[int, ...] = (2,)
+    """Numbers of neighbors to measure with retrieval ON."""
+    window: int = 0
+    """Tokens of context; 0 = the sequence length of training."""
+    stride: int = 0
+    """Tokens between two windows; 0 = half a window (the paper's 2048/1024)."""
+    max_tokens: int = 0
+    """Stop after about this many scored tokens of a set; 0 = all held-out documents."""
+    batch_size: int = 8
+    """Windows in a batch."""
+    leakage: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
+    """Bits-per-byte also over the chunks that share at most these parts of themselves with a neighbor; not while training."""
+    leakage_neighbors: int = 10
+    """Neighbors of a chunk that count as leaks, the nearest ones (paper: 10)."""
+    datastore_shares: tuple[float, ...] = ()
+    """Retrieval ON also with these shares of the documents of the datastore, searched anew; a larger share holds the
+    smaller ones. E.g. 0.01 0.1 0.5 1; not while training."""
+    seed: int = 0
+    """Of the bootstrap over documents, and of the documents that a share of the datastore holds."""
+
+    def __post_init__(self) -> None:
+        check_entries(self.sets)
+        if any(k < 1 for k in self.k):
+            raise InputError(f"evaluation.k = {self.k}: numbers of neighbors, each at least 1.")
+        if any(not 0 <= threshold <= 1 for threshold in self.leakage):
+            raise InputError(f"evaluation.leakage = {self.leakage}: parts of a chunk, each between 0 and 1.")
+        if any(not 0 < share <= 1 for share in self.datastore_shares):
+            raise InputError(
+                f"evaluation.datastore_shares = {self.datastore_shares}: each must be above 0 and at most 1."
+            )
+        for key in ("window", "stride", "max_tokens"):
+            if getattr(self, key) < 0:
+                raise InputError(f"evaluation.{key} = {getattr(self, key)}: must be 0 or more.")
+        for key in ("batch_size", "leakage_neighbors"):
+            if getattr(self, key) < 1:
+                raise InputError(f"evaluation.{key} = {getattr(self, key)}: must be at least 1.")

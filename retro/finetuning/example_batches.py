@@ -1,0 +1,193 @@
+"""Prepared examples → batches: rows of one or several examples, in an order that is a function of the sample number.
+
+    sample number ─ epoch, place in it ─ permutation ─ row ─ its examples, side by side ─ tokens, labels, documents, neighbors
+
+Which examples share a row is decided once. They see nothing of each other, so a loss does not depend on it.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from retro.data.batches import IGNORED_LABEL, Batch, DataSettings, drawn_use, drop_neighbors
+from retro.data.neighbor_choice import NeighborUse
+from retro.data.sample_order import mix, permuted
+from retro.finetuning.packing import alone, pack
+from retro.finetuning.prepared_examples import Prepared
+
+log = logging.getLogger("retro")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Examples in rows.
+
+    Attributes:
+        prepared: where they lie.
+        rows: numbers of the examples of each row.
+        row_length: T, tokens of a row; a longer example loses its end.
+        pad_id: fills a row.
+    """
+
+    prepared: Prepared
+    rows: Sequence[Sequence[int]]
+    row_length: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, numbers: Sequence[int], k: int) -> Batch:
+        """The rows of these numbers with k neighbors of each chunk; 0 = retrieval OFF."""
+        m = self.prepared.tokens.row_shape[0]
+        num_chunks, num_complete = -(-self.row_length // m), self.row_length // m
+        # Chunks and examples of each place.
+        ids, documents = np.full((2, len(numbers), num_chunks), -1, dtype=np.int64)
+        lengths = np.zeros(ids.shape, dtype=np.int64)
+        for row, number in enumerate(numbers):
+            at = 0
+            for example in self.rows[number]:
+                first, stop = self.prepared.first_chunks[example : example + 2].tolist()
+                count = min(stop - first, num_chunks - at)
+                ids[row, at : at + count] = np.arange(first, first + count)
+                documents[row, at : at + count] = example
+                lengths[row, at : at + count] = (self.prepared.lengths[example] - m * np.arange(count)).clip(0, m)
+                at += count
+        real = ids >= 0
+        tokens = np.full((*ids.shape, m), self.pad_id, dtype=np.int64)
+        labels = np.full((*ids.shape, m), IGNORED_LABEL, dtype=np.int64)
+        tokens[real], labels[real] = (each.gather(ids[real]) for each in (self.prepared.tokens, self.prepared.labels))
+        neighbors = neighbor_lengths = None
+        if k:
+            complete = real[:, :num_complete]
+            neighbors = np.full((*complete.shape, k, 2 * m), self.pad_id, dtype=np.int64)  # [B, U, K, R]
+            neighbor_lengths = np.zeros((*complete.shape, k), dtype=np.int64)
+            neighbors[complete], neighbor_lengths[complete] = self.prepared.neighbors(
+                ids[:, :num_complete][complete], k
+            )
+        return Batch(
+            tokens=tokens.reshape(len(ids), -1)[:, : self.row_length],
+            labels=labels.reshape(len(ids), -1)[:, : self.row_length],
+            # Padding stands at the end, where causality hides it: one example is one document.
+            documents=documents if any(len(self.rows[number]) > 1 for number in numbers) else None,
+            neighbors=neighbors,
+            neighbor_lengths=neighbor_lengths,
+            lengths=lengths,
+        )
+
+
+def arrange(
+    prepared: Prepared, settings: DataSettings, pad_id: int, *, held_out: float, packed: bool
+) -> tuple[Rows, Rows]:
+    """The rows that are learned, and those that are held out.
+
+    Args:
+        prepared: the examples.
+        settings: `sequence_length` and `seed`.
+        pad_id: fills rows.
+        held_out: share of the examples.
+        packed: whether a row may hold several.
+
+    Raises:
+        InputError: nothing is left to learn.
+    """
+    length = settings.sequence_length
+    kept = prepared.first_labels < length
+    apart = prepared.places < np.uint64(held_out * 2**64)
+    if not (kept & ~apart).any():
+        raise InputError(
+            f"finetune.examples: none of {len(kept):,} is left to learn: {(~kept).sum():,} have their answer beyond "
+            f"data.sequence_length = {length}, {(kept & apart).sum():,} are held out."
+        )
+
+    def rows_of(chosen: np.ndarray) -> Rows:
+        numbers = np.flatnonzero(chosen)
+        lengths = prepared.lengths[numbers]
+        m = prepared.tokens.row_shape[0]
+        rows = pack(lengths, length, m, settings.seed) if packed else alone(lengths)
+        return Rows(prepared, [numbers[row].tolist() for row in rows], length, pad_id)
+
+    return rows_of(kept & ~apart), rows_of(kept & apart)
+
+
+class ExampleData:
+    """The endless stream of training batches of prepared examples: what `TrainingData` is of datastores.
+
+    Args:
+        folder: of the prepared examples.
+        files: that they were read from.
+        settings: sequence length, neighbors, seed.
+        datastores: fingerprints of those that gave tokenizer and neighbors.
+        pad_id: fills rows.
+        held_out: share of the examples that is not learned.
+        packed: whether a row may hold several.
+        retrieval: whether neighbors are read at all.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[Path],
+        settings: DataSettings,
+        datastores: Sequence[str],
+        pad_id: int,
+        *,
+        held_out: float,
+        packed: bool,
+        retrieval: bool,
+    ) -> None:
+        self._arguments = (folder, files, settings, datastores, pad_id), (held_out, packed, retrieval)
+        self.prepared, self.files, self.seed = Prepared(folder), files, settings.seed
+        self.rows, self.held_out = arrange(self.prepared, settings, pad_id, held_out=held_out, packed=packed)
+        self.fingerprints = [*datastores, self.prepared.fingerprint]
+        self.uses = [NeighborUse(k) for k in (settings.k_choices or (settings.k,)) if retrieval] or [NeighborUse(0)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the files itself."""
+        return _reopened, self._arguments
+
+    def announce(self) -> None:
+        """Log how many examples there are, and in how many rows."""
+        learned, held_out = (sum(map(len, rows.rows)) for rows in (self.rows, self.held_out))
+        longer = int((self.prepared.lengths > self.rows.row_length).sum())
+        words = (
+            f"{learned:,} examples in {len(self.rows):,} rows of {self.rows.row_length:,} tokens, {held_out:,} held out"
+        )
+        log.info("data: %s", words)
+        if longer:
+            log.warning(
+                "%d are longer than data.sequence_length = %d and lose their ends", longer, self.rows.row_length
+            )
+        if left_out := len(self.prepared.lengths) - learned - held_out:
+            log.warning("%d are left out: none of their answer would be left", left_out)
+
+    def row_of(self, sample: int) -> int:
+        """The row of a sample number: each epoch goes through all of them in another order."""
+        epoch, position = divmod(sample, len(self.rows))
+        return permuted(position, len(self.rows), mix(mix(self.seed) + epoch))
+
+    def neighbor_use(self, first: int) -> NeighborUse:
+        """See `TrainingData`."""
+        return drawn_use(self.uses, self.seed, first)
+
+    def batch(self, samples: range, dropped: float = 0.0, use: NeighborUse | None = None) -> Batch:
+        """See `TrainingData`."""
+        use = use or self.neighbor_use(samples.start)
+        batch = self.rows.batch([self.row_of(sample) for sample in samples], use.k)
+        drop_neighbors(batch, samples, dropped, self.seed)
+        return batch
+
+    def origin(self, sample: int) -> dict[str, Any]:
+        """Where the examples of a sample number stand: `file:line` of each."""
+        lines = self.prepared.lines[self.rows.rows[self.row_of(sample)]].tolist()
+        return {"sample": sample, "examples": [f"{self.files[file]}:{number}" for file, number in lines]}
+
+
+def _reopened(arguments: tuple[Any, ...], options: tuple[float, bool, bool]) -> ExampleData:
+    held_out, packed, retrieval = options
+    return ExampleData(*arguments, held_out=held_out, packed=packed, retrieval=retrieval)

@@ -1,0 +1,105 @@
+"""Reading prepared examples: chunks by number, however many shards they lie in."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import ShardedArray, open_array, shard_name
+from indexing.store.files import read_json
+from retro.finetuning.prepare import SHARDS
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Examples as `prepare` has left them. Another process opens the files itself: only the folder is pickled.
+
+    Attributes:
+        folder: of the shards.
+    """
+
+    folder: Path
+
+    def __reduce__(self) -> tuple[type["Prepared"], tuple[Path]]:
+        return Prepared, (self.folder,)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of files and settings."""
+        return self.folder.name
+
+    @cached_property
+    def tokens(self) -> ShardedArray:
+        """[chunks, m]."""
+        return self._array("tokens")
+
+    @cached_property
+    def labels(self) -> ShardedArray:
+        """[chunks, m] int32, the token that follows where it is of an answer."""
+        return self._array("labels")
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """[examples] int64, tokens of each that something follows."""
+        return self._whole("lengths")
+
+    @cached_property
+    def lines(self) -> np.ndarray:
+        """[examples, 2] int64, number of the file, from 0, and of the line, from 1."""
+        return self._whole("lines")
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[examples] uint64, by which some are held out."""
+        return self._whole("places")
+
+    @cached_property
+    def first_chunks(self) -> np.ndarray:
+        """[examples + 1] int64, where the chunks of each begin."""
+        counts = -(-self.lengths // self.tokens.row_shape[0])
+        return np.concatenate(([0], np.cumsum(counts)))
+
+    @cached_property
+    def first_labels(self) -> np.ndarray:
+        """[examples] int64, tokens of each before its first label."""
+        return self._whole("first_labels")
+
+    def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first k neighbors of chunks [C]: tokens [C, k, 2m] int64, and lengths [C, k] int64, 0 for none."""
+        rows = self._neighbors.gather(chunks)[:, :k]
+        shards = np.searchsorted(self._neighbors.starts, chunks, side="right") - 1
+        rows = np.where(rows < 0, -1, rows + self._neighbor_tokens.starts[shards][:, None])
+        present = rows >= 0
+        tokens = np.zeros((*rows.shape, *self._neighbor_tokens.row_shape), dtype=np.int64)
+        lengths = np.zeros(rows.shape, dtype=np.int64)
+        tokens[present] = self._neighbor_tokens.gather(rows[present])
+        lengths[present] = self._neighbor_lengths.gather(rows[present])
+        return tokens, lengths
+
+    @cached_property
+    def _neighbors(self) -> ShardedArray:
+        return self._array("neighbors")
+
+    @cached_property
+    def _neighbor_tokens(self) -> ShardedArray:
+        return self._array("neighbor_tokens")
+
+    @cached_property
+    def _neighbor_lengths(self) -> ShardedArray:
+        return self._array("neighbor_lengths")
+
+    @cached_property
+    def _shards(self) -> list[Path]:
+        return [self.folder / shard_name(number) for number in range(read_json(self.folder / SHARDS)["shards"])]
+
+    @cached_property
+    def _counts(self) -> list[dict[str, int]]:
+        return [read_manifest(shard)["counts"] for shard in self._shards]
+
+    def _array(self, name: str) -> ShardedArray:
+        return ShardedArray([shard / f"{name}.npy" for shard in self._shards], [each[name] for each in self._counts])
+
+    def _whole(self, name: str) -> np.ndarray:
+        return np.concatenate([open_array(shard / f"{name}.npy") for shard in self._shards])

@@ -1,0 +1,200 @@
+"""A model of EleutherAI's lm-eval harness: `--model retro --model_args checkpoint=RUN,retrieval=on,k=2`.
+
+    requests of tasks → tokens, the beginning of the document in front → LanguageModel.score, generate → log-likelihoods, texts
+
+Importing this module registers it; `python -m retro.inference.lm_eval_adapter …` is lm-eval's own command line with it. Everything is
+as lm-eval's client of OpenAI's API (`local-completions`) has it: a context and its continuation are encoded together and
+split, too long ones lose their beginning, whole texts are scored in windows that overlap by one token, and the
+beginning-of-document token stands before all that does not begin with it. So both give the same figures.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from tqdm import tqdm
+
+from indexing.store.errors import InputError
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
+
+_DEFAULT_BATCH = 8
+_MAX_GENERATED = 256  # where a task does not say, as lm-eval's other models have it
+_UNASKED_DEVICE = "cuda:0"  # what lm-eval's command line asks for where nobody has named a device
+_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+
+
+@register_model("retro")
+class RetroLM(TemplateLM):
+    """A checkpoint with retrieval ON or OFF.
+
+    Args:
+        checkpoint: folder of a checkpoint, RUN, RUN@best or an exported file.
+        datastore: retrieved from; empty: the first of the training run.
+        retrieval: `on` or `off`.
+        k: neighbors of each chunk.
+        max_length: tokens of context and continuation, with the beginning of the document; 0 = those of training.
+        batch_size: sequences read together.
+        device: `auto`, `cpu`, `cuda` …
+        max_batch_size: passed by lm-eval; not used.
+
+    Raises:
+        InputError: an argument is not accepted, or checkpoint and datastore cannot be opened.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        datastore: str = "",
+        retrieval: str | bool = "on",
+        k: int = 2,
+        max_length: int = 0,
+        batch_size: int | str = _DEFAULT_BATCH,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        on = {"on": True, "off": False, True: True, False: False}.get(retrieval)
+        if on is None:
+            raise InputError(f"retrieval = {retrieval!r}: accepted are on and off.")
+        if int(k) < 1:
+            raise InputError(f"k = {k}: must be at least 1; retrieval=off reads no neighbors.")
+        if device is None or (device == _UNASKED_DEVICE and not torch.cuda.is_available()):
+            device = "auto"
+        self.language_model = LanguageModel.open(checkpoint, datastore or None, device, retrieval=on)
+        self.k = int(k) if self.language_model.retriever is not None else 0
+        self.batch_size = _DEFAULT_BATCH if str(batch_size).startswith("auto") else int(batch_size)
+        # One place is for the beginning of the document.
+        self.max_length = (int(max_length) or self.language_model.context) - 1
+        if self.max_length < 2 or self.batch_size < 1:
+            raise InputError(f"max_length = {max_length}, batch_size = {batch_size}: at least 3 and 1.")
+
+    # --- what lm-eval asks ------------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document."""
+        return self.language_model.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that begins a document: before an empty context, and before a whole text."""
+        return self.language_model.tokenizer.bos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells caches of requests apart."""
+        return self.language_model.checkpoint.fingerprint
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What stands beside the results."""
+        model = self.language_model
+        source = model.retriever.datastore.fingerprint if model.retriever else None
+        fingerprints = {"checkpoint": model.checkpoint.fingerprint, "datastore": source}
+        return {"fingerprints": fingerprints, "retrieval": "on" if self.k else "off", "k": self.k}
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids without begin and end of a document, whatever `add_special_tokens` says."""
+        return self.language_model.tokenizer.encode(string).tolist()
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, in nats."""
+        windows = [list(self._windows(request.args[0])) for request in requests]
+        scored = iter(self._loglikelihood_tokens(list(chain(*windows)), disable_tqdm=disable_tqdm))
+        totals = [sum(next(scored)[0] for _ in each) for each in windows]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continuations up to a stop string, which is left out; greedy unless the task samples."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), desc="generate", disable=disable_tqdm) as bar:
+            for numbers in groups.values():
+                given = requests[numbers[0]].args[1]
+                for batch in _batches(sorted(numbers, key=lambda n: len(requests[n].args[0])), self.batch_size):
+                    continued = self._continue([requests[number].args[0] for number in batch], given)
+                    for number, text in zip(batch, continued, strict=True):
+                        texts[number] = text
+                        self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                    bar.update(len(batch))
+        return texts
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """(anything, context, continuation) → log-likelihood of the continuation, and whether it is the likeliest."""
+        out: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        order = sorted(range(len(requests)), key=lambda n: -len(requests[n][1]) - len(requests[n][2]))
+        with tqdm(total=len(requests), desc="score", disable=disable_tqdm) as bar:
+            for batch in _batches(order, self.batch_size):
+                rows = [self._begun((requests[n][1] + requests[n][2])[-self.max_length :]) for n in batch]
+                scores = self.language_model.score_with_likeliest(rows, self.k, 1)
+                for number, row, score in zip(batch, rows, scores, strict=True):
+                    key, _, continuation = requests[number]
+                    places = slice(len(row) - 1 - min(len(continuation), len(row) - 1), None)
+                    own, best = score.log_probabilities[places], score.likeliest_log_probabilities[places, 0]
+                    out[number] = (float(own.sum()), bool((own >= best).all()))
+                    if key is not None:
+                        self.cache_hook.add_partial("loglikelihood", key, out[number])
+                bar.update(len(batch))
+        return out
+
+    # --- how -------------------------------------------------------------------------------------------------------
+
+    def _windows(self, text: str) -> Iterator[tuple[None, list[int], list[int]]]:
+        """A text as contexts and continuations that together are all of its tokens."""
+        for pair in utils.get_rolling_token_windows(
+            token_list=self.tok_encode(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length - 1,  # as `local-completions`, which keeps a place for a token to generate
+            context_len=1,
+        ):
+            yield (None, *utils.make_disjoint_window(pair))
+
+    def _continue(self, contexts: Sequence[str], given: dict[str, Any]) -> list[str]:
+        """The continuations of contexts under the same settings."""
+        wanted = normalize_gen_kwargs(given, min(_MAX_GENERATED, self.max_length // 2))
+        unknown = set(wanted) - {"until", "do_sample", "max_gen_toks", *_SAMPLING}
+        if unknown:
+            raise InputError(
+                f"generation_kwargs has {sorted(unknown)[0]!r}; accepted are until, do_sample, max_gen_toks, {', '.join(_SAMPLING)}."
+            )
+        sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0} | {
+            key: wanted[key] for key in _SAMPLING if wanted.get(key) is not None
+        }
+        settings = GenerationSettings(max_tokens=wanted["max_gen_toks"], stop=tuple(wanted["until"]), **sampling)
+        room = self.max_length - settings.max_tokens
+        if room < 1:
+            raise InputError(f"max_gen_toks = {settings.max_tokens}: no room for a prompt in {self.max_length} tokens.")
+        prompts = [self._begun(self.tok_encode(context)[-room:]) for context in contexts]
+        texts = [""] * len(prompts)
+        for pieces in self.language_model.generate(prompts, settings, self.k):
+            for piece in pieces:
+                texts[piece.row] += piece.text
+        return texts
+
+    def _begun(self, tokens: list[int]) -> np.ndarray:
+        """Tokens [t] with the beginning of the document in front, once."""
+        begin = [] if tokens[:1] == [self.prefix_token_id] else [self.prefix_token_id]
+        return np.array(begin + tokens, dtype=np.int64)
+
+
+def _batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (numbers[start : start + size] for start in range(0, len(numbers), size))
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

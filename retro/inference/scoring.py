@@ -1,0 +1,181 @@
+"""Log-probabilities of the tokens of sequences of any length.
+
+    sequences → neighbors of their complete chunks, in one search ┐
+              └► windows of a context, overlapping by half ───────┴► batches of similar length → log-probabilities
+
+A token is scored once, in the first window that holds it: there half a context and more stands before it, where so much
+does. Rows are padded at their end, where causality hides it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from indexing.store.errors import InputError
+from retro.data.batches import IGNORED_LABEL
+from retro.device import Placement
+from retro.inference.decoder import Retrieve
+from retro.model.loss import token_losses
+from retro.model.retro import Retro
+
+# Tokens of a batch, padding included, and tokens of its neighbors: whichever is reached first.
+_BATCH_TOKENS = 8192
+_BATCH_NEIGHBOR_TOKENS = 4 * _BATCH_TOKENS
+# Tokens whose logits are in memory at a time, where the likeliest are looked for.
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of a sequence of t tokens, all but the first.
+
+    Attributes:
+        log_probabilities: [t - 1] float64, in nats.
+        likeliest: [t - 1, top] int64, the likeliest tokens at the place of each, likeliest first.
+        likeliest_log_probabilities: [t - 1, top] float32, theirs.
+    """
+
+    log_probabilities: np.ndarray
+    likeliest: np.ndarray
+    likeliest_log_probabilities: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Tokens [start, stop) of a sequence, of which [scored, stop) are scored. It begins with a chunk."""
+
+    sequence: int
+    start: int
+    stop: int
+    scored: int
+
+
+@torch.inference_mode()
+def score(
+    model: Retro,
+    sequences: Sequence[np.ndarray],
+    placement: Placement,
+    *,
+    context: int,
+    retrieve: Retrieve | None = None,
+    top: int = 0,
+    wanted: Callable[[int], bool] = lambda sequence: True,
+) -> list[Scores]:
+    """Score every token of some sequences but the first.
+
+    Args:
+        model: in evaluation mode.
+        sequences: [t] int64 token ids of each.
+        placement: device and precision.
+        context: tokens that the model sees at most, a multiple of the chunk length.
+        retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
+        top: how many of the likeliest tokens to tell.
+        wanted: number of a sequence → whether its scores are still needed; asked before each batch of windows. Scores of
+            sequences that are not needed any more are incomplete.
+
+    Raises:
+        InputError: a sequence is longer than a context of one chunk, which has no half.
+    """
+    m, top = model.settings.chunk_length, min(top, model.settings.vocab_size)
+    found = _find_neighbors(sequences, m, retrieve) if retrieve is not None else None
+    scores = [
+        Scores(np.zeros(len(each) - 1), np.zeros((len(each) - 1, top), np.int64), np.zeros((len(each) - 1, top), "f4"))
+        for each in sequences
+    ]
+    windows = [each for number, row in enumerate(sequences) for each in _windows(number, len(row), context, m)]
+    neighbor_tokens = int(np.prod(found[0][0].shape[1:])) if found else 0  # of a chunk
+    for batch in _batches(windows, m, neighbor_tokens):
+        group = [window for window in batch if wanted(window.sequence)]
+        if not group:
+            continue
+        inputs, labels = _batch(group, sequences, found, m)
+        with placement.autocast():
+            hidden = model.hidden(**placement.put(inputs))
+            losses = token_losses(hidden, model.output_weight, placement.put({"labels": labels})["labels"]).cpu()
+        for row, window in enumerate(group):
+            of_window = slice(
+                window.scored - window.start - 1, window.stop - window.start - 1
+            )  # where they are predicted
+            of_sequence, scored = slice(window.scored - 1, window.stop - 1), scores[window.sequence]
+            scored.log_probabilities[of_sequence] = -losses[row, of_window].double().numpy()
+            if top:
+                with placement.autocast():
+                    values, ids = _likeliest(model, hidden[row, of_window], top)
+                scored.likeliest[of_sequence] = ids
+                scored.likeliest_log_probabilities[of_sequence] = values
+    return scores
+
+
+Found = list[tuple[np.ndarray, np.ndarray]]
+"""For each sequence the neighbors [U, K, R] of its complete chunks, and their lengths [U, K]."""
+
+
+def _find_neighbors(sequences: Sequence[np.ndarray], m: int, retrieve: Retrieve) -> Found | None:
+    """One search for all. The last token of a sequence has nothing to predict, so that no chunk ends with it."""
+    chunks = [each[: (len(each) - 1) // m * m].reshape(-1, m) for each in sequences]
+    if not sum(map(len, chunks)):
+        return None
+    borders = np.cumsum([len(each) for each in chunks])[:-1]
+    neighbors, lengths = retrieve(np.concatenate(chunks))
+    return list(zip(np.split(neighbors, borders), np.split(lengths, borders), strict=True))
+
+
+def _windows(sequence: int, length: int, context: int, m: int) -> Iterator[_Window]:
+    if length > context == m:
+        raise InputError(f"a sequence of {length} tokens: the model reads one chunk of {m}, so score {m} at most.")
+    scored = 1
+    for start in range(0, length, max(m, context // 2 // m * m)):
+        stop = min(start + context, length)
+        if stop > scored:
+            yield _Window(sequence, start, stop, scored)
+            scored = stop
+
+
+def _batches(windows: list[_Window], m: int, neighbor_tokens: int) -> Iterator[list[_Window]]:
+    """Windows of similar length, the longest first: little padding, and what does not fit into memory fails at once.
+
+    Args:
+        windows: of all sequences.
+        m: tokens of a chunk.
+        neighbor_tokens: of all neighbors of a chunk.
+    """
+    ordered = sorted(windows, key=lambda window: window.start - window.stop)
+    while ordered:
+        longest = ordered[0].stop - ordered[0].start
+        of_neighbors = longest // m * neighbor_tokens
+        size = min(_BATCH_TOKENS // longest, _BATCH_NEIGHBOR_TOKENS // max(1, of_neighbors))
+        yield ordered[: max(1, size)]
+        ordered = ordered[max(1, size) :]
+
+
+def _batch(
+    windows: list[_Window], sequences: Sequence[np.ndarray], found: Found | None, m: int
+) -> tuple[dict[str, Tensor | None], Tensor]:
+    """The model's arguments, and the labels [B, T]. Chunks that a row does not have get neighbors of length 0."""
+    width = max(window.stop - window.start for window in windows) - 1
+    tokens, labels = np.zeros((2, len(windows), width), dtype=np.int64)
+    labels[:] = IGNORED_LABEL
+    for row, window in enumerate(windows):
+        text = sequences[window.sequence][window.start : window.stop]
+        tokens[row, : len(text) - 1] = text[:-1]
+        scored = window.scored - window.start
+        labels[row, scored - 1 : len(text) - 1] = text[scored:]
+    inputs: dict[str, Tensor | None] = {"tokens": torch.from_numpy(tokens), "neighbors": None, "neighbor_lengths": None}
+    if found is not None:
+        shape = (len(windows), width // m, *found[0][0].shape[1:])
+        neighbors, lengths = np.zeros(shape, np.int64), np.zeros(shape[:3], np.int64)
+        for row, window in enumerate(windows):
+            first, count = window.start // m, (window.stop - window.start - 1) // m
+            for table, part in zip((neighbors, lengths), found[window.sequence], strict=True):
+                table[row, :count] = part[first : first + count]
+        inputs |= {"neighbors": torch.from_numpy(neighbors), "neighbor_lengths": torch.from_numpy(lengths)}
+    return inputs, torch.from_numpy(labels)
+
+
+def _likeliest(model: Retro, hidden: Tensor, top: int) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and ids of the likeliest tokens after each of some activations [n, D]: [n, top] twice."""
+    blocks = [model.logits(block).float().log_softmax(-1).topk(top) for block in hidden.split(_BLOCK)]
+    return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))  # type: ignore[return-value]

@@ -1,0 +1,349 @@
+"""RETRO, in the order of section 2 of Borgeaud et al. (2022), arXiv 2112.04426.
+
+    tokens ─ embed ─ [ self-attention ─ (chunked cross-attention at layers P) ─ feed-forward ] × L ─ norm ─ logits
+                             │ min(P): activations of chunk u          ▲
+                             ▼                                         │ read from the last token of chunk u on
+    neighbors of chunk u ─ bidirectional encoder ──────────────────────┘ encoded once
+
+Notable: retrieval OFF is the same weights with `neighbors=None`; RMSNorm before each block; no biases; rotary positions
+(ours), Transformer-XL's (the paper's) or others; a decoder of another family may have LayerNorm, biases and more, and its encoder and
+cross-attention then have none of it; one class is every attention (`attention.py`); no loop over chunks; no
+buffers, so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
+freezes the rest. The model knows nothing of meshes, shards, optimizers or caches (`decoding.py`).
+
+Letters of the shape comments:
+    B batch    T tokens       D decoder width    V vocabulary    U complete chunks (T // m)    M = m, tokens of a chunk
+    K neighbors of a chunk    R tokens of a neighbor (r)         E encoder width
+    N attentions side by side    Q queries    S keys    H heads    C features of a head    X distances
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from indexing.store.errors import InputError
+from retro.model.attention import Attention, first_taps
+from retro.model.encoder import Encoder
+from retro.model.feed_forward import FEED_FORWARD, affine, linear
+from retro.model.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key, visible
+from retro.model.mixture_of_experts import ExpertLinear, Experts, queues_of
+from retro.model.positions import Places, Rope, place
+from retro.model.residual_block import NORMS, Residual, rms_norm
+from retro.model.settings import ModelSettings
+
+# ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
+
+
+class ChunkedCrossAttention(nn.Module):
+    """The last token of chunk u and the first m - 1 tokens of chunk u + 1 read the neighbors of chunk u.
+
+        tokens      0 . . . m-1  m . . . . 2m-1  2m . . .
+        chunks      └─── 0 ───┘  └──── 1 ────┘  └── 2 …        neighbors of chunk u were found with all its tokens, so
+        windows               └─── 0 ────┘└─── 1 ────┘         no token before its last one may know them
+
+    A window is the sequence shifted by m - 1 tokens and cut every m: no copies, no loop. Token i of a window is
+    i - i' + m - 1 from token i' of a neighbor. One softmax runs over all tokens of all K neighbors.
+    """
+
+    def __init__(self, attention: Attention, chunk_length: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.chunk_length = chunk_length
+
+    def forward(self, x: Tensor, places: Places, encoded: Tensor, mask: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D], and exactly 0 for tokens with nothing to read.
+
+        Args:
+            x: decoder activations, [B, T, D].
+            places: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
+            encoded: encoded neighbors of the complete chunks, [B, U, K, R, E].
+            mask: bool, which of their tokens are real, [B, U, K, R].
+        """
+        m, num_chunks = self.chunk_length, encoded.shape[1]
+        # Smeared queries reach back into the chunk before: no further, and chunks are of one document.
+        first = m - max(1, self.attention.smeared)
+        q = self.attention.smeared_queries(self.attention.ask(x[:, first:]))[:, m - 1 - first :]
+        num_readers = q.shape[1]  # the last window is cut short by the end of the sequence
+        q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
+        windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
+        read = self.read(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask.flatten(0, 1))
+        read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
+        return F.pad(read[:, :num_readers], (0, 0, m - 1, 0))
+
+    def keys_values(self, encoded: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
+        starts = torch.arange(encoded.shape[1] * encoded.shape[2], device=encoded.device) % encoded.shape[2] == 0
+        k, v = self.attention.project(encoded.flatten(1, 2))
+        return self.attention.placed(k, places, starts[None]), v
+
+    def read(
+        self, q: Tensor, places: Places, k: Tensor, v: Tensor, mask: Tensor, distance_keys: Tensor | None = None
+    ) -> Tensor:
+        """Queries of windows [N, Q, H, C] read keys and values of their chunks' neighbors; mask [N, K, R], the rest as in `Attention`."""
+        mask = mask.flatten(1)[:, None, None]  # [N, 1, 1, K·R]
+        read = self.attention.read(q, places, k, v, some_key(mask), distance_keys=distance_keys)
+        return read.masked_fill(~mask.any(-1), 0.0)
+
+
+# --------------------------------------------------------------------------------------- decoder (section 2.4, alg. 1)
+
+
+def rope_of(settings: ModelSettings) -> Rope:
+    """How the decoder's own attentions turn."""
+    scaling = ("scaling", "factor", "low_factor", "high_factor", "original_length")
+    return Rope(settings.turning, settings.rope_theta, *(getattr(settings, f"rope_{name}") for name in scaling))
+
+
+class Retro(nn.Module):
+    """The language model. Without `cca_layers` it is a plain decoder, the paper's baseline."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        if settings.vocab_size < 1:
+            raise InputError(
+                "model.vocab_size is 0, which stands for the datastore's tokenizer: "
+                "fill it in with dataclasses.replace(settings, vocab_size=...) before building the model."
+            )
+        self.settings = settings
+        width, heads, head_dim, dropout = settings.d_model, settings.num_heads, settings.head_dim, settings.dropout
+        self.scheme, self.scheme_beside = (settings.positions, width, head_dim), (settings.beside, width, head_dim)
+        self.rope = rope_of(settings)
+        self.base_width = settings.mup_base_width if settings.init == "mup" else width
+        attention = partial(
+            Attention,
+            width,
+            num_heads=heads,
+            head_dim=head_dim,
+            num_kv_heads=settings.kv_heads,
+            normed=settings.qk_norm,
+            scale=1 / head_dim if settings.init == "mup" else None,
+        )
+        norm = partial(NORMS[settings.norm], width, eps=settings.norm_eps)
+
+        def own() -> Attention:
+            bias, norm_eps, smeared = settings.attention_bias, settings.norm_eps, settings.smeared[0]
+            return attention(key_width=width, scheme=settings.positions, smeared=smeared, bias=bias, norm_eps=norm_eps)
+
+        def cross() -> ChunkedCrossAttention:
+            source, smeared = settings.encoder_d_model, settings.smeared[1]
+            block = attention(key_width=source, scheme=settings.beside, smeared=smeared)
+            return ChunkedCrossAttention(block, settings.chunk_length)
+
+        def feed_forward(layer: int) -> nn.Module:
+            dense, matrix = FEED_FORWARD[settings.activation], affine if settings.feed_forward_bias else linear
+            return Experts(settings) if layer in settings.expert_layers else dense(width, settings.d_ffw, matrix)
+
+        layers = range(settings.num_layers)
+        self.embedding = nn.Embedding(settings.vocab_size, width)
+        if settings.positions == "learned":
+            self.position_embedding = nn.Embedding(settings.max_positions, width)
+        if settings.beside == "learned":
+            self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
+        # By number, as a device may hold some of the layers only.
+        self.attention = nn.ModuleDict({str(n): Residual(norm(), own(), dropout) for n in layers})
+        self.feed_forward = nn.ModuleDict({str(n): Residual(norm(), feed_forward(n + 1), dropout) for n in layers})
+        crosses = {str(layer): Residual(rms_norm(width), cross(), dropout) for layer in settings.cca_layers}
+        self.cross = nn.ModuleDict(crosses)
+        if settings.cca_layers:
+            self.encoder = Encoder(settings)
+        self.norm = norm()
+        self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
+        self.virtual_tokens: Any = None  # a prefix or prompt of `virtual_tokens.py`, from `tuning.add_adapter`
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw all weights anew; what a model built on the meta device needs after `to_empty`.
+
+        Matrices keep the variance of what they multiply (std 1/sqrt(fan-in)), at any width. What is added to the
+        residual stream is scaled down by the number of additions, so its variance at the top does not grow with depth.
+        Tokens enter both streams about as loud as the blocks speak: with 0.02 as it stands (GPT-2's choice) they are
+        drowned by the first block, and learning to copy from neighbors took more than twice the steps.
+
+        What `init` = mup changes stands in `mup.py`: here, only the output layer's size.
+        """
+        num_blocks = 2 * self.settings.num_layers + len(self.settings.cca_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Embedding):
+                # The decoder's rows are small, as they are the output layer too; `embed` multiplies them.
+                nn.init.normal_(module.weight, std=1.0 if name.startswith("encoder.") else 0.02)
+            elif isinstance(module, nn.Linear | ExpertLinear):
+                into_stream = name.endswith(".out")
+                fan_in = self.base_width if module is self.head else module.in_features
+                nn.init.normal_(module.weight, std=(fan_in * (num_blocks if into_stream else 1)) ** -0.5)
+            elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, Attention):
+                for bias in ("content_bias", "distance_bias"):
+                    if hasattr(module, bias):
+                        nn.init.zeros_(getattr(module, bias).weight)
+                if hasattr(module, "key_taps"):
+                    module.key_taps.weight.copy_(first_taps(*module.key_taps.weight.shape, own=False))
+                    module.query_taps.weight.copy_(first_taps(*module.query_taps.weight.shape, own=True))
+                if hasattr(module, "smear"):  # from heads that look for what followed to heads that look for the token
+                    smear = module.smear.weight
+                    smear.copy_(torch.linspace(2, -2, len(smear))[:, None])
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        for name, module in self.named_modules():
+            if self.settings.copying_init and isinstance(module, Attention) and not name.startswith("encoder."):
+                module.begin_copying(self.encoder.project.weight if name.startswith("cross.") else None)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The logits of every next token, [B, T, V]. The arguments are those of `hidden`."""
+        return self.logits(self.hidden(tokens, documents, neighbors, neighbor_lengths, lengths))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] from `hidden` to [..., V]: apart, since logits are large and few of them may be wanted at a time."""
+        return F.linear(hidden, self.output_weight)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output layer's [V, D]; with tied embeddings the decoder's own table."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The activations under the output layer, [B, T, D].
+
+        Args:
+            tokens: int64 [B, T], for any T; a chunk is every m tokens from the first on, U = T // m are complete.
+            documents: int64 [B, ceil(T / m)], the document that each chunk belongs to, the incomplete one included.
+                Tokens see nothing of other documents or their neighbors. Padding stands at the end of a document,
+                where causality hides it from everything else. None says that each row is one document: that is faster.
+            neighbors: int64 [B, U, K, R], the neighbors of the complete chunks, any K and R; every id must lie in
+                the vocabulary. None turns retrieval off. A model without `cca_layers` ignores them.
+            neighbor_lengths: int64 [B, U, K], how many of the R tokens are real, from the first on; 0 = no neighbor,
+                K zeros = retrieval off for this chunk. None means all R.
+            lengths: int64 [B, ceil(T / m)], how many tokens of each chunk are real, from the first on. The others are
+                padding, which is sent to no expert; nothing else depends on them. None means all.
+        """
+        return self.hidden_and_routing(tokens, documents, neighbors, neighbor_lengths, lengths)[0]
+
+    def hidden_and_routing(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `hidden`, and what training needs of the experts: see `run_layers`."""
+        (_, num_tokens), m = tokens.shape, self.settings.chunk_length
+        if documents is not None and documents.shape[1] != -(-num_tokens // m):
+            raise ValueError(f"documents has {documents.shape[1]} columns; {num_tokens} tokens begin one every {m}")
+        if neighbors is not None and neighbors.shape[1] != num_tokens // m:
+            raise ValueError(
+                f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_tokens // m}"
+            )
+        if lengths is not None and lengths.shape[1] != -(-num_tokens // m):
+            raise ValueError(f"lengths has {lengths.shape[1]} columns; {num_tokens} tokens begin one every {m}")
+        h = self.embed(tokens, documents)
+        h, _, routing = self.run_layers(h, None, documents, neighbors, neighbor_lengths, lengths)
+        return self.finish(h), routing
+
+    def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Where the residual stream begins: [B, T] to [B, T, D]; the documents as in `hidden`.
+
+        Raises:
+            InputError: learned positions are too few.
+        """
+        num_tokens, positions = tokens.shape[1], None
+        if self.settings.positions == "learned":
+            self.settings.check_length(num_tokens)
+            positions = torch.arange(num_tokens, device=tokens.device)
+            if documents is not None:
+                positions = document_positions(documents, self.settings.chunk_length, num_tokens)
+        return self.embed_at(tokens, positions)
+
+    def embed_at(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """The same of tokens that stand at some positions of their documents, [T] or [B, T]: learned ones alone look.
+
+        A second table says where a token stands in its chunk. So the stream itself tells chunked cross-attention, and the
+        encoder that reads the chunk, how far from a neighbor's token it is: those have a table of their own. Where they have
+        other positions, there is none.
+        """
+        h = self.embedding(tokens)
+        if self.settings.positions == "learned":
+            assert positions is not None
+            h = h + self.position_embedding(positions)
+            if self.settings.beside == "learned":
+                h = h + self.chunk_embedding(positions % self.settings.chunk_length)
+        return self.scaled(h)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Embeddings [..., D] as the stream takes them."""
+        return rows * self.base_width**0.5 if self.settings.scaled_embeddings else rows
+
+    def finish(self, h: Tensor) -> Tensor:
+        """The end of the residual stream as the output layer reads it: [..., D] to [..., D]."""
+        h = self.norm(h)
+        return h if self.base_width == self.settings.d_model else h * (self.base_width / self.settings.d_model)
+
+    def virtual(self) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
+        """What every token reads beside the others in each layer, by its name, and of how many virtual tokens it is."""
+        return ({}, 0) if self.virtual_tokens is None else (self.virtual_tokens(self), self.virtual_tokens.count)
+
+    def run_layers(
+        self,
+        h: Tensor,
+        encoded: Tensor | None,
+        documents: Tensor | None,
+        neighbors: Tensor | None,
+        neighbor_lengths: Tensor | None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The layers that this device holds: the residual stream h [B, T, D], and the encoded neighbors [B, U, K, R, E].
+
+        The encoder, which stands in the first layer with CCA, makes the latter of the neighbors; the rest as in `hidden`.
+        The third is `experts.ROUTING` of each sequence, float32 [B, 4], summed over the layers with experts, if there are any.
+        """
+        num_tokens, m, window = h.shape[1], self.settings.chunk_length, self.settings.sliding_window
+        virtual, num_virtual = self.virtual()
+        here = place(*self.scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.rope)
+        mask = starts = None
+        if documents is not None:
+            mask, starts = document_mask(documents, m, num_tokens), document_starts(documents, m, num_tokens)
+        if 0 < window < num_tokens or num_virtual:
+            at = torch.arange(num_tokens, device=h.device)
+            seen = visible(at, at, window)  # [T, T]
+            mask = seen if mask is None else mask & seen
+            mask = F.pad(mask, (num_virtual, 0), value=True)  # every token sees the virtual ones
+        cca_layers: tuple[int, ...] = ()
+        if neighbors is not None and neighbors.numel() > 0:
+            cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
+            there = place(*self.scheme_beside, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
+            real = neighbor_mask(neighbors, neighbor_lengths, documents)
+        expert_layers, routing = self.settings.expert_layers, None
+        queues = queues_of(h, m, documents, lengths) if expert_layers else None
+        for name, attention in self.attention.items():
+            layer = int(name) + 1
+            reads = h if self.settings.parallel_residual else None
+            h = attention(h, here, mask=mask, causal=not num_virtual, starts=starts, virtual=virtual.get(name))
+            if layer == min(cca_layers, default=0):
+                encoded = self.encoder(neighbors, real, h, self.embedding)
+            if layer in cca_layers:
+                h = self.cross[str(layer)](h, there, encoded, real)
+            if layer not in expert_layers:
+                h = self.feed_forward[name](h, reads=reads)
+            else:
+                h, routed = self.feed_forward[name](h, queues, reads=reads)
+                routing = routed if routing is None else routing + routed
+        return h, encoded, routing

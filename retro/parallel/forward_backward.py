@@ -1,0 +1,171 @@
+"""Forward and backward passes of a model that this process has all layers of, alone or as one of several.
+
+    batch ─ own sequences ─ hidden ─ own tokens ─ part of the loss ─ gradients, summed over processes
+
+`pipeline.py` has the same for layers that are shared out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from retro.device import Placement, Tensors
+from retro.model.loss import summed_losses, that_count, token_losses
+from retro.model.mixture_of_experts import ROUTING, routing_loss
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.parallel.distribute import Processes, distribute, own_tokens, reshard, sync_gradients, unshard
+from retro.parallel.gradient_norms import squared_norm
+
+
+@dataclass(frozen=True)
+class Share:
+    """What makes a process's part of a batch's losses a part of the step's mean.
+
+    Attributes:
+        num_labels: that count in all batches of the step, of all processes: int64 [].
+        num_sequences: in all batches of the step, of all processes.
+        scale: of the loss.
+        last: whether the optimizer steps after this batch.
+    """
+
+    num_labels: Tensor
+    num_sequences: int
+    scale: float
+    last: bool
+
+
+class Passes(Protocol):
+    """What the training loop asks of a model, however it is shared out."""
+
+    @property
+    def parts(self) -> Sequence[Retro]:
+        """What this process holds of the model."""
+
+    def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
+        """Gradients of a batch's own rows; their part of the step's cross-entropy, z-loss and `ROUTING`: float32 [2 + 4]."""
+
+    def token_losses(self, batch: Tensors) -> Tensor:
+        """As `loss.token_losses` of a batch that all processes have: float32 [B, T], in all of them. Without gradients."""
+
+    def gradient_norm(self) -> Tensor:
+        """Of all gradients of the model."""
+
+
+class WholeModel:
+    """All layers, in one call."""
+
+    def __init__(
+        self, model: Retro, processes: Processes, placement: Placement, *, z_weight: float = 0.0, compiled: bool = False
+    ) -> None:
+        """Share a model out.
+
+        Args:
+            model: the same in all processes.
+            processes: how they share it.
+            placement: device and precision.
+            z_weight: of the z-loss.
+            compiled: with `torch.compile`: alone as a whole, so that a graph break is an error and not a slow step; among several
+                block by block, as they communicate in between.
+        """
+        self.processes, self.placement, self.z_weight, self.compiled = processes, placement, z_weight, compiled
+        distribute(model, processes, compiled=compiled)
+        # What processes share is where it belongs: on their devices, or in the host's memory.
+        self.model = model if processes.count > 1 else model.to(placement.device)
+        # Shapes are few: one for each number of neighbors, with and without document borders. Each is compiled once.
+        whole = compiled and processes.count == 1
+        run = model.hidden_and_routing
+        self.hidden_and_routing: Any = torch.compile(run, fullgraph=True, dynamic=False) if whole else run
+
+    @property
+    def parts(self) -> Sequence[Retro]:
+        """See `Passes`."""
+        return [self.model]
+
+    def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
+        """See `Passes`."""
+        labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
+        sync_gradients(self.model, self.processes.settings, share.last)
+        with self.placement.autocast():
+            hidden, routing = self.hidden_and_routing(**inputs)
+            own = own_tokens(self.processes.along("tensor"), hidden, self.model.output_weight, labels)
+            objective, parts = part_of_loss(own, routing, share, self.model.settings, self.z_weight, self.compiled)
+        if objective.requires_grad:
+            objective.backward()
+        else:  # nothing that is trained had a part in it: a frozen decoder and a batch without neighbors
+            reshard(self.model)
+        return parts
+
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # evaluation has a shape of its own for each length of text
+    def token_losses(self, batch: Tensors) -> Tensor:
+        """See `Passes`."""
+        processes = self.processes
+        own, num_rows = own_rows(batch, processes, processes.data)
+        labels = own.pop("labels")
+        with self.placement.autocast():
+            hidden = self.model.hidden(**own)
+            unshard(self.model)
+            losses = token_losses(*own_tokens(processes.along("tensor"), hidden, self.model.output_weight, labels))
+        reshard(self.model)
+        return processes.gathered(losses)[:num_rows]
+
+    def gradient_norm(self) -> Tensor:
+        """See `Passes`."""
+        return squared_norm(gradients(self.model.parameters())).sqrt()
+
+
+def part_of_loss(
+    own: tuple[Tensor, Tensor, Tensor],
+    routing: Tensor | None,
+    share: Share,
+    settings: ModelSettings,
+    z_weight: float,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A batch's part of the step's objective, and of its cross-entropy, z-loss and `ROUTING`: float32 [2 + 4].
+
+    Args:
+        own: activations, output layer and labels of its tokens.
+        routing: `ROUTING` of its sequences [B, 4], or None.
+        share: of the step.
+        settings: weights of what experts add.
+        z_weight: of the z-loss.
+        compiled: fuse the work between the matrix products.
+    """
+    hidden, weight, labels = own
+    if not compiled:
+        hidden, labels = that_count(hidden, labels)
+    found = summed_losses(hidden, weight, labels, z_weight=z_weight, compiled=compiled)
+    objective, routed = found.objective / share.num_labels, found.objective.new_zeros(len(ROUTING))
+    if routing is not None:
+        rows = len(routing) / share.num_sequences
+        objective, routed = objective + routing_loss(routing, settings) * rows, routing.detach().mean(0) * rows
+    losses = torch.stack((found.cross_entropy, found.z_loss)) / share.num_labels
+    return objective * share.scale, torch.cat((losses, routed))
+
+
+def own_rows(batch: Tensors, processes: Processes, multiple: int) -> tuple[Tensors, int]:
+    """This process's rows of a batch that all have, filled up to a multiple with its last row; and how many rows it had."""
+    num_rows = len(batch["tokens"])
+    missing = -num_rows % multiple
+    rows = processes.rows(num_rows + missing)
+
+    def own(value: Tensor) -> Tensor:
+        filled = torch.cat((value, value[-1:].expand(missing, *value.shape[1:]))) if missing else value
+        return filled[rows.start : rows.stop]
+
+    return {name: None if value is None else own(value) for name, value in batch.items()}, num_rows
+
+
+def gradients(parameters: Any) -> list[Tensor]:
+    """Of those that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def all_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of all parts of a model that a process holds, by name."""
+    return [named for part in parts for named in part.named_parameters()]

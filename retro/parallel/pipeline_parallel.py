@@ -1,0 +1,301 @@
+"""Pipeline parallelism: each process holds some of the layers, and parts of a batch pass through them one after another.
+
+    stage 0    tokens ─ embed ─ layers ─ h ─┐
+    stage 1    h ─ layers, encoder in the one with the first CCA ─ h, encoded neighbors ─┐
+    stage 2    h, encoded ─ layers ─ norm ─ loss
+
+With experts, what is known of their routing is sent along. Every process reads the whole batch; masks and positions each makes for itself. Schedules are PyTorch's. They want to know the shapes
+of what is sent, so there is a schedule for each shape of batch, all around the same stages.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from retro.device import Placement, Tensors
+from retro.model.loss import token_losses
+from retro.model.mixture_of_experts import ROUTING
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.parallel.distribute import Processes, distribute, own_tokens, reshard, unshard
+from retro.parallel.forward_backward import Share, all_parameters, gradients, own_rows, part_of_loss
+from retro.parallel.gradient_norms import squared_norm
+from retro.parallel.settings import num_microbatches, num_stages
+
+
+class Stage(nn.Module):
+    """A run of layers, with the embedding before the first and the norm after the last."""
+
+    def __init__(self, model: Retro, number: int, count: int, processes: Processes) -> None:
+        """Take a part of a model.
+
+        Args:
+            model: the whole; what the stage does not need is dropped from it.
+            number: of the stage, from 0.
+            count: of all stages.
+            processes: shape and mesh of tensor parallelism.
+        """
+        super().__init__()
+        self.is_first, self.is_last = number == 0, number == count - 1
+        self.tensor_mesh = processes.along("tensor")
+        layers = stage_layers(model.settings, number, count)
+        first_cca = min(model.settings.cca_layers, default=0)
+        self.sends_encoded = bool(first_cca) and first_cca <= layers.stop and not self.is_last
+        first_experts = min(model.settings.expert_layers, default=model.settings.num_layers + 1)
+        self.receives_routing, self.sends_routing = first_experts <= layers.start, first_experts <= layers.stop
+        _prune(model, layers, self.is_first, self.is_last)
+        self.model = model
+
+    def forward(
+        self,
+        x: Tensor,
+        *received: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Tokens [B, T], or the stream [B, T', D] and what else the stage before has sent; the rest as in `Retro.hidden`.
+
+        Returns:
+            The stream, and the encoded neighbors and the routing where there are any and they are wanted later.
+        """
+        kept = list(received)
+        routing_before = kept.pop() if self.receives_routing else None
+        encoded = kept.pop() if kept else None
+        if self.is_first:
+            h = self.model.embed(x, documents)
+        else:
+            h = x if self.tensor_mesh is None else DTensor.from_local(x, self.tensor_mesh, [Shard(1)], run_check=False)
+        h, encoded, routing = self.model.run_layers(h, encoded, documents, neighbors, neighbor_lengths, lengths)
+        h = self.model.finish(h) if self.is_last else h.to_local() if isinstance(h, DTensor) else h
+        if routing_before is not None:
+            routing = routing_before if routing is None else routing + routing_before
+        sent = [encoded] if self.sends_encoded and encoded is not None else []
+        return (h, *sent, *([] if routing is None else [routing]))
+
+
+def stage_layers(model: ModelSettings, number: int, count: int) -> range:
+    """The layers of a stage, from 0, as even as they can be."""
+    return range(model.num_layers * number // count, model.num_layers * (number + 1) // count)
+
+
+def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
+    """Drop what the stage with these layers does not need."""
+    settings = model.settings
+    for children in (model.attention, model.feed_forward):
+        for name in list(children):
+            if int(name) not in layers:
+                del children[name]
+    for name in list(model.cross):
+        if int(name) - 1 not in layers:
+            del model.cross[name]
+    encodes = min(settings.cca_layers, default=0) - 1 in layers
+    if not encodes and hasattr(model, "encoder"):
+        del model.encoder
+    if not (is_first or (is_last and settings.tied_embeddings) or (encodes and settings.shared_embeddings)):
+        model.embedding = None  # type: ignore[assignment]
+    if not is_last:
+        model.norm = model.head = None
+    if not is_first and settings.positions == "learned":
+        del model.position_embedding
+    if not is_first and settings.beside == "learned":
+        del model.chunk_embedding
+
+
+class Pipeline:
+    """A model whose layers are shared out: as `WholeModel`, for several stages."""
+
+    def __init__(
+        self,
+        model: Retro,
+        processes: Processes,
+        placement: Placement,
+        batch_size: int,
+        *,
+        z_weight: float = 0.0,
+        compiled: bool = False,
+    ) -> None:
+        """Share a model out.
+
+        Args:
+            model: the same in all processes.
+            processes: how they share it.
+            placement: device and precision.
+            batch_size: sequences of a training batch.
+            z_weight: of the z-loss.
+            compiled: with `torch.compile`, block by block.
+
+        Raises:
+            InputError: it cannot be divided so.
+        """
+        settings = processes.settings
+        self.processes, self.placement, self.settings = processes, placement, model.settings
+        self.z_weight, self.compiled = z_weight, compiled
+        self.mesh = processes.mesh("pipeline")
+        self.place, size = self.mesh.get_local_rank(), self.mesh.size()
+        self.num_stages = num_stages(settings, model.settings.num_layers)
+        self.num_microbatches = num_microbatches(settings, len(processes.rows(batch_size)))
+        self.numbers = range(self.place, self.num_stages, size)
+        self.stages = []
+        for number in self.numbers:
+            stage = Stage(copy.deepcopy(model), number, self.num_stages, processes)
+            distribute(stage.model, processes, root=stage, compiled=compiled)
+            self.stages.append(stage)
+        self._holders = self._embedding_holders()
+        self._schedules: dict[Any, Any] = {}
+
+    @property
+    def parts(self) -> Sequence[Retro]:
+        """See `Passes`."""
+        return [stage.model for stage in self.stages]
+
+    def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
+        """See `Passes`."""
+        labels, tokens = batch["labels"], batch["tokens"]
+        schedule = self._schedule(tokens, batch["neighbors"], training=True)
+        self._share, self._losses = share, torch.zeros(2 + len(ROUTING), device=self.placement.device)
+        with self.placement.autocast():
+            first = [tokens] if self.place == 0 else []
+            target = labels if self._has_last else None
+            schedule.step(*first, target=target, losses=[], return_outputs=False, **_for_all_stages(batch))
+        if share.last:
+            self._sum_tied_gradients()
+        return self._losses
+
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # as in `WholeModel`
+    def token_losses(self, batch: Tensors) -> Tensor:
+        """See `Passes`."""
+        own, num_rows = own_rows(batch, self.processes, self.processes.data * self.num_microbatches)
+        tokens, labels = own["tokens"], own["labels"]
+        tensor = self.processes.along("tensor")
+        with self.placement.autocast():
+            schedule = self._schedule(tokens, own["neighbors"], training=False)
+            out = schedule.eval(*([tokens] if self.place == 0 else []), **_for_all_stages(own))
+            if self._has_last:
+                unshard(self.stages[-1])
+                hidden = out[0] if isinstance(out, tuple) else out
+                losses = token_losses(*own_tokens(tensor, hidden, self.stages[-1].model.output_weight, labels))
+            else:
+                share = labels if tensor is None else labels.chunk(tensor.size(), 1)[0]
+                losses = torch.zeros(share.shape, device=labels.device)
+        for stage in self.stages:
+            reshard(stage)
+        dist.broadcast(losses, group=self.mesh.get_group(), group_src=self.mesh.size() - 1)
+        return self.processes.gathered(losses)[:num_rows]
+
+    def gradient_norm(self) -> Tensor:
+        """See `Passes`."""
+        # A table that several stages hold is one parameter: that of the first counts.
+        copies = {
+            id(part.embedding.weight) for n, part in zip(self.numbers, self.parts, strict=True) if n and part.embedding
+        }
+        own = [parameter for _, parameter in all_parameters(self.parts) if id(parameter) not in copies]
+        return self.processes.sum(squared_norm(gradients(own)), "pipeline").sqrt()
+
+    @property
+    def _has_last(self) -> bool:
+        return self.stages[-1].is_last
+
+    def _loss(self, out: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        """The objective of a microbatch, from what the last stage returns."""
+        hidden, *routing = out
+        own = own_tokens(self.processes.along("tensor"), hidden, self.stages[-1].model.output_weight, labels)
+        routed = routing[0] if routing else None
+        objective, parts = part_of_loss(own, routed, self._share, self.settings, self.z_weight, self.compiled)
+        self._losses += parts
+        return objective
+
+    def _schedule(self, tokens: Tensor, neighbors: Tensor | None, training: bool) -> Any:
+        """The schedule for batches of this shape."""
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B  # slow to import
+
+        shape = None if neighbors is None else neighbors.shape[1:]
+        key = tokens.shape, shape, training
+        if key not in self._schedules:
+            numbered = zip(self.stages, self.numbers, strict=True)
+            stages = [self._pipeline_stage(stage, number, tokens, shape) for stage, number in numbered]
+            loss = self._loss if training else None
+            if len(stages) > 1:
+                made: Any = ScheduleInterleaved1F1B(stages, self.num_microbatches, loss, scale_grads=False)
+            else:
+                made = Schedule1F1B(stages[0], self.num_microbatches, loss, scale_grads=False)
+            self._schedules[key] = made
+        return self._schedules[key]
+
+    def _pipeline_stage(self, stage: Stage, number: int, tokens: Tensor, neighbors: Sequence[int] | None) -> Any:
+        """A stage with what it takes and gives for a microbatch, as tensors without memory."""
+        from torch.distributed.pipelining import PipelineStage
+
+        settings, (rows, num_tokens) = self.settings, tokens.shape
+        rows, tensor = rows // self.num_microbatches, self.processes.settings.tensor
+        first_cca = min(settings.cca_layers, default=settings.num_layers + 1)
+        receives_encoded = first_cca <= stage_layers(settings, number, self.num_stages).start
+
+        def of(*shape: int) -> Tensor:
+            return torch.empty(shape, device="meta", requires_grad=True)
+
+        h = of(rows, num_tokens // tensor, settings.d_model)
+        encoded = [] if neighbors is None else [of(rows, *neighbors, settings.encoder_d_model)]
+        routing = [of(rows, len(ROUTING))]
+        inputs = (h, *encoded * receives_encoded, *routing * stage.receives_routing)
+        outputs = (h, *encoded * stage.sends_encoded, *routing * stage.sends_routing)
+        if stage.is_first:
+            inputs = (torch.empty(rows, num_tokens, dtype=torch.int64, device="meta"),)
+        return PipelineStage(
+            stage,
+            number,
+            self.num_stages,
+            self.placement.device,
+            input_args=inputs,
+            output_args=outputs,
+            group=self.mesh.get_group(),
+        )
+
+    # ------------------------------------------------------------------------------------------------ tied embeddings
+
+    def _embedding_holders(self) -> Any:
+        """The group of the processes of this pipeline that hold the embedding table; None for who does not, or is the only one."""
+        holds = any(part.embedding is not None for part in self.parts)
+        found: list[Any] = [None] * self.processes.count
+        dist.all_gather_object(found, (holds, self.mesh.mesh.tolist()))
+        own = None
+        for ranks in sorted({tuple(pipeline) for _, pipeline in found}):
+            holders = [rank for rank in ranks if found[rank][0]]
+            group = dist.new_group(holders) if len(holders) > 1 else None
+            if self.processes.rank in holders:
+                own = group
+        return own
+
+    def _sum_tied_gradients(self) -> None:
+        """The table's gradient is the sum of what its copies have."""
+        tables = [part.embedding.weight for part in self.parts if part.embedding is not None]
+        tables = [table for table in tables if table.requires_grad]
+        if not tables or (self._holders is None and len(tables) == 1):
+            return
+        gradients = [
+            _local(table.grad) if table.grad is not None else torch.zeros_like(_local(table)) for table in tables
+        ]
+        total = torch.stack(gradients).sum(0)
+        if self._holders is not None:
+            dist.all_reduce(total, group=self._holders)
+        for table in tables:
+            if table.grad is None:
+                table.grad = torch.zeros_like(table)
+            _local(table.grad).copy_(total)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _for_all_stages(batch: Tensors) -> Tensors:
+    """What every stage reads of a batch."""
+    wanted = ("documents", "neighbors", "neighbor_lengths", "lengths")
+    return {name: batch[name] for name in wanted if batch.get(name) is not None}

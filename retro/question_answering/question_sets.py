@@ -1,0 +1,62 @@
+"""Question sets: JSON Lines (also .gz or .zst) with a question, its answers, and the passages that hold them.
+
+{"id": "…", "question": "…", "answers": ["…", …], "positive_ids": ["…", …]}
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from indexing.corpus.json_lines import read_json_lines
+from indexing.store.errors import InputError
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Attributes:
+        id: as it stands in the file, else the number of its line.
+        question: its text.
+        answers: any of which is right.
+        positive_ids: documents that hold an answer; empty where the file does not say.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    positive_ids: tuple[str, ...] = ()
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a file, in order.
+
+    Raises:
+        InputError: it cannot be read, holds no question, or a line is none; the message names file and line.
+    """
+    questions = [question for _, question in read_numbered_questions(path)]
+    if not questions:
+        raise InputError(f"{path} holds no questions.")
+    return questions
+
+
+def read_numbered_questions(path: Path) -> Iterator[tuple[int, Question]]:
+    """The same one by one, each with the number of its line, from 1; also none."""
+    for number, row in read_json_lines(path, "a question set"):
+        yield number, _question(f"{path}:{number}", number, row)
+
+
+def _question(where: str, number: int, row: Any) -> Question:
+    if not isinstance(row, dict) or not isinstance(row.get("question"), str) or not row["question"].strip():
+        raise InputError(
+            f'{where} has no "question". Each line is an object with "question" (text) and "answers" (texts); "positive_ids" '
+            "(ids of the documents with an answer) is needed by eval-retrieval and qa.gold."
+        )
+    lists = {}
+    for key in ("answers", "positive_ids"):
+        values = row.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise InputError(f'{where}: "{key}" must be a list of texts.')
+        lists[key] = tuple(values)
+    return Question(str(row.get("id", number)), row["question"], lists["answers"], lists["positive_ids"])

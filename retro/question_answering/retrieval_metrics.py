@@ -1,0 +1,123 @@
+"""Does a search find the documents that hold the answers? hit@k, recall@k and MRR over the questions of a set.
+
+questions → chunks, best first → their documents, each at its best chunk → ranks of those that the set calls right
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from indexing.retrieval.results import Rerank
+from indexing.retrieval.retriever import Retriever
+from indexing.store.errors import InputError
+from indexing.store.retrieval_set import RetrievalSet
+from retro.question_answering.question_sets import Question
+
+_BLOCK_QUESTIONS = 64
+
+
+@dataclass(frozen=True)
+class RetrievalSettings:
+    """How a search is measured."""
+
+    rerank: tuple[Rerank, ...] = ("embeddings", "bm25", "hybrid")
+    """What candidates are ordered by: `embeddings`, `bm25`, `hybrid`."""
+    k: tuple[int, ...] = (1, 5, 20)
+    """Documents among which a right one is looked for."""
+    chunks: int = 100
+    """Chunks found for each question, whose documents are ranked: a few for each document that k asks for."""
+    max_questions: int = 0
+    """The first so many questions only; 0 = all."""
+
+    def __post_init__(self) -> None:
+        if not self.rerank or not self.k or min(self.k) < 1:
+            raise InputError(f"rerank = {self.rerank}, k = {self.k}: name at least one each, k of 1 or more.")
+        if self.chunks < max(self.k):
+            raise InputError(f"chunks = {self.chunks}: must be at least the largest k, {max(self.k)}.")
+        if self.max_questions < 0:
+            raise InputError(f"max_questions = {self.max_questions}: must be 0 (all) or more.")
+
+
+@dataclass(frozen=True)
+class RetrievalResult:
+    """What one way of ordering finds.
+
+    Attributes:
+        rerank: what candidates were ordered by.
+        num_questions: that were asked.
+        hit: k → share of the questions with a right document among the first k.
+        recall: k → mean share of a question's right documents among the first k.
+        mrr: mean of 1 / rank of the first right document, 0 where none is found.
+    """
+
+    rerank: Rerank
+    num_questions: int
+    hit: dict[int, float]
+    recall: dict[int, float]
+    mrr: float
+
+
+def right_documents(retrieval: RetrievalSet, questions: Sequence[Question]) -> list[np.ndarray]:
+    """The document numbers [right] int64 (`RetrievalSet.documents_of`) that hold the answer to each question.
+
+    Raises:
+        InputError: a question names no document, or none that the datastore has.
+    """
+    numbers: dict[str, list[int]] = {each: [] for question in questions for each in question.positive_ids}
+    for first, table in retrieval.scan_documents(["id"]):
+        for row, name in enumerate(table["id"].to_pylist(), first):
+            if name in numbers:
+                numbers[name].append(row)
+    right = []
+    for question in questions:
+        if not question.positive_ids:
+            raise InputError(
+                f'question {question.id!r} has no "positive_ids". Questions must name the documents that hold their answers: '
+                '"positive_ids": ["id", …].'
+            )
+        found = [number for each in question.positive_ids for number in numbers[each]]
+        if not found:
+            raise InputError(
+                f'question {question.id!r}: the datastore has none of its "positive_ids" {list(question.positive_ids[:3])}. '
+                "Build it from the passages of the set, and hold none out: corpus.split = [1, 0, 0]."
+            )
+        right.append(np.array(found, dtype=np.int64))
+    return right
+
+
+def measure(
+    retriever: Retriever,
+    questions: Sequence[Question],
+    right: Sequence[np.ndarray],
+    rerank: Rerank,
+    settings: RetrievalSettings,
+    advance: Callable[[int], None],
+) -> RetrievalResult:
+    """Ask all questions and compare with the right documents of each, as `right_documents` gives them."""
+    ranks = []
+    for start in range(0, len(questions), _BLOCK_QUESTIONS):
+        block = slice(start, start + _BLOCK_QUESTIONS)
+        ranked = retriever.rank([each.question for each in questions[block]], settings.chunks, rerank=rerank)
+        for ids, wanted in zip(ranked.ids, right[block], strict=True):
+            ranks.append(ranks_of(retriever.retrieval.documents_of(ids[ids >= 0]), wanted))
+        advance(len(ranked.ids))
+    return summarize(rerank, ranks, settings.k)
+
+
+def ranks_of(documents: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The ranks [right] float64, from 1, of wanted documents among those found [n], each counted where it stands first; +inf = not
+    found."""
+    order = list(dict.fromkeys(documents.tolist()))
+    return np.array([order.index(each) + 1 if each in order else np.inf for each in wanted.tolist()])
+
+
+def summarize(rerank: Rerank, ranks: Sequence[np.ndarray], ks: Sequence[int]) -> RetrievalResult:
+    """Means over questions of what the ranks of their right documents say."""
+    return RetrievalResult(
+        rerank=rerank,
+        num_questions=len(ranks),
+        hit={k: float(np.mean([(each <= k).any() for each in ranks])) for k in ks},
+        recall={k: float(np.mean([(each <= k).mean() for each in ranks])) for k in ks},
+        mrr=float(np.mean([1 / each.min() for each in ranks])),
+    )

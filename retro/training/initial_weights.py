@@ -1,0 +1,111 @@
+"""`train.start_from`: the weights of a new run from those of a trained model.
+
+A RETRO starts from a baseline (encoder and cross-attention are new, and add nothing yet), a baseline from a RETRO (they are left
+out), or either from its like, on other data or with another schedule. An adapter goes on where it was.
+"""
+
+import logging
+
+from indexing.store.errors import InputError
+from retro.checkpoints.checkpoint import Checkpoint
+from retro.checkpoints.tensor_files import fill, index
+from retro.model.retro import Retro
+from retro.tuning.adapters import add_adapter, is_adapter, stored_name
+from retro.tuning.settings import ALL, RETRIEVAL, TuningSettings
+
+log = logging.getLogger("retro")
+
+
+def start_from(checkpoint: Checkpoint, model: Retro, datastores: list[str], tuning: TuningSettings = ALL) -> None:
+    """Copy into the model every weight of the checkpoint that it has. The rest of it stays as drawn, and is logged.
+
+    But output matrices of cross-attention that the checkpoint lacks become 0, so that retrieval ON begins as OFF: random ones
+    first harm a trained decoder, and cost a RETROfit a part of its few tokens (docs/retrofit.md). Those of `copying_init` stay.
+
+    Args:
+        checkpoint: whose weights.
+        model: they go into.
+        datastores: fingerprints of what it will be trained on.
+        tuning: which of its weights will be.
+
+    Raises:
+        InputError: a weight has another shape in the checkpoint, or a name that the model does not have and that is not of
+            encoder or cross-attention; or a setting that shapes do not show is another one; or a weight is missing in the
+            checkpoint that will not be trained.
+    """
+    path, ours = checkpoint.path, model.state_dict()
+    theirs = {name: one for name, one in index(checkpoint.weights).items() if not is_adapter(name)}
+    advice = f"`retro inspect {path}` prints its model's settings."
+    for name in ours:
+        if name in theirs and theirs[name].shape != ours[name].shape:
+            shapes = f"{list(theirs[name].shape)} there and {list(ours[name].shape)} in this model"
+            raise InputError(f"train.start_from: {path}: {name} has the shape {shapes}. {advice}")
+    left_out = [name for name in theirs if name not in ours]
+    foreign = [name for name in left_out if not name.startswith(RETRIEVAL)]
+    if foreign:
+        raise InputError(f"train.start_from: {path} has weights that this model lacks: {', '.join(foreign)}. {advice}")
+    drawn = [name for name in ours if name not in theirs]
+    trained = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[tuning.weights]
+    if untrained := [name for name in drawn if not name.startswith(trained)]:
+        raise InputError(
+            f"train.start_from: {path} lacks weights that this model has and that tuning.weights = {tuning.weights!r} does "
+            f"not train: {', '.join(untrained)}. {advice}"
+        )
+    _check_meaning(checkpoint, model)
+    fill({name: tensor for name, tensor in ours.items() if name in theirs}, theirs)
+    if not model.settings.copying_init:
+        for name in drawn:
+            if name.startswith("cross.") and name.endswith(".out.weight"):
+                ours[name].zero_()
+    if not set(checkpoint.datastores) & set(datastores):
+        log.warning("%s was trained on another datastore: its tokenizer must be the same as here", path)
+    log.info("starting from %s: step %d, %d weights", path, checkpoint.step, len(theirs) - len(left_out))
+    for words, names in (("drawn at random", drawn), ("left out", left_out)):
+        if names:
+            log.info("%s: %s", words, ", ".join(names))
+
+
+def start_adapter(checkpoint: Checkpoint | None, model: Retro, tuning: TuningSettings) -> None:
+    """Give the model its adapter, if it is to have one: that of the checkpoint, or a new one.
+
+    Args:
+        checkpoint: whose weights the model has; None: its own.
+        model: without an adapter.
+        tuning: says which.
+
+    Raises:
+        InputError: the checkpoint has another one than it is to have; or as `add_adapter`.
+    """
+    theirs = checkpoint.tuning if checkpoint else TuningSettings()
+    add_adapter(model, tuning)
+    if checkpoint is None or theirs.adapter == "none":
+        return
+    for key in ("adapter", "rank", "alpha", "targets") if theirs.adapter == "lora" else ("adapter", "virtual_tokens"):
+        if getattr(tuning, key) != getattr(theirs, key):
+            raise InputError(
+                f"train.start_from: {checkpoint.path} has tuning.{key} = {getattr(theirs, key)!r}, this run "
+                f"{getattr(tuning, key)!r}: set it to {getattr(theirs, key)!r}"
+                + (", or start from a file of `retro export`, which merges LoRA." if theirs.adapter == "lora" else ".")
+            )
+    ours = {stored_name(name): tensor for name, tensor in model.state_dict().items() if is_adapter(name)}
+    fill(ours, index(checkpoint.weights))
+
+
+def _check_meaning(checkpoint: Checkpoint, model: Retro) -> None:
+    """Queries of 4 heads of 64 features have the shape of 8 heads of 32, and mean something else; so do other settings."""
+    keys = ["num_heads", "positions", "activation", "qk_norm", "init", "norm", "norm_eps", "attention_bias"]
+    keys += ["feed_forward_bias", "sliding_window", "parallel_residual", "scaled_embeddings"]
+    if checkpoint.model.cca_layers and model.settings.cca_layers:
+        keys += ["encoder_num_heads", "retrieval_positions"]
+    if model.settings.positions == "rope":
+        keys += ["rope_theta", "rope_share", "rope_scaling"]
+    if model.settings.rope_scaling != "none":
+        keys += ["rope_factor", "rope_low_factor", "rope_high_factor", "rope_original_length"]
+    if model.settings.init == "mup":
+        keys.append("mup_base_width")
+    for key in keys:
+        theirs, ours = getattr(checkpoint.model, key), getattr(model.settings, key)
+        if theirs != ours:
+            raise InputError(
+                f"train.start_from: {checkpoint.path} has model.{key} = {theirs!r}, this model {ours!r}; set it to {theirs!r}."
+            )

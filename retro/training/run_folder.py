@@ -1,0 +1,168 @@
+"""The folder of a training run: what it was told, how far it came, what it measured.
+
+run/  settings.json   metrics.jsonl   checkpoints/00000200/ …
+"""
+
+import json
+import logging
+import math
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from indexing.store.artifact import verify
+from indexing.store.errors import InputError
+from retro.checkpoints import checkpoint as checkpoints
+from retro.data.batches import DataSettings
+from retro.finetuning.settings import FinetuneSettings
+from retro.model.settings import ModelSettings
+from retro.training.optimizer import learning_rate
+from retro.training.settings import TrainSettings
+from retro.tuning.settings import TuningSettings
+
+log = logging.getLogger("retro")
+
+_SECTIONS = {
+    "model": ModelSettings,
+    "data": DataSettings,
+    "train": TrainSettings,
+    "tuning": TuningSettings,
+    "finetune": FinetuneSettings,
+}
+
+# Settings that change neither weights nor losses: a run may be resumed with other values of these. `on_nan` changes what
+# comes of a batch that a run has stopped at, which is what it is for.
+# Where a datastore lies is free too: its fingerprint is compared.
+_FREE = {
+    "train": [
+        "device",
+        "compile",
+        "data_workers",
+        "peak_tflops",
+        "threads",
+        "eval_every",
+        "eval_tokens",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "log_every",
+        "log_to",
+        "monitor_every",
+        "on_nan",
+    ],
+    "data": ["datastores", "reading", "materialised"],
+    # Fingerprints tell of the contents of these files, and `train.steps` of the epochs.
+    "finetune": ["examples", "template", "epochs"],
+}
+
+
+def last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str]) -> checkpoints.Checkpoint | None:
+    """The checkpoint to go on from: the newest one that is whole. Damaged ones are put aside with a warning.
+
+    Raises:
+        InputError: the run was started with other settings or on another datastore, or no checkpoint is whole.
+    """
+    found, damaged = _newest_whole(run)
+    if found is None:
+        return None
+    changed = _changes(found, resolved)
+    if found.datastores != datastores:
+        changed.append("the datastore has changed, or the examples that it is fine-tuned on")
+    if changed:
+        raise InputError(
+            f"{run} holds a run with other settings: {'; '.join(changed)}. Set them back or choose another `run`."
+        )
+    for folder, problem in damaged.items():
+        aside = folder.with_name(f"damaged-{folder.name}")
+        log.warning(
+            "%s\nThis checkpoint is put aside as %s; going on from step %d instead.", problem, aside, found.step
+        )
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+        folder.rename(aside)
+    return found
+
+
+def _newest_whole(run: Path) -> tuple[checkpoints.Checkpoint | None, dict[Path, str]]:
+    """The newest checkpoint that is whole, and the newer ones that are not, with what is wrong with each."""
+    damaged: dict[Path, str] = {}
+    for folder in reversed(checkpoints.finished(run)):
+        problems = verify(folder)
+        if not problems:
+            return checkpoints.read(folder), damaged
+        damaged[folder] = problems[0]
+    if damaged:
+        raise InputError(
+            f"{run}: no checkpoint is whole. {'. '.join(damaged.values())}. Bring one back from a copy, or remove "
+            f"{run / 'checkpoints'} to train from the beginning."
+        )
+    return None, damaged
+
+
+def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any]) -> list[str]:
+    """The settings by which a run would no longer be what its checkpoint was made with, in words."""
+    changed = []
+    if ("finetune" in found.settings) != ("finetune" in resolved):
+        return [f"it was one of `retro {'finetune' if 'finetune' in found.settings else 'train'}`"]
+    for section, values in resolved.items():
+        # What a run before this version was not told had the effect of today's default.
+        before = {
+            **json.loads(json.dumps(asdict(_SECTIONS[section]()), default=str)),
+            **found.settings.get(section, {}),
+        }
+        for key, value in values.items():
+            if before[key] == value or key in _FREE.get(section, []):
+                continue
+            words = f"{section}.{key} was {before[key]!r}, now {value!r}"
+            if (section, key) == ("train", "steps"):
+                if _same_learning_rates(before, values, found.step):
+                    continue
+                words += (
+                    f" (under the schedule {values['schedule']!r} the {found.step} steps done would have had other "
+                    "learning rates; 'constant' and 'wsd', before it decays, can be made longer)"
+                )
+            changed.append(words)
+    return changed
+
+
+def _same_learning_rates(before: dict[str, Any], now: dict[str, Any], steps_done: int) -> bool:
+    """Whether the steps that are done had the learning rates that the settings of now would give them."""
+    names = ("schedule", "steps", "warmup_steps", "lr", "min_lr_ratio", "decay_share")
+    old, new = ({name: settings[name] for name in names} for settings in (before, now))
+    return all(learning_rate(step, **old) == learning_rate(step, **new) for step in range(steps_done))
+
+
+def better(best: dict[str, Any] | None, step: int, line: dict[str, float]) -> dict[str, Any] | None:
+    """The best evaluation so far, after that of a step."""
+    score = score_of(line)
+    if score is None or (best is not None and not score[1] < best["value"]):
+        return best
+    return {"step": step, "metric": score[0], "value": score[1]}
+
+
+def score_of(line: dict[str, float]) -> tuple[str, float] | None:
+    """Name and value of the figure of an evaluation by which checkpoints are compared (lower is better), if it has one.
+
+    Bits per byte of the first evaluation set with retrieval ON, or OFF where the model cannot retrieve; where a run is
+    fine-tuned, the loss of the held-out answers.
+    """
+    endings = [f"_{figure}_{mode}" for figure in ("bits_per_byte", "loss") for mode in ("on", "off")]
+    names = [name for ending in endings for name in line if name.endswith(ending)]
+    name = next(iter(names), None)
+    return (name, line[name]) if name and math.isfinite(line[name]) else None
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Every whole line of a run's `metrics.jsonl`: a last one that is being written, or was cut by a kill, is left out.
+
+    Raises:
+        InputError: a line is not JSON.
+    """
+    path = run / "metrics.jsonl"
+    whole = path.read_text().split("\n")[:-1] if path.exists() else []
+    out = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            out.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}:{number}: not JSON ({error}). Remove the line.") from error
+    return out

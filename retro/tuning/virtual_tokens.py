@@ -1,0 +1,93 @@
+"""Virtual tokens before every sequence: keys and values that every token of it reads in self-attention.
+
+    prefix    learned for each layer (Li & Liang 2021, arXiv 2101.00190)
+    prompt    vectors are learned, which pass through the layers alone, as tokens at positions -n … -1; each layer's keys and
+              values of them are read (Lester et al. 2021, arXiv 2104.08691)
+
+What is read is the same for all sequences, so it is made once for a batch, and a cache begins with it. Virtual tokens belong to no
+chunk: chunks, windows and neighbors are where they are without them. Letters of the shape comments as in `model.py`; P virtual tokens.
+"""
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from retro.model.positions import place
+from retro.model.retro import Retro
+
+KeysValues = dict[str, tuple[Tensor, Tensor]]
+"""By the name of a layer: placed keys and values [1, P, G, C] of virtual tokens, as `Attention` reads them."""
+
+
+class Prompt(nn.Module):
+    """Vectors that pass through the layers like the tokens of a document of their own."""
+
+    def __init__(self, peft: Any, model: Retro, count: int) -> None:
+        """Vectors that begin as the embeddings of tokens drawn from the vocabulary.
+
+        Args:
+            peft: the package.
+            model: they are before the sequences of.
+            count: P.
+        """
+        super().__init__()
+        self.count = count
+        config = peft.PromptTuningConfig(
+            num_virtual_tokens=count,
+            num_transformer_submodules=1,
+            token_dim=model.settings.d_model,
+            prompt_tuning_init="SAMPLE_VOCAB",
+        )
+        self.prompt = peft.PromptEmbedding(config, model.embedding)
+
+    def forward(self, model: Retro) -> KeysValues:
+        """What every layer reads; gradients reach the vectors through the layers below."""
+        device = self.prompt.embedding.weight.device
+        h = model.scaled(self.prompt(torch.arange(self.count, device=device)[None]))  # [1, P, D]
+        at = range(-self.count, 0)
+        here = place(*model.scheme, at, at, device, rope=model.rope)
+        found: KeysValues = {}
+        for name, attention in model.attention.items():
+            reads = h if model.settings.parallel_residual else None
+            h, k, v = attention(h, here, causal=True, keeping=True)
+            found[name] = k, v
+            h = model.feed_forward[name](h, reads=reads)
+            if int(name) + 1 in model.settings.expert_layers:
+                h, _ = h
+        return found
+
+
+class Prefix(nn.Module):
+    """Keys and values of P virtual tokens in every layer, which are where they are: no position turns them."""
+
+    def __init__(self, peft: Any, model: Retro, count: int) -> None:
+        """Keys and values that begin as those of a `Prompt`: drawn at random they say nothing, and training is slow and unstable
+        (Li & Liang, section 7.4).
+
+        Args:
+            peft: the package.
+            model: they are before the sequences of.
+            count: P.
+        """
+        super().__init__()
+        self.count, self.heads = count, model.settings.kv_heads
+        config = peft.PrefixTuningConfig(
+            num_virtual_tokens=count,
+            num_transformer_submodules=1,
+            token_dim=self.heads * model.settings.head_dim,
+            num_layers=model.settings.num_layers,
+        )
+        with torch.no_grad():
+            layers = [torch.stack(each) for each in Prompt(peft, model, count)(model).values()]
+        self.prefix = peft.PrefixEncoder(config)
+        with torch.no_grad():
+            flat = rearrange(torch.stack(layers), "l two 1 p g c -> p (l two g c)")  # as peft lays them out
+            self.prefix.embedding.weight.copy_(flat)
+
+    def forward(self, model: Retro) -> KeysValues:
+        """What every layer reads."""
+        flat = self.prefix(torch.arange(self.count, device=self.prefix.embedding.weight.device)[None])
+        pairs = rearrange(flat, "n p (l two g c) -> l two n p g c", two=2, l=model.settings.num_layers, g=self.heads)
+        return {name: (pairs[int(name)][0], pairs[int(name)][1]) for name in model.attention}

@@ -1,0 +1,544 @@
+"""Every format gives the same documents; nothing is lost without a report; pieces join to the whole."""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import uuid
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from indexing.corpus.readers import CorpusFile, CorpusSettings, Document, Problem, read_documents
+from indexing.corpus.scan import (
+    Cut,
+    FileScan,
+    Piece,
+    find_duplicates,
+    list_files,
+    plan_shards,
+    read_piece,
+    scan_file,
+    split_of,
+    strict_problem,
+)
+from indexing.store.datastore import SPLITS
+from indexing.store.errors import InputError
+
+SETTINGS = CorpusSettings()
+ROWS = [
+    {"id": "a", "text": "First.\r\n\tIndented  twice.", "title": "A", "url": "http://a"},
+    {"id": 7, "text": "第二篇文章。\n", "source": "book"},
+    {"text": " leading and trailing ", "title": None},
+]
+LONE_SURROGATE = "\ud800"
+
+
+def compress(data: bytes, suffix: str) -> bytes:
+    if suffix == ".gz":
+        return gzip.compress(data)
+    return zstandard.compress(data) if suffix == ".zst" else data
+
+
+def lines(*values: object) -> bytes:
+    return b"".join((value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n" for value in values)
+
+
+def only_file(path: object, **settings: object) -> CorpusFile:
+    (file,) = list_files(CorpusSettings(paths=(str(path),), **settings))  # type: ignore[arg-type]
+    return file
+
+
+def read(path: object, settings: CorpusSettings = SETTINGS) -> tuple[list[Document], list[Problem]]:
+    """All documents and problems of the one file at `path`."""
+    problems: list[Problem] = []
+    return list(read_documents(only_file(path), settings, on_problem=problems.append)), problems
+
+
+def kinds(problems: list[Problem]) -> list[tuple[str, int]]:
+    return [(problem.kind, problem.line) for problem in problems]
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture
+def memory_url() -> Iterator[str]:
+    folder = f"memory://{uuid.uuid4().hex}"
+    yield folder
+    fsspec.filesystem("memory").rm(folder, recursive=True)
+
+
+# --- settings and files
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("text_key", ""),
+        ("id_key", ""),
+        ("paths", ("",)),
+        ("shard_bytes", 0),
+        ("split", (0, 1, 1)),
+        ("split", (9, -1, 0)),
+        ("split", (98, 2)),
+        ("boundary_ids", (1, -1)),
+        *(("metadata_keys", ("title", name)) for name in ("id", "file", "bytes", "tokens", "chunks", "title")),
+    ],
+)
+def test_settings_name_the_field_that_is_wrong(field, value):
+    with pytest.raises(InputError, match=f"corpus.{field}|and corpus.{field}"):
+        CorpusSettings(**{field: value})
+
+
+def test_folders_are_walked_without_hidden_and_unknown_files(tmp_path):
+    for name in (
+        "b.md",
+        "a/z.py",
+        "a/y.jsonl.zst",
+        "a/x.parquet",
+        ".git/c.txt",
+        "a/.hidden.txt",
+        "a/photo.png",
+        "no.json",
+    ):
+        write(tmp_path / name, b"x")
+    files = list_files(CorpusSettings(paths=(str(tmp_path),)))
+    assert [file.name for file in files] == ["a/x.parquet", "a/y.jsonl.zst", "a/z.py", "b.md"]
+    assert dataclasses.replace(files[3], modified="") == CorpusFile(str(tmp_path / "b.md"), "b.md", 1)
+
+
+def test_files_are_listed_once_and_in_the_same_order_however_they_are_named(tmp_path):
+    for name in ("data/b.txt", "data/a.txt", "data/deep/er/c.txt"):
+        write(tmp_path / name, name.encode())
+    folder, recursive, flat = str(tmp_path / "data"), str(tmp_path / "data/**/*.txt"), str(tmp_path / "data/*.txt")
+    expected = list_files(CorpusSettings(paths=(folder,)))
+    assert [file.name for file in expected] == ["a.txt", "b.txt", "deep/er/c.txt"]
+    assert list_files(CorpusSettings(paths=(recursive,))) == expected
+    assert list_files(CorpusSettings(paths=(flat, folder + "/", recursive))) == expected
+    assert [file.name for file in list_files(CorpusSettings(paths=(flat,)))] == ["a.txt", "b.txt"]
+
+
+def test_a_file_is_listed_once_whatever_its_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "sub/a.txt", b"text")
+    (tmp_path / "link.txt").symlink_to(path)
+    given = ("sub/a.txt", "./sub/../sub/a.txt", str(path), path.as_uri(), "link.txt", "sub", "*/*.txt", "**/a.txt")
+    for one in given:
+        assert [file.path for file in list_files(CorpusSettings(paths=(str(path), one)))] == [str(path)]
+    assert [file.name for file in list_files(CorpusSettings(paths=given))] == ["a.txt"]
+
+
+@pytest.mark.parametrize("given", ["data", "data/**/*.txt", "data/**"])
+def test_links_are_followed_and_those_that_lead_back_up_end(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/z/a.txt", "data/b.txt", "elsewhere/deep/c.txt"):
+        write(tmp_path / name, name.encode())
+    for link, target in {
+        "a": "z",
+        "far": "../elsewhere",
+        "up": ".",
+        "z/up": "../..",
+        "d.txt": "../elsewhere/d.txt",
+    }.items():
+        (tmp_path / "data" / link).symlink_to(target)
+    write(tmp_path / "elsewhere/d.txt", b"d")
+    names = [file.name for file in list_files(CorpusSettings(paths=(given,)))]
+    # Of several paths to a file the one without a link counts.
+    assert names == ["b.txt", "d.txt", "far/deep/c.txt", "z/a.txt"]
+    assert [file.name for file in list_files(CorpusSettings(paths=("data/*/*.txt",)))] == ["far/d.txt", "z/a.txt"]
+
+
+def test_a_link_to_nothing_is_reported(tmp_path):
+    (tmp_path / "gone.txt").symlink_to("nowhere")
+    assert scan_file(only_file(tmp_path), SETTINGS).problems == {"unreadable file": 1}
+
+
+@pytest.mark.parametrize("given", ["a::b.txt", "x::y", "x::y/*.txt", "*::*.txt", "x::y/**/c::d.txt"])
+def test_a_local_name_with_two_colons_is_no_chained_url(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a::b.txt", b"text")
+    write(tmp_path / "x::y/c::d.txt", b"text")
+    assert [document.text for document in read(given)[0]] == ["text"]
+
+
+def test_a_file_name_with_glob_characters_or_bytes_that_are_not_unicode_can_be_read(tmp_path):
+    path = write(tmp_path / "[draft] what?.txt", b"text")
+    assert [document.id for document in read(path)[0]] == ["[draft] what?.txt"]
+    write(tmp_path / "odd" / b"caf\xe9.txt".decode(errors="surrogateescape"), b"text")
+    file = only_file(tmp_path / "odd")
+    assert file.name == "caf?.txt"
+    assert scan_file(file, SETTINGS).documents == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("missing", "does not exist"), ("*.txt", "no file of a known kind"), ("photo.png", r"Accepted suffixes: \.jsonl"),
+     ("empty", "no file of a known kind"), ("nosuch://x", "cannot be opened")],
+)  # fmt: skip
+def test_a_path_that_gives_nothing_is_an_error(tmp_path, path, message):
+    write(tmp_path / "photo.png", b"x")
+    write(tmp_path / "empty/photo.png", b"x")
+    with pytest.raises(InputError, match=message):
+        list_files(CorpusSettings(paths=(path if "://" in path else str(tmp_path / path),)))
+    with pytest.raises(InputError, match=r"corpus\.paths is empty"):
+        list_files(CorpusSettings())
+
+
+# --- formats
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".txt", ".md", ".py", ".TXT"])
+def test_a_text_file_is_one_document_and_its_text_is_not_changed(tmp_path, kind, suffix):
+    text = "\r\n a\tb \r\rc\u2028d\x00\x1c第\r\n\n"
+    write(tmp_path / f"in/it{kind}{suffix}", compress(text.encode(), suffix))
+    documents, problems = read(tmp_path / "in")
+    assert documents == [Document(f"it{kind}{suffix}", text, {"source": f"it{kind}{suffix}"}, 0)]
+    assert not problems
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".jsonl", ".ndjson"])
+def test_json_lines_give_one_document_a_line(tmp_path, kind, suffix):
+    path = write(tmp_path / f"d{kind}{suffix}", compress(lines(*ROWS), suffix))
+    documents, problems = read(path)
+    assert [document.text for document in documents] == [row["text"] for row in ROWS]
+    assert [document.id for document in documents] == ["a", "7", f"d{kind}{suffix}:3"]
+    assert [document.metadata for document in documents] == [{"title": "A", "url": "http://a"}, {"source": "book"}, {}]
+    assert not problems
+
+
+@pytest.mark.parametrize("text_type", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet_gives_one_document_a_row_across_row_groups(tmp_path, text_type):
+    columns = {"id": pa.array(["a", "7", None]), "meta": [{"url": "u", "n": 1}, None, {"url": None, "n": 2}]}
+    texts = pa.array([str(row["text"]) for row in ROWS], pa.string()).cast(text_type)
+    pq.write_table(pa.table({"text": texts, **columns}), tmp_path / "d.parquet", row_group_size=2)
+    settings = CorpusSettings(metadata_keys=("meta.url", "meta.n", "meta", "none", "id.none"))
+    documents, problems = read(tmp_path / "d.parquet", settings)
+    assert [document.text for document in documents] == [row["text"] for row in ROWS]
+    assert [document.id for document in documents] == ["a", "7", "d.parquet:3"]
+    assert [document.metadata for document in documents] == [
+        {"meta.url": "u", "meta.n": "1", "meta": '{"url": "u", "n": 1}'},
+        {},
+        {"meta.n": "2", "meta": '{"url": null, "n": 2}'},
+    ]
+    assert not problems
+
+
+def test_keys_with_dots_lead_into_nested_objects_and_a_key_that_has_the_dot_itself_comes_first(tmp_path):
+    path = write(
+        tmp_path / "d.jsonl",
+        lines({"doc": {"body": "B", "n": 3}, "meta": {"url": "x", "tags": ["t"]}, "meta.url": "y"}),
+    )
+    settings = CorpusSettings(text_key="doc.body", id_key="doc.n", metadata_keys=("meta.url", "meta.tags", "meta.a.b"))
+    assert read(path, settings) == ([Document("3", "B", {"meta.url": "y", "meta.tags": '["t"]'}, 0)], [])
+
+
+def test_any_fsspec_url_can_be_read(memory_url):
+    with fsspec.open(f"{memory_url}/sub/d.jsonl.gz", "wb") as file:
+        file.write(gzip.compress(lines(*ROWS)))
+    with fsspec.open(f"{memory_url}/e.parquet", "wb") as file:
+        pq.write_table(pa.table({"text": ["row"]}), file)
+    with fsspec.open(f"{memory_url}/all.zip", "wb") as file, zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("in/z.txt", "zipped")
+    files = list_files(CorpusSettings(paths=(memory_url, f"{memory_url}/**/*.gz")))
+    assert [file.name for file in files] == ["e.parquet", "sub/d.jsonl.gz"]
+    assert sum(scan_file(file, SETTINGS).documents for file in files) == 4
+    assert [document.text for document in read(f"zip://in/*.txt::{memory_url}/all.zip")[0]] == ["zipped"]
+
+
+def test_zstd_of_several_frames_is_read_to_its_end(tmp_path):
+    skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"skip"
+    data = b"".join(zstandard.compress(lines({"text": f"text {i}"})) + skippable for i in range(2000))
+    documents, problems = read(write(tmp_path / "d.jsonl.zst", data))
+    assert [document.text for document in documents] == [f"text {i}" for i in range(2000)]
+    assert not problems
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello"))[0][0].text == "hello"
+    assert read(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "hello"}'))[0][0].text == "hello"
+
+
+# --- problems
+
+
+def test_every_problem_of_json_lines_is_reported_with_its_line(tmp_path):
+    data = lines(
+        {"text": "good"}, b"", b"  ", b"{broken", [1], {"body": "x"}, {"text": 5}, {"text": " \n"}, {"text": None},
+        b'{"text": "bad \xff\xfe bytes"}', {"text": f"x{LONE_SURROGATE}y"}, b"[" * 100_000,
+        b'{"text":' + b"1" * 5000 + b"}", {"text": "last \ufffd"},
+    )  # fmt: skip
+    documents, problems = read(write(tmp_path / "d.jsonl", data))
+    assert [document.text for document in documents] == ["good", "bad \ufffd\ufffd bytes", "x\ufffdy", "last \ufffd"]
+    assert [document.id for document in documents] == ["d.jsonl:1", "d.jsonl:10", "d.jsonl:11", "d.jsonl:14"]
+    assert kinds(problems) == [
+        ("broken JSON", 4), ("not an object", 5), ("missing text", 6), ("missing text", 7), ("empty document", 8),
+        ("missing text", 9), ("undecodable bytes", 10), ("lone surrogates", 11), ("broken JSON", 12),
+        ("broken JSON", 13),
+    ]  # fmt: skip
+    assert "body" in problems[2].detail
+    assert problems[6].detail.startswith("2 replaced")
+    assert all(problem.file == str(tmp_path / "d.jsonl") for problem in problems)
+    json.dumps([dataclasses.asdict(problem) for problem in problems], ensure_ascii=False).encode()
+
+
+def test_undecodable_bytes_of_a_text_file_are_replaced_and_reported_by_line(tmp_path):
+    documents, problems = read(write(tmp_path / "a.txt", "good \ufffd\nbad: ".encode() + b"\xff \xe4\xb8\n"))
+    assert documents[0].text == "good \ufffd\nbad: \ufffd \ufffd\n"
+    assert kinds(problems) == [("undecodable bytes", 2)]
+    assert problems[0].detail == "2 replaced by U+FFFD, the first is 0xff"
+
+
+def test_an_empty_file_holds_no_document(tmp_path):
+    for name, suffix in (("a.txt", ""), ("b.md.gz", ".gz"), ("c.rst.zst", ".zst")):
+        documents, problems = read(write(tmp_path / name, compress(b" \n", suffix)))
+        assert (documents, kinds(problems)) == ([], [("empty document", 1)])
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        assert read(write(tmp_path / name, b"")) == ([], [])
+
+
+def test_problems_of_parquet_are_reported_by_row(tmp_path):
+    texts = pa.array([b"good", b"bad \xff", None, b" "], pa.binary())
+    pq.write_table(pa.table({"text": texts}), tmp_path / "d.parquet")
+    documents, problems = read(tmp_path / "d.parquet")
+    assert [document.text for document in documents] == ["good", "bad \ufffd"]
+    assert kinds(problems) == [("undecodable bytes", 2), ("missing text", 3), ("empty document", 4)]
+    pq.write_table(pa.table({"body": ["x", "y"], "text": [1, 2]}), tmp_path / "e.parquet")
+    assert kinds(read(tmp_path / "e.parquet")[1]) == [("missing text", 1), ("missing text", 2)]
+    assert kinds(read(tmp_path / "e.parquet", CorpusSettings(text_key="none"))[1]) == [
+        ("missing text", 1),
+        ("missing text", 2),
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_of_a_truncated_file_what_was_read_stays_and_the_rest_is_reported(tmp_path, suffix):
+    generator = np.random.default_rng(0)
+    rows = [
+        {"text": generator.bytes(300).hex()} for _ in range(2000)
+    ]  # hard to compress, so the cut falls in the middle
+    data = compress(lines(*rows), suffix)
+    path = write(tmp_path / f"d.jsonl{suffix}", data[: len(data) // 2])
+    documents, problems = read(path)
+    assert [document.text for document in documents] == [row["text"] for row in rows[: len(documents)]]
+    assert 700 < len(documents) < 1100
+    assert kinds(problems) == [("truncated file", len(documents) + 1)]
+    scan = scan_file(only_file(path), SETTINGS)
+    assert scan.documents == len(documents)
+    assert scan.problems == {"truncated file": 1}
+    text = "\n".join(str(row["text"]) for row in rows)
+    data = compress(text.encode(), suffix)
+    documents, problems = read(write(tmp_path / f"t.txt{suffix}", data[: len(data) // 2]))
+    assert text.startswith(documents[0].text)
+    assert len(documents[0].text) > len(text) // 3
+    assert kinds(problems) == [("truncated file", documents[0].text.count("\n") + 1)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst", "a.parquet"])
+def test_a_file_that_is_not_what_its_name_says_is_reported(tmp_path, name):
+    path = write(tmp_path / name, b"\x00\xff neither packed nor text " * 10)
+    documents, problems = read(path)
+    assert not documents
+    assert kinds(problems) == [("truncated file", 1)]
+    assert len(scan_file(only_file(path), SETTINGS).checksum) == 32
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".txt"])
+@pytest.mark.parametrize(("suffix", "real"), [(".gz", ""), (".zst", ""), ("", ".gz"), ("", ".zst"), (".gz", ".zst")])
+def test_the_first_bytes_tell_the_compression_and_a_wrong_suffix_is_reported(tmp_path, kind, suffix, real):
+    data = lines(*ROWS) if kind == ".jsonl" else "第一篇文章。 ".encode() * 1000
+    path = write(tmp_path / f"d{kind}{suffix}", compress(data, real))
+    documents, problems = read(path)
+    expected = [row["text"] for row in ROWS] if kind == ".jsonl" else [data.decode()]
+    assert [document.text for document in documents] == expected
+    assert kinds(problems) == [("wrong suffix", 1)]
+    scan = scan_file(only_file(path), CorpusSettings(shard_bytes=1))
+    pieces = [Piece(only_file(path), cut.start, cut.stop, cut.offset) for cut in scan.cuts]
+    again = [document.text for piece in pieces for document in read_piece(piece, SETTINGS, on_problem=lambda _: None)]
+    assert again == expected
+    assert scan.checksum == hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize("compression", ["zstd", "none"])
+def test_corrupt_parquet_pages_are_reported_and_do_not_stop_the_run(tmp_path, compression):
+    generator = np.random.default_rng(0)
+    table = pa.table({"text": [generator.bytes(20).hex() for _ in range(4000)]})
+    options = {"row_group_size": 1000, "compression": compression, "write_page_checksum": True}
+    pq.write_table(table, tmp_path / "d.parquet", **options)
+    data = bytearray((tmp_path / "d.parquet").read_bytes())
+    data[len(data) // 2 + 9000] ^= 1
+    documents, problems = read(write(tmp_path / "d.parquet", bytes(data)))
+    assert [document.text for document in documents] == table["text"].to_pylist()[: len(documents)]
+    assert 1000 <= len(documents) < 4000
+    assert kinds(problems) == [("truncated file", len(documents) + 1)]
+
+
+def test_a_file_that_vanished_is_reported(tmp_path):
+    file = CorpusFile(str(tmp_path / "gone.txt"), "gone.txt", 3)
+    scan = scan_file(file, SETTINGS)
+    assert (scan.documents, scan.checksum, scan.problems) == (0, "", {"unreadable file": 1})
+
+
+def test_strict_stops_at_the_first_problem(tmp_path):
+    file = only_file(write(tmp_path / "d.jsonl", lines({"text": "good"}, b"{")))
+    with pytest.raises(InputError, match=r"d\.jsonl:2: broken JSON: .*corpus\.strict"):
+        scan_file(file, CorpusSettings(strict=True))
+    with pytest.raises(InputError, match=r"d\.jsonl:2: broken JSON"):
+        list(read_documents(file, SETTINGS, on_problem=strict_problem))
+    assert scan_file(file, SETTINGS).problems == {"broken JSON": 1}
+
+
+# --- scans, pieces, shards
+
+records = st.lists(
+    st.one_of(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=30).map(lambda text: {"text": text}),
+        st.sampled_from([b"", b"{", b'{"text": "\xff"}', {"text": "same", "id": "same"}]),
+    ),
+    max_size=40,
+)
+
+
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(rows=records, shard_bytes=st.integers(1, 60), suffix=st.sampled_from(["", ".gz", ".zst"]), bom=st.booleans())
+def test_pieces_joined_are_the_whole_file(tmp_path_factory, rows, shard_bytes, suffix, bom):
+    data = compress((b"\xef\xbb\xbf" if bom else b"") + lines(*rows), suffix)
+    file = only_file(write(tmp_path_factory.mktemp("pieces") / f"d.jsonl{suffix}", data))
+    seen: list[Document] = []
+    scan = scan_file(file, CorpusSettings(shard_bytes=shard_bytes), seen.append)
+    problems: list[Problem] = []
+    whole = list(read_documents(file, SETTINGS, on_problem=problems.append))
+    assert seen == whole
+    assert scan.documents == len(whole) == len(scan.id_hashes)
+    assert scan.id_lines.tolist() == [document.record + 1 for document in whole]
+    assert scan.text_bytes == sum(len(document.text.encode()) for document in whole)
+    assert sum(scan.problems.values()) == len(problems)
+    assert scan.examples == problems
+    parts = []
+    for cut in scan.cuts:
+        part = list(read_piece(Piece(file, cut.start, cut.stop, cut.offset), SETTINGS, problems.append))
+        sizes = [len(document.text.encode()) for document in part]
+        assert sum(sizes) == cut.text_bytes
+        assert sum(sizes[:-1]) < shard_bytes  # a piece ends with the first document that fills it
+        assert part == list(read_documents(file, SETTINGS, start=cut.start, stop=cut.stop, on_problem=problems.append))
+        parts += part
+    assert parts == whole
+
+
+def test_a_window_of_parquet_skips_row_groups(tmp_path):
+    pq.write_table(pa.table({"text": [f"text {i}" for i in range(1000)]}), tmp_path / "d.parquet", row_group_size=70)
+    file = only_file(tmp_path / "d.parquet")
+    for start, stop in [(0, 0), (0, 70), (69, 71), (140, 600), (999, None), (1000, None), (5000, 6000)]:
+        documents = list(read_documents(file, SETTINGS, start=start, stop=stop, on_problem=strict_problem))
+        assert [document.text for document in documents] == [f"text {i}" for i in range(1000)][start:stop]
+        assert [document.record for document in documents] == list(range(1000))[start:stop]
+
+
+def test_the_checksum_is_of_the_stored_bytes(tmp_path):
+    pq.write_table(pa.table({"text": ["x"] * 100}), tmp_path / "c.parquet")
+    write(tmp_path / "a.txt", b"text")
+    write(tmp_path / "b.jsonl.zst", zstandard.compress(lines(*ROWS)) + b"garbage")
+    for file in list_files(CorpusSettings(paths=(str(tmp_path),))):
+        expected = hashlib.blake2b(Path(file.path).read_bytes(), digest_size=16).hexdigest()
+        assert scan_file(file, SETTINGS).checksum == expected
+
+
+def test_only_the_first_problems_are_kept_and_all_are_counted(tmp_path):
+    scan = scan_file(only_file(write(tmp_path / "d.jsonl", b"{\n" * 250)), SETTINGS)
+    assert scan.problems == {"broken JSON": 250}
+    assert [problem.line for problem in scan.examples] == list(range(1, 101))
+
+
+def scan_of(cuts: list[Cut]) -> FileScan:
+    nothing = np.zeros(0, dtype=np.uint64)
+    return FileScan(0, 0, {}, [], cuts, "", nothing, nothing.astype(np.int64))
+
+
+@given(
+    sizes=st.lists(
+        st.lists(st.one_of(st.integers(1, 50), st.integers(50, 150), st.integers(150, 900)), max_size=8), max_size=8
+    )
+)
+def test_shards_hold_every_piece_once_in_order_and_are_near_the_budget(sizes):
+    files = [CorpusFile(f"/{i}", str(i), 0) for i in range(len(sizes))]
+    scans = [scan_of([Cut(10 * k, 10 * k + 10, size, k) for k, size in enumerate(row)]) for row in sizes]
+    shards = plan_shards(files, scans, 100)
+    assert plan_shards(files, scans, 100) == shards
+    expected = [
+        Piece(file, cut.start, cut.stop, cut.offset, cut.text_bytes)
+        for file, scan in zip(files, scans, strict=True)
+        for cut in scan.cuts
+    ]
+    assert [piece for shard in shards for piece in shard] == expected
+    size_of = {(piece.file, piece.start): sizes[int(piece.file.name)][piece.start // 10] for piece in expected}
+    for number, shard in enumerate(shards):
+        parts = [size_of[piece.file, piece.start] for piece in shard]
+        assert parts
+        assert sum(parts) <= 150 or len(parts) == 1 or max(parts) > 100
+        assert sum(parts[:-1]) < 100
+        if number + 1 < len(shards) and max(parts) <= 100:
+            following = size_of[shards[number + 1][0].file, shards[number + 1][0].start]
+            assert sum(parts) >= 50 or following > 100
+
+
+def test_duplicate_ids_are_found_over_all_files_and_name_the_first(tmp_path):
+    rows = [{"id": name, "text": name} for name in ("a", "b", "a", "c")]
+    write(tmp_path / "1.jsonl", lines(*rows))
+    write(tmp_path / "2.jsonl", lines({"text": "no id"}, b"", {"id": "c", "text": "other"}, {"id": "a", "text": "x"}))
+    write(tmp_path / "3.jsonl", b"")
+    files = list_files(CorpusSettings(paths=(str(tmp_path),)))
+    problems = find_duplicates(files, [scan_file(file, SETTINGS) for file in files])
+    one, two = str(tmp_path / "1.jsonl"), str(tmp_path / "2.jsonl")
+    assert [(problem.kind, problem.file, problem.line) for problem in problems] == [
+        ("duplicate id", one, 3), ("duplicate id", two, 3), ("duplicate id", two, 4),
+    ]  # fmt: skip
+    assert [problem.detail.split("stands at ")[1] for problem in problems] == [f"{one}:1", f"{one}:4", f"{one}:1"]
+    assert find_duplicates([], []) == []
+    assert find_duplicates(files[2:], [scan_file(files[2], SETTINGS)]) == []
+
+
+TEXTS = [f"document {i}" for i in range(20_000)]
+
+
+def members(weights: tuple[int, int, int], split: str) -> set[str]:
+    return {text for text in TEXTS if split_of(text, weights) == split}
+
+
+@pytest.mark.parametrize("weights", [(950, 30, 20), (8, 1, 1), (1, 0, 0), (3, 0, 4), (1, 10**9, 10**9)])
+def test_every_split_gets_its_share(weights):
+    for split, weight in zip(SPLITS, weights, strict=True):
+        share = len(members(weights, split)) / len(TEXTS)
+        expected = weight / sum(weights)
+        assert abs(share - expected) <= 4 * (expected * (1 - expected) / len(TEXTS)) ** 0.5
+
+
+def test_the_documents_held_out_are_those_that_thousandths_of_the_hash_would_hold_out():
+    def thousandth(text: str) -> int:
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 1000
+
+    assert members((980, 20, 0), "valid") == {text for text in TEXTS if thousandth(text) < 20}
+    assert members((970, 20, 10), "test") == {text for text in TEXTS if thousandth(text) >= 990}
+
+
+def test_a_larger_share_only_takes_documents_from_train_and_weights_count_by_their_ratios():
+    valid, test = members((980, 20, 0), "valid"), members((970, 20, 10), "test")
+    assert members((970, 20, 10), "valid") == valid
+    assert members((95, 3, 2), "valid") > valid
+    assert members((95, 3, 2), "test") > test
+    assert members((97, 2, 1), "test") == test
+    assert not members((9, 1, 0), "test")

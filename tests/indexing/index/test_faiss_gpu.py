@@ -1,0 +1,60 @@
+"""One code path for Faiss with and without GPUs. The GPU's needs `faiss-gpu`: pip install '.[gpu]'."""
+
+import logging
+
+import faiss
+import numpy as np
+import pytest
+
+from indexing.index.faiss_files import num_lists, set_nprobe
+from indexing.index.faiss_gpu import num_gpus, on_cpu, on_gpus
+from indexing.vectors.exact_search import exact_search, recall, rerank
+from tests.indexing.index.test_build import D, build, clustered
+
+needs_gpu = pytest.mark.skipif(num_gpus() == 0, reason="no GPU that Faiss can use")
+
+
+@pytest.mark.skipif(num_gpus() > 0, reason="Faiss has a GPU")
+def test_without_a_gpu_an_index_stays_where_it_is_which_is_logged(caplog) -> None:
+    index = faiss.IndexFlatL2(D)
+    with caplog.at_level(logging.INFO, "retro"):
+        assert on_gpus(index, f"a purpose of {__name__}") is index
+    assert f"Faiss, a purpose of {__name__}: on the CPU" in caplog.text
+    assert on_cpu(index) is index
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("key", ["Flat", "IVF16,Flat", "IVF16,SQfp16", "OPQ8_32,IVF16,PQ8"])
+def test_on_gpus_training_adding_and_searching_find_the_exact_neighbors(tmp_path, key: str) -> None:
+    vectors = clustered(6000)
+    index, embeddings = build(tmp_path, vectors, key)
+    assert index.max_nprobe == (1 if key == "Flat" else 16)
+    queries = clustered(50, seed=1).astype(np.float32)
+    exact, _ = exact_search(queries, embeddings, 10)
+    found = {}
+    for nprobe in (1, 16):
+        index.set_nprobe(nprobe)
+        found[nprobe] = recall(rerank(queries, index.search(queries, 128), embeddings)[0][:, :10], exact)
+    assert found[16] > 0.95
+    assert found[1] < found[16] or key == "Flat"  # so nprobe has reached the GPU
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_an_index_without_a_gpu_form_is_searched_on_the_cpu() -> None:
+    packed = faiss.index_factory(D, "IVF16,PQ8x4fs")
+    packed.train(clustered(2000).astype(np.float32))
+    assert on_gpus(packed, "searching") is packed
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_nprobe_of_an_index_divided_among_gpus() -> None:
+    index = faiss.index_factory(D, "IVF16,Flat")
+    index.train(clustered(2000).astype(np.float32))
+    index.add(clustered(2000).astype(np.float32))
+    moved = on_gpus(index, "searching")
+    assert num_lists(moved) == 16
+    set_nprobe(moved, 5)
+    assert on_cpu(moved).nprobe == 5

@@ -1,0 +1,77 @@
+"""Shards of an index searched as one: merged and packed where Faiss can, and with the same candidates either way."""
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from indexing.index.faiss_files import ivf_of, num_lists, set_nprobe, write_index
+from indexing.index.sharded import ShardedIndex
+
+_DIMENSION = 32
+
+
+def written(folder: Path, key: str, shards: int = 3, rows: int = 400) -> np.ndarray:
+    """An index of this key in some shards; returns queries [50, d]."""
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((shards * rows, _DIMENSION), dtype=np.float32)
+    index = faiss.index_factory(_DIMENSION, key)
+    index.train(vectors)
+    for shard in range(shards):
+        index.reset()
+        ids = np.arange(shard * rows, (shard + 1) * rows)
+        index.add_with_ids(vectors[ids], ids)
+        (folder / f"{shard:05d}").mkdir(parents=True)
+        write_index(folder / f"{shard:05d}" / "vectors.faiss", index)
+    return vectors[:50] + rng.standard_normal((50, _DIMENSION), dtype=np.float32) / 10
+
+
+@pytest.mark.parametrize("key", ["IVF8,PQ16x4", "OPQ16_32,IVF8,PQ16x4", "IVF8,SQ8", "IVF8,PQ16x4fs"])
+def test_the_inverted_lists_of_an_index_are_told_by_their_own_type(key: str) -> None:
+    index = faiss.index_factory(_DIMENSION, key)
+    wanted = {"PQ16x4": faiss.IndexIVFPQ, "SQ8": faiss.IndexIVFScalarQuantizer, "PQ16x4fs": faiss.IndexIVFPQFastScan}
+    assert type(ivf_of(index)) is wanted[key.rpartition(",")[2]]
+    assert ivf_of(faiss.IndexFlatL2(4)) is None
+
+
+def test_nprobe_is_set_wherever_the_lists_lie() -> None:
+    vectors = np.random.default_rng(0).standard_normal((1200, _DIMENSION), dtype=np.float32)
+    divided = faiss.IndexShards(_DIMENSION)  # as an index is among GPUs
+    parts = [faiss.index_factory(_DIMENSION, "IVF8,Flat") for _ in range(2)]
+    for part in parts:
+        part.train(vectors)
+        divided.add_shard(part)
+    assert num_lists(divided) == 8
+    set_nprobe(divided, 5)
+    assert [part.nprobe for part in parts] == [5, 5]
+    flat = faiss.IndexIDMap2(faiss.IndexFlatL2(_DIMENSION))
+    assert num_lists(flat) == 1
+    set_nprobe(flat, 5)  # nothing to set
+
+
+def test_shards_of_plain_four_bit_codes_are_merged_and_packed(tmp_path) -> None:
+    written(tmp_path, "IVF8,PQ16x4")
+    (only,) = ShardedIndex.open(tmp_path, range(3)).each()
+    assert isinstance(only, faiss.IndexIVFPQFastScan)
+    assert only.ntotal == 1200
+
+
+def test_groups_that_do_not_fit_into_memory_find_the_same(tmp_path) -> None:
+    queries = written(tmp_path, "IVF8,SQ8")
+    together, apart = (ShardedIndex.open(tmp_path, range(3), memory) for memory in (10**9, 1))
+    for each in (together, apart):
+        each.set_nprobe(4)
+    assert len(list(together.each())) == 1
+    assert len(list(apart.each())) == 3
+    assert np.array_equal(together.search(queries, 5), apart.search(queries, 5))
+
+
+@pytest.mark.parametrize("key", ["IVF8,SQ8", "IVF8,PQ16x4", "OPQ16_32,IVF8,Flat"])
+def test_list_by_list_finds_the_same(tmp_path, key: str) -> None:
+    queries = written(tmp_path, key)
+    usual, big = ShardedIndex.open(tmp_path, range(3)), ShardedIndex.open(tmp_path, range(3), big_batch=True)
+    for each in (usual, big):
+        each.set_nprobe(4)
+    same = usual.search(queries, 5) == big.search(queries, 5)
+    assert same[:, 0].mean() > (0.9 if "PQ" in key else 0.99)  # packed tables are rounded

@@ -1,0 +1,192 @@
+"""Search list by list finds what Faiss finds in the same lists, keeps out what is excluded, and depends on neither threads nor blocks."""
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+import torch
+
+from indexing.index.build import tune_lists
+from indexing.index.faiss_files import lists_of, write_index
+from indexing.neighbors import list_search
+from indexing.neighbors.list_search import ListIndex
+from indexing.store.datastore import ShardedArray, shard_name
+from indexing.store.files import write_json
+from indexing.vectors.exact_search import exact_search, recall, rerank
+from tests.indexing.vectors.vector_files import stored
+
+D, LISTS = 32, 16
+
+
+@pytest.fixture
+def embeddings(tmp_path, request) -> ShardedArray:
+    """Unit vectors around some centers in three files; lists differ in length."""
+    rng, total = np.random.default_rng(0), getattr(request, "param", 5000)
+    centers = rng.standard_normal((9, D))
+    return stored(tmp_path, centers[(9 * rng.random(total) ** 2).astype(int)] + rng.standard_normal((total, D)))
+
+
+def written(folder: Path, embeddings: ShardedArray, key: str = f"IVF{LISTS},Flat", nprobe: int = 4) -> faiss.Index:
+    """The index of a datastore, in shards; returns one with all chunks."""
+    index = faiss.index_factory(D, key)
+    index.train(embeddings.read(0, min(1000, len(embeddings))).astype(np.float32))
+    for name in ("trained", "tuned", *map(shard_name, range(3))):
+        (folder / name).mkdir(parents=True)
+    write_index(folder / "trained" / "trained.faiss", index)
+    write_json(folder / "tuned" / "tuned.json", {"nprobe": 1, "lists": {"nprobe": nprobe, "recall_at_10": 0.9}})
+    whole = faiss.clone_index(index)
+    for shard in range(3):
+        vectors = embeddings.shard(shard).astype(np.float32)
+        ids = np.arange(len(vectors)) + embeddings.starts[shard]
+        each = faiss.clone_index(index)
+        each.add_with_ids(vectors, ids)
+        whole.add_with_ids(vectors, ids)
+        write_index(folder / shard_name(shard) / "vectors.faiss", each)
+    faiss.extract_index_ivf(whole).nprobe = nprobe
+    return whole
+
+
+def opened(folder: Path, embeddings: ShardedArray, device: str = "cpu", shards: range = range(3)) -> ListIndex:
+    index = ListIndex.open(folder, embeddings, shards, device)
+    assert index is not None
+    return index
+
+
+PLAIN, CODED = ("{},Flat", "{}_HNSW8,Flat"), ("OPQ8_32,{},PQ8x4", "{},PQ8x4fs")
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "key"),
+    [(size, key.format(f"IVF{LISTS}")) for size in (40, 1000, 5000) for key in (*PLAIN, *(CODED if size > 40 else ()))],
+    indirect=["embeddings"],  # codes cannot be trained on 40
+)
+def test_the_lists_of_the_index_are_searched_by_the_embeddings(tmp_path, embeddings: ShardedArray, key: str) -> None:
+    whole = written(tmp_path / "index", embeddings, key)
+    queries = embeddings.read(0, min(300, len(embeddings))).astype(np.float32)
+    index = opened(tmp_path / "index", embeddings)
+    found = rerank(queries, index.search(queries, 24), embeddings)[0]
+    ivf, turned = faiss.extract_index_ivf(whole), queries
+    if isinstance(whole, faiss.IndexPreTransform):
+        turned = faiss.downcast_VectorTransform(whole.chain.at(0)).apply(queries)
+    visited = ivf.quantizer.search(turned, 4)[1]
+    lists = np.empty(len(embeddings), dtype=int)
+    for number, ids in lists_of(whole):
+        lists[ids] = number
+    vectors = embeddings.read(0, len(embeddings)).astype(np.float32)
+    distances = ((queries[:, None] - vectors) ** 2).sum(2)
+    distances[~(lists == visited[:, :, None]).any(1)] = np.inf
+    expected = np.sort(distances, axis=1)[:, :8]
+    assert recall(found[:, :8], expected) > 0.98  # bfloat16 may place a query into the list next to its own
+
+
+@pytest.mark.parametrize("excluded", [5, 700])
+def test_with_all_lists_it_is_exhaustive_and_leaves_the_own_document_out(tmp_path, embeddings, excluded: int) -> None:
+    written(tmp_path / "index", embeddings)
+    rows = np.arange(0, len(embeddings), 17)
+    queries = embeddings.gather(rows).astype(np.float32)
+    own = (rows // excluded * excluded, np.minimum(rows // excluded * excluded + excluded, len(embeddings)))
+    index = opened(tmp_path / "index", embeddings)
+    index.set_nprobe(10**6)
+    assert index.nprobe == index.max_nprobe == LISTS
+    ids = index.search(queries, 24, own)
+    assert not ((ids >= own[0][:, None]) & (ids < own[1][:, None])).any()
+    assert (ids >= 0).all()
+    assert all(len(set(row)) == 24 for row in ids)
+    exact, _ = exact_search(queries, embeddings, 8, own)
+    assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact) > 0.99
+
+
+@pytest.mark.parametrize("embeddings", [40], indirect=True)
+def test_what_there_is_too_little_of_is_none(tmp_path, embeddings: ShardedArray) -> None:
+    written(tmp_path / "index", embeddings, nprobe=LISTS)
+    queries = embeddings.read(0, 40).astype(np.float32)
+    ids = opened(tmp_path / "index", embeddings).search(queries, 64, (np.zeros(40, int), np.full(40, 30)))
+    assert np.array_equal(np.sort(ids, axis=1), np.tile(np.r_[[-1] * 54, 30:40], (40, 1)))
+
+
+def test_a_generation_is_searched_by_itself(tmp_path, embeddings: ShardedArray) -> None:
+    written(tmp_path / "index", embeddings, nprobe=LISTS)
+    first, queries = int(embeddings.starts[1]), embeddings.read(0, 200).astype(np.float32)
+    index = opened(tmp_path / "index", embeddings, shards=range(1, 3))
+    ids = index.search(queries, 16)
+    assert index.num_vectors == len(embeddings) - first
+    assert ids.min() >= first
+    later = ShardedArray(embeddings.paths[1:], np.diff(embeddings.starts[1:]))
+    assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact_search(queries, later, 8)[0]) > 0.99
+
+
+def test_parts_of_the_lists_and_blocks_of_queries_change_nothing(tmp_path, embeddings, monkeypatch) -> None:
+    written(tmp_path / "index", embeddings)
+    queries = embeddings.read(0, 600).astype(np.float32)
+    own = (np.arange(600) // 9 * 9, np.arange(600) // 9 * 9 + 9)
+    whole = opened(tmp_path / "index", embeddings).search(queries, 24, own)
+    monkeypatch.setattr(list_search, "MEMORY", 2 * D * 700)
+    monkeypatch.setattr(list_search, "_ROWS", 100)
+    index = opened(tmp_path / "index", embeddings)
+    assert len(list(index._parts())) > 4
+    parts = index.search(queries, 24, own)
+    same = [len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]
+    assert np.mean(same) > 23.5  # but for ties in bfloat16
+
+
+def test_queries_of_long_lists_are_looked_at_few_at_a_time(tmp_path, embeddings, monkeypatch) -> None:
+    """As after an append of text that the lists were not trained on: most chunks are in one list."""
+    trained, lists = written(tmp_path / "index", embeddings), np.zeros(len(embeddings), dtype=np.int32)
+    lists[:100] = np.arange(100) % LISTS
+    queries = embeddings.read(0, 600).astype(np.float32)
+    index = ListIndex(trained, LISTS, embeddings, lists, device="cpu")
+    whole, held = index.search(queries, 16), []
+    monkeypatch.setattr(list_search, "_PRODUCTS", {"cpu": 200_000})
+    best_of = list_search.best_of
+    monkeypatch.setattr(
+        list_search, "best_of", lambda points, *rest: (held.append(len(points)), best_of(points, *rest))[1]
+    )
+    parts = index.search(queries, 16)
+    assert sum(held) == len(queries)
+    assert max(held) * len(embeddings) < 3 * 200_000
+    assert np.mean([len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]) > 15.5
+
+
+def test_the_number_of_threads_changes_nothing(tmp_path, embeddings: ShardedArray) -> None:
+    written(tmp_path / "index", embeddings)
+    queries = embeddings.read(0, 600).astype(np.float32)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(opened(tmp_path / "index", embeddings).search(queries, 16))
+        assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+    assert np.array_equal(*found)
+
+
+def test_nprobe_is_the_smallest_that_reaches_the_recall(tmp_path, embeddings: ShardedArray) -> None:
+    index = written(tmp_path / "index", embeddings)
+    queries = embeddings.read(0, 400).astype(np.float32)
+    ids = exact_search(queries, embeddings, 10)[1]
+    reached = {}
+    for nprobe in range(1, LISTS + 1):
+        index.nprobe = nprobe
+        found = index.search(queries, 10)[1]
+        reached[nprobe] = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found, ids, strict=True)])
+    for target in (0.5, 0.9, 0.99):
+        tuned = tune_lists(index, queries, ids, embeddings, target)
+        assert tuned["nprobe"] == next(nprobe for nprobe, share in reached.items() if share >= target)
+        assert tuned["recall_at_10"] == pytest.approx(reached[tuned["nprobe"]], abs=0.005)  # but for equal distances
+
+
+def test_an_index_without_lists_has_none_to_search(tmp_path, embeddings: ShardedArray) -> None:
+    (tmp_path / "index" / "tuned").mkdir(parents=True)
+    write_json(tmp_path / "index" / "tuned" / "tuned.json", {"nprobe": 1})
+    assert ListIndex.open(tmp_path / "index", embeddings, range(3)) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same(tmp_path, embeddings: ShardedArray) -> None:
+    written(tmp_path / "index", embeddings)
+    queries = embeddings.read(0, 600).astype(np.float32)
+    found = [
+        rerank(queries, opened(tmp_path / "index", embeddings, device).search(queries, 16), embeddings)[0][:, :8]
+        for device in ("cpu", "cuda")
+    ]
+    assert recall(found[1], found[0]) > 0.98

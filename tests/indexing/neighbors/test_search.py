@@ -1,0 +1,81 @@
+"""Neighbors: nobody's own document, nothing by position, nothing missing that exists."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from indexing.index.sharded import ShardedIndex
+from indexing.neighbors.search import NeighborSettings, neighbors_of
+from indexing.overlap import overlap
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.vectors.exact_search import exact_search, recall
+
+
+def test_no_neighbor_is_of_the_own_document(tiny_datastore: Datastore) -> None:
+    train = tiny_datastore.train
+    ids = train.neighbor_ids.read(0, train.num_chunks)
+    own, _, _ = train.documents_of(np.arange(train.num_chunks))
+    rows, columns = np.nonzero(ids >= 0)
+    theirs, _, _ = train.documents_of(ids[rows, columns])
+    assert (own[rows] != theirs).all()
+
+
+@pytest.mark.parametrize("split_name", ["train", "valid"])
+def test_neighbors_are_sorted_distinct_and_the_exact_ones(tiny_datastore: Datastore, split_name: str) -> None:
+    split, train = tiny_datastore.split(split_name), tiny_datastore.train
+    ids = split.neighbor_ids.read(0, split.num_chunks)
+    distances = split.neighbor_distances.read(0, split.num_chunks)
+    assert (np.diff(distances, axis=1) >= 0).all()
+    assert all(len(set(row)) == len(row) for row in ids)
+    excluded = split.documents_of(np.arange(split.num_chunks))[1:] if split_name == "train" else None
+    queries = split.embeddings.read(0, split.num_chunks).astype(np.float32)
+    exact, _ = exact_search(queries, train.embeddings, ids.shape[1], excluded)
+    assert recall(distances, exact) == 1
+
+
+def test_starved_queries_are_searched_deeper(tiny_datastore: Datastore) -> None:
+    """With six candidates nearly all are of the own document where a document repeats itself; k must be found all the same."""
+    train = tiny_datastore.train
+    index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
+    settings = NeighborSettings(k=6, candidates=6)
+    longest = max(range(train.num_documents), key=lambda n: train.chunk_range(n)[1] - train.chunk_range(n)[0])
+    first, stop = train.chunk_range(longest)
+    queries = train.embeddings.read(first, stop).astype(np.float32)
+    own = (np.full(stop - first, first), np.full(stop - first, stop))
+    ids, _, deeper = neighbors_of(queries, index, train, settings, excluded=own)
+    assert deeper > 0
+    assert (ids >= 0).all()
+
+
+def test_near_copies_are_left_out_where_asked(tiny_datastore: Datastore) -> None:
+    train, valid = tiny_datastore.train, tiny_datastore.valid
+    index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
+    queries = valid.embeddings.read(0, 60).astype(np.float32)
+    tokens = (valid.tokens.read(0, 60), valid.lengths.read(0, 60))
+
+    def worst(max_overlap: float) -> float:
+        settings = NeighborSettings(k=6, candidates=24, max_overlap=max_overlap)
+        ids, _, _ = neighbors_of(queries, index, train, settings, tokens=tokens)
+        rows, columns = np.nonzero(ids >= 0)
+        found, lengths = train.with_continuation(ids[rows, columns])
+        return float(overlap(tokens[0][rows], tokens[1][rows], found, lengths).max())
+
+    assert worst(1.0) > 0.5
+    assert worst(0.5) <= 0.5
+
+
+def test_without_reranking_the_index_order_stays(tiny_datastore: Datastore) -> None:
+    train, valid = tiny_datastore.train, tiny_datastore.valid
+    index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
+    settings = replace(NeighborSettings(k=6, candidates=24), rerank=False)
+    queries = valid.embeddings.read(0, 20).astype(np.float32)
+    ids, distances, _ = neighbors_of(queries, index, train, settings)
+    assert np.array_equal(ids, index.search(queries, 24)[:, :6])
+    assert np.isfinite(distances).all()
+
+
+def test_fewer_candidates_than_neighbors_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"neighbors\.candidates = 3"):
+        NeighborSettings(k=4, candidates=3)

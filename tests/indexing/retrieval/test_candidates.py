@@ -1,0 +1,110 @@
+"""Candidates: as many as are asked for where there are so many, under any filter, and the nearest of them."""
+
+import numpy as np
+import pytest
+
+from indexing.retrieval import candidates
+from indexing.retrieval.candidates import PartsMissing, find_candidates
+from indexing.retrieval.retriever import open_index
+from indexing.store.datastore import Datastore, Split
+from indexing.vectors.exact_search import exact_search
+from indexing.vectors.floats import to_float32
+
+
+@pytest.fixture
+def no_exhaustive_search_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the few hundred chunks of the tiny datastore were many."""
+    monkeypatch.setattr(candidates, "_FEW_CHUNKS", 0)
+
+
+class Listed:
+    """An index that looks into a part of the chunks only, as one with inverted lists does; counts what it is asked."""
+
+    def __init__(self, split: Split, share: int) -> None:
+        self.split, self.share, self.num_vectors = split, share, split.num_chunks
+        self.asked: list[int] = []
+
+    def search(self, queries: np.ndarray, k: int) -> np.ndarray:
+        self.asked.append(k)
+        ids = exact_search(queries, self.split.embeddings, self.num_vectors)[1]
+        ids[ids % self.share != 0] = -1
+        return np.take_along_axis(ids, np.argsort(ids < 0, axis=1, kind="stable"), 1)[:, :k]
+
+
+def vectors_of(split: Split, count: int = 9) -> np.ndarray:
+    return to_float32(split.embeddings.read(0, count))
+
+
+def ranges_of(split: Split, documents: list[int]) -> np.ndarray:
+    return split.chunk_ranges(np.array(documents))
+
+
+@pytest.mark.parametrize("share", [1, 5])
+@pytest.mark.parametrize("documents", [[3], [5, 60, 61, 120], list(range(0, 150, 2))])
+def test_a_filter_leaves_k_where_there_are_k_and_the_nearest(
+    tiny_datastore: Datastore, no_exhaustive_search_at_first: None, documents: list[int], share: int
+) -> None:
+    split = tiny_datastore.train
+    among = ranges_of(split, documents)
+    wanted = min(12, int(np.diff(among).sum()))
+    found = find_candidates(vectors_of(split), Listed(split, share), split, 16, 12, among)
+    exact = exact_search(vectors_of(split), split.embeddings, 12, among=among)[0][:, :wanted]
+    assert ((found.ids >= 0).sum(axis=1) >= wanted).all()
+    inside = (found.ids[..., None] >= among[:, 0]) & (found.ids[..., None] < among[:, 1])
+    assert inside.any(axis=2)[found.ids >= 0].all()
+    assert (np.diff(found.distances[:, :wanted], axis=1) >= 0).all()
+    if share == 1:  # an index that looks everywhere misses nothing
+        np.testing.assert_allclose(found.distances[:, :wanted], exact, atol=1e-5)
+
+
+def test_a_filter_that_matches_few_chunks_asks_no_index(tiny_datastore: Datastore) -> None:
+    split = tiny_datastore.train
+    index = Listed(split, 1)
+    among = ranges_of(split, [10, 20])
+    found = find_candidates(vectors_of(split), index, split, 64, 5, among)
+    assert not index.asked
+    assert set(found.ids.ravel().tolist()) - {-1} == {chunk for start, stop in among for chunk in range(start, stop)}
+
+
+def test_a_filter_that_matches_nothing_finds_nothing(tiny_datastore: Datastore) -> None:
+    split = tiny_datastore.train
+    found = find_candidates(vectors_of(split), Listed(split, 1), split, 64, 5, np.empty((0, 2), dtype=np.int64))
+    assert (found.ids < 0).all()
+    assert np.isinf(found.distances).all()
+
+
+def test_an_index_is_asked_for_more_in_proportion_to_what_is_thrown_away(
+    tiny_datastore: Datastore, no_exhaustive_search_at_first: None
+) -> None:
+    split = tiny_datastore.train
+    index = Listed(split, 1)
+    find_candidates(vectors_of(split), index, split, 20, 5, np.array([[0, split.num_chunks // 4]]))
+    assert 80 <= index.asked[0] <= 84
+
+
+def test_exhaustive_search_among_scattered_ranges_is_that_among_all(tiny_datastore: Datastore) -> None:
+    split = tiny_datastore.train
+    among = ranges_of(split, list(range(1, split.num_documents, 3)))
+    distances, ids = exact_search(vectors_of(split), split.embeddings, split.num_chunks)
+    inside = ((ids[..., None] >= among[:, 0]) & (ids[..., None] < among[:, 1])).any(axis=2)
+    expected = [row[mask][:7].tolist() for row, mask in zip(distances, inside, strict=True)]
+    found, chosen = exact_search(vectors_of(split), split.embeddings, 7, among=among)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert ((chosen[..., None] >= among[:, 0]) & (chosen[..., None] < among[:, 1])).any(axis=2).all()
+
+
+def test_parts_that_do_not_answer_are_named_and_the_others_are_used(tiny_datastore: Datastore) -> None:
+    split = tiny_datastore.train
+    whole = open_index(split)
+
+    class Partly:
+        num_vectors = whole.num_vectors
+
+        def search(self, queries: np.ndarray, k: int) -> np.ndarray:
+            ids = whole.search(queries, k)
+            raise PartsMissing(["shard 1 at node-b"], np.where(ids % 2, -1, ids))
+
+    found = find_candidates(vectors_of(split), Partly(), split, 16, 5)
+    assert found.missing == ("shard 1 at node-b",)
+    assert not (found.ids[found.ids >= 0] % 2).any()
+    assert (found.ids >= 0).any(axis=1).all()

@@ -1,0 +1,66 @@
+"""Filters: the chunks of the documents that match, and nothing else."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.retrieval.filters import check_filters, matching_chunks
+from indexing.store.datastore import Datastore
+from indexing.store.deletions import delete_ranges
+from indexing.store.errors import InputError
+
+
+def documents_in(datastore: Datastore, ranges: np.ndarray) -> list[str]:
+    chunks = np.concatenate([np.arange(*each) for each in ranges] or [np.empty(0, dtype=np.int64)])
+    numbers = np.unique(datastore.train.documents_of(chunks)[0]) if len(chunks) else []
+    return [row["id"] for row in datastore.train.metadata(numbers)]
+
+
+def test_documents_match_by_value_by_list_and_by_every_column(tiny_datastore: Datastore) -> None:
+    split = tiny_datastore.train
+    rows = split.metadata(range(split.num_documents))
+    size = rows[20]["chunks"]
+    for filters, expected in (
+        ({"id": [rows[3]["id"]]}, [rows[3]]),
+        ({"title": [rows[150]["title"], rows[7]["title"], "no such"]}, [rows[7], rows[150]]),
+        ({"chunks": [size]}, [row for row in rows if row["chunks"] == size]),
+        (
+            {"chunks": [str(size)], "id": [rows[20]["id"], rows[21]["id"]]},
+            [rows[20]] + [rows[21]] * (rows[21]["chunks"] == size),
+        ),
+        ({"file": ["corpus.jsonl"]}, rows),
+        ({"source": ["wiki"]}, []),
+    ):
+        ranges = matching_chunks(split, filters)
+        assert documents_in(tiny_datastore, ranges) == [row["id"] for row in expected]
+        assert (ranges[1:, 0] > ranges[:-1, 1]).all()  # neighboring documents are one range
+    assert matching_chunks(split, {"file": ["corpus.jsonl"]}).tolist() == [[0, split.num_chunks]]
+
+
+def test_deleted_documents_match_no_filter(tiny_datastore: Datastore, tmp_path: Path) -> None:
+    datastore = Datastore.open(shutil.copytree(tiny_datastore.folder, tmp_path / "copy"))
+    split = datastore.train
+    delete_ranges(datastore.folder, split.chunk_ranges(np.array([5, 6])))
+    start, stop = split.chunk_range(5)[0], split.chunk_range(6)[1]
+    assert matching_chunks(split, {"file": ["corpus.jsonl"]}).tolist() == [[0, start], [stop, split.num_chunks]]
+
+
+@pytest.mark.parametrize(
+    ("filters", "words"),
+    [
+        ({"lang": "en"}, "no column 'lang'; accepted are id, title"),
+        ({"title": []}, r"filters\.title = \[\]"),
+        ({"title": {"a": 1}}, r"filters\.title = .* must be a text"),
+        ({"title": None}, r"filters\.title = None"),
+    ],
+)
+def test_what_is_no_filter_is_refused(filters: dict, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        check_filters(filters, ["id", "title"])
+
+
+def test_a_value_of_another_type_is_refused_by_column(tiny_datastore: Datastore) -> None:
+    with pytest.raises(InputError, match=r"filters\.chunks = \['many'\]: the column holds values of type int64"):
+        matching_chunks(tiny_datastore.train, {"chunks": ["many"]})

@@ -1,0 +1,276 @@
+"""The retriever: one search for texts, tokens and vectors, over one datastore or several, by any order, from any thread."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from indexing.retrieval.candidates import PartsMissing
+from indexing.retrieval.results import Hit, Rerank
+from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
+from indexing.store.deletions import delete_ranges
+from indexing.store.errors import InputError, NotFound
+from indexing.store.retrieval_set import CHUNK_ID_BITS
+from indexing.vectors.exact_search import exact_search
+from indexing.vectors.floats import to_float32
+from tests.conftest import build_local, tiny_config, write_corpus
+
+RERANKS = get_args(Rerank)
+
+
+@pytest.fixture(scope="module")
+def retriever(tiny_datastore: Datastore) -> Retriever:
+    return Retriever.open(tiny_datastore.folder)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Datastore:
+    """Other documents with the same tokenizer and embedder, and one more column."""
+    folder = tmp_path_factory.mktemp("other")
+    config = tiny_config(folder, write_corpus(folder / "corpus.jsonl", 60, seed=5))
+    return build_local(
+        replace(
+            config,
+            tokenizer=replace(
+                config.tokenizer,
+                kind="sentencepiece",
+                path=str(tiny_datastore.folder / "tokenizer" / "sentencepiece.model"),
+            ),
+            embedder=replace(config.embedder, path=str(tiny_datastore.folder)),
+            corpus=replace(config.corpus, metadata_keys=("title", "lang")),
+        )
+    )
+
+
+def text_of(retriever: Retriever, chunk: int) -> str:
+    tokens, lengths = retriever.retrieval.chunks(np.array([chunk]))
+    return retriever.tokenizer.decode(tokens[0, : lengths[0]])
+
+
+def chunk_ids(hits: list[Hit]) -> list[int]:
+    return [hit.chunk_id for hit in hits]
+
+
+def test_texts_tokens_and_vectors_find_the_same(retriever: Retriever) -> None:
+    texts = [text_of(retriever, chunk) for chunk in (3, 77, 200)]
+    by_text = retriever.search(texts, 4)
+    rows = retriever.tokenizer.encode_batch(texts)
+    assert retriever.search(rows, 4) == by_text
+    vectors = retriever.embed(texts)
+    assert [chunk_ids(hits) for hits in retriever.search(7 * vectors.astype(np.float64), 4).hits] == [
+        chunk_ids(hits) for hits in by_text.hits
+    ]
+    assert by_text.missing == ()
+
+
+@pytest.mark.parametrize("rerank", RERANKS)
+def test_hits_come_best_first_with_what_stands_in_the_datastore(retriever: Retriever, rerank: Rerank) -> None:
+    split = retriever.retrieval.own
+    query = text_of(retriever, 61)
+    hits = retriever.search([query], 12, rerank=rerank).hits[0]
+    assert len(hits) == 12
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+    assert hits[0].text == query  # of this chunk, or of another that is the same
+    for hit in hits:
+        stored = retriever.chunk(hit.chunk_id)
+        assert (hit.text, hit.continuation, hit.document) == (stored.text, stored.continuation, stored.document)
+        assert hit.document == split.metadata(split.documents_of(np.array([hit.chunk_id]))[0].tolist())[0]
+        assert (hit.document_id, hit.title, hit.source) == (hit.document["id"], hit.document["title"], "")
+        vectors = to_float32(split.embeddings.gather(np.array([hit.chunk_id])))
+        assert hit.distance == pytest.approx(((vectors - retriever.embed([query])) ** 2).sum(), abs=2e-3)
+
+
+def test_scores_of_embeddings_are_cosines_and_the_nearest_is_first(retriever: Retriever) -> None:
+    vectors = retriever.embed(["memory of a chunk in the store", "训练数据"])
+    found = retriever.search(vectors, 6)
+    exact = exact_search(vectors, retriever.retrieval.own.embeddings, 6)[0]
+    np.testing.assert_allclose([[hit.distance for hit in hits] for hits in found.hits], exact, atol=1e-5)
+    np.testing.assert_allclose([[hit.score for hit in hits] for hits in found.hits], 1 - exact / 2, atol=1e-5)
+
+
+def test_words_decide_where_they_are_asked_to(retriever: Retriever) -> None:
+    """The title stands in none of the chunks but the first, and in no vector of the others: BM25 finds them all the same."""
+    hits = retriever.search(["title 42"], 5, rerank="bm25", filters={"title": ["Title 42", "Title 41"]}).hits[0]
+    first = [hit.document_id for hit in hits].count("doc-42")
+    assert [hit.document_id for hit in hits[:first]] == ["doc-42"] * first
+    assert first >= 1
+
+
+def test_the_hybrid_lies_between_words_and_vectors(retriever: Retriever) -> None:
+    query = [text_of(retriever, 61)[:30]]
+    found = {rerank: retriever.rank(query, 256, rerank=rerank) for rerank in RERANKS}
+    order = {
+        rerank: dict(zip(each.ids[0].tolist(), each.scores[0].tolist(), strict=True)) for rerank, each in found.items()
+    }
+    shared = [
+        chunk for chunk in order["hybrid"] if chunk in order["embeddings"] and chunk in order["bm25"] and chunk >= 0
+    ]
+    factors = np.array([[order["bm25"][chunk], order["embeddings"][chunk]] for chunk in shared])
+    solution, _, rank, _ = np.linalg.lstsq(factors, np.array([order["hybrid"][chunk] for chunk in shared]), rcond=None)
+    assert rank == 2
+    np.testing.assert_allclose(factors @ solution, [order["hybrid"][chunk] for chunk in shared], atol=1e-4)
+    assert (solution > 0).all()
+
+
+@pytest.mark.parametrize("rerank", RERANKS)
+def test_a_filtered_search_finds_k_of_the_documents_that_match(retriever: Retriever, rerank: Rerank) -> None:
+    split = retriever.retrieval.own
+    row = max(split.metadata(range(split.num_documents)), key=lambda row: row["chunks"])
+    hits = retriever.search(["数据 gradient"], 3, filters={"id": row["id"]}, rerank=rerank).hits[0]
+    assert [hit.document_id for hit in hits] == [row["id"]] * 3
+    all_of_it = retriever.search(["数据 gradient"], 1000, filters={"id": row["id"]}, rerank=rerank).hits[0]
+    assert len({hit.chunk_id for hit in all_of_it}) == row["chunks"]
+    assert retriever.search(["x"], 3, filters={"id": "nobody"}, rerank=rerank).hits == [[]]
+
+
+def test_filters_follow_deletions(tiny_datastore: Datastore, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_datastore.folder, tmp_path / "copy")
+    opened = Retriever.open(folder)
+    filters = {"title": ["Title 8", "Title 9"]}
+    before = opened.search(["memory"], 500, filters=filters).hits[0]
+    victim = before[0].document_id
+    split = Datastore.open(folder).train
+    delete_ranges(folder, split.chunk_ranges(np.array(split.find_documents([victim]))))
+    after = opened.search(["memory"], 500, filters=filters).hits[0]
+    assert {hit.document_id for hit in before} - {hit.document_id for hit in after} == {victim}
+    with pytest.raises(NotFound, match="deleted"):
+        opened.chunk(before[0].chunk_id)
+    with pytest.raises(NotFound, match="no document"):
+        opened.document(victim)
+
+
+def test_several_datastores_are_searched_as_one(
+    tiny_datastore: Datastore, other: Datastore, retriever: Retriever
+) -> None:
+    both = Retriever.open(tiny_datastore.folder, other.folder)
+    alone = Retriever.open(other.folder)
+    queries = [text_of(alone, 30), text_of(retriever, 30)]
+    for rerank in RERANKS:
+        hits = both.search(queries, 8, rerank=rerank).hits
+        assert {hit.text for hit in (hits[0][0], hits[1][0])} == set(queries)
+    ids = [np.array(chunk_ids(each)) for each in both.search(queries, 8).hits]
+    assert set((ids[0] >> CHUNK_ID_BITS).tolist()) | set((ids[1] >> CHUNK_ID_BITS).tolist()) == {0, 1}
+    vectors = both.embed(queries)
+    near = np.sort(np.concatenate([each.nearest(vectors, 8)[1] for each in (retriever, alone)], axis=1))[:, :8]
+    np.testing.assert_allclose(both.nearest(vectors, 8)[1], near, atol=1e-6)
+    theirs = next(hit for hits in both.search(queries, 8).hits for hit in hits if hit.chunk_id >> CHUNK_ID_BITS)
+    stored = both.chunk(theirs.chunk_id)
+    assert (stored.text, stored.document) == (theirs.text, theirs.document)
+    assert "lang" not in both.filter_columns
+    assert "lang" in alone.filter_columns
+    found = both.search(queries, 500, filters={"title": "Title 7"}).hits[0]
+    assert {hit.chunk_id >> CHUNK_ID_BITS for hit in found} == {0, 1}
+    assert Retriever.open(tiny_datastore.folder, tiny_datastore.folder).retrieval == retriever.retrieval
+
+
+def test_datastores_that_do_not_fit_are_refused(tiny_datastore: Datastore, tmp_path: Path) -> None:
+    strange = build_local(tiny_config(tmp_path, write_corpus(tmp_path / "c.jsonl", 20, seed=9)))
+    with pytest.raises(InputError, match=r"searching several datastores: .* different tokenizers"):
+        Retriever.open(tiny_datastore.folder, strange.folder)
+
+
+def test_chunks_and_documents_by_id_are_the_text_in_order(retriever: Retriever) -> None:
+    split = retriever.retrieval.own
+    number = int(np.argmax([row["chunks"] for row in split.metadata(range(split.num_documents))]))
+    row = split.metadata([number])[0]
+    whole = retriever.document(row["id"], 0, 1000)
+    assert whole.num_chunks == len(whole.chunks) == row["chunks"]
+    assert [chunk.chunk_id for chunk in whole.chunks] == list(range(*split.chunk_range(number)))
+    assert retriever.document(row["id"], 1, 2).chunks == whole.chunks[1:3]
+    assert retriever.document(row["id"], row["chunks"], 2).chunks == []
+    for before, after in zip(whole.chunks, whole.chunks[1:], strict=False):
+        assert (before.next_chunk_id, after.previous_chunk_id) == (after.chunk_id, before.chunk_id)
+        assert before.continuation == after.text
+    assert (whole.chunks[0].previous_chunk_id, whole.chunks[-1].next_chunk_id) == (None, None)
+    assert retriever.chunk(whole.chunks[1].chunk_id) == whole.chunks[1]
+    assert (whole.document_id, whole.title) == (row["id"], row["title"])
+
+
+@pytest.mark.parametrize("chunk_id", [-1, 10**6, 1 << CHUNK_ID_BITS, 1 << 62])
+def test_an_id_of_no_chunk_is_not_found(retriever: Retriever, chunk_id: int) -> None:
+    with pytest.raises(NotFound, match=f"no chunk {chunk_id}"):
+        retriever.chunk(chunk_id)
+
+
+@pytest.mark.parametrize(
+    ("queries", "options", "words"),
+    [
+        ([""], {}, "is empty"),
+        ([" \n"], {}, "is empty"),
+        (["a", [1]], {}, "not some of each"),
+        ([np.array([], dtype=np.int64)], {}, "is empty"),
+        ([[5, 4000]], {}, "token id 4000: the tokenizer's are 0 to"),
+        ([[-1]], {}, "token id -1"),
+        (np.zeros((1, 32)), {}, "zero"),
+        (np.full((1, 32), np.nan), {}, "not finite"),
+        (np.ones((1, 31)), {}, r"shape \[1, 31\]: must be \[queries, 32\]"),
+        (np.ones((1, 32)), {"rerank": "bm25"}, "vectors have no words"),
+        (["a"], {"k": 0}, "k = 0: must be at least 1"),
+        (["a"], {"rerank": "magic"}, "accepted are embeddings, bm25, hybrid"),
+        (["a"], {"filters": {"lang": "en"}}, "no column 'lang'; accepted are id, file, title"),
+    ],
+)
+def test_bad_queries_are_refused_with_the_reason(retriever: Retriever, queries, options, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        retriever.search(queries, **options)
+
+
+def test_no_queries_find_nothing(retriever: Retriever) -> None:
+    for rerank in RERANKS:
+        assert retriever.search([], 3, rerank=rerank).hits == []
+
+
+def test_a_batch_finds_what_its_queries_find_alone(retriever: Retriever) -> None:
+    queries = [text_of(retriever, chunk) for chunk in range(0, 200, 7)]
+    for rerank in RERANKS:
+        together = retriever.search(queries, 5, rerank=rerank).hits
+        assert [chunk_ids(hits) for hits in together] == [
+            chunk_ids(retriever.search([query], 5, rerank=rerank).hits[0]) for query in queries
+        ]
+
+
+def test_several_threads_may_search_at_once(tiny_datastore: Datastore, retriever: Retriever) -> None:
+    queries = [text_of(retriever, chunk) for chunk in range(0, 96, 4)]
+    options = [{"rerank": rerank, "filters": filters} for rerank in RERANKS for filters in (None, {"title": "Title 3"})]
+    expected = [[retriever.search([query], 3, **each) for query in queries] for each in options]
+    fresh = Retriever.open(tiny_datastore.folder)  # nothing is kept yet
+    with ThreadPoolExecutor(8) as pool:
+        found = [[pool.submit(fresh.search, [query], 3, **each) for query in queries] for each in options]
+        assert [[future.result() for future in row] for row in found] == expected
+
+
+def test_parts_of_an_index_that_do_not_answer_are_named_in_the_results(
+    tiny_datastore: Datastore, retriever: Retriever
+) -> None:
+    class Partly:
+        num_vectors = retriever.indexes[0].num_vectors
+
+        def search(self, queries: np.ndarray, k: int) -> np.ndarray:
+            raise PartsMissing(["shard 2"], np.where((ids := retriever.indexes[0].search(queries, k)) < 50, ids, -1))
+
+    partly = Retriever.open(tiny_datastore.folder, indexes=[Partly()])
+    results = partly.search([text_of(retriever, 10)], 3)
+    assert results.missing == ("shard 2",)
+    assert results.hits[0][0].text == text_of(retriever, 10)
+    assert all(hit.chunk_id < 50 for hit in results.hits[0])
+
+
+def test_one_long_text_does_not_pad_many_short_ones(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["index " * 300, *("chunk " * number for number in range(1, 20)), "检索 " * 40]
+    expected, padded = retriever.embed(texts), list[int]()
+    embed = type(retriever.embedder).embed
+
+    def counted(self: object, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        padded.append(tokens.size)
+        return embed(self, tokens, lengths)
+
+    monkeypatch.setattr(type(retriever.embedder), "embed", counted)
+    monkeypatch.setattr("indexing.retrieval.retriever._PADDED_TOKENS", 1000)
+    np.testing.assert_allclose(retriever.embed(texts), expected, rtol=1e-6)
+    assert sum(padded) < 3000  # 300 and more for each of 21 texts, if all were as long as the longest
+    assert len(padded) < 10

@@ -1,0 +1,134 @@
+"""Artefacts: whole or absent, and refused by name when they are made of something else."""
+
+import re
+
+import pytest
+
+from indexing.store.artifact import Recipe, create, is_finished, read_manifest, remove, verify
+from indexing.store.errors import InputError
+
+
+def recipe(**settings) -> Recipe:
+    return Recipe("chunk", 1, {"chunks.chunk_length": 64, **settings}, {"corpus": "0123"})
+
+
+def make(folder, made_of: Recipe) -> None:
+    with create(folder, made_of) as (work, counts):
+        (work / "data.bin").write_bytes(b"12345")
+        counts["rows"] = 5
+
+
+def test_same_recipe_is_finished_and_keeps_its_counts(tmp_path) -> None:
+    assert not is_finished(tmp_path / "a", recipe())
+    make(tmp_path / "a", recipe())
+    assert is_finished(tmp_path / "a", recipe())
+    assert read_manifest(tmp_path / "a")["counts"] == {"rows": 5}
+    assert verify(tmp_path / "a") == []
+
+
+def test_changed_setting_is_refused_by_its_name_with_both_values_and_the_command(tmp_path) -> None:
+    make(tmp_path / "a", recipe())
+    with pytest.raises(InputError, match=r"chunks\.chunk_length was 64, now 32(.|\n)*--stage chunk --rebuild"):
+        is_finished(tmp_path / "a", recipe(**{"chunks.chunk_length": 32}))
+
+
+def test_changed_input_is_refused_by_its_name(tmp_path) -> None:
+    make(tmp_path / "a", recipe())
+    with pytest.raises(InputError, match="'corpus' has changed"):
+        is_finished(tmp_path / "a", Recipe("chunk", 1, recipe().settings, {"corpus": "4567"}))
+
+
+def test_failure_leaves_nothing_behind(tmp_path) -> None:
+    def fail() -> None:
+        with create(tmp_path / "a", recipe()) as (work, _):
+            (work / "data.bin").write_bytes(b"1")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_a_kill_are_replaced(tmp_path) -> None:
+    (tmp_path / ".a.tmp").mkdir()
+    (tmp_path / ".a.tmp" / "half").write_bytes(b"1")
+    (tmp_path / "a").mkdir()  # a removal that was interrupted after its manifest
+    (tmp_path / "a" / "old").write_bytes(b"1")
+    make(tmp_path / "a", recipe())
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["data.bin", "manifest.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+DAMAGE = {
+    "cut short": lambda folder: (folder / "data.bin").write_bytes(b"123"),
+    "missing": lambda folder: (folder / "data.bin").unlink(),
+    "manifest cut short": lambda folder: (folder / "manifest.json").write_text('{"fingerprint": "0'),
+    "manifest edited": lambda folder: (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text().replace("64", "32")
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_artefact_is_refused_by_readers_and_made_again_by_its_maker(tmp_path, caplog, damage) -> None:
+    folder = tmp_path / "a"
+    make(folder, recipe())
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    damage(folder)
+    with pytest.raises(InputError, match=r"(data\.bin|manifest\.json) (is missing|has)"):
+        read_manifest(folder)
+    assert not is_finished(folder, recipe())
+    assert re.search(r"a/(data\.bin|manifest\.json) (is missing|has).* is made again", caplog.text)
+    make(folder, recipe())
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_a_maker_that_was_thought_dead_cannot_touch_the_files_of_the_next(tmp_path) -> None:
+    """A worker whose node was cut off goes on writing while its shard is made elsewhere."""
+    folder = tmp_path / "a"
+
+    def ghost() -> None:
+        with create(folder, recipe()) as (work, _):
+            (work / "data.bin").write_bytes(b"12")
+            make(folder, recipe())  # the next one comes, and finishes
+
+    with pytest.raises(FileNotFoundError):
+        ghost()
+    assert verify(folder) == []
+    assert (folder / "data.bin").read_bytes() == b"12345"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_of_two_makers_the_first_to_finish_counts(tmp_path) -> None:
+    folder = tmp_path / "a"
+    with create(folder, recipe()) as (work, counts):
+        (work / "data.bin").write_bytes(b"12345")
+        counts["rows"] = 5
+        other = tmp_path / "elsewhere"  # as another process would: its folder appears between our check and our rename
+        make(other, recipe())
+        other.rename(folder)
+    assert verify(folder) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_verify_finds_a_changed_byte(tmp_path) -> None:
+    make(tmp_path / "a", recipe())
+    (tmp_path / "a" / "data.bin").write_bytes(b"12346")
+    assert "data.bin" in verify(tmp_path / "a")[0]
+
+
+def test_removed_artefact_is_unfinished(tmp_path) -> None:
+    make(tmp_path / "a", recipe())
+    remove(tmp_path / "a")
+    assert not is_finished(tmp_path / "a", recipe())
+
+
+def test_fingerprint_does_not_depend_on_order_but_on_every_part() -> None:
+    one = Recipe("embed", 1, {"a": 1, "b": (2, 3)}, {"x": "1"})
+    assert one.fingerprint == Recipe("embed", 1, {"b": [2, 3], "a": 1}, {"x": "1"}).fingerprint
+    others = [
+        Recipe("embed", 2, one.settings, one.inputs),
+        Recipe("embed", 1, {"a": 1}, one.inputs),
+        Recipe("add", 1, one.settings, one.inputs),
+    ]
+    assert len({one.fingerprint, *(other.fingerprint for other in others)}) == 4

@@ -1,0 +1,136 @@
+"""Reading by ranges of bytes: the rows of the memory map, in few reads, and refused where a file is not whole."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexing.store.datastore import Datastore, ShardedArray
+from indexing.store.errors import InputError
+from indexing.store.files import NpyWriter
+from indexing.store.ranged_reads import Header, RangedArray
+
+ROWS = [40, 0, 1, 59]
+WHOLE = np.random.default_rng(0).integers(0, 60_000, (100, 3)).astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("reading")
+    paths = [folder / f"{number}.npy" for number in range(len(ROWS))]
+    for path, part in zip(paths, np.split(WHOLE, np.cumsum(ROWS)[:-1]), strict=True):
+        with NpyWriter(path, np.uint16, (3,)) as writer:
+            writer.append(part)
+    return paths
+
+
+def ranged(files: list[Path], gap_bytes: int) -> RangedArray:
+    return RangedArray(files, np.concatenate([[0], np.cumsum(ROWS)]), gap_bytes)
+
+
+@given(ids=st.lists(st.integers(0, 99), max_size=60), gap_bytes=st.sampled_from([0, 6, 30, 10_000]))
+def test_gather_equals_indexing_the_whole_whatever_the_gap(files, ids: list[int], gap_bytes: int) -> None:
+    found = ranged(files, gap_bytes).gather(np.array(ids, dtype=np.int64))
+    assert found.dtype == np.uint16
+    assert np.array_equal(found, WHOLE[ids].reshape(-1, 3))
+
+
+@given(bounds=st.tuples(st.integers(0, 100), st.integers(0, 100)))
+def test_read_equals_slicing_the_whole(files, bounds: tuple[int, int]) -> None:
+    start, stop = sorted(bounds)
+    assert np.array_equal(ShardedArray(files, ROWS, "pread").read(start, stop), WHOLE[start:stop])
+
+
+@pytest.mark.parametrize(("gap_bytes", "reads"), [(5, 4), (6, 3), (18, 2), (1000, 2)])
+def test_rows_with_small_gaps_are_one_read_that_never_leaves_its_file(files, monkeypatch, gap_bytes, reads) -> None:
+    """Rows of 6 bytes: 4 and 6 lie 6 apart, 6 and 10 lie 18 apart, and 40 begins another file."""
+    array, asked, pread = ranged(files, gap_bytes), [], os.pread
+    array.headers(range(4))
+
+    def counting(*arguments: int) -> bytes:
+        asked.append(arguments)
+        return pread(*arguments)
+
+    monkeypatch.setattr(os, "pread", counting)
+    ids = [10, 4, 40, 6, 4]
+    assert np.array_equal(array.gather(np.array(ids)), WHOLE[ids])
+    assert len(asked) == reads
+    assert all(size <= (10 - 4 + 1) * 6 for _, size, _ in asked)
+
+
+def test_nothing_is_mapped(files: list[Path]) -> None:
+    def mapped() -> bool:
+        return str(files[0].resolve()) in Path("/proc/self/maps").read_text()
+
+    array = ShardedArray(files, ROWS, "pread")
+    array.gather(np.arange(100))
+    array.read(3, 9)
+    assert array.row_shape == (3,)
+    assert not mapped()
+    by_map = ShardedArray(files, ROWS)
+    by_map.gather(np.arange(3))
+    assert mapped()  # so that the test can fail
+
+
+def test_both_ways_give_the_same_of_every_array(tiny_datastore: Datastore) -> None:
+    ids = np.random.default_rng(1).integers(0, tiny_datastore.train.num_chunks, 200)
+    mapped, read = (Datastore.open(tiny_datastore.folder, how).train for how in ("mmap", "pread"))
+    for name in ("tokens", "lengths", "embeddings", "neighbor_ids", "neighbor_distances"):
+        one, other = getattr(mapped, name), getattr(read, name)
+        assert one.row_shape == other.row_shape
+        assert np.array_equal(one.gather(ids), other.gather(ids))
+    for one, other in zip(mapped.with_continuation(ids), read.with_continuation(ids), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_more_files_than_are_kept_open(tmp_path) -> None:
+    paths = [tmp_path / f"{number}.npy" for number in range(150)]
+    for number, path in enumerate(paths):
+        np.save(path, np.full((2, 2), number))
+    before = len(os.listdir("/proc/self/fd"))
+    array = ShardedArray(paths, [2] * 150, "pread")
+    assert np.array_equal(array.gather(np.arange(300))[:, 0], np.arange(150).repeat(2))
+    assert len(os.listdir("/proc/self/fd")) - before <= 64
+    del array
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_headers_of_numpy_are_understood_and_others_refused(tmp_path) -> None:
+    for array in (np.zeros(3, ">i4"), np.zeros((2, 5), np.float16), np.zeros((1, *[1] * 30), np.int8)):
+        np.save(tmp_path / "x.npy", array)
+        data = (tmp_path / "x.npy").read_bytes()
+        header = Header.parse(data)
+        assert (header.rows, header.row_shape, header.dtype) == (len(array), array.shape[1:], array.dtype)
+        assert header.offset + header.rows * header.row_bytes == len(data)
+    for wrong in (np.array(1), np.asfortranarray(np.zeros((3, 4)))):
+        np.save(tmp_path / "x.npy", wrong)
+        with pytest.raises(InputError, match=r"x\.npy cannot be read: not an array of rows"):
+            ShardedArray([tmp_path / "x.npy"], [1], "pread").gather(np.array([0]))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (-1, "x.npy is missing"),
+        (0, "x.npy cannot be read"),
+        (50, "x.npy cannot be read"),
+        (128, "x.npy ends at byte 128"),
+        (128 + 8 * 90, "x.npy ends at byte 848"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_named(tmp_path, size: int, message: str) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros(100))
+    data = path.read_bytes()
+    path.unlink() if size < 0 else path.write_bytes(data[:size])
+    with pytest.raises(InputError, match=message.replace(".", r"\.")):
+        ShardedArray([path], [100], "pread").gather(np.arange(100))
+
+
+def test_a_file_with_too_few_rows_is_named(tmp_path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(99))
+    with pytest.raises(InputError, match=r"x\.npy has 99 rows, the datastore's manifest says 100"):
+        ShardedArray([tmp_path / "x.npy"], [100], "pread").gather(np.array([0]))

@@ -1,0 +1,41 @@
+"""Ids that name chunks of several datastores."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexing.store.datastore import Datastore
+from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
+
+
+@given(number=st.integers(0, 2**20), chunk_id=st.integers(0, 2**40 - 1))
+def test_an_id_holds_the_datastore_above_40_bits_and_the_chunk_below(number: int, chunk_id: int) -> None:
+    assert neighbor_ids(number, np.array([chunk_id, -1])).tolist() == [number * 2**40 + chunk_id, -1]
+
+
+def test_ids_of_the_datastore_itself_are_its_chunk_ids(tiny_datastore: Datastore) -> None:
+    retrieval, train = RetrievalSet.of(tiny_datastore), tiny_datastore.train
+    ids = np.array([5, -1, 0, train.num_chunks - 1])
+    for ours, theirs in zip(retrieval.with_continuation(ids), train.with_continuation(ids), strict=True):
+        assert np.array_equal(ours, theirs)
+    assert np.array_equal(retrieval.ids_at(np.arange(train.num_chunks)), np.arange(train.num_chunks))
+
+
+def test_rows_come_back_in_the_order_asked_for(tiny_datastore: Datastore) -> None:
+    """Two splits as two datastores: what is read by mixed ids is what each split holds."""
+    train, valid = tiny_datastore.train, tiny_datastore.valid
+    retrieval = RetrievalSet((train, replace(valid)))
+    places = np.array([train.num_chunks + 3, 2, train.num_chunks, 0])
+    ids = np.insert(retrieval.ids_at(places), 1, -1)
+    assert ids.tolist() == [2**40 + 3, -1, 2, 2**40, 0]
+    tokens, lengths = retrieval.with_continuation(ids)
+    for row, (split, chunk) in {0: (valid, 3), 2: (train, 2), 3: (valid, 0), 4: (train, 0)}.items():
+        expected, length = split.with_continuation(np.array([chunk]))
+        assert np.array_equal(tokens[row], expected[0])
+        assert lengths[row] == length[0]
+    assert lengths[1] == 0
+    found = retrieval.metadata(ids)
+    assert found[1] == {}
+    assert found[0] == valid.metadata([int(valid.documents_of(np.array([3]))[0][0])])[0]

@@ -1,0 +1,92 @@
+"""The doctor knows the conflicts that others have met."""
+
+import pytest
+
+from pipelines.commands import doctor
+from pipelines.commands.doctor import Finding, conflicts, examine, faiss_conflicts, print_findings
+
+
+@pytest.mark.parametrize(
+    ("versions", "topic", "level"),
+    [
+        ({"numpy": "2.1.0", "autofaiss": "2.18.0"}, "numpy", "error"),
+        ({"numpy": "1.26.4", "pyarrow": "26.0.0"}, "pyarrow", "error"),
+        ({"torch": "2.14.0"}, "torch", "warning"),
+        ({"torch": "2.9.1+cu128"}, "torch", "warning"),
+    ],
+)
+def test_a_known_conflict_is_found_and_mended_by_a_command(versions, topic, level) -> None:
+    (finding,) = conflicts(versions)
+    assert (finding.topic, finding.level) == (topic, level)
+    assert finding.action.startswith("pip install")
+
+
+def test_what_fits_together_is_no_conflict() -> None:
+    assert conflicts({"numpy": "1.26.4", "pyarrow": "25.0.1", "autofaiss": "2.18.0", "torch": "2.13.0+cpu"}) == []
+
+
+def test_this_machine_passes(capsys) -> None:
+    findings = examine()
+    assert print_findings(findings) == 0
+    assert {"torch", "faiss build", "threads", "memory"} <= {finding.topic for finding in findings}
+    assert "faiss build" in capsys.readouterr().out
+
+
+def test_an_error_gives_status_1(capsys) -> None:
+    assert print_findings([Finding("error", "x", "broken", "mend it")]) == 1
+    assert "mend it" in capsys.readouterr().out
+
+
+def test_a_broken_package_is_told_and_the_rest_is_still_examined(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    real = doctor.importlib.import_module
+
+    def fail_on_faiss(name: str):
+        if name == "faiss":
+            raise ImportError("libopenblas.so.0: cannot open\nshared object file")
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", fail_on_faiss)
+    findings = {finding.topic: finding for finding in examine()}
+    assert findings["faiss-cpu"].level == "error"
+    assert "cannot open shared object file" in findings["faiss-cpu"].message
+    assert findings["faiss-cpu"].action.startswith("pip install --force-reinstall --no-deps 'faiss-cpu")
+    assert "faiss build" not in findings
+    assert {"cpu", "threads", "disk"} <= set(findings)
+    assert print_findings(list(findings.values())) == 1
+
+
+def test_a_python_that_autofaiss_cannot_run_on_is_an_error() -> None:
+    assert [doctor.check_python(version).level for version in ((3, 10), (3, 11), (3, 12), (3, 13))] == [
+        "error",
+        "ok",
+        "ok",
+        "error",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "has_gpu", "level", "words"),
+    [
+        ("1.15.1", "1.15.1", False, "warning", "those of faiss-cpu"),
+        ("1.15.1", "1.15.1", True, "ok", "faiss-gpu's files are in place"),
+        ("1.14.0", "1.15.1", True, "warning", "lies over"),
+    ],
+)
+def test_two_builds_of_faiss_in_one_folder_are_told_with_the_one_in_place(gpu, cpu, has_gpu, level, words) -> None:
+    (finding,) = faiss_conflicts({"faiss-gpu": gpu, "faiss-cpu": cpu}, has_gpu)
+    assert (finding.level, words in finding.message) == (level, True)
+    assert bool(finding.action) == (level == "warning")
+
+
+def test_one_build_of_faiss_is_no_conflict() -> None:
+    assert faiss_conflicts({"faiss-cpu": "1.15.1"}, has_gpu=False) == []
+    assert faiss_conflicts({"faiss-gpu": "1.15.1"}, has_gpu=True) == []
+
+
+def test_more_threads_than_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda process: {0})
+    import torch
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    finding = doctor.check_threads({"torch"})
+    assert (finding.level, finding.action) == ("warning", "export OMP_NUM_THREADS=1")

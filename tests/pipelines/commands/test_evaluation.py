@@ -1,0 +1,295 @@
+"""`retro eval` with shares of the datastore and its page, `retro eval-qa`: what they print, write and refuse."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import write_checked
+from pipelines.cli import main
+from pipelines.config_files import to_toml
+from pipelines.evaluation import question_answering as eval_qa
+from pipelines.evaluation.question_answering import Answered
+from pipelines.evaluation.question_answering_modes import Mode, all_modes, found_passages
+from pipelines.evaluation.settings import QaSettings
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.inference.decoder import Given
+from retro.inference.settings import GenerationSettings
+from retro.question_answering.question_sets import Question
+from tests.conftest import tiny_config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
+    """A folder with a copy of the tiny datastore, a trained run and a baseline."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    config = tiny_config(folder, tiny_corpus)
+    shutil.copytree(tiny_datastore.folder, config.datastore)
+    runs = {
+        "run": config,
+        "baseline": replace(config, run=folder / "baseline", model=replace(config.model, cca_layers=())),
+    }
+    for name, each in runs.items():
+        (folder / f"{name}.toml").write_text(to_toml(each))
+        assert main(["train", str(folder / f"{name}.toml")]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("questions") / "questions.jsonl"
+    rows = [{"id": f"q{n}", "question": f"what is document {n}?", "answers": [f"Document {n}"]} for n in range(7)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "results.json"
+    arguments = ["--evaluation.datastore-shares", "0.1", "1", "--evaluation.k", "1", "2", "4", "--json", str(out)]
+    assert main(["eval", str(trained / "run"), "--against", str(trained / "baseline"), *arguments]) == 0
+    assert re.search(r"0\.1 +\d+ +\d+ +run ON k=1", capsys.readouterr().out)
+    written = json.loads(out.read_text())
+    small, whole = written["datastore_shares"]
+    train = Datastore.open(trained / "datastore").train
+    assert (whole["datastore_documents"], whole["datastore_chunks"]) == (train.num_documents, train.num_chunks)
+    assert 0 < small["datastore_chunks"] < whole["datastore_chunks"] / 4
+    # The stored neighbors are exact in so small a datastore: all of it, searched anew, gives the same figures.
+    stored = [row["bits_per_byte"] for row in written["results"]]
+    assert [row["bits_per_byte"] for row in whole["results"]] == pytest.approx(stored, rel=1e-3)
+    assert [(row["model"], row["k"]) for row in small["results"]] == [
+        ("run", 0),
+        ("run", 1),
+        ("run", 2),
+        ("run", 4),
+        ("baseline", 0),
+    ]
+    assert small["results"][0] == whole["results"][0]
+    assert small["results"][1]["bits_per_byte"] != whole["results"][1]["bits_per_byte"]
+    (overlap,) = written["overlap"]
+    assert overlap["chunks"] == Datastore.open(trained / "datastore").valid.num_chunks
+    assert sum(overlap["share_of_chunks"]) == pytest.approx(1)
+
+
+def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path: Path, capsys) -> None:
+    out, page = tmp_path / "results.json", tmp_path / "page.html"
+    arguments = [
+        "--evaluation.datastore-shares",
+        "0.2",
+        "1",
+        "--evaluation.k",
+        "1",
+        "2",
+        "--evaluation.leakage",
+        "0",
+        "0.5",
+        "1",
+    ]
+    sets = ["--evaluation.sets", "valid", f"copy={trained / 'datastore'}"]
+    assert main(["eval", str(trained / "run"), *arguments, *sets, "--json", str(out), "--html", str(page)]) == 0
+    assert f"report: {page}" in capsys.readouterr().out
+    html, written = page.read_text(), json.loads(out.read_text())
+    for level in (*written["leakage"], *written["datastore_shares"], {"results": written["results"]}):
+        for row in level["results"]:
+            assert f"{row['bits_per_byte']:.4f}" in html
+    # By k, by α, by share and the overlap, of each of both sets.
+    assert html.count("<svg") == 4 * 2
+    assert open_checkpoint(trained / "run").fingerprint in html
+    assert Datastore.open(trained / "datastore").fingerprint in html
+    assert not re.findall(r"(?:src|href)=\"(?!#)[^\"]+", html)
+
+
+def test_the_page_lies_beside_the_json_file_and_leaves_out_what_was_not_measured(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    assert main(["eval", str(trained / "baseline"), "--evaluation.leakage", "--json", str(out)]) == 0
+    html = (tmp_path / "results.html").read_text()
+    assert "Held-out documents" in html
+    assert not any(title in html for title in ("Overlap with neighbors", "By size of the datastore", "Compared"))
+    assert main(["eval", str(trained / "baseline")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.html", "results.json"]
+
+
+def test_shares_mean_nothing_without_retrieval_or_to_a_control(trained: Path, tmp_path: Path, capsys) -> None:
+    shares = ["--evaluation.datastore-shares", "0.5"]
+    assert main(["eval", str(trained / "baseline"), *shares]) == 2
+    assert "does not retrieve" in capsys.readouterr().err
+    assert main(["eval", str(trained / "run"), *shares, "--evaluation.k"]) == 2
+    assert "evaluation.k is empty" in capsys.readouterr().err
+    control = ["train", str(trained / "run.toml"), "--run", str(tmp_path / "control"), "--data.neighbors", "random"]
+    assert main([*control, "--train.steps", "2"]) == 0
+    assert main(["eval", str(tmp_path / "control"), *shares]) == 2
+    assert "data.neighbors = 'random'" in capsys.readouterr().err
+
+
+def test_questions_are_asked_closed_and_open_book(trained: Path, questions: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "qa.json"
+    arguments = ["--passages", str(trained / "datastore"), "--qa.shots", "1", "--qa.max-questions", "5"]
+    arguments += ["--qa.max-tokens", "8", "--qa.prompt-passages", "1", "--qa.k", "1", "--json", str(out)]
+    assert main(["eval-qa", str(trained / "run"), str(questions), *arguments]) == 0
+    assert re.search(r"passages in the prompt, ON k=1 +\d+\.\d\d \(", capsys.readouterr().out)
+    written = json.loads(out.read_text())
+    assert [row["mode"] for row in written["results"]] == [
+        "closed book",
+        "ON k=1",
+        "passages in the prompt",
+        "passages in the prompt, ON k=1",
+    ]
+    assert [each["id"] for each in written["answers"]] == [f"q{n}" for n in range(1, 6)]
+    fingerprint = Datastore.open(trained / "datastore").fingerprint
+    assert written["fingerprints"] == {
+        "checkpoint": open_checkpoint(trained / "run").fingerprint,
+        "passages": fingerprint,
+        "datastore": fingerprint,
+    }
+    held = [row["answer_in_passages"] for row in written["results"]]
+    assert held[:2] == [None, None]
+    assert held[2] == held[3]
+    assert 0 <= held[2] <= 1
+    assert written["settings"]["language"] == "en"
+
+
+def test_passages_are_read_as_neighbors_of_the_papers_prompt(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = Datastore.open(trained / "datastore").train
+    rows = split.metadata(range(4))
+    asked = [
+        {
+            "question": f"what is {row['title']}?",
+            "answers": [f"Document {row['id'][4:]}\n"],
+            "positive_ids": [row["id"]],
+        }
+        for row in rows
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
+    out = tmp_path / "qa.json"
+    arguments = ["eval-qa", str(trained / "run"), str(tmp_path / "q.jsonl"), "--qa.neighbor-passages", "3", "--qa.gold"]
+    few = ["--qa.k", "0", "--qa.prompt-passages", "0", "--qa.max-tokens", "8", "--json", str(out)]
+    assert main([*arguments, *few]) == 2
+    assert "qa.neighbor_passages = 3: name the datastore to search, --passages" in capsys.readouterr().err
+    assert main([*arguments, *few, "--passages", str(trained / "datastore")]) == 0
+    written = json.loads(out.read_text())
+    assert [row["mode"] for row in written["results"]] == [
+        "closed book",
+        "paper's prompt, closed book",
+        "paper's prompt, 3 passages as neighbors",
+        "paper's prompt, 3 passages as neighbors, gold first",
+    ]
+    assert [(row["prompt"], row["neighbors"], row["gold"]) for row in written["results"]] == [
+        ("lines", 0, False),
+        ("paper", 0, False),
+        ("paper", 3, False),
+        ("paper", 3, True),
+    ]
+    gold = written["results"][-1]
+    assert gold["answer_in_passages"] == 1  # a document begins with its number
+    html = (tmp_path / "qa.html").read_text()
+    assert all(row["question"] in html for row in asked)
+    assert not re.findall(r"(?:src|href)=\"(?!#)[^\"]+", html)
+
+
+def test_what_neighbors_hold_is_what_the_passages_say_and_is_given_to_the_model(trained: Path) -> None:
+    settings = QaSettings(k=0, prompt_passages=0, neighbor_passages=2, max_tokens=4)
+    model, retriever = eval_qa.open_model(trained / "run", trained / "datastore", settings, "cpu")
+    assert retriever is not None
+    asked = [Question(f"q{n}", f"is it chunk {n}?", ("yes",)) for n in range(3)]
+    found = found_passages(retriever, asked, settings)
+    assert found is not None
+    *_, closed, read = all_modes(model, asked, settings, language="en", found=found)
+    assert closed.given is None
+    assert read.given is not None
+    assert read.texts is not None
+    for (tokens, lengths), texts, passages in zip(read.given, read.texts, found.searched, strict=True):
+        assert tokens.shape == (2, 2 * model.model.settings.chunk_length)
+        assert (lengths > 0).all()
+        for text, passage in zip(texts, passages, strict=True):
+            assert f"title: {passage.title}, source: {passage.text}".startswith(text.rstrip("\ufffd"))
+    # The model reads them: other passages change what it says next, and without them it is OFF.
+    none = [(tokens, np.zeros_like(lengths)) for tokens, lengths in read.given]
+    others = read.given[1:] + read.given[:1]  # type: ignore[operator]
+
+    def said(given: Given | None) -> list[float]:
+        first = next(model.generate(read.prompts, GenerationSettings(max_tokens=1, temperature=0), given=given))
+        return [piece.log_probability for piece in first]
+
+    assert said(none) == pytest.approx(said(None), abs=1e-6)
+    assert all(one != other for one, other in zip(said(read.given), said(others), strict=True))
+
+
+def test_a_baseline_takes_the_papers_prompt_closed_book_alone(trained: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "qa.json"
+    arguments = ["--qa.neighbor-passages", "2", "--qa.max-questions", "2", "--qa.max-tokens", "4", "--json", str(out)]
+    assert main(["eval-qa", str(trained / "baseline"), str(questions), *arguments]) == 0
+    written = json.loads(out.read_text())
+    assert [row["mode"] for row in written["results"]] == ["closed book", "paper's prompt, closed book"]
+
+
+def test_a_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "qa.json"
+    short = ["--qa.max-questions", "2", "--qa.max-tokens", "4", "--json", str(out)]
+    for arguments in (["eval-qa", str(trained / "baseline")], ["eval-qa", str(trained / "run"), "--qa.k", "0"]):
+        name, run, *rest = arguments
+        assert main([name, run, str(questions), *rest, *short]) == 0
+        written = json.loads(out.read_text())
+        assert [row["mode"] for row in written["results"]] == ["closed book"]
+        assert "datastore" not in written["fingerprints"]
+
+
+def test_scores_are_means_over_questions_with_their_interval() -> None:
+    row = Answered(Mode(k=2), ["a", "b", "c", "d"], np.array([1.0, 0, 0, 0]), np.array([1.0, 0.5, 0, 0])).as_json(
+        seed=0
+    )
+    assert (row["mode"], row["exact_match"], row["f1"], row["questions"]) == ("ON k=2", 0.25, 0.375, 4)
+    assert row["f1_low"] <= row["f1"] <= row["f1_high"]
+    asked = [Question("a", "?", ("Paris", "the Seine")), Question("b", "?", ("42",))]
+    assert eval_qa.answer_in_passages(asked, [["along THE SEINE"], ["41", "43"]]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval-qa", "RUN"], ["usage: retro eval-qa CHECKPOINT QUESTIONS"]),
+        (["eval-qa", "RUN", "nowhere.jsonl"], ["nowhere.jsonl cannot be read"]),
+        (["eval-qa", "RUN", "QUESTIONS", "--qa.shots", "7"], ["has 7 questions", "none is left to ask"]),
+        (["eval-qa", "RUN", "QUESTIONS", "--qa.max-tokens", "60"], ["max_tokens = 60", "no room"]),
+        (["eval-qa", "RUN", "QUESTIONS", "--qa.k", "-1"], ["qa.k = -1"]),
+        (["eval-qa", "RUN", "QUESTIONS", "--qa.gold"], ["qa.gold", "set qa.neighbor_passages"]),
+        (
+            ["eval-qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--qa.neighbor-passages", "2", "--qa.gold"],
+            ["question 'q0'", 'has no "positive_ids"'],
+        ),
+        (["eval-qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
+        (["eval-qa", "nowhere", "QUESTIONS"], ["nowhere is neither a checkpoint"]),
+        (["eval", "RUN", "--evaluation.datastore-shares", "2"], ["evaluation.datastore_shares = (2.0,)"]),
+        (["lm-eval", "RUN"], ["--tasks is empty"]),
+    ],
+)
+def test_a_mistake_is_told_in_one_message(trained: Path, questions: Path, capsys, arguments, words) -> None:
+    places = {"RUN": str(trained / "run"), "QUESTIONS": str(questions), "DATASTORE": str(trained / "datastore")}
+    assert main([places.get(each, each) for each in arguments]) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert all(word in message for word in words), message
+
+
+def test_passages_that_the_model_cannot_read_are_refused_unless_they_stand_in_prompts_only(
+    trained: Path, questions: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(trained / "datastore", tmp_path / "other"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    write_checked(folder / "manifest.json", manifest | {"vocab_size": 999})
+    with pytest.raises(InputError, match=r"--passages .*vocab_size 999.*--qa\.k 0"):
+        eval_qa.open_model(trained / "run", folder, QaSettings(), "cpu")
+    model, retriever = eval_qa.open_model(trained / "run", folder, QaSettings(k=0), "cpu")
+    assert model.retriever is None
+    assert retriever is not None
+
+
+def test_a_question_without_answers_is_refused_by_id(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"q\.jsonl: question 'x' has no answers"):
+        eval_qa.select([Question("x", "?", ())], QaSettings(), tmp_path / "q.jsonl")

@@ -1,0 +1,69 @@
+"""`retro finetune` as a person meets it: from a trained model and a file of examples to an answer."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from indexing.store.datastore import Datastore
+from pipelines.cli import main
+from pipelines.config import Config
+from pipelines.config_files import to_toml
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.finetuning.settings import FinetuneSettings
+from tests.conftest import tiny_config
+from tests.retro.finetuning.examples import INSTRUCTIONS, write
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, tiny_run: Path) -> Config:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    train = replace(config.train, start_from=str(tiny_run), steps=4, eval_every=2)
+    examples = write(tmp_path / "examples.jsonl", INSTRUCTIONS)
+    data = replace(config.data, sequence_length=128)
+    return replace(config, train=train, data=data, finetune=FinetuneSettings((examples,), held_out=0.3))
+
+
+def saved(config: Config, tmp_path: Path) -> str:
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    return str(tmp_path / "config.toml")
+
+
+def test_a_model_is_fine_tuned_measured_and_spoken_to(config: Config, tmp_path: Path, tiny_run: Path, capsys) -> None:
+    assert main(["finetune", saved(config, tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "held_out_loss_on" in printed
+    assert open_checkpoint(config.run).started_from == open_checkpoint(tiny_run).fingerprint
+    html = (config.run / "report.html").read_text()
+    for words in (
+        "Held out: held_out, retrieval ON against OFF",
+        "nats per token of answers",
+        "held_out_perplexity_on",
+    ):
+        assert words in html, words
+    asked = ["--prompt", "which index?", "--generation.max-tokens", "4", "--k", "1"]
+    assert main(["generate", str(config.run), "--chat", *asked]) == 0
+    assert capsys.readouterr().out.startswith("which index?\n")
+    assert main(["generate", str(tiny_run), "--chat", *asked]) == 2
+    assert "was not fine-tuned on instructions" in capsys.readouterr().err
+
+
+def test_questions_are_learned_with_passages_in_rows_of_a_part_of_a_chunk_more(
+    config: Config, tmp_path: Path, capsys
+) -> None:
+    rows = [{"question": f"which of {n}?", "answers": [f"the {n}"], "positive_ids": [f"doc-{n}"]} for n in range(8)]
+    path = write(tmp_path / "questions.jsonl", rows)
+    finetuning = FinetuneSettings((path,), format="questions", positives_first=True, held_out=0.3)
+    config = replace(config, data=replace(config.data, sequence_length=40, k=3), finetune=finetuning)
+    assert main(["finetune", saved(config, tmp_path)]) == 0
+    assert "held_out_loss_on" in capsys.readouterr().out
+    asked = ["--prompt", "which?", "--generation.max-tokens", "40", "--k", "1"]
+    assert main(["generate", str(config.run), *asked]) == 0  # its context is whole chunks
+
+
+def test_a_bad_line_is_told_by_file_and_line_and_nothing_is_left(config: Config, tmp_path: Path, capsys) -> None:
+    (path,) = config.finetune.examples
+    path.write_text(path.read_text() + '{"instruction": "a"}\n')
+    assert main(["finetune", saved(config, tmp_path)]) == 2
+    assert f'error: {path}:14: "output" is None: it must be a text.' in capsys.readouterr().err
+    assert not list(config.run.rglob("*.npy"))

@@ -1,0 +1,117 @@
+"""`retro import`: the file serves as CHECKPOINT with a datastore of the base's tokenizer, and gives what the base gives."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.store.datastore import Datastore
+from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
+from pipelines.cli import main
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.inference.language_model import LanguageModel
+from tests.conftest import build_local, tiny_config
+from tests.retro.huggingface.small_bases import save, their_logits
+
+transformers = pytest.importorskip("transformers")
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """GPT-2's bytes without merges, and its one special token, which config.json alone says to be begin and end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("base")
+    config = transformers.GPT2Config(
+        vocab_size=257, n_embd=32, n_layer=2, n_head=2, n_positions=72, bos_token_id=256, eos_token_id=256
+    )
+    save(transformers.GPT2LMHeadModel(config), folder)
+    write_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def datastore(folder: Path, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Datastore:
+    tokenizer = TokenizerSettings(kind="huggingface", path=str(folder))
+    return build_local(tiny_config(tmp_path_factory.mktemp("datastore"), tiny_corpus, tokenizer=tokenizer))
+
+
+@pytest.fixture(scope="module")
+def imported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("imported") / "base.safetensors"
+    assert main(["import", str(folder), "--to", str(file), "--chunk-length", "16", "--precision", "float32"]) == 0
+    return file
+
+
+def test_begin_and_end_are_the_models_and_padding_is_one_more(datastore: Datastore) -> None:
+    meta = read_meta(datastore.folder / "tokenizer")
+    assert (meta.vocab_size, meta.pad_id, meta.bos_id, meta.eos_id) == (258, 257, 256, 256)
+    assert meta.lossless
+
+
+def test_it_scores_as_transformers_does(imported: Path, folder: Path, datastore: Datastore) -> None:
+    opened = open_checkpoint(imported)
+    assert (opened.step, opened.datastores, opened.model.vocab_size, opened.num_ids) == (0, [], 258, 258)
+    model = LanguageModel.open(imported, datastore.folder)
+    assert model.context == 64  # of 72 positions, in whole chunks
+    tokens = torch.from_numpy(datastore.train.tokens.gather(np.arange(3)).reshape(1, -1).astype("int64")) % 257
+    (scores,) = model.score([tokens[0].numpy()])
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    logits = their_logits(base, tokens)[0]
+    logits = torch.cat((logits, logits.mean(-1, keepdim=True)), dim=-1)  # the row for padding
+    expected = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.from_numpy(scores).float(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_verbs_take_it(imported: Path, datastore: Datastore, capsys: pytest.CaptureFixture[str]) -> None:
+    store = ["--datastore", str(datastore.folder), "--device", "cpu"]
+    assert main(["eval", str(imported), *store]) == 0
+    assert "valid" in capsys.readouterr().out
+    assert main(["generate", str(imported), *store, "--prompt", "The", "--generation.max-tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("The")
+    assert main(["inspect", str(imported)]) == 0
+    assert "\n[imported]\n" in capsys.readouterr().out
+
+
+def test_without_a_datastore_or_with_too_large_a_tokenizer_it_is_told(
+    imported: Path, tiny_datastore: Datastore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        return capsys.readouterr().err
+
+    for verb in ("eval", "generate"):
+        assert "was trained on no datastore: name one" in said(verb, str(imported))
+        assert "vocab_size" in said(verb, str(imported), "--datastore", str(tiny_datastore.folder))
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, words in (
+        (["--to", "base.bin"], "must end in .safetensors"),
+        (["--to", str(tmp_path / "a.safetensors"), "--context", "128"], "model.max_positions is 72"),
+        (["--to", str(tmp_path / "a.safetensors"), "--chunk-length", "80"], "fewer than model.chunk_length = 80"),
+    ):
+        assert main(["import", str(folder), "--no-verify", *options]) == 2
+        assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_equal_folders_give_equal_weights_and_fingerprints(imported: Path, folder: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.safetensors"
+    assert main(["import", str(folder), "--to", str(again), "--chunk-length", "16", "--no-verify"]) == 0
+    one, two = open_checkpoint(imported), open_checkpoint(again)
+    assert one.fingerprint == two.fingerprint
+    assert one.model == two.model

@@ -1,0 +1,282 @@
+"""`retro serve` as a process: what it says, who may ask, how it stops, what it does when too many ask."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from indexing.store.datastore import Datastore
+from indexing.tokenization.tokenizer import TokenizerSettings
+from pipelines.cli import main
+from tests.conftest import PATIENCE, build_local, tiny_config, wait_until
+
+TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
+LONG = {"prompt": TEXT, "temperature": 0}  # a model as small as this repeats itself, and never ends
+
+
+class Serving:
+    """A running `retro serve`."""
+
+    def __init__(self, process: subprocess.Popen, said: str) -> None:
+        self.process, self.said = process, said
+        found = re.search(r"^ready: (\S+)$", said, re.MULTILINE)
+        assert found is not None
+        self.url = found[1]
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[Serving]:
+    command = [sys.executable, "-m", "pipelines.cli", "serve", *arguments, "--port", "0"]
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            lines: list[str] = []
+            while not lines or not lines[-1].startswith("ready: "):
+                lines.append(process.stdout.readline())
+                assert lines[-1], process.stderr.read() if process.stderr else ""
+            yield Serving(process, "".join(lines))
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def with_token(tiny_datastore: Datastore, tiny_run: Path) -> Iterator[Serving]:
+    """One server for most tests: with a model, a token, and room for four requests."""
+    limits = ("--max-requests", "4", "--max-tokens", "100000", "--request-seconds", str(PATIENCE), "--name", "tiny")
+    folder = str(tiny_datastore.folder)
+    with serving(folder, "--checkpoint", str(tiny_run), *limits, RETRO_TOKEN="right") as running:
+        yield running
+
+
+def asking(server: Serving, token: str = "right") -> httpx.Client:
+    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE)
+
+
+def test_it_says_what_it_serves(with_token: Serving, tiny_datastore: Datastore) -> None:
+    assert f"{tiny_datastore.train.num_chunks:,} chunks" in with_token.said
+    assert "model: tiny, step 8" in with_token.said
+    assert "token: that of RETRO_TOKEN" in with_token.said
+    assert with_token.url.startswith("http://127.0.0.1:")
+
+
+def test_who_has_the_token_may_ask(with_token: Serving) -> None:
+    with asking(with_token) as client:
+        assert client.post("/search", json={"texts": [TEXT]}).json()["results"][0]
+        assert client.get("/datastore").json()["model"]["name"] == "tiny"
+        assert "retro_requests_total" in client.get("/metrics").text
+    with asking(with_token, "wrong") as client:
+        for path in ("/datastore", "/metrics", "/openapi.json", "/v1/models"):
+            assert client.get(path).status_code == 401
+        assert client.post("/search", json={"texts": [TEXT]}).status_code == 401
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+
+
+def test_headers_without_end_are_not_kept(with_token: Serving) -> None:
+    """Before the token is looked at, the server's memory does not grow with what a client sends."""
+    address = urlsplit(with_token.url)
+    before, sent = resident_bytes(with_token.process.pid), 0
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            connection = stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=20))
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+                for _ in range(400):
+                    sent += connection.send(b"x" * 2**16)
+        assert resident_bytes(with_token.process.pid) < before + 20 * 2**20
+    assert sent < 100 * 2**20
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["with Content-Length", "chunked"])
+def test_a_body_that_is_too_long(with_token: Serving, said: bool) -> None:
+    whole = b"x" * (5 * 2**20)
+    parts = (whole[start : start + 2**16] for start in range(0, len(whole), 2**16))
+    with asking(with_token) as client:
+        try:
+            response = client.post("/search", content=whole if said else parts)
+        except (httpx.WriteError, httpx.ReadError):  # the server has hung up, as it may
+            pass
+        else:
+            assert response.status_code == 413
+        assert client.post("/search", json={"texts": [TEXT]}).status_code == 200
+
+
+def test_overload_is_told_and_passes(with_token: Serving) -> None:
+    """Of twelve requests without an end four are accepted. When their clients have gone, there is room again."""
+
+    async def twelve() -> list[httpx.Response]:
+        with asking(with_token) as like:
+            client = httpx.AsyncClient(base_url=like.base_url, headers=like.headers, timeout=PATIENCE)
+        async with client:
+            body = {**LONG, "max_tokens": 100_000}
+            waiting = {asyncio.ensure_future(client.post("/generate", json=body)) for _ in range(12)}
+            answered: set[asyncio.Future[httpx.Response]] = set()
+            while len(answered) < 8:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                answered |= done
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            return [each.result() for each in answered]
+
+    for refused in asyncio.run(twelve()):
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "overloaded"
+        assert refused.headers["Retry-After"]
+    with asking(with_token) as client:
+        wait_until(lambda: client.post("/generate", json={**LONG, "max_tokens": 5}).status_code == 200)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_run: Path, number: int) -> None:
+    limits = ("--max-tokens", "100000", "--shutdown-seconds", str(PATIENCE))
+    with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
+        with asking(server) as client, asking(server) as other:
+            body = {**LONG, "max_tokens": 500, "stream": True}
+            with client.stream("POST", "/generate", json=body) as stream:
+                events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+                first = next(events)
+                server.process.send_signal(number)
+                wait_until(lambda: other.get("/ready").status_code != 200)
+                refused = other.post("/search", json={"texts": [TEXT]})
+                assert (refused.status_code, refused.json()["error"]["type"]) == (503, "unavailable")
+                *rest, last, done = events
+        assert done == "[DONE]"
+        assert json.loads(last)["finish_reason"] in ("length", "stop")
+        assert "error" not in first + "".join(rest)
+        assert server.process.wait(PATIENCE) == 0
+        assert server.process.stdout is not None
+        assert "has been answered" in server.process.stdout.read()
+        assert server.process.stderr is not None
+        assert "Traceback" not in server.process.stderr.read()
+
+
+def test_shutdown_waits_only_so_long(tiny_datastore: Datastore, tiny_run: Path) -> None:
+    limits = ("--max-tokens", "1000000", "--shutdown-seconds", "0.3", "--name", "tiny")
+    with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
+        cut_off_all(server, lambda: server.process.send_signal(signal.SIGTERM))
+
+
+def test_a_second_signal_cuts_off_and_says_so(tiny_datastore: Datastore, tiny_run: Path) -> None:
+    limits = ("--max-tokens", "1000000", "--shutdown-seconds", "1000", "--name", "tiny")
+
+    def twice() -> None:
+        server.process.send_signal(signal.SIGINT)
+        wait_until_not_ready(server)
+        server.process.send_signal(signal.SIGINT)
+
+    with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
+        cut_off_all(server, twice)
+
+
+def cut_off_all(server: Serving, stop: Callable[[], None]) -> None:
+    """A stream, a generation and a request whose body does not come are told that the server stops, and nothing is a trace."""
+    endless = {**LONG, "max_tokens": 10**6}
+    address = urlsplit(server.url)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.stream("POST", server.url + "/generate", json=endless | {"stream": True}, timeout=PATIENCE) as stream,
+        socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as slow,
+    ):
+        slow.sendall(b"POST /search HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        lines = stream.iter_lines()
+        next(lines)
+        whole = pool.submit(httpx.post, server.url + "/generate", json=endless, timeout=PATIENCE)
+        wait_until(lambda: "retro_requests_under_way 2.0" in httpx.get(server.url + "/metrics", timeout=PATIENCE).text)
+        stop()
+        *_, error, done = (line.removeprefix("data: ") for line in lines if line)
+        assert (json.loads(error)["error"]["type"], done) == ("unavailable", "[DONE]")
+        answer = whole.result()
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable")
+        assert slow.recv(2**16).startswith(b"HTTP/1.1 503 ")
+    assert server.process.wait(PATIENCE) == 0
+    assert server.process.stdout is not None
+    assert server.process.stderr is not None
+    assert "stopped; 2 requests were cut off" in server.process.stdout.read()
+    said = server.process.stderr.read()
+    assert "Traceback" not in said
+    assert "Exception" not in said
+
+
+def wait_until_not_ready(server: Serving) -> None:
+    wait_until(lambda: httpx.get(server.url + "/ready", timeout=PATIENCE).status_code != 200)
+
+
+# --- what is wrong is told in one line -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(capsys):
+    def run(*arguments: str) -> str:
+        assert main(["serve", *arguments]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_port_that_is_taken(tiny_datastore: Datastore, said) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"127.0.0.1:{port}: Address already in use. Name another" in said(
+            str(tiny_datastore.folder), "--port", port
+        )
+
+
+def test_options_that_cannot_be(tiny_datastore: Datastore, tmp_path: Path, said) -> None:
+    folder = str(tiny_datastore.folder)
+    assert "is not a datastore" in said(str(tmp_path), "--port", "0")
+    assert "port = 70000" in said(folder, "--port", "70000")
+    assert "max_k = 0" in said(folder, "--max-k", "0")
+    assert "NO_SUCH_VARIABLE is not set" in said(folder, "--token-env", "NO_SUCH_VARIABLE")
+    assert "--max-k" in said(folder, "--max-kk", "5")
+    assert "neither a checkpoint" in said(folder, "--port", "0", "--checkpoint", str(tmp_path / "none"))
+    assert "no-such-host.invalid" in said(folder, "--host", "no-such-host.invalid")
+
+
+def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tiny_corpus: Path, tmp_path: Path, said) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    other = build_local(replace(config, tokenizer=TokenizerSettings(vocab_size=350)))
+    message = said(str(other.folder), "--port", "0", "--checkpoint", str(tiny_run))
+    assert "was trained with vocab_size = 400" in message
+    assert "has 350" in message
+
+
+def test_a_token_that_no_header_can_hold(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
+    monkeypatch.setenv("RETRO_TOKEN", "geheim ß")
+    assert "ASCII" in said(str(tiny_datastore.folder))
+
+
+def test_an_empty_token_is_a_mistake(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
+    """As of `RETRO_TOKEN=$(cat no-such-file)`: the server would be open to all."""
+    monkeypatch.setenv("RETRO_TOKEN", "")
+    assert "RETRO_TOKEN is set and empty" in said(str(tiny_datastore.folder))
+
+
+def test_everybody_may_ask_is_warned_of(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.delenv("RETRO_TOKEN", raising=False)
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        main(["serve", str(tiny_datastore.folder), "--host", "0.0.0.0", "--port", port])
+    assert "without a token" in capsys.readouterr().err
+    monkeypatch.setenv("RETRO_TOKEN", "right")
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        main(["serve", str(tiny_datastore.folder), "--host", "0.0.0.0", "--port", port])
+    assert "without a token" not in capsys.readouterr().err

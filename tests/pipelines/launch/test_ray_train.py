@@ -1,0 +1,106 @@
+"""Training by workers of a real Ray cluster: the weights of processes that torchrun starts, whoever is killed; one driver speaks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from indexing.store.datastore import Datastore
+from pipelines.config import Config
+from pipelines.config_files import to_toml
+from pipelines.executors import ExecutorSettings, Resources
+from retro.training.run_folder import read_metrics
+from tests.conftest import PATIENCE, tiny_config, wait_until
+from tests.pipelines.launch.test_torchrun import Processes, last_checkpoint, losses, steps_done
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # ray's own warnings
+
+STEPS = 200
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "threads": 0, "eval_every": 0}
+    settings = replace(config.train, steps=STEPS, checkpoint_every=10, **changes)
+    executor = ExecutorSettings(train=Resources(workers=2))
+    return replace(config, model=replace(config.model, dropout=0.1), train=settings, executor=executor)
+
+
+class Driver:
+    """`python -m pipelines.train` on the cluster, as a process of its own, in the folder of the configuration."""
+
+    def __init__(self, cluster: Any, config: Config) -> None:
+        self.run, self.log = config.run, config.run.with_suffix(".log")
+        config.run.with_suffix(".toml").write_text(to_toml(replace(config, run=Path(config.run.name))))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipelines.train", config.run.with_suffix(".toml").name],
+            env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=open(self.log, "w"),  # noqa: SIM115
+            stderr=subprocess.STDOUT,
+            cwd=config.run.parent,
+        )
+
+    def until(self, seen: Callable[[], Any]) -> Any:
+        """The first true answer while the driver runs."""
+        deadline = time.monotonic() + PATIENCE
+        while not (answer := seen()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+        return answer
+
+
+def workers() -> Iterator[int]:
+    """Processes of training workers: Ray names processes after their actors."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            name = path.read_bytes()
+        except OSError:  # it has ended meanwhile
+            continue
+        if name.startswith(b"ray::RayTrainWorker"):
+            yield int(path.parent.name)
+
+
+def test_a_killed_worker_changes_nothing(cluster: Any, config: Config) -> None:
+    driver = Driver(cluster, config)
+    driver.until(lambda: steps_done(driver.run) > 25)
+    os.kill(max(workers()), signal.SIGKILL)
+    calm = replace(config, run=config.run.with_name("calm"), executor=ExecutorSettings())
+    calm = replace(calm, train=replace(calm.train, threads=1))
+    processes = Processes(calm)
+    assert processes.end() == [0, 0], processes.said.read_text()
+    assert driver.process.wait(PATIENCE) == 0, driver.log.read_text()
+    said = driver.log.read_text()
+    assert said.count("going on from step") == 1
+    for beginning in ("data: ", "train: 51,200 tokens in ", "checkpoint: ", "report: "):
+        assert any(line.startswith(beginning) for line in said.splitlines()), said
+    assert losses(driver.run) == losses(calm.run)
+    weights = [name for name in last_checkpoint(calm.run) if name.endswith(".safetensors")]
+    assert len(weights) == 4
+    for name in weights:
+        assert last_checkpoint(driver.run)[name] == last_checkpoint(calm.run)[name], name
+    assert {path.name for path in driver.run.iterdir()} == {path.name for path in calm.run.iterdir()}
+
+
+def test_a_mistake_is_said_once_and_a_driver_that_is_stopped_takes_its_workers_along(
+    cluster: Any, config: Config
+) -> None:
+    driver = Driver(cluster, replace(config, train=replace(config.train, batch_size=3)))
+    assert driver.process.wait(PATIENCE) == 2, driver.log.read_text()
+    assert driver.log.read_text().count("train.batch_size = 3: must be a multiple of the 2") == 1
+    endless = replace(config, run=config.run.with_name("endless"), train=replace(config.train, steps=1_000_000))
+    driver = Driver(cluster, endless)
+    driver.until(lambda: steps_done(driver.run) > 25)
+    driver.process.terminate()
+    driver.process.wait(PATIENCE)
+    wait_until(lambda: not list(workers()), every=0.1)
+    assert read_metrics(driver.run)[-1]["step"] > 25
+    assert last_checkpoint(driver.run)

@@ -1,0 +1,212 @@
+"""Training by several processes that a launcher starts, as `python -m pipelines.train`: what they say, how they end, and who dies.
+
+torchrun itself starts them once. Elsewhere the test does what it does, with processes that are forked from one that has imported
+PyTorch.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from indexing.store.datastore import Datastore
+from pipelines.cli import main
+from pipelines.config import Config
+from pipelines.config_files import to_toml
+from retro.checkpoints import checkpoint as checkpoints
+from retro.training.run_folder import read_metrics
+from retro.training.trainer import train
+from tests.conftest import PATIENCE, at_operation, tiny_config, wait_until
+
+WORLD = 2
+STEPS = 64
+KILLS = 4
+LATEST = 35  # operation at which processes are killed: checkpoints take 10 of them, every 4 steps
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "threads": 1, "schedule": "constant"}
+    settings = replace(config.train, steps=STEPS, eval_every=32, eval_tokens=100, **changes)
+    return replace(config, model=replace(config.model, dropout=0.1), train=settings)
+
+
+def worker(rank: int, port: int, said: Path, config: Path, run: Path, pause_at: int) -> None:
+    """One of the processes, with the environment that torchrun makes. The first one pauses where it is told to."""
+    if rank == 0 and pause_at:
+        at_operation(pause_at, run, partial(pause, run.with_suffix(".paused")))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    with open(said, "a", buffering=1) as file:
+        sys.stdout = sys.stderr = file
+        os._exit(main(["train", str(config)]))
+
+
+def pause(mark: Path) -> None:
+    """Make a file, and wait until it is gone."""
+    mark.touch()
+    wait_until(lambda: not mark.exists())
+
+
+class Processes:
+    """`WORLD` processes that train together; the first one makes the file `paused` and pauses before an operation in `run`."""
+
+    def __init__(self, config: Config, pause_at: int = 0) -> None:
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # outlives them, as torchrun's does
+        file, self.said, self.run = write(config), config.run.with_suffix(".log"), config.run
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch._dynamo"])
+        self.paused = self.run.with_suffix(".paused")
+        rest = (self.store.port, self.said, file, self.run, pause_at)
+        self.all = [context.Process(target=worker, args=(rank, *rest)) for rank in range(WORLD)]
+        for one in self.all:
+            one.start()
+
+    def end(self) -> list[int | None]:
+        """Their exit statuses; none of them waits for ever."""
+        deadline = time.monotonic() + PATIENCE
+        for one in self.all:
+            one.join(max(0.0, deadline - time.monotonic()))
+        hanging = [one.kill() for one in self.all if one.is_alive()]
+        assert not hanging, self.said.read_text()
+        return [one.exitcode for one in self.all]
+
+    def until(self, seen: Callable[[], bool]) -> None:
+        """Wait for something that they do."""
+        deadline = time.monotonic() + PATIENCE
+        while not seen():
+            assert all(one.is_alive() for one in self.all), self.said.read_text()
+            assert time.monotonic() < deadline, self.said.read_text()
+            time.sleep(0.0005)
+
+
+def write(config: Config) -> Path:
+    file = config.run.with_suffix(".toml")
+    file.write_text(to_toml(config))
+    return file
+
+
+def being_written(run: Path) -> bool:
+    return any((run / "checkpoints").glob(".*.tmp"))
+
+
+def steps_done(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b'"loss"') if path.exists() else 0
+
+
+def last_checkpoint(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in checkpoints.open_checkpoint(run).path.iterdir()}
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(run) if "loss" in line]
+
+
+@pytest.mark.slow
+def test_processes_have_the_losses_of_one_and_one_speaks(config: Config, tmp_path: Path) -> None:
+    config = replace(config, model=replace(config.model, dropout=0.0), train=replace(config.train, steps=8))
+    processes = Processes(config)
+    assert processes.end() == [0, 0], processes.said.read_text()
+    said = processes.said.read_text().splitlines()
+    for beginning in ("data: ", "step 1 ", "train: 2,048 tokens in ", "checkpoint: ", "report: "):
+        assert sum(line.startswith(beginning) for line in said) == 1, (beginning, said)
+    train(tmp_path / "one", [config.datastore], config.model, config.data, config.train, config.evaluation)
+    assert losses(config.run) == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_said_once_and_every_process_ends_with_2(config: Config) -> None:
+    processes = Processes(replace(config, train=replace(config.train, batch_size=3)))
+    assert processes.end() == [2, 2]
+    assert re.findall("^error: .*", processes.said.read_text(), re.MULTILINE) == [
+        "error: train.batch_size = 3: must be a multiple of the 2 data-parallel processes."
+    ]
+    # What the first process alone finds out, the folder of the run being a file, the others hear from it.
+    config = replace(config, run=config.run.with_name("file"))
+    config.run.write_text("")
+    processes = Processes(config)
+    assert processes.end() == [2, 2]
+    (error,) = re.findall("^(?:error|Traceback).*", processes.said.read_text(), re.MULTILINE)
+    assert str(config.run) in error
+
+
+@pytest.mark.slow
+def test_when_one_is_killed_the_others_end_and_started_again_they_go_on_to_the_bit(config: Config) -> None:
+    killed, calm = (replace(config, run=config.run.with_name(name)) for name in ("killed", "calm"))
+    draw, in_the_middle = random.Random(1), 0
+    for _ in range(KILLS):
+        processes = Processes(killed, pause_at=draw.randint(1, LATEST))
+        processes.until(processes.paused.exists)
+        time.sleep(0.03 * draw.random())
+        victim = draw.randrange(WORLD)
+        processes.all[victim].kill()
+        processes.paused.unlink()
+        statuses = processes.end()
+        in_the_middle += being_written(killed.run)
+        assert statuses[victim] == -signal.SIGKILL
+        assert statuses[1 - victim] not in (0, None)
+    assert in_the_middle
+    for one in (killed, calm):
+        processes = Processes(one)
+        assert processes.end() == [0, 0], processes.said.read_text()
+    assert last_checkpoint(killed.run) == last_checkpoint(calm.run)
+    assert losses(killed.run) == losses(calm.run)
+
+
+def torchrun_workers(launcher: int) -> list[int]:
+    return [int(number) for number in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_anew_when_one_dies_and_stops_them_at_the_same_step(config: Config) -> None:
+    endless = replace(config, train=replace(config.train, steps=1_000_000, eval_every=0))
+    command = [Path(sysconfig.get_path("scripts")) / "torchrun", "--standalone", "--nproc-per-node", str(WORLD)]
+    command += ["--max-restarts", "1", "-m", "--", "pipelines.train", write(endless), "--run", str(config.run)]
+    log = config.run.with_suffix(".log")
+    with open(log, "w") as file:
+        launcher = subprocess.Popen(command, stdout=file, stderr=file)
+
+    def wait_for(seen: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not seen():
+            assert launcher.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.01)
+
+    try:
+        wait_for(lambda: steps_done(config.run) > 8)
+        os.kill(torchrun_workers(launcher.pid)[-1], signal.SIGKILL)
+        wait_for(lambda: log.read_text().count("going on from step") == 1)
+        begun = steps_done(config.run)
+        wait_for(lambda: steps_done(config.run) > begun + 2)
+        launcher.terminate()
+        assert launcher.wait(PATIENCE) != 0
+    finally:
+        launcher.kill()
+    (step,) = re.findall(r"SIGTERM: .* is saved at step (\d+); the same command goes on", log.read_text())
+    found = checkpoints.open_checkpoint(config.run)
+    assert found.step == int(step)
+    assert found.layout == {"pipeline": 1, "data": WORLD, "tensor": 1}
+    # Its checkpoint is anybody's: another number of processes goes on with it.
+    ended = replace(config, train=replace(endless.train, steps=found.step + 2))
+    assert main(["train", str(write(ended))]) == 0
+    assert json.loads((config.run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == found.step + 2

@@ -1,0 +1,112 @@
+"""`retro plan train`: figures follow from the settings, and what cannot be is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelines.cli import main
+from pipelines.config_files import load, to_toml
+from pipelines.planning.training import PlanTrainOptions, advice, flops_per_token, measured_flops, plan_training
+from retro.data.batches import DataSettings
+from retro.estimates.flops import forward_flops
+from retro.model.settings import ModelSettings
+from tests.conftest import tiny_config
+
+SMALL = ["--model.preset", "tiny", "--data.sequence-length", "128", "--tokenizer.vocab-size", "500"]
+
+
+def planned(*arguments: str) -> tuple[PlanTrainOptions, dict]:
+    options = load(PlanTrainOptions, None, [*SMALL, *arguments], verb="plan train")
+    plan = plan_training(options)
+    return options, {"plan": plan, "told": advice(plan, options)}
+
+
+def test_the_verb_prints_every_mode_and_writes_them(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", "train", *SMALL, "--tokens", "1e9", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    plan = json.loads(out.read_text())
+    assert len(plan["modes"]) == 4 * 3 + 3 * 3  # offload needs ZeRO
+    assert f"{plan['all_parameters']:,} with embeddings" in printed
+    assert 'The cheapest that fits: zero = 0, checkpointing = "none"' in printed
+
+
+def test_a_file_of_settings_may_be_named_and_plans_of_datastores_stay(
+    tmp_path: Path, tiny_corpus: Path, capsys
+) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(tiny_config(tmp_path, tiny_corpus)))
+    assert main(["plan", "train", str(tmp_path / "config.toml"), "--devices", "1"]) == 0
+    assert "1 of 80GB" in capsys.readouterr().out
+    assert main(["plan", "--machines", "0"]) == 2
+    assert "machines = 0" in capsys.readouterr().err
+
+
+def test_time_is_operations_over_what_the_devices_do() -> None:
+    options, made = planned("--tokens", "1e9", "--devices", "2", "--peak-tflops", "100", "--mfu", "0.5")
+    plan, sizes = made["plan"], {"preset": "tiny", "vocab_size": 500}
+    from retro.model.presets import resolve
+
+    per_token = 3 * forward_flops(resolve(ModelSettings(**sizes)), 128, 2) / 128  # type: ignore[arg-type]
+    assert plan.flops_per_token == per_token
+    by_checkpointing = {mode.parallel.checkpointing: mode for mode in plan.modes}
+    assert by_checkpointing["none"].days == pytest.approx(1e9 * per_token / (2 * 50e12) / 86_400)
+    assert by_checkpointing["none"].step_seconds == pytest.approx(8 * 128 * per_token / (2 * 50e12))
+    assert by_checkpointing["full"].days == pytest.approx(by_checkpointing["none"].days * 4 / 3)
+    assert options.tokens == 1e9
+
+
+def test_a_pipeline_waits_at_its_ends() -> None:
+    alone, four = (
+        planned("--devices", "4", "--parallel.pipeline", p, "--train.batch_size", "32")[1]["plan"] for p in ("1", "4")
+    )
+    assert four.modes[0].step_seconds == pytest.approx(alone.modes[0].step_seconds * (8 + 3) / 8)
+
+
+def test_what_fits_is_marked_and_the_cheapest_named() -> None:
+    needed = sorted(mode.memory.device for mode in planned()[1]["plan"].modes)
+    room = needed[len(needed) // 2]
+    plan = planned("--device-memory", f"{room / 0.9 / 1e6 + 0.001}MB")[1]["plan"]
+    assert [mode.fits for mode in plan.modes] == [mode.memory.device <= room for mode in plan.modes]
+    assert not plan.modes[0].fits
+    assert plan.cheapest == next(mode for mode in plan.modes if mode.fits)
+    assert "Nothing fits into 1MB" in planned("--device-memory", "1MB")[1]["told"]
+
+
+def test_a_run_that_was_measured_says_what_a_device_does(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 500, "num_layers": 2, "cca_layers": [2]}
+    (tmp_path / "settings.json").write_text(json.dumps({"model": sizes, "data": {"sequence_length": 128, "k": 1}}))
+    lines = [{"step": 10, "tokens_per_second": rate} for rate in (10.0, 1000.0, 1100.0)] + [{"step": 10, "valid": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = ModelSettings(vocab_size=500, num_layers=2, cca_layers=(2,))
+    expected = 1000.0 * flops_per_token(model, DataSettings(sequence_length=128, k=1))
+    assert measured_flops(tmp_path, 1) == pytest.approx(expected)
+    assert planned("--measured", str(tmp_path))[1]["plan"].device_flops == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--devices", "0"], "devices = 0: must be at least 1"),
+        (["--devices", "3", "--parallel.tensor", "2"], "devices = 3: must be pipeline 1 × data any × tensor 2"),
+        (["--device-memory", "much"], "device_memory = 'much': must be a size such as"),
+        (["--mfu", "40"], "mfu = 40: must be above 0 and at most 1"),
+        (["--peak-tflops", "0"], "peak_tflops = 0: must be above 0"),
+        (["--devices", "3"], "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
+        (["--data.sequence-length", "100"], "data.sequence_length = 100: must be a multiple of model.chunk_length"),
+        (["--measured", "nowhere"], "measured = 'nowhere': this is no folder of a training run"),
+        (["--zero", "1"], "unknown option --zero"),
+        (["nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_what_cannot_be_is_told(arguments: list[str], told: str, capsys) -> None:
+    leading = [a for a in arguments if a.endswith(".toml")]
+    assert main(["plan", "train", *leading, *SMALL, *(a for a in arguments if a not in leading)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_that_has_logged_nothing_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert main(["plan", "train", *SMALL, "--measured", str(tmp_path)]) == 2
+    assert "no line has tokens_per_second yet" in capsys.readouterr().err

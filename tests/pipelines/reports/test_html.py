@@ -1,0 +1,120 @@
+"""Reports: whole, self-contained, safe, the same for the same data."""
+
+import re
+from html import unescape
+
+import numpy as np
+
+from pipelines.reports.html import (
+    Line,
+    NeighborExample,
+    NeighborText,
+    Section,
+    Table,
+    _tick,
+    histogram,
+    line_plot,
+    marked,
+    write_report,
+)
+
+
+def test_a_report_holds_its_parts_and_escapes_text(tmp_path) -> None:
+    example = NeighborExample("x <script> 你好", " after", [NeighborText(0.5, "doc<1>", "text", "more")])
+    sections = [
+        Section(
+            "First",
+            "A & B",
+            Table(["a", "b"], [["row", "1"]]),
+            [line_plot({"s": ([1, 2], [3, 4])}, "x", "y", "t")],
+            [example],
+        )
+    ]
+    write_report(tmp_path / "r.html", title="T", subtitle="S", sections=sections, figures=[("label", "0.5", "note")])
+    html = (tmp_path / "r.html").read_text()
+    for part in ("First", "A &amp; B", "<td>row</td>", "<svg", "x &lt;script&gt; 你好", "doc&lt;1&gt;", "label"):
+        assert part in html
+    assert "<script" not in html
+    assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_plots_are_the_same_for_the_same_data() -> None:
+    draw = lambda: histogram({"a": np.arange(10), "b": np.arange(5)}, "x", "t")  # noqa: E731
+    assert draw() == draw()
+
+
+def test_plots_of_nothing_are_empty_and_not_an_error() -> None:
+    assert "<svg" in line_plot({}, "x", "y", "t", log_x=True)
+    assert "<svg" in histogram({}, "x", "t")
+
+
+def test_shared_runs_of_three_words_are_marked_without_the_blanks_around_them() -> None:
+    assert marked("a big red house here", "the big red house") == "a <mark>big red house</mark> here"
+    assert "<mark>" not in marked("one two", "one two")
+    assert "<mark>检索增强</mark>" in marked("用检索增强", "检索增强吗")
+
+
+def test_punctuation_alone_is_no_shared_run() -> None:
+    assert "<mark>" not in marked("([{x}])", "([{y}]) ([{")
+
+
+def test_marking_escapes_and_loses_nothing() -> None:
+    text = "if a < b and c:\n\treturn <x> & 你好"
+    html = marked(text, "if a < b and")
+    assert unescape(re.sub("</?mark>", "", html)) == text
+    assert "<x>" not in html
+
+
+def test_columns_of_numbers_are_right_aligned_and_columns_of_text_are_not() -> None:
+    table = Table(["name", "value", "note"], [["a1", "-0.5%", "x"], ["b", "1,234 ms", ""], ["c", "other", "1"]])
+    assert table.numeric == [False, True, False]
+    assert Table(["empty"], []).numeric == [False]
+
+
+def test_a_report_needs_nothing_from_outside(tmp_path) -> None:
+    plot = line_plot({"s": ([1, 2], [3, 4])}, "x", "y", "t")
+    write_report(tmp_path / "r.html", title="T", subtitle="S", sections=[Section("A", plots=[plot])])
+    html = (tmp_path / "r.html").read_text()
+    # Names of XML namespaces are never fetched.
+    assert set(re.findall(r"https?://[^\"\s]+", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "src=" not in html
+    assert "<link" not in html
+
+
+def test_plots_of_one_page_share_no_ids_and_follow_its_colors() -> None:
+    plots = [line_plot({"s": ([1, 2], [3, 4])}, "x", "y", title) for title in ("a", "b")]
+    first, second = (set(re.findall(r'id="([^"]+)"', plot)) for plot in plots)
+    assert first
+    assert not first & second
+    assert "var(--ink" in plots[0]
+
+
+def test_ticks_are_short() -> None:
+    labels = [_tick(value) for value in (0, 0.25, 512, 1024, 20_000, 1_500_000, 2e9)]
+    assert labels == ["0", "0.25", "512", "1024", "20k", "1.5M", "2B"]
+
+
+def test_log_axes_of_one_point_and_of_many() -> None:
+    assert "<svg" in line_plot({"s": ([8], [0.5])}, "x", "y", "t", log_x=True)
+    assert "<svg" in line_plot({"s": ([1, 1024], [1e-3, 1e3])}, "x", "y", "t", log_x=True, log_y=True)
+
+
+def test_lines_may_share_a_color_be_dashed_and_have_their_raw_values_behind_them() -> None:
+    lines = {
+        "ON": Line([1, 2], [3, 4], color=2, raw=([1, 1.5, 2], [3, 9, 4])),
+        "OFF": Line([1, 2], [5, 6], color=2, dashed=True),
+    }
+    svg = line_plot(lines, "x", "y", "t")
+    assert svg.count("stroke: #10b981") >= 3
+    assert "stroke-dasharray" in svg
+    assert "stroke-opacity: 0.25" in svg
+    assert "stroke-dasharray" not in line_plot({"ON": ([1, 2], [3, 4])}, "x", "y", "t")
+
+
+def test_a_long_name_does_not_squeeze_the_plot() -> None:
+    def height_of_legend(length: int) -> int:
+        svg = line_plot({"a" * length + str(n): ([1, 2], [3, 4]) for n in range(3)}, "x", "y", "t")
+        return len(set(re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>a+\d', svg)))
+
+    assert height_of_legend(5) == 1
+    assert height_of_legend(50) == 3

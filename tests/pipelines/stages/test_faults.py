@@ -1,0 +1,276 @@
+"""Faults on disk: what is damaged is named and made again, a full disk loses nothing, and the bytes come out the same."""
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from indexing.store.artifact import Recipe, create
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json
+from pipelines.cli import main
+from pipelines.config import Config
+from pipelines.config_files import to_toml
+from pipelines.executors import ExecutorSettings, LocalExecutor
+from pipelines.stages.shards import run_tasks, shard_task
+from tests.conftest import build_local, contents, tiny_config
+
+ARTEFACTS = ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"]  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> Config:
+    """Settings of a finished datastore to break; it is a copy with the times of the original."""
+    config = tiny_config(tmp_path, tiny_corpus)
+    shutil.copytree(tiny_datastore.folder, config.datastore)
+    return config
+
+
+def largest_file(folder: Path) -> Path:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def times(folder: Path) -> dict[str, int]:
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()
+    }
+
+
+# --- damaged artefacts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["cut short", "missing", "manifest"])
+@pytest.mark.parametrize("artefact", ARTEFACTS)
+def test_a_damaged_artefact_is_named_and_made_again_and_nothing_else_is(
+    config, tiny_datastore, caplog, artefact: str, damage: str
+) -> None:
+    folder = config.datastore / artefact
+    victim = folder / "manifest.json" if damage == "manifest" else largest_file(folder)
+    victim.unlink() if damage == "missing" else cut_short(victim)
+    before = times(config.datastore)
+    build_local(config)
+    (warning,) = [record.message for record in caplog.records if "is made again" in record.message]
+    assert str(victim) in warning
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+    changed = {name for name, time in times(config.datastore).items() if before.get(name) != time} - {".lock"}
+    assert changed == {f"{artefact}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
+
+
+def test_everything_damaged_at_once(config, tiny_datastore, caplog) -> None:
+    for artefact in ARTEFACTS:
+        cut_short(largest_file(config.datastore / artefact))
+    cut_short(config.datastore / "manifest.json")
+    build_local(config)
+    assert caplog.text.count("is made again") == len(ARTEFACTS)
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_a_damaged_manifest_of_the_datastore_is_refused_by_readers_and_written_again(config, tiny_datastore) -> None:
+    cut_short(config.datastore / "manifest.json")
+    with pytest.raises(InputError, match=r"manifest\.json cannot be read.*retro index CONFIG"):
+        Datastore.open(config.datastore)
+    with pytest.raises(InputError, match=r"manifest\.json cannot be read"):
+        build_local(config, only="neighbors")
+    before = times(config.datastore)
+    build_local(config)
+    assert {name for name, time in times(config.datastore).items() if before[name] != time} - {".lock"} == {
+        "manifest.json"
+    }
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_other_settings_are_refused_also_where_a_file_is_damaged(config) -> None:
+    cut_short(config.datastore / "embeddings/00003/train.npy")
+    with pytest.raises(InputError, match=r"embedder\.dimension was 32, now 16"):
+        build_local(replace(config, embedder=replace(config.embedder, dimension=16)))
+
+
+@pytest.mark.parametrize(
+    ("victim", "verb"),
+    [
+        ("chunks/00000/train/tokens.npy", "train"),
+        ("neighbors/00000/train/ids.npy", "train"),
+        ("index/00001/vectors.faiss", "search"),
+    ],
+)
+def test_readers_refuse_a_damaged_file_by_name(config, capsys, victim: str, verb: str) -> None:
+    cut_short(config.datastore / victim)
+    file = config.datastore.with_name("config.toml")
+    file.write_text(to_toml(config))
+    arguments = {"train": ["train", str(file)], "search": ["search", str(config.datastore), "some text"]}
+    assert main(arguments[verb]) == 2
+    said = capsys.readouterr().err
+    assert victim in said
+    assert "retro index" in said
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_cannot_be_made_is_named_and_the_others_stay(config, caplog) -> None:
+    shutil.rmtree(config.datastore / "embeddings")
+    victim = config.datastore / "chunks/00002/train/tokens.npy"
+    victim.write_bytes(b"\0" * victim.stat().st_size)  # the size is right
+    with pytest.raises(InputError, match=r"00002/train/tokens\.npy cannot be read"):
+        build_local(config)
+    assert "embeddings/00002 failed" in caplog.text
+    assert sorted(path.name for path in (config.datastore / "embeddings").iterdir()) == ["00000", "00001"]
+
+
+def test_what_a_dead_worker_had_finished_is_not_made_again(tmp_path) -> None:
+    """It may die after the rename and before it says so; its task is then given to another."""
+    out, recipe = tmp_path / "chunks/00000", Recipe("chunk", 1)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    with create(out, recipe) as (work, _):
+        (work / "file").write_bytes(b"1")
+    run_tasks("chunk", "chunks", never, [shard_task(out, recipe, size=1)], LocalExecutor(ExecutorSettings()))
+    assert (out / "file").read_bytes() == b"1"
+
+
+def test_a_datastore_that_workers_write_to_disks_of_their_own_is_told(tmp_path) -> None:
+    def elsewhere(out: Path, recipe: Recipe, *, advance: object) -> None:
+        with create(tmp_path / "other machine", recipe):
+            pass
+
+    task = shard_task(tmp_path / "chunks/00000", Recipe("chunk", 1), size=1)
+    with pytest.raises(InputError, match=r"chunks/00000 was made, but cannot be seen from here"):
+        run_tasks("chunk", "chunks", elsewhere, [task], LocalExecutor(ExecutorSettings()))
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A disk of 64 kB of its own, which `mount -o remount,size=…` makes larger."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs rights that this machine does not give")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def nothing_half_written(folder: Path) -> bool:
+    """Every artefact is finished and there are no temporary files."""
+    artefacts = {path.parent for path in folder.rglob("manifest.json")}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return all(artefacts & {path.parent, path.parent.parent} for path in files) and not list(folder.rglob("*.tmp"))
+
+
+def first_failure(config: Config) -> str:
+    try:
+        build_local(config)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def test_a_disk_that_fills_up_at_every_stage_and_is_made_larger(
+    tmp_path, tiny_corpus, tiny_datastore, small_disk
+) -> None:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=small_disk / "datastore")
+    stages, message = set(), first_failure(config)
+    for size in range(160, 8000, 96):
+        if not message:
+            break
+        file = re.search(r"No space left on device.*'(.+)'$", message)[1]
+        stages.add(Path(file).relative_to(config.datastore).parts[0])
+        assert nothing_half_written(config.datastore)
+        subprocess.run(["mount", "-o", f"remount,size={size}k", small_disk], check=True)
+        message = first_failure(config)
+    assert stages >= {"chunks", "embeddings", "index", "neighbors"}
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+@pytest.mark.slow
+def test_a_file_that_may_not_grow_further(tmp_path, tiny_corpus, tiny_datastore) -> None:
+    """The same from the outside, with the kernel's limit on the size of a file, which needs no rights."""
+    config = tiny_config(tmp_path, tiny_corpus)
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config))
+    command = [sys.executable, "-m", "pipelines.index", str(file)]
+    limit = largest_file(tiny_datastore.folder / "embeddings").stat().st_size - 1000
+    assert limit > largest_file(tiny_datastore.folder / "chunks").stat().st_size
+    failed = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert failed.returncode == 2
+    last = failed.stderr.splitlines()[-1]
+    assert re.search(
+        r"^error: .*File too large; make room and run the same command again.*embeddings/\d{5}/train\.npy'$", last
+    )
+    assert re.search(r"embeddings/\d{5} failed", failed.stderr)
+    assert nothing_half_written(config.datastore)
+    finished = times(config.datastore)
+    subprocess.run(command, check=True, capture_output=True)
+    after = times(config.datastore)
+    assert {name for name in finished if finished[name] != after[name]} <= {"manifest.json", ".lock"}
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_verify_says_what_is_broken_and_mend_and_index_bring_it_back(config, tiny_datastore, capsys) -> None:
+    folder = str(config.datastore)
+    assert main(["verify", folder]) == 0
+    assert "all is as it was written" in capsys.readouterr().out
+    victim = config.datastore / "embeddings/00002/train.npy"
+    stat, data = victim.stat(), bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    os.utime(victim, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the disk lost a bit: no time tells
+    build_local(config)  # sees sizes only
+    assert main(["verify", folder]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"{victim} has changed since it was written (checksum): remove embeddings/00002")
+    assert said[-1].endswith("1 broken")
+    assert main(["verify", folder, "--mend"]) == 1
+    assert "removed embeddings/00002; `retro index CONFIG` makes it again" in capsys.readouterr().out
+    build_local(config)
+    assert main(["verify", folder]) == 0
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_verify_of_an_unfinished_datastore_looks_at_what_is_there(tmp_path, tiny_corpus, capsys) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config, only="chunk")
+    build_local(config, only="embed")
+    assert main(["verify", str(config.datastore)]) == 0
+    assert "finished stages chunk, embed:" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "is not a datastore" in capsys.readouterr().err
+
+
+def test_mend_waits_for_no_builder(config, capsys) -> None:
+    import fcntl
+
+    cut_short(config.datastore / "index/tuned/tuned.json")
+    with open(config.datastore / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(["verify", str(config.datastore), "--mend"]) == 2
+        assert "another process" in capsys.readouterr().err
+        assert main(["verify", str(config.datastore)]) == 1
+    assert read_json(config.datastore / "index/tuned/manifest.json")

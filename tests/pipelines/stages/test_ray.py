@@ -1,0 +1,241 @@
+"""A real Ray cluster of three nodes on this machine: the same bytes as in one process, whatever is killed.
+
+The head has no CPU, each of the two others has one, so the driver never shares a node with the worker that is killed.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from indexing.store.errors import InputError
+from pipelines import executors
+from pipelines.config import Config
+from pipelines.config_files import to_toml
+from pipelines.executors import ExecutorSettings, RayExecutor, Resources, Task
+from tests.conftest import PATIENCE, build_local, contents, once_logged, tiny_config, wait_until, write_corpus
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # ray's own warnings
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four shards that take a second or more each."""
+    return write_corpus(tmp_path_factory.mktemp("large") / "corpus.jsonl", 12_000)
+
+
+def chunk_config(folder: Path, corpus: Path, **changes) -> Config:
+    config = tiny_config(folder, corpus, **changes)
+    shard_bytes = corpus.stat().st_size // 4
+    tokenizer = replace(config.tokenizer, sample_bytes=200_000)
+    return replace(config, corpus=replace(config.corpus, shard_bytes=shard_bytes), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, bytes]:
+    """What the chunk stage makes of `corpus` in one process, undisturbed."""
+    return contents(build_local(chunk_config(tmp_path_factory.mktemp("calm"), corpus), only="chunk").folder)
+
+
+class Driver:
+    """`python -m pipelines.index` on the cluster, as a process of its own."""
+
+    def __init__(self, cluster: Any, config: Config) -> None:
+        self.datastore = config.datastore
+        file = config.datastore.with_name("config.toml")
+        file.write_text(to_toml(replace(config, executor=ExecutorSettings(kind="ray"))))
+        self.log = config.datastore.with_name("log")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipelines.index", str(file), "--stage", "chunk"],
+            env={**os.environ, "RAY_ADDRESS": cluster.address},
+            stdout=subprocess.DEVNULL,
+            stderr=open(self.log, "w"),  # noqa: SIM115
+        )
+
+    def finish(self) -> str:
+        """Wait for success; returns what it has said."""
+        status = self.process.wait(PATIENCE)
+        assert status == 0, self.log.read_text()
+        return self.log.read_text()
+
+    def until(self, found: Callable[[], Any]) -> Any:
+        """The first true answer while the driver runs."""
+        deadline = time.monotonic() + PATIENCE
+        while not (answer := found()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+        return answer
+
+    def worker_at_work(self) -> int:
+        """The process of a worker in the middle of a shard of chunks, stopped there: Ray names processes after their tasks."""
+        return self.until(self._stopped)
+
+    def _stopped(self) -> int | None:
+        for worker in self._workers():
+            os.kill(worker, signal.SIGSTOP)
+            if worker in self._workers():
+                return worker
+            os.kill(worker, signal.SIGCONT)  # it was done before it was stopped
+        return None
+
+    def _workers(self) -> Iterator[int]:
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                name = path.read_bytes()
+            except OSError:  # it has ended meanwhile
+                continue
+            shard = name.removeprefix(b"ray::chunks/")[:5].decode(errors="replace")
+            if name.startswith(b"ray::chunks/") and list(
+                self.datastore.glob(f"chunks/.{shard}.*.tmp/train/tokens.npy")
+            ):
+                yield int(path.parent.name)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_ray_job_submit_builds_the_bytes_of_one_process(cluster, tmp_path, tiny_corpus, tiny_datastore) -> None:
+    """Through the job server, which wants the token; the relative path means the folder that the job runs in."""
+    config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(kind="ray", threads=1))
+    relative = Path(os.path.relpath(config.datastore))
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(replace(config, datastore=relative)))
+    submit = [Path(sysconfig.get_path("scripts")) / "ray", "job", "submit", "--address", f"http://{cluster.webui_url}"]
+    command = [*submit, "--", sys.executable, "-m", "pipelines.index", str(file)]
+
+    def submitted() -> subprocess.CompletedProcess[str] | None:
+        """None while the head's agent, which comes up after its nodes, is not there."""
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        return None if "No available agent" in done.stdout + done.stderr else done
+
+    done = wait_until(submitted)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "neighbors: " in done.stdout
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+    without = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+    wrong = {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    refused = subprocess.run(command, env=wrong, capture_output=True, text=True, timeout=PATIENCE)
+    assert refused.returncode != 0
+
+
+def test_a_killed_worker(cluster, tmp_path, corpus, expected) -> None:
+    driver = Driver(cluster, chunk_config(tmp_path, corpus))
+    os.kill(driver.worker_at_work(), signal.SIGKILL)
+    said = driver.finish()
+    assert said.count("its worker died, begun again") == 1
+    assert contents(driver.datastore) == expected
+
+
+def test_a_killed_raylet_whose_node_never_comes_back(cluster, tmp_path, corpus, expected) -> None:
+    driver = Driver(cluster, chunk_config(tmp_path, corpus))
+    worker = driver.worker_at_work()
+    raylet = parent_of(worker)
+    node = next(each for each in cluster.worker_nodes if each.all_processes["raylet"][0].process.pid == raylet)
+    cluster.remove_node(node, allow_graceful=False)
+    os.kill(worker, signal.SIGCONT)
+    try:
+        said = driver.finish()
+    finally:
+        cluster.add_node(num_cpus=1)
+    assert "its worker died, begun again" in said
+    assert contents(driver.datastore) == expected
+
+
+def test_a_killed_driver_run_again_at_once(cluster, tmp_path, corpus, expected) -> None:
+    """Its workers may live on for a moment and write the shards that the next driver hands out."""
+    config = chunk_config(tmp_path, corpus)
+    driver = Driver(cluster, config)
+    shards = config.datastore / "chunks"
+    driver.until(lambda: list(shards.glob("[0-9]*/manifest.json")))
+    worker = driver.worker_at_work()
+    driver.process.kill()
+    driver.process.wait()
+    os.kill(worker, signal.SIGCONT)
+    finished = {path: path.stat().st_mtime_ns for path in shards.glob("[0-9]*/manifest.json")}
+    assert 0 < len(finished) < 4
+    again = Driver(cluster, config)
+    again.finish()
+    assert contents(config.datastore) == expected
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+def test_settings_are_refused_on_ray_as_they_are_here(cluster, tmp_path, corpus) -> None:
+    config = replace(
+        chunk_config(tmp_path, corpus), corpus=replace(tiny_config(tmp_path, corpus).corpus, split=(1, 10**7, 0))
+    )
+    driver = Driver(cluster, config)
+    assert driver.process.wait(PATIENCE) == 2
+    assert "every document is held out" in driver.log.read_text()
+
+
+@pytest.fixture
+def executor(cluster) -> Iterator[RayExecutor]:
+    """An executor in this process."""
+    import ray
+
+    yield RayExecutor(ExecutorSettings(kind="ray", ray_address=cluster.address))
+    ray.shutdown()
+
+
+def test_a_shard_that_kills_its_workers_is_given_up_by_name_and_the_others_are_made(executor, tmp_path, caplog) -> None:
+    def work(number: int, *, advance: Callable[[int], None]) -> None:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (tmp_path / str(number)).touch()
+        advance(1)
+
+    tasks = [Task(f"chunks/{number}", (number,), 1) for number in range(3)]
+    with pytest.raises(InputError, match=r"chunks/1: its worker died 4 times .*executor\.chunk\.memory"):
+        list(executor.map("chunk", work, tasks, lambda _: None))
+    assert caplog.text.count("chunks/1: its worker died, begun again") == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+
+
+def test_progress_is_counted_once_and_stragglers_and_failures_are_named(
+    executor, tmp_path, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(executors, "_POLL_SECONDS", 0.1)  # named after ten times as long
+    named = tmp_path / "named"
+    once_logged(caplog, "chunks/4: running for ", named.touch)
+
+    def work(number: int, *, advance: Callable[[int], None]) -> int:
+        advance(5)
+        while number == 4 and not named.exists():
+            time.sleep(0.01)
+        advance(5)
+        if number == 0 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 9:
+            raise OSError(28, "No space left on device", "chunks/9/tokens.npy")
+        return number * number
+
+    done: list[int] = []
+    tasks = [Task(f"chunks/{number}", (number,), 10) for number in range(5)]
+    assert list(executor.map("chunk", work, tasks, done.append)) == [0, 1, 4, 9, 16]
+    assert sum(done) == 50
+    assert caplog.text.count("chunks/4: running for ") == 1
+    with pytest.raises(OSError, match=r"No space left on device: 'chunks/9/tokens\.npy'"):
+        list(executor.map("chunk", work, [Task("chunks/9", (9,), 10)], done.append))
+    assert "chunks/9 failed" in caplog.text
+
+
+def test_a_stage_that_finds_no_room_says_so(executor, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(executors, "_WAITING_SECONDS", 1)
+    settings = replace(executor.settings, chunk=Resources(cpus=1, gpus=1))
+    waiting = RayExecutor(settings)
+    once_logged(caplog, "no worker has started", lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        list(waiting.map("chunk", lambda *, advance: None, [Task("chunks/0", (), 1)], lambda _: None))
+    assert "chunk: no worker has started for 1 s: each wants Resources(cpus=1, gpus=1" in caplog.text

@@ -1,0 +1,286 @@
+"""A datastore on an S3 server: made there, gone on with on another machine, and trained from by every way of reading."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from indexing.retrieval.retriever import Retriever
+from indexing.store import remote
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.retrieval_set import RetrievalSet
+from pipelines.cli import main
+from pipelines.config import Config
+from pipelines.config_files import load, to_toml
+from pipelines.executors import ExecutorSettings, Resources, Task
+from pipelines.stages.table import build
+from retro.data.batches import DataSettings, TrainingData
+from tests.conftest import build_local, tiny_config, write_corpus
+from tests.pipelines.stages.test_table import contents
+
+
+def at(url: str) -> dict[str, bytes]:
+    """Every file at a URL but the reports and the lock of a local build."""
+    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem.invalidate_cache()
+    found = filesystem.cat([path for path in filesystem.find(root) if "/report." not in path and "/.lock" not in path])
+    return {path[len(root) + 1 :]: data for path, data in found.items()}
+
+
+def fetched(cache: Path) -> set[str]:
+    """Names of the files in a cache, without what is only there to know what is finished."""
+    return {path.name for path in cache.rglob("*") if path.is_file()} - {"manifest.json", ".fetch.lock", ".lock"}
+
+
+@pytest.fixture(scope="module")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Smaller than elsewhere, in place of that of all tests: each file of each shard is several requests to the server."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 80)
+
+
+@pytest.fixture(scope="module")
+def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Datastore:
+    """A finished datastore of it, in several shards. Read only."""
+    datastore = build_local(tiny_config(tmp_path_factory.mktemp("tiny"), tiny_corpus))
+    assert len(datastore.train.chunk_rows) > 1
+    return datastore
+
+
+@pytest.fixture
+def url(bucket: str, tiny_datastore: Datastore) -> str:
+    """The tiny datastore as someone has uploaded it with any tool."""
+    filesystem, root = fsspec.core.url_to_fs(f"{bucket}/wiki")
+    filesystem.put(f"{tiny_datastore.folder}/", f"{root}/", recursive=True)
+    return f"{bucket}/wiki"
+
+
+@pytest.fixture
+def config(url: str, tmp_path: Path, tiny_corpus: Path) -> Config:
+    return replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(url))
+
+
+def test_what_is_built_at_a_url_are_the_bytes_of_a_local_build(bucket, tmp_path, tiny_corpus, tiny_datastore) -> None:
+    built = build_local(replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki")))
+    local = {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
+    assert at(f"{bucket}/wiki") == local
+    assert built.fingerprint == tiny_datastore.fingerprint
+
+
+def test_another_machine_goes_on_where_the_first_one_stopped(
+    bucket, tmp_path, tiny_corpus, tiny_datastore, another_machine: Callable[[], Path]
+) -> None:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki"))
+    build_local(config, only="chunk")
+    made = at(f"{bucket}/wiki")
+    for stage in ("embed", "train-index", "add", "neighbors"):
+        another_machine()
+        build_local(config, only=stage)
+    now = at(f"{bucket}/wiki")
+    assert now == {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
+    assert all(now[name] == data for name, data in made.items() if name != "manifest.json")
+
+
+class ElsewhereExecutor:
+    """Runs every task as if on a machine of its own, which shares nothing with this one but what lies at URLs."""
+
+    def __init__(self, another_machine: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.monkeypatch, self.here = another_machine, monkeypatch, str(another_machine())
+
+    def map(
+        self, stage: str, function: Callable[..., Any], tasks: Sequence[Task], advance: Callable[[int], None]
+    ) -> Iterator[Any]:
+        for task in tasks:
+            self.go()
+            yield function(*task.arguments, advance=advance)
+            self.monkeypatch.setenv("RETRO_CACHE", self.here)
+            if isinstance(task.arguments[0], Path):  # the artefact that was made: not here, on that machine
+                shutil.rmtree(task.arguments[0])
+
+
+def test_workers_on_machines_that_share_no_folder_build_the_same_bytes(
+    bucket, tmp_path, tiny_corpus, tiny_datastore, another_machine, monkeypatch
+) -> None:
+    executor = ElsewhereExecutor(another_machine, monkeypatch)
+    build(replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki")), executor)
+    local = {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
+    assert at(f"{bucket}/wiki") == local
+    assert not {"train.npy", "distances.npy", "vectors.faiss"} & fetched(Path(executor.here))
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.filterwarnings("ignore")  # ray's own
+def test_ray_builds_the_same_bytes_at_a_url(bucket, tmp_path, tiny_corpus, tiny_datastore, cluster) -> None:
+    import ray
+
+    one = Resources(workers=1)  # processes that import everything are what takes time here
+    stages = {"chunk": one, "embed": one, "add": one, "neighbors": one}
+    executor = ExecutorSettings(kind="ray", ray_address=cluster.address, **stages)  # type: ignore[arg-type]
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki"), executor=executor)
+    known = {key: value for key, value in os.environ.items() if key.startswith(("AWS_", "RETRO_"))}
+    ray.init(cluster.address, runtime_env={"env_vars": known}, log_to_driver=False)  # nodes started before the server
+    try:
+        build_local(config)
+    finally:
+        ray.shutdown()
+    local = {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
+    assert at(f"{bucket}/wiki") == local
+
+
+def test_what_is_finished_is_not_made_again_and_little_is_fetched_to_know_it(
+    config, another_machine, monkeypatch
+) -> None:
+    cache = another_machine()
+    monkeypatch.setattr(remote, "_put", None)  # whoever uploads fails
+    assert build_local(config).has("neighbors")
+    assert fetched(cache) <= {"files.json", "plan.json", "problems.json", "meta.json", "token_bytes.npy"} | {
+        "sentencepiece.model",
+        "report.json",
+        "report.html",
+    }
+
+
+def test_a_changed_setting_is_refused_by_name_on_a_machine_that_has_nothing(config, another_machine) -> None:
+    another_machine()
+    with pytest.raises(InputError, match=r"neighbors\.k was 6, now 4"):
+        build_local(replace(config, neighbors=replace(config.neighbors, k=4)))
+
+
+@pytest.mark.slow
+def test_a_stage_rebuilt_elsewhere_replaces_what_lies_at_the_url(
+    config, url, tmp_path, tiny_corpus, another_machine
+) -> None:
+    first = build_local(config)
+    cache = another_machine()
+    changed = replace(config, neighbors=replace(config.neighbors, k=4, materialised=2))
+    build_local(changed, only="neighbors", rebuild=True)
+    assert "documents.parquet" not in fetched(cache)  # only what the search reads
+    build_local(changed)
+    local = build_local(tiny_config(tmp_path / "local", tiny_corpus, neighbors=changed.neighbors))
+    assert at(url) == {name: data for name, data in contents(local.folder).items() if name != ".lock"}
+    again = Datastore.open(url)
+    assert again.fingerprint == local.fingerprint != first.fingerprint
+    build_local(changed, rebuild=True)
+    assert at(url) == {name: data for name, data in contents(local.folder).items() if name != ".lock"}
+
+
+def test_a_datastore_at_a_url_grows_as_a_local_one_does(
+    bucket, tmp_path, tiny_corpus, another_machine, monkeypatch
+) -> None:
+    """Every task on a machine of its own; the neighbors that were known are merged with the new ones."""
+    config = tiny_config(tmp_path, tiny_corpus)
+    more = write_corpus(tmp_path / "more.jsonl", 30, 7)
+    grown = replace(config, corpus=replace(config.corpus, paths=(*config.corpus.paths, str(more))))
+    build_local(config)
+    local = contents(build_local(grown, append=True).folder)
+    executor, moved, move = ElsewhereExecutor(another_machine, monkeypatch), [], remote.move
+    monkeypatch.setattr(remote, "move", lambda folder, to: (moved.append(to.name), move(folder, to)))
+    build(replace(config, datastore=Path(f"{bucket}/wiki")), executor)
+    build(replace(grown, datastore=Path(f"{bucket}/wiki")), executor, append=True)
+    assert "00000.before" in moved
+    assert at(f"{bucket}/wiki") == {name: data for name, data in local.items() if name != ".lock"}
+
+
+def test_near_copies_are_found_at_a_url(bucket, tmp_path, tiny_corpus, another_machine, monkeypatch) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    write_corpus(tmp_path / "evaluation.jsonl", 10, 7)
+    config = replace(config, dedup=replace(config.dedup, within=True, paths=(str(tmp_path / "evaluation.jsonl"),)))
+    local = contents(build_local(config, only="chunk").folder)
+    executor = ElsewhereExecutor(another_machine, monkeypatch)
+    build(replace(config, datastore=Path(f"{bucket}/wiki")), executor, only="chunk")
+    assert at(f"{bucket}/wiki") == {name: data for name, data in local.items() if name != ".lock"}
+
+
+def test_documents_are_deleted_at_the_url_and_everyone_sees_it(url, another_machine, capsys) -> None:
+    another_machine()
+    whole = Datastore.open(url)
+    victim = Retriever.open(url).search(["search model index"], 1).hits[0][0].document["id"]
+    here = another_machine()
+    assert main(["delete", url, "--ids", victim]) == 0
+    assert "1 documents deleted" in capsys.readouterr().out
+    assert "deleted.npy" in fetched(here)
+    there = another_machine()
+    assert not {hit.document["id"] for hit in Retriever.open(url).search(["search model index"], 9).hits[0]} & {victim}
+    assert "deleted.npy" in fetched(there)
+    assert Datastore.open(url).fingerprint != whole.fingerprint
+    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem.rm_file(f"{root}/deleted.npy")  # the URL is the truth
+    assert Datastore.open(url).fingerprint == whole.fingerprint
+    assert main(["verify", url]) == 2
+    assert "copy it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reading", ["mmap", "pread"])
+@pytest.mark.parametrize("materialised", [False, True])
+def test_batches_from_a_url_are_those_of_the_local_datastore(
+    config, url, tiny_datastore, another_machine, reading: str, materialised: bool
+) -> None:
+    if materialised:
+        build_local(replace(config, neighbors=replace(config.neighbors, materialised=3)))
+    cache = another_machine()
+    settings = DataSettings(sequence_length=64, k=2, reading=reading, materialised=materialised)  # type: ignore[arg-type]
+    local = TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, k=2), retrieval=True)
+    away = TrainingData([Path(url)], settings, retrieval=True)
+    assert away.fingerprints == local.fingerprints
+    for first in (0, 40):
+        ours, theirs = local.batch(range(first, first + 4)), away.batch(range(first, first + 4))
+        for name in ("tokens", "labels", "neighbors", "neighbor_lengths"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name))
+    whole = {"tokens.npy", "lengths.npy", "ids.npy"} & fetched(cache)
+    assert whole == (set() if reading == "pread" else {"tokens.npy", "lengths.npy", "ids.npy"})
+    assert not {"documents.parquet", "distances.npy", "train.npy", "vectors.faiss"} & fetched(cache)
+
+
+def test_a_datastore_at_a_url_is_searched_inspected_and_trained_from(
+    config: Config, url: str, tiny_datastore, tmp_path, another_machine, capsys
+) -> None:
+    another_machine()
+    hits = [Retriever.open(where).search(["search model index"], 3).hits for where in (url, tiny_datastore.folder)]
+    assert hits[0] == hits[1]
+    assert main(["inspect", url]) == 0
+    assert tiny_datastore.fingerprint in capsys.readouterr().out
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(replace(config, run=tmp_path / "run")))
+    assert f'datastore = "{url}"' in file.read_text()
+    assert load(Config, file, [], verb="train").datastore == config.datastore
+    assert main(["train", str(file), "--data.reading", "pread", "--train.steps", "2"]) == 0
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["data"]["datastores"] == [url]
+    assert main(["eval", str(tmp_path / "run"), "--evaluation.max-tokens", "200", "--evaluation.leakage", "1"]) == 0
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "the", "--generation.max-tokens", "4"]) == 0
+    with pytest.raises(InputError, match=r"run = 's3://x/run'"):
+        replace(config, run=Path("s3://x/run"))
+
+
+@pytest.mark.slow
+def test_a_datastore_at_a_url_retrieves_from_another_one(
+    config: Config, bucket: str, url: str, tmp_path, tiny_corpus, another_machine
+) -> None:
+    """Neighbors of both, found again from a machine that has neither."""
+    model = remote.present(remote.local_folder(url) / "tokenizer" / "sentencepiece.model")
+    other = replace(
+        tiny_config(tmp_path / "other", tiny_corpus),
+        datastore=Path(f"{bucket}/deeper/other"),
+        tokenizer=replace(config.tokenizer, kind="sentencepiece", path=str(model)),
+        embedder=replace(config.embedder, path=url),
+    )
+    build_local(other)
+    config = replace(config, neighbors=replace(config.neighbors, also=(other.datastore,)))
+    build_local(config, only="neighbors", rebuild=True)
+    another_machine()
+    opened = Datastore.open(url)
+    assert opened.manifest["also"][0]["folder"] == "../deeper/other"
+    retrieval = RetrievalSet.of(opened)
+    assert [split.num_chunks for split in retrieval.splits] == [opened.train.num_chunks] * 2
+    ids = opened.train.neighbor_ids.read(0, 50)
+    assert (ids >> 40).max() == 1
+    tokens, lengths = retrieval.with_continuation(ids.ravel())
+    assert (lengths > 0).all()
+    assert np.array_equal(tokens[:, :16], opened.train.tokens.gather(ids.ravel() & ((1 << 40) - 1)))  # equal corpora

@@ -1,0 +1,358 @@
+"""The stage table: nothing twice, nothing silently, nothing half; the same bytes every time."""
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.scan import split_of
+from indexing.store.datastore import SPLITS, Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_checked
+from pipelines.cli import main
+from pipelines.config import Config
+from pipelines.config_files import to_toml
+from pipelines.executors import ExecutorSettings
+from tests.conftest import at_operation, build_local, contents, forkserver, kill_itself, tiny_config, write_corpus
+
+
+def changed_since(folder: Path, moment: float) -> list[Path]:
+    return [
+        path for path in folder.rglob("*") if path.is_file() and path.name != ".lock" and path.stat().st_mtime > moment
+    ]
+
+
+def test_the_same_settings_give_the_same_bytes(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+    again = build_local(tiny_config(tmp_path, tiny_corpus))
+    assert contents(again.folder) == contents(tiny_datastore.folder)
+
+
+def test_the_number_of_threads_does_not_change_a_byte(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(threads=2))
+    assert contents(build_local(config).folder) == contents(tiny_datastore.folder)
+
+
+def test_stage_by_stage_equals_all_at_once(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    for stage in ("chunk", "embed", "train-index", "add", "neighbors"):
+        build_local(config, only=stage)
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_a_stage_before_its_turn_is_refused_with_what_is_missing(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config, only="chunk")
+    with pytest.raises(InputError, match="'embed' stage"):
+        build_local(config, only="train-index")
+
+
+def test_a_second_run_writes_nothing(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config)
+    time.sleep(0.05)
+    moment = time.time()
+    build_local(config)
+    assert changed_since(config.datastore, moment) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "named"),
+    [
+        ("corpus", {"shard_bytes": 40_000}, "corpus.shard_bytes was 30000, now 40000"),
+        ("corpus", {"split": (930, 50, 20)}, "corpus.split was [900, 100, 0], now [930, 50, 20]"),
+        ("tokenizer", {"vocab_size": 350}, "tokenizer.vocab_size was 400, now 350"),
+        ("chunks", {"chunk_length": 8}, "chunks.chunk_length was 16, now 8"),
+        ("embedder", {"dimension": 16}, "embedder.dimension was 32, now 16"),
+        ("index", {"factory": "IVF4,Flat"}, "index.factory was '', now 'IVF4,Flat'"),
+        ("index", {"recall_target": 0.5}, "index.recall_target was 0.8, now 0.5"),
+        ("neighbors", {"k": 4}, "neighbors.k was 6, now 4"),
+    ],
+)
+def test_a_changed_setting_is_refused_by_name(tmp_path, tiny_corpus, tiny_datastore, section, change, named) -> None:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    with pytest.raises(InputError, match="--rebuild") as caught:
+        build_local(replace(config, **{section: replace(getattr(config, section), **change)}))
+    assert named in str(caught.value)
+
+
+def test_settings_that_do_not_touch_the_bytes_may_change(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    build_local(replace(config, embedder=replace(config.embedder, device="cpu", batch_tokens=1024)))
+
+
+def test_rebuilding_a_stage_with_another_setting_redoes_what_follows_and_keeps_what_precedes(
+    tmp_path, tiny_corpus
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config)
+    before = contents(config.datastore)
+    changed = replace(config, index=replace(config.index, factory="IVF8,Flat"))
+    build_local(changed, only="train-index", rebuild=True)
+    assert not Datastore.open(config.datastore).has("neighbors")
+    build_local(changed)
+    after = contents(config.datastore)
+    fresh = build_local(tiny_config(tmp_path / "fresh", tiny_corpus, index=changed.index))
+    assert after == contents(fresh.folder)
+    assert all(after[name] == data for name, data in before.items() if name.startswith(("chunks", "embeddings")))
+
+
+def test_rebuilding_everything_starts_from_nothing_even_of_another_format(
+    tmp_path, tiny_corpus, tiny_datastore
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    build_local(config)
+    manifest = config.datastore / "manifest.json"
+    write_checked(manifest, read_json(manifest) | {"format_version": 99})
+    with pytest.raises(InputError, match="format version 99"):
+        build_local(config, only="embed")
+    build_local(config, rebuild=True)
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_an_edited_corpus_is_noticed_even_at_equal_size(tmp_path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", 40)
+    config = tiny_config(tmp_path, corpus)
+    build_local(config)
+    corpus.write_bytes(corpus.read_bytes().replace(b"Document 3", b"Dokument 3"))
+    with pytest.raises(InputError, match=r"c\.jsonl.* has changed"):
+        build_local(config)
+
+
+def test_a_touched_but_equal_corpus_is_accepted(tmp_path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", 40)
+    config = tiny_config(tmp_path, corpus)
+    build_local(config)
+    os.utime(corpus, (1, 1))
+    build_local(config)
+
+
+def test_two_builders_of_one_datastore_do_not_meet(tmp_path, tiny_corpus) -> None:
+    import fcntl
+
+    config = tiny_config(tmp_path, tiny_corpus)
+    config.datastore.mkdir()
+    with open(config.datastore / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another process"):
+            build_local(config)
+
+
+def build_until_killed(config: Config, operation: int) -> None:
+    at_operation(operation, config.datastore, kill_itself)
+    build_local(config)
+
+
+@pytest.mark.slow
+def test_sigkill_at_any_moment_and_running_again_gives_the_same_datastore(
+    tmp_path, tiny_corpus, tiny_datastore
+) -> None:
+    """Killed again and again at random moments of any stage, until a run gets through."""
+    config = tiny_config(tmp_path, tiny_corpus)
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config))
+    draw = random.Random(0)
+    statuses = []
+    for _ in range(5):  # a build takes more than 300 operations
+        process = forkserver().Process(target=build_until_killed, args=(config, draw.randint(1, 100)))
+        process.start()
+        process.join()
+        statuses.append(process.exitcode)
+    assert set(statuses) <= {0, -signal.SIGKILL}
+    assert statuses[:3] == 3 * [-signal.SIGKILL]
+    subprocess.run([sys.executable, "-m", "pipelines.index", str(file)], check=True, capture_output=True)
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+@pytest.mark.parametrize("stage", ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"])  # fmt: skip
+def test_a_kill_in_the_middle_of_any_artefact_leaves_nothing_that_counts(
+    tmp_path, tiny_corpus, tiny_datastore, stage: str
+) -> None:
+    """What a SIGKILL inside `create` leaves: earlier artefacts, and a temporary folder half full."""
+    config = tiny_config(tmp_path, tiny_corpus)
+    shutil.copytree(tiny_datastore.folder, config.datastore)
+    order = [
+        "corpus",
+        "tokenizer",
+        "chunks",
+        "embedder",
+        "embeddings",
+        "index/trained",
+        "index/0",
+        "index/tuned",
+        "neighbors",
+    ]
+    position = next(i for i, name in enumerate(order) if stage.startswith(name))
+    for name in order[position + 1 :]:
+        for path in config.datastore.glob(name + ("*" if name == "index/0" else "")):
+            shutil.rmtree(path)
+    victim = config.datastore / stage
+    work = victim.with_name(f".{victim.name}.tmp")
+    victim.rename(work)
+    (work / "manifest.json").unlink()
+    largest = max((path for path in work.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    build_local(config)
+    assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_ten_chunks_are_enough(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
+    (tmp_path / "b.md").write_text("# 标题\n\n检索增强的语言模型需要一个数据库。\n")
+    config = tiny_config(
+        tmp_path, tmp_path / "*.*", corpus=CorpusSettings(paths=(str(tmp_path / "*.*"),), split=(1, 0, 0))
+    )
+    datastore = build_local(config)
+    train = datastore.train
+    assert 2 <= train.num_chunks <= 20
+    ids = train.neighbor_ids.read(0, train.num_chunks)
+    documents, _, _ = train.documents_of(np.arange(train.num_chunks))
+    for chunk, row in enumerate(ids):
+        others = np.flatnonzero(documents != documents[chunk])
+        assert set(row[row >= 0]) <= set(others)
+        assert (row >= 0).sum() == min(6, len(others))
+
+
+def test_problems_of_the_corpus_are_listed_by_file_and_line_and_strict_refuses_them(tmp_path, caplog) -> None:
+    corpus = tmp_path / "bad.jsonl"
+    write_corpus(corpus, 30)
+    lines = corpus.read_text().splitlines()
+    lines[4:4] = ["{broken", '{"id": "empty", "text": ""}', lines[0]]
+    corpus.write_text("\n".join(lines) + "\n")
+    config = tiny_config(tmp_path, corpus)
+    strict = replace(config, corpus=replace(config.corpus, strict=True))
+    with pytest.raises(InputError, match=r"bad\.jsonl:5: broken JSON"):
+        build_local(strict)
+    datastore = build_local(config)
+    found = read_json(datastore.folder / "corpus" / "problems.json")
+    assert found["counts"] == {"broken JSON": 1, "duplicate id": 1, "empty document": 1}
+    assert {(p["kind"], p["line"]) for p in found["examples"]} == {
+        ("broken JSON", 5),
+        ("empty document", 6),
+        ("duplicate id", 7),
+    }
+    assert "bad.jsonl:5" in caplog.text
+
+
+def test_held_out_documents_leave_no_trace_in_what_is_made_of_the_others(tmp_path) -> None:
+    """Tokenizer, n-gram weights, index, training chunks and their neighbors: the same bytes as without valid and test."""
+    corpus, others = write_corpus(tmp_path / "all.jsonl", 60), tmp_path / "train" / "all.jsonl"
+    weights = (6, 2, 2)
+    lines = corpus.read_text().splitlines(keepends=True)
+    splits = [split_of(json.loads(line)["text"], weights) for line in lines]
+    others.parent.mkdir()
+    others.write_text("".join(line for line, split in zip(lines, splits, strict=True) if split == "train"))
+    made = {}
+    for name, path in (("all", corpus), ("train", others)):
+        settings = CorpusSettings(paths=(str(path),), split=weights)  # of one shard
+        datastore = build_local(tiny_config(tmp_path / name, path, corpus=settings))
+        assert datastore.train.num_documents == splits.count("train")
+        held_out = (datastore.valid.num_documents, datastore.test.num_documents)
+        assert held_out == ((splits.count("valid"), splits.count("test")) if name == "all" else (0, 0))
+        made[name] = {
+            file: data
+            for file, data in contents(datastore.folder).items()
+            if not re.search("manifest|^corpus|valid|test|tuned|lock", file)
+        }
+    assert min(splits.count(split) for split in SPLITS) > 3
+    assert {"tokenizer/sentencepiece.model", "embedder/weights.npy", "index/00000/vectors.faiss"} < set(made["all"])
+    assert made["all"] == made["train"]
+
+
+@pytest.fixture(scope="module")
+def three_splits(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> tuple[Config, Datastore]:
+    """A finished datastore with documents in each split, and its settings. Read only."""
+    config = tiny_config(tmp_path_factory.mktemp("splits"), tiny_corpus)
+    config = replace(config, corpus=replace(config.corpus, split=(7, 1, 2)))
+    return config, build_local(config)
+
+
+def test_every_split_has_embeddings_and_neighbors_and_only_train_is_found(three_splits) -> None:
+    _, datastore = three_splits
+    assert min(datastore.split(name).num_documents for name in SPLITS) > 0
+    for name in SPLITS:
+        split = datastore.split(name)
+        assert len(split.embeddings.read(0, split.num_chunks)) == split.num_chunks
+        ids = split.neighbor_ids.read(0, split.num_chunks)
+        assert ids.shape == (split.num_chunks, 6)
+        assert (ids[:, 0] >= 0).all()
+        assert ids.max() < datastore.train.num_chunks
+
+
+def test_a_datastore_from_before_the_test_split_is_read_and_its_later_stages_can_be_rebuilt(
+    tmp_path, three_splits
+) -> None:
+    config = replace(three_splits[0], datastore=tmp_path / "old")
+    folder = shutil.copytree(three_splits[1].folder, config.datastore)
+    for path in (*folder.rglob("test"), *folder.rglob("test.npy")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in folder.rglob("manifest.json"):
+        manifest = read_json(path)
+        for values in (manifest.get("splits", {}), manifest.get("counts", {})):
+            values.pop("test", None)
+        if "files" in manifest:
+            manifest["files"] = {name: value for name, value in manifest["files"].items() if "test" not in name}
+        write_checked(path, manifest)
+    old = Datastore.open(folder)
+    assert (old.test.num_documents, old.test.num_chunks) == (0, 0)
+    before = old.valid.neighbor_ids.read(0, old.valid.num_chunks)
+    again = build_local(config, only="neighbors", rebuild=True)
+    assert again.split_names == ("train", "valid")
+    assert np.array_equal(again.valid.neighbor_ids.read(0, again.valid.num_chunks), before)
+
+
+def test_a_corpus_that_is_held_out_whole_is_refused(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    with pytest.raises(InputError, match=r"corpus\.split = \(1, 10000000, 0\): every document is held out"):
+        build_local(replace(config, corpus=replace(config.corpus, split=(1, 10_000_000, 0))))
+    build_local(config, rebuild=True)
+
+
+def test_a_corpus_without_text_is_refused(tmp_path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"body": "text"}\n')
+    with pytest.raises(InputError, match=r"corpus\.text_key = 'text'"):
+        build_local(tiny_config(tmp_path, tmp_path / "x.jsonl"))
+    assert not (tmp_path / "datastore").exists()
+
+
+def test_files_with_odd_names_go_through_every_stage_and_are_verified(tmp_path, capsys) -> None:
+    """Two files of one name, one file named twice, a name that is not UTF-8, one with `::`, and a wrong suffix."""
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    corpus = write_corpus(tmp_path / "a" / "c.jsonl", 12)
+    write_corpus(tmp_path / "b" / "c.jsonl", 12, seed=1)
+    undecodable = os.fsdecode(os.fsencode(str(tmp_path)) + b"/b/caf\xe9.txt")
+    Path(undecodable).write_text("A text in a file with an odd name. " * 9)
+    (tmp_path / "b" / "x::y.jsonl.gz").write_text('{"text": "plain"}\n')
+    (tmp_path / "a" / "again.jsonl").symlink_to(corpus)
+    paths = (str(corpus), str(tmp_path / "b" / ".." / "a"), str(tmp_path / "a" / "again.jsonl"), str(tmp_path / "b"))
+    config = tiny_config(tmp_path, corpus)
+    config = replace(config, corpus=replace(config.corpus, paths=paths))
+    datastore = build_local(config)
+    assert sum(datastore.split(name).num_documents for name in SPLITS) == 12 + 12 + 1 + 1
+    assert main(["verify", str(datastore.folder)]) == 0
+    before = contents(datastore.folder)
+    assert build_local(config).fingerprint == datastore.fingerprint
+    assert contents(datastore.folder) == before
+    problems = read_json(datastore.folder / "corpus" / "problems.json")["counts"]
+    assert problems == {"duplicate id": 12, "wrong suffix": 1}  # write_corpus numbers them alike
+
+
+def test_more_neighbors_than_chunks_are_warned_of(tmp_path, caplog) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "c.jsonl", 4))
+    config = replace(config, neighbors=replace(config.neighbors, k=4096, candidates=4096))
+    with caplog.at_level(logging.WARNING, "retro"):
+        build_local(config)
+    (warning,) = [record.message for record in caplog.records if "neighbors.k" in record.message]
+    assert re.search(r"neighbors\.k = 4,096, but there are only \d+ chunks to retrieve", warning)

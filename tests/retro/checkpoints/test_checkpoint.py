@@ -1,0 +1,174 @@
+"""Checkpoints: whole or not there, and nothing in them is ever unpickled."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from retro.checkpoints import checkpoint as checkpoints
+from retro.checkpoints.single_file import export
+from retro.checkpoints.tensor_files import index, read_tensors, save_tensors
+from retro.training.trainer import train
+from tests.conftest import tiny_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
+    config = replace(tiny_config(tmp_path_factory.mktemp("checkpoint"), tiny_corpus), datastore=tiny_datastore.folder)
+    train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)
+    return config.run
+
+
+def test_the_newest_one_stands_for_the_run_and_holds_no_pickle(run: Path) -> None:
+    opened = checkpoints.open_checkpoint(run)
+    assert (opened.step, opened.tokens) == (8, 8 * 2 * 64)
+    assert {path.suffix for path in opened.path.iterdir()} == {".safetensors", ".json"}
+    assert checkpoints.open_checkpoint(opened.path) == opened
+
+
+def test_a_loaded_model_computes_what_was_saved(run: Path, tmp_path: Path) -> None:
+    opened = checkpoints.open_checkpoint(run)
+    model = checkpoints.load_model(opened, torch.device("cpu"))
+    tokens = torch.arange(32)[None]
+    again = checkpoints.load_model(opened, torch.device("cpu"))
+    assert torch.equal(model(tokens), again(tokens))
+    assert not model.training
+
+
+def test_names_of_before_are_read_as_todays(run: Path, tmp_path: Path) -> None:
+    now = read_tensors(index([run / "checkpoints/00000008/model.safetensors"]))
+    before = {}
+    for name, tensor in now.items():
+        if name.endswith(".key.weight"):
+            values = now[name.replace(".key.", ".value.")]
+            before[name.replace(".key.", ".key_value.")] = torch.cat((tensor, values))
+        elif ".value." not in name:
+            before[name.replace("smear.weight", "smear").replace("_bias.weight", "_bias")] = tensor
+    before["step/attention.0.block.key_value.weight"] = torch.tensor(8.0)
+    save_file(before, tmp_path / "before.safetensors")
+    read = read_tensors(index([tmp_path / "before.safetensors"]))
+    assert read.pop("step/attention.0.block.key.weight") == read.pop("step/attention.0.block.value.weight") == 8
+    assert read.keys() == now.keys()
+    assert all(torch.equal(read[name], now[name]) for name in now)
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run to be damaged."""
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_refused_by_name(copy: Path, name: str) -> None:
+    file = copy / "checkpoints" / "00000008" / name
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        checkpoints.open_checkpoint(copy)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_refused(copy: Path, name: str) -> None:
+    """Wherever it is, but for the manifest's counts, which nothing reads, and its blanks."""
+    file, draw = copy / "checkpoints" / "00000008" / name, random.Random(name)
+    whole = file.read_bytes()
+    counts = range(whole.find(b'"counts"'), whole.find(b'"files"'))
+    places = [place for place, byte in enumerate(whole) if place not in counts and not chr(byte).isspace()]
+    for _ in range(30):
+        changed = bytearray(whole)
+        changed[draw.choice(places)] ^= 1 << draw.randrange(8)
+        file.write_bytes(changed)
+        with pytest.raises(InputError, match=r"(?s)00000008.*Remove"):
+            checkpoints.open_checkpoint(copy)
+
+
+def test_an_unfinished_folder_is_not_seen_and_without_the_newest_the_one_before_stands_for_the_run(copy: Path) -> None:
+    (copy / "checkpoints" / ".00000009.tmp").mkdir()
+    assert checkpoints.open_checkpoint(copy).step == 8
+    shutil.rmtree(copy / "checkpoints" / "00000008")
+    assert checkpoints.open_checkpoint(copy).step == 4
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="retro train"):
+        checkpoints.open_checkpoint(tmp_path)
+
+
+# --- one file ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(run: Path, tmp_path: Path) -> Path:
+    export(checkpoints.open_checkpoint(run), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_an_exported_file_says_and_computes_what_its_checkpoint_does(run: Path, exported: Path, tmp_path: Path) -> None:
+    there, here = checkpoints.open_checkpoint(run), checkpoints.open_checkpoint(exported)
+    for key in ("fingerprint", "step", "tokens", "model", "settings", "datastores"):
+        assert getattr(here, key) == getattr(there, key), key
+    weights, same = (checkpoints.load_model(opened, torch.device("cpu")).state_dict() for opened in (there, here))
+    assert weights.keys() == same.keys()
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    export(here, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == exported.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "again.safetensors"}
+
+
+def test_a_stranger_reads_the_metadata_with_safetensors_alone(run: Path, exported: Path) -> None:
+    with safe_open(exported, "pt") as file:
+        facts = json.loads(file.metadata()["retro"])
+    opened = checkpoints.open_checkpoint(run)
+    assert (facts["format_version"], facts["step"], facts["fingerprint"]) == (1, 8, opened.fingerprint)
+    assert facts["settings"]["model"]["d_model"] == opened.model.d_model
+
+
+def test_a_damaged_exported_file_is_refused(exported: Path) -> None:
+    whole, draw = exported.read_bytes(), random.Random(0)
+    for cut in (1, 5000, len(whole) - 3, len(whole)):
+        exported.write_bytes(whole[:-cut])
+        with pytest.raises(InputError, match=r"model\.safetensors is not a whole"):
+            checkpoints.open_checkpoint(exported)
+    header = whole.index(b'"retro"'), whole.index(b'"dtype"')
+    for first, stop in (header, (len(whole) - 5000, len(whole))):
+        for _ in range(30):
+            changed = bytearray(whole)
+            changed[draw.randrange(first, stop)] ^= 1 << draw.randrange(8)
+            exported.write_bytes(changed)
+            with pytest.raises(InputError, match=r"model\.safetensors"):
+                checkpoints.open_checkpoint(exported)
+
+
+def test_tensors_without_a_model_another_ending_and_another_version_are_refused(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(InputError, match="retro export"):
+        checkpoints.open_checkpoint(tmp_path / "foreign.safetensors")
+    opened = checkpoints.open_checkpoint(exported)
+    with pytest.raises(InputError, match=r"\.safetensors"):
+        export(opened, tmp_path / "model.pt")
+    monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 2)
+    with pytest.raises(InputError, match="format version 1, this program reads 2"):
+        checkpoints.open_checkpoint(exported)
+
+
+def test_files_have_the_permissions_of_any_new_file(run: Path, exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    written = [exported, *checkpoints.open_checkpoint(run).path.iterdir()]
+    assert {file.stat().st_mode for file in written} == {(tmp_path / "any").stat().st_mode}
+
+
+def test_a_full_disk_or_a_missing_folder_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        save_tensors({"a": torch.zeros(3)}, tmp_path / "nowhere" / "a.safetensors")

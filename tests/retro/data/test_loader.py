@@ -1,0 +1,51 @@
+"""Batches from worker processes are those made here, in the same order, wherever one begins."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from indexing.store.datastore import Datastore
+from retro.data.batches import DataSettings, TrainingData
+from retro.data.loader import load
+from retro.device import Placement, Tensors
+
+SETTINGS = DataSettings(sequence_length=32, k=2)
+HERE = Placement(torch.device("cpu"), torch.float32)
+
+
+def batches(folder: Path, numbers: range, workers: int) -> list[Tensors]:
+    return list(
+        load(
+            TrainingData([folder], SETTINGS, retrieval=True),
+            batches=numbers,
+            batch_size=3,
+            rows=range(3),
+            dropped=0.3,
+            workers=workers,
+            placement=HERE,
+        )
+    )
+
+
+def equal(first: Tensors, second: Tensors) -> bool:
+    return first.keys() == second.keys() and all(
+        (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
+        for one, other in zip(first.values(), second.values(), strict=True)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores are meant
+def test_the_order_does_not_depend_on_the_number_of_workers(tiny_datastore: Datastore) -> None:
+    here = batches(tiny_datastore.folder, range(7), workers=0)
+    for workers in (1, 3):
+        there = batches(tiny_datastore.folder, range(7), workers)
+        assert all(equal(*pair) for pair in zip(here, there, strict=True))
+
+
+def test_going_on_at_a_batch_gives_the_rest(tiny_datastore: Datastore) -> None:
+    whole = batches(tiny_datastore.folder, range(6), workers=0)
+    rest = batches(tiny_datastore.folder, range(4, 6), workers=0)
+    assert [equal(*pair) for pair in zip(whole[4:], rest, strict=True)] == [True, True]
+    assert not equal(whole[0], whole[1])

@@ -1,0 +1,166 @@
+"""Memory by mode: parameters, gradients and moments to the byte of what tensors take, and how modes compare."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from indexing.store.errors import InputError
+from retro.estimates.activation_trace import Pass
+from retro.estimates.training_memory import Memory, memory_of, parameter_units, sent_bytes, state_bytes
+from retro.model.retro import Retro
+from retro.parallel.distribute import Processes
+from retro.parallel.pipeline_parallel import Stage
+from retro.parallel.settings import ParallelSettings, divided
+from retro.training.optimizer import make_optimizer
+from tests.retro.small_model import SETTINGS, build
+
+RUN = Pass(8, 16, 2)
+
+
+def tensor_bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def test_whole_states_are_what_a_real_step_leaves() -> None:
+    model = build()
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    neighbors = torch.zeros(1, 4, 2, 8, dtype=torch.int64)
+    model(torch.zeros(1, 16, dtype=torch.int64), neighbors=neighbors).sum().backward()
+    gradients = tensor_bytes(parameter.grad for parameter in model.parameters())
+    optimizer.step()
+    moments = tensor_bytes(value for state in optimizer.state.values() for value in state.values())
+    found = (tensor_bytes(model.parameters()), gradients, moments)
+    assert state_bytes(parameter_units(SETTINGS, ParallelSettings()), ParallelSettings()) == found
+
+
+def part_bytes(model: nn.Module, num_processes: int) -> int:
+    """What the first of several processes holds when every tensor is cut into rows."""
+    return tensor_bytes(torch.chunk(parameter.detach(), num_processes)[0] for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("num_processes", [2, 3, 8])
+def test_zero_divides_moments_then_gradients_then_parameters_by_rows(num_processes: int) -> None:
+    model = build()
+    part, whole = part_bytes(model, num_processes), tensor_bytes(model.parameters())
+    units, count = parameter_units(SETTINGS, ParallelSettings()), len(list(model.parameters()))
+    for zero in (1, 2, 3):
+        parallel = ParallelSettings(num_processes, zero)  # type: ignore[arg-type]
+        assert state_bytes(units, parallel) == (part, part, 2 * part + 4 * count)
+        assert state_bytes(units, parallel, accumulation=2)[1] == (whole if zero == 1 else part)
+
+
+def test_tensor_parallelism_divides_what_the_blocks_hold_and_nothing_else() -> None:
+    model, halves = build("smeared"), Retro(divided(replace(SETTINGS, smeared_keys=True), 2))
+    for (name, whole), half in zip(model.named_parameters(), halves.parameters(), strict=True):
+        is_divided = ".block." in name
+        assert half.numel() * (2 if is_divided else 1) == whole.numel(), name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"positions": "learned", "shared_embeddings": True},
+        {"positions": "learned", "retrieval_positions": "rope", "norm": "layer", "attention_bias": "all"},
+        {"tied_embeddings": False},
+    ],
+)
+def test_a_process_of_a_pipeline_holds_what_its_stages_hold(schedule: str, changes: dict[str, Any]) -> None:
+    settings = replace(SETTINGS, **changes)
+    parallel = ParallelSettings(pipeline=2, schedule=schedule)  # type: ignore[arg-type]
+    alone, rounds = Processes(ParallelSettings(), torch.device("cpu")), 1 if schedule == "1f1b" else 2
+    for process in range(2):
+        stages = [Stage(Retro(settings), process + 2 * r, 2 * rounds, alone) for r in range(rounds)]
+        # Two stages that both read the decoder's table share it.
+        found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+        units = parameter_units(settings, parallel, process)
+        assert sum(shape.numel() for unit in units.values() for shape in unit) == sum(p.numel() for p in found.values())
+
+
+def test_shared_experts_are_divided_by_themselves_and_zero_divides_what_is_left() -> None:
+    settings = replace(SETTINGS, num_experts=8)
+    named = dict(Retro(settings).named_parameters())
+    experts = tensor_bytes(parameter for name, parameter in named.items() if ".experts." in name)
+    rest = tensor_bytes(named.values()) - experts
+    shared = ParallelSettings(4, expert=2)
+    assert state_bytes(parameter_units(settings, shared), shared)[0] == rest + experts // 2
+    parts = sum(
+        torch.chunk(p.detach()[: len(p) // 2] if ".experts." in name else p.detach(), 2 if ".experts." in name else 4)[
+            0
+        ].nbytes
+        for name, p in named.items()
+    )
+    zero = replace(shared, zero=3)
+    assert state_bytes(parameter_units(settings, zero), zero)[0] == parts
+    # Two processes hold the same experts, four the same of all else.
+    assert sent_bytes(settings, shared) == round(2 * (rest * 3 / 4 + experts / 2 / 2))
+    apart, together = (memory_of(settings, RUN, each) for each in (ParallelSettings(4), shared))
+    assert together.activations < apart.activations  # copies of weights; queues take the same
+    with pytest.raises(InputError, match="num_experts is 8: set it to a multiple of 3"):
+        memory_of(settings, replace(RUN, num_sequences=9), ParallelSettings(3, expert=3))
+
+
+def of(**changes: Any) -> Memory:
+    return memory_of(SETTINGS, RUN, ParallelSettings(**{"data": 4, **changes}))
+
+
+def test_each_stage_of_zero_and_each_checkpointing_takes_less() -> None:
+    stages = [of(zero=zero) for zero in (1, 2, 3)]
+    assert of().states > stages[0].states == stages[2].states
+    assert stages[1].gathered > stages[2].gathered
+    assert [of(checkpointing=how).activations for how in ("none", "selective", "full")] == sorted(
+        (of(checkpointing=how).activations for how in ("none", "selective", "full")), reverse=True
+    )
+    offloaded = of(zero=3, offload=True)
+    assert offloaded.host == stages[2].states
+    assert offloaded.device == stages[2].device - stages[2].states
+    assert stages[2].host == 0
+
+
+def test_activations_follow_the_sequences_that_a_process_has() -> None:
+    run = replace(RUN, num_sequences=32)
+    alone, four = memory_of(SETTINGS, run, ParallelSettings()), memory_of(SETTINGS, run, ParallelSettings(4))
+    assert 3 < alone.activations / four.activations < 4  # copies of weights and the loss's gradient stay
+    assert alone.gathered == 0
+
+
+def test_a_pipeline_keeps_most_in_its_first_process_and_interleaving_takes_more() -> None:
+    run = replace(RUN, num_sequences=16)
+    decoder = replace(SETTINGS, cca_layers=())
+    plain = memory_of(decoder, run, ParallelSettings(pipeline=2, microbatches=8, checkpointing="full"))
+    interleaved = ParallelSettings(pipeline=2, microbatches=8, checkpointing="full", schedule="interleaved")
+    assert memory_of(decoder, run, interleaved).activations > plain.activations
+    # Two microbatches are under way at most, so more of them, and smaller, take less.
+    fewer = ParallelSettings(pipeline=2, microbatches=4, checkpointing="full")
+    assert memory_of(decoder, run, fewer).activations > plain.activations
+
+
+def test_what_is_sent_is_two_or_three_times_the_parameters() -> None:
+    whole = tensor_bytes(build().parameters())
+    sent = [sent_bytes(SETTINGS, ParallelSettings(4, zero)) for zero in (0, 1, 2, 3)]  # type: ignore[arg-type]
+    assert sent == [round(times * whole * 3 / 4) for times in (2, 2, 2, 3)]
+    assert sent_bytes(SETTINGS, ParallelSettings(4, 1), accumulation=5) == sent[1]
+    assert sent_bytes(SETTINGS, ParallelSettings(4, 3), accumulation=5) == 5 * sent[3]
+    assert sent_bytes(SETTINGS, ParallelSettings()) == 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "told"),
+    [
+        (ParallelSettings(3), "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
+        (
+            ParallelSettings(2, pipeline=2, microbatches=8),
+            "parallel.microbatches = 8: train.batch_size leaves 4 sequences",
+        ),
+        (ParallelSettings(pipeline=8), "make 8 stages of model.num_layers = 4"),
+        (ParallelSettings(4, expert=2), "parallel.expert = 2: the model has no experts"),
+        (ParallelSettings(tensor=3), "parallel.tensor = 3: model.num_heads = 2"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(parallel: ParallelSettings, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        memory_of(SETTINGS, RUN, parallel)

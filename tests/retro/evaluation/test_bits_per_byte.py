@@ -1,0 +1,121 @@
+"""Bits per byte: what a slow hand computation says, over exactly the bytes of the text."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.corpus.chunks import to_tokens
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
+from retro.data.neighbor_choice import NeighborUse
+from retro.device import place
+from retro.evaluation import bits_per_byte as evaluation
+from retro.evaluation.bits_per_byte import Result, compare, evaluate
+from retro.evaluation.sets import EvaluationSet
+from retro.evaluation.settings import EvaluationSettings
+from retro.model.retro import Retro
+from tests.conftest import build_local, tiny_config
+from tests.indexing.tokenization.test_tokenizer import foreign_model
+
+FLOAT32 = place("cpu", "float32")
+
+
+def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> Result:
+    held_out = EvaluationSet("valid", datastore)
+    return evaluate(model, held_out, EvaluationSettings(**settings), FLOAT32, use=NeighborUse(k), sequence_length=64)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_bits_per_byte_is_what_one_forward_pass_over_each_document_says(
+    tiny_model: Retro, tiny_datastore: Datastore, k: int
+) -> None:
+    valid, train = tiny_datastore.valid, tiny_datastore.train
+    longest = max(valid.chunk_range(n)[1] - valid.chunk_range(n)[0] for n in range(valid.num_documents))
+    nats = 0.0
+    for number in range(valid.num_documents):
+        first, stop = valid.chunk_range(number)
+        tokens = torch.from_numpy(valid.tokens.read(first, stop).astype(np.int64)).reshape(1, -1)
+        length = len(to_tokens(valid.tokens.read(first, stop), valid.lengths.read(first, stop)))
+        retrieved = {}
+        if k:
+            found, lengths = train.with_continuation(valid.neighbor_ids.read(first, stop)[:, :k].ravel())
+            retrieved["neighbors"] = torch.from_numpy(found).reshape(1, stop - first, k, -1)
+            retrieved["neighbor_lengths"] = torch.from_numpy(lengths).reshape(1, stop - first, k)
+        with torch.no_grad():
+            logs = tiny_model.eval()(tokens, **retrieved).log_softmax(-1)
+        nats -= logs[0, torch.arange(length - 1), tokens[0, 1:length]].double().sum().item()
+    text_bytes = sum(row["bytes"] for row in valid.metadata(range(valid.num_documents)))
+    result = measure(tiny_model, tiny_datastore, k=k, window=16 * longest)
+    assert result.bytes == text_bytes
+    assert result.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(nats / result.tokens), rel=1e-5)
+
+
+def test_a_blank_that_the_tokenizer_puts_before_a_text_is_not_counted_as_its_text(
+    tmp_path: Path, tiny_corpus: Path
+) -> None:
+    """As Llama 2's does."""
+    options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    path = foreign_model(tmp_path / "their.model", vocab_size=600, **options)
+    tokenizer = TokenizerSettings(kind="sentencepiece", path=str(path))
+    datastore = build_local(replace(tiny_config(tmp_path, tiny_corpus), tokenizer=tokenizer))
+    settings = replace(tiny_config(tmp_path, tiny_corpus).model, vocab_size=int(datastore.manifest["vocab_size"]))
+    valid = datastore.valid
+    text_bytes = sum(row["bytes"] for row in valid.metadata(range(valid.num_documents)))
+    for stride in (16, 32):
+        result = measure(Retro(settings), datastore, stride=stride)
+        assert result.bytes == text_bytes
+    assert read_meta(datastore.folder / "tokenizer").added_bytes == 1
+
+
+def test_every_stride_and_batch_size_scores_the_same_tokens(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+    results = [
+        measure(tiny_model, tiny_datastore, stride=stride, batch_size=size)
+        for stride, size in ((16, 3), (32, 8), (48, 5))
+    ]
+    assert len({result.tokens for result in results}) == 1
+    assert len({result.bytes for result in results}) == 1
+
+
+def test_withheld_neighbors_change_nothing_when_off(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+    assert measure(tiny_model, tiny_datastore).bits_per_byte != measure(tiny_model, tiny_datastore, k=2).bits_per_byte
+    assert measure(tiny_model, tiny_datastore).bits_per_byte == measure(tiny_model, tiny_datastore).bits_per_byte
+
+
+def test_the_number_of_tokens_is_limited_and_the_mode_of_the_model_put_back(
+    tiny_model: Retro, tiny_datastore: Datastore
+) -> None:
+    tiny_model.train()
+    result = measure(tiny_model, tiny_datastore, max_tokens=200)
+    assert 100 <= result.tokens <= 400
+    assert tiny_model.training
+
+
+def test_comparing_a_measurement_with_itself_gives_zero(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+    result = measure(tiny_model, tiny_datastore)
+    assert compare(result, result) == (0, 0, 0)
+    worse = replace(result, nats_by_document=result.nats_by_document * 1.1)
+    change, low, high = compare(worse, result)
+    assert change == pytest.approx(10)
+    assert low <= change + 1e-9
+    assert high >= change - 1e-9
+
+
+def test_the_bootstrap_is_the_same_in_pieces(tiny_model: Retro, tiny_datastore: Datastore, monkeypatch) -> None:
+    off, on = measure(tiny_model, tiny_datastore), measure(tiny_model, tiny_datastore, k=2)
+    whole = compare(on, off)
+    monkeypatch.setattr(evaluation, "_BUFFERED_DRAWS", 1)
+    change, low, high = compare(on, off)
+    assert change == whole[0]
+    assert (low, high) == pytest.approx(whole[1:], rel=0.2)
+
+
+@pytest.mark.parametrize("change", [{"window": 50}, {"window": 32, "stride": 32}, {"stride": 10}])
+def test_a_window_that_cuts_chunks_is_refused(tiny_model: Retro, tiny_datastore: Datastore, change) -> None:
+    with pytest.raises(InputError, match=r"evaluation\.window"):
+        measure(tiny_model, tiny_datastore, **change)

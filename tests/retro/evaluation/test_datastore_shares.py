@@ -1,0 +1,140 @@
+"""Shares of the datastore: nested, uniform over documents, and each searched as if it were all there is."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.overlap import overlap
+from indexing.store.artifact import fingerprint
+from indexing.store.datastore import Datastore
+from indexing.store.deletions import delete_ranges
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_checked
+from retro.data.neighbor_choice import NeighborUse
+from retro.device import place
+from retro.evaluation import datastore_shares
+from retro.evaluation.bits_per_byte import evaluate
+from retro.evaluation.datastore_shares import PartialDatastore, points_of, search_shares
+from retro.evaluation.sets import EvaluationSet
+from retro.evaluation.settings import EvaluationSettings
+from retro.model.retro import Retro
+
+SHARES = (0.05, 0.3, 1.0)
+
+
+@pytest.fixture(scope="module")
+def held_out(tiny_datastore: Datastore) -> EvaluationSet:
+    return EvaluationSet("valid", tiny_datastore)
+
+
+@pytest.fixture(scope="module")
+def parts(held_out: EvaluationSet) -> list[PartialDatastore]:
+    return list(search_shares(held_out, held_out.split.num_chunks, 4, SHARES))
+
+
+def documents_of(part: PartialDatastore, held_out: EvaluationSet) -> set[int]:
+    return set(held_out.datastore.train.documents_of(part.found[part.found >= 0])[0].tolist())
+
+
+def exact_in(held_out: EvaluationSet, chunks: np.ndarray, k: int) -> np.ndarray:
+    """Distances [n, k] of the nearest among some chunks, by hand."""
+    vectors = held_out.datastore.train.embeddings.gather(chunks).astype(np.float32)
+    queries = held_out.split.embeddings.read(0, held_out.split.num_chunks).astype(np.float32)
+    return np.sort(((queries[:, None] - vectors) ** 2).sum(2), axis=1)[:, :k]
+
+
+def distances_of(held_out: EvaluationSet, ids: np.ndarray) -> np.ndarray:
+    vectors = held_out.datastore.train.embeddings.gather(ids.ravel()).astype(np.float32).reshape(*ids.shape, -1)
+    queries = held_out.split.embeddings.read(0, len(ids)).astype(np.float32)
+    return ((queries[:, None] - vectors) ** 2).sum(2)
+
+
+def test_each_share_is_searched_exactly_as_if_it_were_all_there_is(
+    held_out: EvaluationSet, parts: list[PartialDatastore]
+) -> None:
+    train = held_out.datastore.train
+    everything = np.arange(train.num_chunks)
+    points = points_of(train.documents_of(everything)[0], 0, 0)
+    assert [part.share for part in parts] == list(SHARES)
+    for part in parts:
+        chunks = everything[points < part.share]
+        assert part.chunks == len(chunks)
+        assert part.documents == len(set(train.documents_of(chunks)[0].tolist()))
+        assert np.isin(part.found, chunks).all()
+        assert np.allclose(distances_of(held_out, part.found), exact_in(held_out, chunks, 4), atol=1e-3)
+
+
+def test_the_whole_datastore_gives_what_is_stored(held_out: EvaluationSet, parts: list[PartialDatastore]) -> None:
+    stored = held_out.split.neighbor_ids.read(0, held_out.split.num_chunks)[:, :4]
+    assert parts[-1].chunks == held_out.datastore.train.num_chunks
+    assert np.allclose(distances_of(held_out, parts[-1].found), distances_of(held_out, stored), atol=1e-5)
+
+
+def test_larger_shares_hold_the_smaller_ones_and_other_seeds_hold_other_documents(held_out: EvaluationSet) -> None:
+    numbers = np.arange(50_000)
+    points = points_of(numbers, 0, 0)
+    assert points.min() >= 0
+    assert points.max() < 1
+    assert abs((points < 0.1).mean() - 0.1) < 0.01
+    assert abs((points_of(numbers, 0, 1)[points < 0.1] < 0.1).mean() - 0.1) < 0.02
+    assert abs((points_of(numbers, 1, 0)[points < 0.1] < 0.1).mean() - 0.1) < 0.02
+    alone = next(iter(search_shares(held_out, 8, 4, (0.3,))))
+    among = list(search_shares(held_out, 8, 4, (0.3, 0.1, 0.2)))[-1]
+    assert np.array_equal(alone.found, among.found)
+    assert (alone.documents, alone.chunks) == (among.documents, among.chunks)
+
+
+def test_blocks_change_nothing(held_out: EvaluationSet, parts: list[PartialDatastore], monkeypatch) -> None:
+    monkeypatch.setattr(datastore_shares, "_BLOCK_CHUNKS", 400)
+    monkeypatch.setattr(datastore_shares, "_BLOCK_QUERIES", 20)
+    for part, again in zip(parts, search_shares(held_out, 50, 4, SHARES), strict=True):
+        assert (part.documents, part.chunks) == (again.documents, again.chunks)
+        assert np.allclose(distances_of(held_out, part.found[:50]), distances_of(held_out, again.found), atol=1e-5)
+
+
+def test_what_has_been_deleted_is_in_no_share(held_out: EvaluationSet, tmp_path: Path) -> None:
+    copy = EvaluationSet("copy", Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "copy")))
+    train = copy.datastore.train
+    gone = [train.chunk_range(number) for number in range(0, train.num_documents, 2)]
+    delete_ranges(copy.datastore.folder, np.array(gone))
+    (part,) = search_shares(copy, 20, 4, (1.0,))
+    assert part.documents == train.num_documents - len(gone)
+    assert all(number % 2 for number in documents_of(part, copy))
+
+
+def test_near_copies_that_the_datastore_leaves_out_are_left_out(held_out: EvaluationSet, tmp_path: Path) -> None:
+    copy = Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "copy"))
+    path = copy.folder / "neighbors" / "00000" / "manifest.json"
+    manifest = read_json(path)
+    manifest["recipe"]["settings"]["neighbors.max_overlap"] = 0.5
+    write_checked(path, manifest | {"fingerprint": fingerprint(manifest["recipe"])})
+    (part,) = search_shares(EvaluationSet("copy", copy), 40, 4, (1.0,))
+    tokens, lengths = copy.valid.tokens.read(0, 40), copy.valid.lengths.read(0, 40)
+    rows, columns = np.nonzero(part.found >= 0)
+    ids = part.found[rows, columns]
+    assert (
+        overlap(tokens[rows], lengths[rows], copy.train.tokens.gather(ids), copy.train.lengths.gather(ids)).max() <= 0.5
+    )
+
+
+def test_given_neighbors_are_read_in_place_of_the_stored_ones(tiny_model: Retro, held_out: EvaluationSet) -> None:
+    def bits(use: NeighborUse) -> float:
+        settings = EvaluationSettings(max_tokens=500)
+        return evaluate(
+            tiny_model, held_out, settings, place("cpu", "float32"), use=use, sequence_length=64
+        ).bits_per_byte
+
+    n = held_out.split.num_chunks
+    stored = held_out.split.neighbor_ids.read(0, n).copy()
+    assert bits(NeighborUse(2, found=stored)) == bits(NeighborUse(2))
+    assert bits(NeighborUse(2, found=stored[:, ::-1].copy())) != bits(NeighborUse(2))
+    nothing = np.full((n, 2), -1, dtype=np.int64)
+    assert bits(NeighborUse(2, found=nothing)) == pytest.approx(bits(NeighborUse(0)), rel=1e-5)
+
+
+@pytest.mark.parametrize("shares", [(0.0,), (0.5, 1.5), (-0.1,)])
+def test_a_share_that_is_none_is_refused(shares: tuple[float, ...]) -> None:
+    with pytest.raises(InputError, match=r"evaluation\.datastore_shares"):
+        EvaluationSettings(datastore_shares=shares)

@@ -1,0 +1,160 @@
+"""Leakage: r of a chunk, and bits-per-byte over the chunks that leak little."""
+
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.store.artifact import fingerprint
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_checked
+from retro.data.neighbor_choice import NeighborUse
+from retro.device import place
+from retro.evaluation.bits_per_byte import Result, evaluate
+from retro.evaluation.leakage import by_leakage, leakage_of
+from retro.evaluation.sets import EvaluationSet
+from retro.evaluation.settings import EvaluationSettings
+from retro.model.retro import Retro
+
+THRESHOLDS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@pytest.fixture(scope="module")
+def held_out(tiny_datastore: Datastore) -> EvaluationSet:
+    return EvaluationSet("valid", tiny_datastore)
+
+
+def measure(model: Retro, held_out: EvaluationSet, k: int = 0, **settings) -> Result:
+    chosen = EvaluationSettings(**settings)
+    return evaluate(
+        model, held_out, chosen, place("cpu", "float32"), use=NeighborUse(k), sequence_length=64, by_chunk=True
+    )
+
+
+def longest_run(chunk: list[int], neighbor: list[int]) -> int:
+    """The textbook way."""
+    best = 0
+    for first in range(len(chunk)):
+        for second in range(len(neighbor)):
+            length = 0
+            while chunk[first + length : first + length + 1] == neighbor[second + length : second + length + 1] != []:
+                length += 1
+            best = max(best, length)
+    return best
+
+
+def test_leakage_is_the_longest_run_shared_with_a_stored_neighbor_and_its_continuation(
+    held_out: EvaluationSet,
+) -> None:
+    split, train = held_out.split, held_out.datastore.train
+    ids = np.array([0, 5, split.num_chunks - 1])
+    for number, found in zip(ids, leakage_of(held_out, ids, 3), strict=True):
+        length = int(split.lengths.read(number, number + 1)[0])
+        chunk = split.tokens.read(number, number + 1)[0, :length].tolist()
+        tokens, lengths = train.with_continuation(split.neighbor_ids.read(number, number + 1)[0, :3])
+        rows = [row[:size].tolist() for row, size in zip(tokens, lengths, strict=True)]
+        assert found == pytest.approx(max(longest_run(chunk, row) for row in rows) / length)
+
+
+def test_a_chunk_copied_from_a_training_document_leaks_wholly(tiny_datastore: Datastore, tmp_path: Path) -> None:
+    copy = EvaluationSet("copy", Datastore.open(shutil.copytree(tiny_datastore.folder, tmp_path / "copy")))
+    rows = copy.datastore.folder / "chunks" / "00000" / "valid"
+    tokens, lengths = np.load(rows / "tokens.npy"), np.load(rows / "lengths.npy")
+    full = int(np.flatnonzero(lengths == copy.split.chunk_length)[0])
+    nearest = copy.split.neighbor_ids.read(full, full + 1)[0]
+    source = copy.datastore.train.tokens.read(int(nearest[2]), int(nearest[2]) + 1)[0]
+    assert int(copy.datastore.train.lengths.read(int(nearest[2]), int(nearest[2]) + 1)[0]) == copy.split.chunk_length
+    tokens[full] = source
+    np.save(rows / "tokens.npy", tokens)
+    ids = np.array([full])
+    assert leakage_of(EvaluationSet("copy", copy.datastore), ids, 10)[0] == 1
+    assert leakage_of(EvaluationSet("copy", copy.datastore), ids, 2)[0] < 1  # the third neighbor does not count
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_over_all_chunks_it_is_the_plain_figure(tiny_model: Retro, held_out: EvaluationSet, k: int) -> None:
+    result = measure(tiny_model, held_out, k)
+    assert result.chunks is not None
+    leakage = leakage_of(held_out, result.chunks.ids, 10)
+    *_, whole = by_leakage(result, leakage, THRESHOLDS)
+    assert whole.share == 1
+    assert whole.result is not None
+    assert whole.result.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-12)
+    assert whole.result.tokens == result.tokens
+    assert np.allclose(whole.result.nats_by_document, result.nats_by_document)
+    assert np.array_equal(whole.result.bytes_by_document, result.bytes_by_document)
+
+
+def test_thresholds_let_in_ever_more_chunks_and_their_bits_and_bytes_are_summed(
+    tiny_model: Retro, held_out: EvaluationSet
+) -> None:
+    result = measure(tiny_model, held_out)
+    chunks = result.chunks
+    assert chunks is not None
+    leakage = leakage_of(held_out, chunks.ids, 10)
+    levels = list(by_leakage(result, leakage, THRESHOLDS))
+    assert [level.share for level in levels] == sorted(level.share for level in levels)
+    assert 0 < levels[2].share < 1
+    for level in levels:
+        kept = leakage <= level.threshold
+        if level.result is None:
+            assert not kept.any()
+            continue
+        bits = chunks.nats[kept].sum() / math.log(2)
+        assert level.result.bits_per_byte == pytest.approx(bits / chunks.bytes[kept].sum())
+
+
+def test_a_token_counts_for_the_chunk_it_lies_in(tiny_model: Retro, held_out: EvaluationSet) -> None:
+    split, sizes = held_out.split, held_out.token_bytes
+    result = measure(tiny_model, held_out, stride=16)
+    chunks = result.chunks
+    assert chunks is not None
+    assert np.array_equal(chunks.ids, np.arange(split.num_chunks))
+    lengths = split.lengths.gather(chunks.ids).astype(int)
+    _, first, _ = split.documents_of(chunks.ids)
+    assert np.array_equal(
+        chunks.tokens, lengths - (first == chunks.ids)
+    )  # but the first of a document, which nothing predicts
+    real = np.arange(split.chunk_length) < lengths[:, None]
+    assert np.array_equal(chunks.bytes, (sizes[split.tokens.gather(chunks.ids)] * real).sum(1))
+    wide = measure(tiny_model, held_out, stride=48, batch_size=3).chunks
+    assert wide is not None
+    assert np.array_equal(wide.tokens, chunks.tokens)
+
+
+def test_chunks_are_measured_where_only_some_documents_are(tiny_model: Retro, held_out: EvaluationSet) -> None:
+    result = measure(tiny_model, held_out, max_tokens=200)
+    assert result.chunks is not None
+    assert result.chunks.tokens.sum() == result.tokens
+    assert result.chunks.bytes.sum() == result.bytes
+    by_document = np.bincount(result.chunks.documents, result.chunks.nats, minlength=held_out.split.num_documents)
+    assert np.allclose(by_document, result.nats_by_document)
+
+
+def test_another_datastore_of_the_same_chunks_may_say_what_leaks_and_one_of_others_not(
+    held_out: EvaluationSet, tmp_path: Path
+) -> None:
+    other = Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "other"))
+    ids = np.arange(20)
+    assert np.array_equal(leakage_of(held_out, ids, 4, source=other), leakage_of(held_out, ids, 4))
+    path = other.folder / "neighbors" / "00000" / "valid" / "ids.npy"
+    np.save(path, np.full_like(np.load(path), -1))
+    blind = leakage_of(held_out, np.arange(4), 4, source=Datastore.open(other.folder))
+    assert blind.tolist() == [0] * 4
+    path = other.folder / "chunks" / "00000" / "valid" / "tokens.npy"
+    np.save(path, np.load(path)[::-1])
+    with pytest.raises(InputError, match=r"does not hold the chunks of evaluation set 'valid'"):
+        leakage_of(held_out, ids, 4, source=Datastore.open(other.folder))
+
+
+def test_a_datastore_that_hides_its_leaks_says_so(held_out: EvaluationSet, tmp_path: Path, caplog) -> None:
+    other = Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "other"))
+    path = other.folder / "neighbors" / "00000" / "manifest.json"
+    manifest = read_json(path)
+    manifest["recipe"]["settings"]["neighbors.max_overlap"] = 0.5
+    write_checked(path, manifest | {"fingerprint": fingerprint(manifest["recipe"])})
+    leakage_of(held_out, np.arange(2), 4, source=other)
+    assert "neighbors.max_overlap = 0.5" in caplog.text

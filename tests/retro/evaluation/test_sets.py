@@ -1,0 +1,155 @@
+"""Evaluation sets: which documents are scored, under what name, and what is refused."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_checked
+from retro.data.neighbor_choice import NeighborUse
+from retro.device import place
+from retro.evaluation.bits_per_byte import measure_sets
+from retro.evaluation.sets import EvaluationSet, open_sets, parse_set, short_names
+from retro.evaluation.settings import EvaluationSettings
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.training.trainer import Outcome, train
+from tests.conftest import tiny_config
+
+
+@pytest.fixture
+def settings(tiny_datastore: Datastore, tmp_path: Path) -> ModelSettings:
+    return replace(tiny_config(tmp_path, tmp_path).model, vocab_size=int(tiny_datastore.manifest["vocab_size"]))
+
+
+@pytest.fixture
+def copied(tiny_datastore: Datastore, tmp_path: Path) -> Path:
+    """A datastore that a test may change."""
+    return Path(shutil.copytree(tiny_datastore.folder, tmp_path / "other" / "datastore"))
+
+
+def named(sets: list[EvaluationSet]) -> list[tuple[str, Path, str]]:
+    return [(each.name, each.datastore.folder, each.split_name) for each in sets]
+
+
+@pytest.mark.parametrize(
+    ("entry", "parsed"),
+    [
+        ("valid", ("valid", "", "valid")),
+        ("web=runs/web", ("web", "runs/web", "valid")),
+        ("web=runs/web:valid", ("web", "runs/web", "valid")),
+        ("web=s3://runs/web", ("web", "s3://runs/web", "valid")),
+        ("a.b-c=x=y:valid", ("a.b-c", "x=y", "valid")),
+    ],
+)
+def test_an_entry_is_a_name_a_datastore_and_a_split(entry: str, parsed: tuple[str, str, str]) -> None:
+    assert parse_set(entry) == parsed
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (("train",), ["'train'", "splits: valid"]),
+        (("a=runs/a:train",), ["'a=runs/a:train'", "splits: valid"]),
+        (("a=",), ["'a='", "NAME=DATASTORE:SPLIT"]),
+        (("=runs/a",), ["'=runs/a'", "NAME=DATASTORE"]),
+        (("a/b=runs/a",), ["'a/b=runs/a'", "names are of letters"]),
+        (("",), ["''", "NAME=DATASTORE"]),
+        (("a=x", "a=y"), ["'a' more than once"]),
+    ],
+)
+def test_what_is_no_set_is_refused_by_key(sets: tuple[str, ...], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        EvaluationSettings(sets=sets)
+    assert str(caught.value).startswith("evaluation.sets has ")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_without_entries_every_training_datastore_is_scored_by_its_name(
+    tiny_datastore: Datastore, copied: Path, settings: ModelSettings
+) -> None:
+    first = tiny_datastore.folder
+    assert named(open_sets((), [first], settings, 2)) == [("valid", first, "valid")]
+    two = open_sets((), [first, copied, first], settings, 2)
+    assert named(two) == [(first.parent.name, first, "valid"), ("other", copied, "valid")]
+
+
+def test_a_datastore_that_holds_nothing_out_is_skipped_unless_it_is_named(
+    copied: Path, settings: ModelSettings
+) -> None:
+    manifest = read_json(copied / "manifest.json")
+    manifest["splits"]["valid"] = {key: [0] * len(rows) for key, rows in manifest["splits"]["valid"].items()}
+    write_checked(copied / "manifest.json", manifest)
+    assert open_sets((), [copied], settings, 2) == []
+    with pytest.raises(InputError, match=r"evaluation set 'valid'.*holds no valid documents.*corpus.split"):
+        open_sets(("valid",), [copied], settings, 2)
+
+
+def test_entries_name_splits_of_the_first_datastore_and_other_datastores(
+    tiny_datastore: Datastore, copied: Path, settings: ModelSettings
+) -> None:
+    sets = open_sets(("valid", f"copy={copied}:valid"), [tiny_datastore.folder], settings, 2)
+    assert named(sets) == [("valid", tiny_datastore.folder, "valid"), ("copy", copied, "valid")]
+
+
+def test_each_set_is_measured_on_and_off_under_its_name(
+    tiny_datastore: Datastore, copied: Path, settings: ModelSettings
+) -> None:
+    model = Retro(settings)
+
+    sets = open_sets(("valid", f"copy={copied}"), [tiny_datastore.folder], settings, 2)
+    limited = EvaluationSettings(max_tokens=300)
+    metrics = measure_sets(model, sets, limited, place("cpu", "float32"), use=NeighborUse(2), sequence_length=64)
+    assert sorted(metrics) == [f"{name}_bits_per_byte_{mode}" for name in ("copy", "valid") for mode in ("off", "on")]
+    assert metrics["copy_bits_per_byte_on"] == metrics["valid_bits_per_byte_on"]
+    baseline = measure_sets(model, sets[:1], limited, place("cpu", "float32"), use=NeighborUse(0), sequence_length=64)
+    assert baseline == {"valid_bits_per_byte_off": metrics["valid_bits_per_byte_off"]}
+
+
+def test_a_set_that_does_not_fit_the_model_is_refused_by_name(
+    tiny_datastore: Datastore, copied: Path, settings: ModelSettings, tmp_path: Path
+) -> None:
+    def refused(entry: str, words: str, k: int = 2, model: ModelSettings = settings) -> None:
+        with pytest.raises(InputError, match=words):
+            open_sets((entry,), [tiny_datastore.folder], model, k)
+
+    refused(f"web={tmp_path}", r"evaluation\.sets has 'web=.*is not a datastore")
+    refused(f"web={copied}", r"evaluation\.k = 7 .*evaluation set 'web'.* stores 6", k=7)
+    refused(f"web={copied}", r"evaluation set 'web'.*vocab_size", model=replace(settings, vocab_size=99))
+    refused(f"web={copied}", r"evaluation set 'web'.*chunk_length", model=replace(settings, chunk_length=32))
+    manifest = read_json(copied / "tokenizer" / "manifest.json")
+    manifest["files"]["token_bytes.npy"]["checksum"] = "other"
+    write_checked(copied / "tokenizer" / "manifest.json", manifest)
+    refused(f"web={copied}", r"evaluation\.sets has 'web=.*different tokenizers")
+
+
+def test_training_logs_every_set_by_name_and_refuses_a_wrong_one_before_it_leaves_anything(
+    tiny_datastore: Datastore, copied: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, tmp_path)
+
+    def run(*sets: str) -> Outcome:
+        evaluation = EvaluationSettings(sets=sets)
+        return train(config.run, [tiny_datastore.folder], config.model, config.data, config.train, evaluation)
+
+    with pytest.raises(InputError, match="is not a datastore"):
+        run("web=nowhere")
+    assert not config.run.exists()
+    assert {"valid_bits_per_byte_on", "copy_bits_per_byte_off"} <= set(run("valid", f"copy={copied}").metrics[-1])
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["runs/a"], ["a"]),
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["english/datastore", "chinese/datastore"], ["english", "chinese"]),
+        (["a/x", "a/y", "b/x"], ["a-x", "a-y", "b-x"]),
+        (["/x", "/a/x"], ["x", "a"]),
+    ],
+)
+def test_short_names_tell_folders_apart(folders: list[str], names: list[str]) -> None:
+    assert short_names([Path(folder) for folder in folders]) == names

@@ -1,0 +1,148 @@
+"""Folders as they are found: in parts, in half precision, from other times, damaged; and with a tokenizer of another size."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from indexing.store.errors import InputError
+from retro.huggingface.compare_logits import verify
+from retro.huggingface.import_folder import add_rows, read_base
+from tests.retro.huggingface.small_bases import V, make, save
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+
+pytest.importorskip("transformers")
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Any:
+    return make("gpt2")
+
+
+@pytest.fixture
+def folder(gpt2: Any, tmp_path: Path) -> Path:
+    return save(gpt2, tmp_path / "gpt2")
+
+
+def write_tokenizer(folder: Path, num_words: int, **told: Any) -> None:
+    """A tokenizer of words, and what stands beside it of its special tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {"<end>": 0} | {f"word{number}": number for number in range(1, num_words)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<end>"))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+
+
+def test_parts_and_half_precision_give_what_one_file_of_them_gives(gpt2: Any, folder: Path, tmp_path: Path) -> None:
+    whole, parts = read_base(folder), read_base(save(gpt2, tmp_path / "parts", max_shard_size="30KB"))
+    assert not (parts.folder / WEIGHTS).exists()
+    assert all(torch.equal(parts.tensors[name], tensor) for name, tensor in whole.tensors.items())
+    changed(folder, lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    for name, tensor in read_base(folder).tensors.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, whole.tensors[name].bfloat16().float())
+
+
+def test_a_folder_of_the_first_years_is_read_without_its_masks(folder: Path) -> None:
+    """As the hub has GPT-2: no prefix, and the causal mask of each layer."""
+    whole, masks = read_base(folder), {f"h.{n}.attn.bias": torch.ones(1, 1, 4, 4) for n in range(3)}
+    changed(folder, lambda tensors: {n.removeprefix("transformer."): t for n, t in tensors.items()} | masks)
+    again = read_base(folder)
+    assert again.tensors.keys() == whole.tensors.keys()
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in whole.tensors.items())
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            without("transformer.h.1.ln_2.bias"),
+            "has no tensor transformer.h.1.ln_2.bias, which its config.json asks for",
+        ),
+        (lambda tensors: tensors | {"score.weight": torch.ones(2)}, "score.weight is a weight that no"),
+        (
+            lambda tensors: tensors | {"transformer.wpe.weight": torch.ones(3, 32)},
+            "transformer.wpe.weight gives position_embedding.weight the shape [3, 32], its config.json [64, 32]",
+        ),
+        (
+            lambda tensors: tensors | {"transformer.wte.weight": torch.ones(V, 32, dtype=torch.int8)},
+            "transformer.wte.weight is of type torch.int8; accepted: float32",
+        ),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused_by_name(folder: Path, change: Any, told: str) -> None:
+    changed(folder, change)
+    with pytest.raises(InputError, match=re.escape(told)):
+        read_base(folder)
+
+
+def test_a_folder_that_lacks_something_is_refused(folder: Path, tmp_path: Path) -> None:
+    def refused(told: str, path: Path = folder) -> None:
+        with pytest.raises(InputError, match=told):
+            read_base(path)
+
+    refused("config.json is missing: name a local folder", tmp_path)
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-5])
+    refused("is not a whole safetensors file")
+    (folder / WEIGHTS).unlink()
+    refused("holds neither model.safetensors nor model.safetensors.index.json")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    refused(r"pytorch_model.bin is pickled.*save_pretrained")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": "one.safetensors"}}))
+    refused("one.safetensors is missing")
+    for wrong in ({}, {"weight_map": {"transformer.wte.weight": "../one.safetensors"}}):
+        index.write_text(json.dumps(wrong))
+        refused("weight_map must name the file of every tensor, beside it")
+    (folder / "config.json").write_text("{")
+    refused("config.json is not JSON")
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenizers
+
+
+def test_ids_that_the_tokenizer_has_beyond_the_tables_get_rows_and_the_others_stay(folder: Path) -> None:
+    bare = read_base(folder)
+    assert (bare.settings.vocab_size, bare.num_ids, bare.added_rows) == (V, V, 0)
+    write_tokenizer(folder, V)  # all rows are taken, and padding wants one more
+    base = read_base(folder)
+    assert (base.settings.vocab_size, base.num_ids, base.added_rows) == (V + 1, V + 1, 1)
+    assert torch.equal(base.tensors["embedding.weight"][:V], bare.tensors["embedding.weight"])
+    write_tokenizer(folder, V - 10)  # the tables have been made larger than the tokenizer
+    base = read_base(folder)
+    assert (base.settings.vocab_size, base.num_ids, base.added_rows) == (V, V - 9, 0)
+    assert verify(base)[0] < 1e-5
+
+
+def test_an_added_row_is_no_likelier_than_one_of_all_whatever_the_stream_is() -> None:
+    torch.manual_seed(0)
+    table = torch.randn(50, 8) * 5 - 20
+    for stream in torch.randn(100, 8) * 10:
+        probabilities = (add_rows(table, 1) @ stream).softmax(0)
+        assert probabilities[-1] <= (1 + 1e-5) / 51
+
+
+def test_logits_that_are_not_those_of_transformers_are_refused(folder: Path) -> None:
+    base = read_base(folder)
+    assert verify(base)[0] < 1e-5
+    base.tensors["attention.1.block.out.bias"][3] += 0.5
+    with pytest.raises(InputError, match="logits differ from transformers' by up to"):
+        verify(base)

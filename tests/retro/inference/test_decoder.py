@@ -1,0 +1,240 @@
+"""The cached decoder gives the logits of the whole forward pass, whatever it has dropped, kept or batched."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from indexing.store.errors import InputError
+from retro.device import Placement, place
+from retro.inference import decoder as decoding
+from retro.inference.decoder import KEY_STEP, Decoder, Retrieve
+from retro.model import attention
+from retro.model.retro import Retro
+from retro.tuning.adapters import add_adapter
+from retro.tuning.settings import TuningSettings
+from tests.retro.small_model import M, R, T, V, build, every_scheme, model_of
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+
+FLOAT32 = place("cpu", "float32")
+FLOAT16 = Placement(torch.device("cpu"), torch.float16)
+BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
+LENGTHS = (1, M - 1, M, M + 1, 2 * M, 3 * M - 1, 5 * M)  # shorter and longer than a chunk, and at its borders
+
+
+def retriever(k: int, asked: list[list[int]] | None = None) -> Retrieve | None:
+    """Random neighbors of any length, none included, that depend on the chunk alone."""
+
+    def retrieve(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if asked is not None:
+            asked.extend(chunks.tolist())
+        drawn = [np.random.default_rng(chunk) for chunk in chunks]
+        lengths = np.stack([rng.integers(0, R + 1, k) * rng.integers(0, 2) for rng in drawn])
+        return np.stack([rng.integers(0, V, (k, R)) for rng in drawn]), lengths
+
+    return retrieve if k else None
+
+
+def rows(*lengths: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, V, length) for length in lengths]
+
+
+@torch.no_grad()
+def uncached(model: Retro, tokens: np.ndarray, retrieve: Retrieve | None, context: int = T * 4) -> Tensor:
+    """The logits after some tokens from one forward pass over all that is in sight."""
+    block = max(M, context // 4 // M * M)
+    tokens = tokens[max(0, -(-(len(tokens) - context) // block) * block) :]
+    full, found = len(tokens) // M, {}
+    if full and retrieve is not None:
+        neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
+        found = {"neighbors": torch.from_numpy(neighbors[None]), "neighbor_lengths": torch.from_numpy(lengths[None])}
+    return model(torch.from_numpy(tokens[None]), **found)[0, -1]
+
+
+def check_steps(
+    decoder: Decoder, expected: Callable[[np.ndarray], Tensor], prompts: list[np.ndarray], steps: int, keep_at: int = -1
+) -> None:
+    """The logits of the prompts and of each of some steps are the expected ones; at one of them every other row ends."""
+    rng, rows = np.random.default_rng(1), prompts
+    logits = decoder.read(prompts)
+    for step in range(steps):
+        torch.testing.assert_close(logits, torch.stack([expected(row) for row in rows]), rtol=1e-4, atol=1e-4)
+        if step == keep_at:
+            decoder.keep(range(0, len(rows), 2))
+            rows = rows[::2]
+        new = [rng.integers(0, V, 1) for _ in rows]
+        rows = [np.concatenate(row) for row in zip(rows, new, strict=True)]
+        logits = decoder.read(new)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@every_scheme
+def test_every_step_gives_the_logits_of_the_whole_forward_pass(
+    scheme: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "KEY_STEP", 3 * M)  # some steps read a longer run of keys than the one before
+    model, retrieve = model_of(scheme), retriever(k)
+    decoder = Decoder(model, FLOAT32, 4 * T, retrieve)
+    check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(*LENGTHS), 2 * M + 2, keep_at=M)
+
+
+@every_scheme
+def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme: str) -> None:
+    model, prompts = model_of(scheme), rows(1, M, M + 1, 3 * M)
+    rng = np.random.default_rng(2)
+    given = [(rng.integers(0, V, (5, R)), rng.integers(0, R + 1, 5)) for _ in prompts]
+
+    def expected(row: np.ndarray) -> Tensor:
+        own = next(each for each, prompt in zip(given, prompts, strict=True) if prompt[0] == row[0])
+        return uncached(model, row, lambda chunks: tuple(np.stack([part] * len(chunks)) for part in own))
+
+    def unasked(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        raise AssertionError("nothing is to be looked for")
+
+    for number, prompt in enumerate(prompts):
+        prompt[0] = number
+    check_steps(Decoder(model, FLOAT32, 4 * T, unasked, given), expected, prompts, 2 * M + 2, keep_at=M)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cca_layers": ()},
+        {"num_experts": 4, "experts_every": 2, "capacity_factor": 0.5},
+        {"cca_layers": (1,), "encoder_cca_layers": (), "tied_embeddings": False},
+        {"cca_layers": (3,), "shared_embeddings": True, "encoder_cca_layers": (1, 2)},
+        {"scheme": "rope", "retrieval_smeared_keys": True, "smeared_tokens": 2},
+        {"sliding_window": M + 1, "attention_bias": "qkv", "qk_norm": True, "norm_eps": 0.1},
+        {"sliding_window": 3, "positions": "transformer-xl", "retrieval_positions": "alibi", "parallel_residual": True},
+        {"positions": "learned", "max_positions": 4 * T, "retrieval_positions": "rope", "sliding_window": 1},
+    ],
+)
+def test_other_architectures_are_cached_too(changes: dict) -> None:
+    model, retrieve = build(**{"scheme": "smeared", **changes}), retriever(2)
+    decoder = Decoder(model, FLOAT32, 4 * T, retrieve)
+    check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(2, M, 2 * M + 1), M + 1)
+
+
+@pytest.mark.parametrize("adapter", ["prefix", "prompt"])
+@every_scheme
+def test_virtual_tokens_are_in_the_cache_also_after_a_full_context(scheme: str, adapter: Any) -> None:
+    model, retrieve, context = build(scheme), retriever(2), 3 * M
+    add_adapter(model, TuningSettings(adapter=adapter, virtual_tokens=3))
+    decoder = Decoder(model.eval(), FLOAT32, context, retrieve)
+    prompts = rows(1, M + 1, context, context + 2)
+    check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 2 * M, keep_at=M)
+
+
+@pytest.mark.parametrize("context", [M, 2 * M, 8 * M])
+@every_scheme
+def test_a_full_context_is_read_again_from_what_is_left(scheme: str, context: int) -> None:
+    model, retrieve = model_of(scheme), retriever(2)
+    decoder = Decoder(model, FLOAT32, context, retrieve)
+    prompts = rows(3, context - 1, context, context + 1, 3 * context + 2)
+    check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 3 * M)
+
+
+def test_a_context_longer_than_the_table_of_positions_is_refused() -> None:
+    with pytest.raises(InputError, match=r"model\.max_positions is 64: set it to 68 or more"):
+        Decoder(model_of("learned"), FLOAT32, 4 * T + M)
+
+
+def test_a_quarter_of_the_context_is_dropped_at_once_and_at_least_a_chunk() -> None:
+    def in_sight(context: int, length: int) -> int:
+        decoder = Decoder(model_of("rope"), FLOAT32, context)
+        decoder.read(rows(length))
+        return len(decoder.rows[0].tokens)
+
+    assert [in_sight(16 * M, length) for length in (16 * M, 16 * M + 1, 20 * M, 20 * M + 1)] == [
+        16 * M,
+        12 * M + 1,
+        16 * M,
+        12 * M + 1,
+    ]
+    assert in_sight(2 * M, 2 * M + 1) == M + 1
+
+
+@every_scheme
+def test_a_row_depends_on_no_other_row(scheme: str) -> None:
+    model, prompts = model_of(scheme), rows(*LENGTHS)
+    together = Decoder(model, FLOAT32, 4 * M, retriever(2))
+    alone = [Decoder(model, FLOAT32, 4 * M, retriever(2)) for _ in prompts]
+    new = prompts
+    for step in range(M + 1):
+        expected = torch.cat([decoder.read([tokens]) for decoder, tokens in zip(alone, new, strict=True)])
+        torch.testing.assert_close(together.read(new), expected, rtol=1e-4, atol=1e-5)
+        if step == 1:
+            together.keep(range(1, len(prompts)))
+            alone = alone[1:]
+        new = rows(*[1] * len(alone))
+
+
+def test_a_step_passes_one_token_of_each_row_through_the_layers() -> None:
+    model, seen = build("rope"), []
+    model.feed_forward["0"].register_forward_pre_hook(lambda block, inputs: seen.append(tuple(inputs[0].shape[:2])))
+    decoder = Decoder(model, FLOAT32, 4 * T, retriever(2))
+    decoder.read(rows(2 * M, M + 1))
+    assert seen == [(2, M - 1), (2, M), (1, 1)]  # windows; of the last one the longer row alone has a token
+    seen.clear()
+    for _ in range(2 * M):
+        decoder.read(rows(1, 1))
+    assert seen == [(2, 1)] * 2 * M
+
+
+def test_attention_meets_few_numbers_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, attend = set(), attention.attend
+    monkeypatch.setattr(attention, "attend", lambda q, k, *rest: (lengths.add(k.shape[2]), attend(q, k, *rest))[1])
+    decoder = Decoder(model_of("rope"), FLOAT32, 2 * KEY_STEP + 3 * M)
+    for prompts in (rows(1, 3), *[rows(1, 1)] * (2 * KEY_STEP)):
+        decoder.read(prompts)
+    assert lengths == {KEY_STEP, 2 * KEY_STEP, 2 * KEY_STEP + 3 * M}
+
+
+def test_neighbors_of_every_complete_chunk_in_sight_are_asked_for_once() -> None:
+    asked: list[list[int]] = []
+    decoder = Decoder(model_of("rope"), FLOAT32, 4 * M, retriever(2, asked))
+    first, second = rows(2 * M + 1, 6 * M)
+    decoder.read([first, second])
+    assert asked == [*first[: 2 * M].reshape(-1, M).tolist(), *second[2 * M :].reshape(-1, M).tolist()]
+    asked.clear()
+    text = [first, second]
+    for step in range(M - 1):
+        text = [np.concatenate(row) for row in zip(text, rows(1, 1), strict=True)]
+        decoder.read(rows(1, 1))
+        assert len(asked) == (step == M - 2)
+    assert asked == [text[0][2 * M :].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reduced", "rounding"),
+    [("rope", BFLOAT16, 0.2), ("alibi", BFLOAT16, 0.2), ("learned", BFLOAT16, 0.2), ("rope", FLOAT16, 0.025)],
+)
+def test_a_reduced_precision_differs_by_its_rounding_alone(scheme: str, reduced: Placement, rounding: float) -> None:
+    model, retrieve = model_of(scheme), retriever(2)
+    decoder, plain = Decoder(model, reduced, 4 * T, retrieve), Decoder(model, FLOAT32, 4 * T, retrieve)
+    new, difference = rows(M, 3), 0.0
+    for _ in range(M):
+        difference = max(difference, float((decoder.read(new) - plain.read(new)).abs().max()))
+        new = rows(1, 1)
+    assert 0 < difference < rounding
+
+
+@every_scheme
+def test_cast_weights_give_what_autocast_gives(scheme: str) -> None:
+    model = build(scheme, tied_embeddings=False, shared_embeddings=True)
+    tokens, neighbors = torch.from_numpy(np.stack(rows(T, T))), torch.arange(2 * 4 * 2 * R).view(2, 4, 2, R) % V
+
+    def logits() -> Tensor:
+        with torch.no_grad(), BFLOAT16.autocast():
+            return model(tokens, neighbors=neighbors)
+
+    expected = logits()
+    FLOAT32.cast(model)
+    assert model.head.weight.dtype == torch.float32
+    BFLOAT16.cast(model)
+    assert model.head.weight.dtype == torch.bfloat16
+    assert torch.equal(logits(), expected)

@@ -1,0 +1,194 @@
+"""Generation: the same seed, the same text; neighbors are asked for at chunk boundaries and nowhere else."""
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.store.errors import InputError
+from retro.device import place
+from retro.inference.decoder import Decoder
+from retro.inference.generation import Piece, draw, generate
+from retro.inference.settings import GenerationSettings
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+
+M = 4
+FLOAT32 = place("cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def model() -> Retro:
+    torch.manual_seed(0)
+    return Retro(
+        ModelSettings(
+            vocab_size=30,
+            d_model=16,
+            d_ffw=32,
+            num_heads=2,
+            head_dim=8,
+            num_layers=2,
+            cca_layers=(1, 2),
+            encoder_d_model=16,
+            encoder_d_ffw=16,
+            encoder_num_heads=1,
+            encoder_head_dim=16,
+            encoder_num_layers=1,
+            chunk_length=M,
+        )
+    ).eval()
+
+
+def pieces(model: Retro, prompts, retrieve=None, context=64, eos_id=-1, **settings) -> list[list[Piece]]:
+    """The pieces of each of some prompts."""
+    settings = GenerationSettings(**{"max_tokens": 12, **settings})
+    decoder, rows = Decoder(model, FLOAT32, context, retrieve), [[] for _ in prompts]
+    steps = generate(decoder, [np.array(prompt) for prompt in prompts], settings, decode=decode, eos_id=eos_id)
+    for step in steps:
+        going_on = [row for row, made in enumerate(rows) if not made or made[-1].finish_reason is None]
+        assert [piece.row for piece in step] == going_on
+        for piece in step:
+            rows[piece.row].append(piece)
+    return rows
+
+
+def run(model: Retro, prompt=(1, 5, 6), **options) -> list[int]:
+    """The tokens that continue one prompt."""
+    return [piece.token for piece in pieces(model, [prompt], **options)[0]]
+
+
+def decode(tokens) -> str:
+    """A letter for each token."""
+    return "".join(chr(ord("A") + token) for token in tokens)
+
+
+class Retrieve:
+    """Answers every chunk with neighbors that hold one token, and remembers what it was asked."""
+
+    def __init__(self, token: int) -> None:
+        self.token, self.asked = token, []
+
+    def __call__(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.asked.extend(chunks.tolist())
+        return np.full((len(chunks), 2, 2 * M), self.token), np.full((len(chunks), 2), 2 * M)
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_one_others(model: Retro) -> None:
+    assert run(model, seed=1) == run(model, seed=1)
+    assert run(model, seed=1, max_tokens=30) != run(model, seed=2, max_tokens=30)
+
+
+def test_temperature_zero_takes_the_likeliest_token_as_does_top_k_one(model: Retro) -> None:
+    tokens = [1, 5, 6]
+    for token in run(model, temperature=0):
+        with torch.no_grad():
+            assert token == int(model(torch.tensor([tokens]))[0, -1].argmax())
+        tokens.append(token)
+    assert run(model, temperature=0) == run(model, temperature=1.0, top_k=1) == run(model, temperature=1.0, top_p=1e-6)
+
+
+def test_every_full_chunk_asks_once_with_its_own_tokens(model: Retro) -> None:
+    retrieve = Retrieve(7)
+    tokens = [1, 5, 6, *run(model, retrieve=retrieve)]
+    full = (len(tokens) - 1) // M  # the last token is not read again
+    assert retrieve.asked == [tokens[u * M : (u + 1) * M] for u in range(full)]
+
+
+def test_neighbors_change_the_distribution_only_after_their_chunk_is_full(model: Retro) -> None:
+    first, second = (run(model, retrieve=Retrieve(token), max_tokens=1, prompt=(1, 2, 3)) for token in (7, 20))
+    assert first == second
+    draws = {token: run(model, retrieve=Retrieve(token), max_tokens=40, seed=3) for token in (7, 20)}
+    assert draws[7][0] == draws[20][0]
+    assert draws[7] != draws[20]
+
+
+def test_a_full_context_drops_whole_chunks_and_goes_on(model: Retro) -> None:
+    retrieve = Retrieve(7)
+    assert len(run(model, retrieve=retrieve, context=2 * M, max_tokens=25)) == 25
+    assert len(retrieve.asked) == (3 + 24) // M
+
+
+def test_the_end_of_the_document_ends_the_text(model: Retro) -> None:
+    free = run(model, temperature=0)
+    assert run(model, temperature=0, eos_id=free[3]) == free[: free.index(free[3]) + 1]
+
+
+def test_impossible_settings_are_refused(model: Retro) -> None:
+    with pytest.raises(InputError, match=r"generation\.max_tokens"):
+        GenerationSettings(max_tokens=0)
+    for setting, value in (
+        ("top_p", 0),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("seed", -1),
+        ("stop", ("a", "")),
+    ):
+        with pytest.raises(InputError, match=rf"generation\.{setting}"):
+            GenerationSettings(**{setting: value})
+
+
+PROMPTS = [(1,), (1, 5, 6, 7, 8, 2, 3), (1, 2, 3), (1, 9, 9, 9), (1, 5, 6)]
+
+
+def test_a_prompt_goes_on_alone_as_it_does_among_others(model: Retro) -> None:
+    for options in ({"seed": 4}, {"temperature": 0}, {"seed": 5, "context": 2 * M, "max_tokens": 20}):
+        together = pieces(model, PROMPTS, retrieve=Retrieve(7), **options)
+        for prompt, row in zip(PROMPTS, together, strict=True):
+            assert [piece.token for piece in row] == run(model, prompt, retrieve=Retrieve(7), **options)
+
+
+def test_rows_end_at_different_times_and_say_why(model: Retro) -> None:
+    free = pieces(model, PROMPTS, seed=1)
+    eos_id = free[1][4].token
+    rows = pieces(model, PROMPTS, seed=1, eos_id=eos_id)
+    assert len({len(row) for row in rows}) > 1
+    for row, whole in zip(rows, free, strict=True):
+        tokens = [piece.token for piece in whole]
+        ends = eos_id in tokens
+        assert [piece.token for piece in row] == tokens[: tokens.index(eos_id) + 1 if ends else None]
+        assert [piece.finish_reason for piece in row[:-1]] == [None] * (len(row) - 1)
+        assert row[-1].finish_reason == ("stop" if ends else "length")
+        assert "".join(piece.text for piece in row) == decode(token for token in tokens[: len(row) - ends])
+
+
+def test_a_stop_string_ends_its_row_and_is_never_shown(model: Retro) -> None:
+    free = [decode(piece.token for piece in row) for row in pieces(model, PROMPTS, seed=2)]
+    stop = free[0][5:7]
+    for row, text in zip(pieces(model, PROMPTS, seed=2, stop=(stop, "never")), free, strict=True):
+        place = text.find(stop)
+        assert "".join(piece.text for piece in row) == (text if place < 0 else text[:place])
+        assert row[-1].finish_reason == ("length" if place < 0 else "stop")
+        assert len(row) == (len(text) if place < 0 else place + len(stop))
+
+
+def test_log_probabilities_are_of_the_distribution_before_temperature_and_cuts(model: Retro) -> None:
+    tokens = [1, 5, 6]
+    for piece in pieces(model, [tokens], temperature=0.3, top_k=2, logprobs=3)[0]:
+        with torch.no_grad():
+            log_p = model(torch.tensor([tokens]))[0, -1].log_softmax(0)
+        assert piece.log_probability == pytest.approx(float(log_p[piece.token]), abs=1e-4)
+        assert [token for token, _ in piece.top] == log_p.topk(3).indices.tolist()
+        assert [value for _, value in piece.top] == pytest.approx(log_p.topk(3).values.tolist(), abs=1e-4)
+        tokens.append(piece.token)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"top_k": 0, "top_p": 1}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_k": 2, "top_p": 1}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_k": 0, "top_p": 0.65}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_k": 0, "top_p": 0.75}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"top_k": 3, "top_p": 1, "temperature": 0.5}, [16 / 29, 9 / 29, 4 / 29, 0]),
+        ({"top_k": 0, "top_p": 1, "temperature": 1e-320}, [1, 0, 0, 0]),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_their_probability_says(settings: dict, expected: list[float]) -> None:
+    random, logits = torch.Generator().manual_seed(0), torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4000, -1)
+    drawn = draw(logits, GenerationSettings(**{"temperature": 1.0, **settings}), [random] * 4000)
+    shares = np.bincount([token for token, _, _ in drawn], minlength=4) / 4000
+    assert shares == pytest.approx(expected, abs=0.03)
+    assert (shares[np.array(expected) == 0] == 0).all()
+
+
+def test_no_prompts_give_no_pieces(model: Retro) -> None:
+    assert pieces(model, []) == []

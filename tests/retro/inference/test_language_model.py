@@ -1,0 +1,103 @@
+"""A checkpoint with its datastore: opened in every way, it scores and generates, with retrieval ON and OFF."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
+from retro.training.trainer import train
+from tests.conftest import tiny_config
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
+    """Of a few steps on `tiny_datastore`."""
+    config = tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus)
+    settings = replace(config.train, steps=4, eval_every=0, precision="float32")
+    return train(config.run, [tiny_datastore.folder], config.model, config.data, settings, config.evaluation).checkpoint
+
+
+@pytest.fixture(scope="module")
+def language_model(checkpoint: Path) -> LanguageModel:
+    return LanguageModel.open(checkpoint, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def texts(language_model: LanguageModel, tiny_datastore: Datastore) -> list[np.ndarray]:
+    """A document of several windows, and a short text."""
+    tokenizer, document = language_model.tokenizer, tiny_datastore.valid.tokens.read(0, 7).ravel()
+    return [document, np.append(tokenizer.bos_id, tokenizer.encode("the index of the model"))]
+
+
+def test_it_opens_with_its_datastore_another_or_an_open_one_and_without(
+    checkpoint: Path, language_model: LanguageModel, tiny_datastore: Datastore, texts: list[np.ndarray]
+) -> None:
+    retriever = Retriever.open(tiny_datastore.folder)
+    opened = [LanguageModel.open(checkpoint, source, "cpu") for source in (tiny_datastore.folder, retriever)]
+    assert opened[1].retriever is retriever
+    without = LanguageModel.open(checkpoint, retriever, "cpu", retrieval=False)
+    assert without.retriever is None
+    for k, others in ((0, [*opened, without]), (2, opened)):
+        expected = language_model.score(texts, k)
+        for other in others:
+            assert [each.tolist() for each in other.score(texts, k)] == [each.tolist() for each in expected]
+    with pytest.raises(InputError, match="without retrieval"):
+        without.score(texts, 2)
+
+
+def test_scores_are_log_probabilities_that_retrieval_changes_after_the_first_chunk(
+    language_model: LanguageModel, texts: list[np.ndarray]
+) -> None:
+    m = language_model.model.settings.chunk_length
+    assert len(texts[0]) > language_model.context
+    for tokens, off, on in zip(texts, language_model.score(texts), language_model.score(texts, 2), strict=True):
+        assert off.dtype == np.float64
+        assert off.shape == on.shape == (len(tokens) - 1,)
+        assert (off < 0).all()
+        assert off[: m - 1] == pytest.approx(on[: m - 1], abs=1e-5)
+    (likeliest,) = language_model.score_with_likeliest(texts[:1], 2, top=5)
+    assert likeliest.likeliest.shape == likeliest.likeliest_log_probabilities.shape == (len(texts[0]) - 1, 5)
+
+
+def test_what_is_generated_scores_as_it_was_drawn(language_model: LanguageModel, texts: list[np.ndarray]) -> None:
+    prompts = [texts[0][:20], texts[1]]
+    for k in (0, 2):
+        tokens, log_p = [list(prompt) for prompt in prompts], [[], []]
+        for step in language_model.generate(prompts, GenerationSettings(max_tokens=30, seed=1), k):
+            for piece in step:
+                tokens[piece.row].append(piece.token)
+                log_p[piece.row].append(piece.log_probability)
+        scores = language_model.score([np.array(row) for row in tokens], k)
+        for prompt, drawn, scored in zip(prompts, log_p, scores, strict=True):
+            assert drawn == pytest.approx(scored[len(prompt) - 1 :].tolist(), abs=1e-3)
+
+
+def test_its_text_is_what_its_tokens_decode_to(language_model: LanguageModel, texts: list[np.ndarray]) -> None:
+    pieces = [step[0] for step in language_model.generate([texts[1]], GenerationSettings(max_tokens=60, seed=3), 2)]
+    new = [piece.token for piece in pieces]
+    whole = language_model.tokenizer.decode([*texts[1], *new])
+    assert language_model.tokenizer.decode(texts[1]) + "".join(piece.text for piece in pieces) == whole
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([], "a row of tokens, at least one"),
+        ([[1, 2]], "shape"),
+        ([1, -1], "token id -1"),
+        ([1, 10**6], "token id 1000000"),
+        ([0.5], "whole numbers"),
+    ],
+)
+def test_what_is_no_row_of_tokens_is_refused_at_once(language_model: LanguageModel, tokens: list, words: str) -> None:
+    for call in (language_model.score, lambda rows: language_model.generate(rows, GenerationSettings())):
+        with pytest.raises(InputError, match=words):
+            call([np.array([1, 2]), np.array(tokens)])
+    with pytest.raises(InputError, match="k = -1"):
+        language_model.score([np.array([1])], -1)

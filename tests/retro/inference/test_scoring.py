@@ -1,0 +1,124 @@
+"""Scores of sequences: those of the plain forward pass, each token once, whatever is batched with what."""
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.store.errors import InputError
+from retro.device import place
+from retro.inference import scoring
+from retro.inference.decoder import Retrieve
+from retro.inference.scoring import Scores, score
+from retro.model.retro import Retro
+from tests.retro.inference.test_decoder import retriever, rows
+from tests.retro.small_model import M, V, every_scheme, model_of
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+
+FLOAT32 = place("cpu", "float32")
+CONTEXT = 4 * M
+
+
+@torch.no_grad()
+def plain(model: Retro, tokens: np.ndarray, retrieve: Retrieve | None) -> np.ndarray:
+    """Log-probabilities of all tokens but the first, from one forward pass over all."""
+    full, found = len(tokens) // M, {}
+    if full and retrieve is not None:
+        neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
+        found = {"neighbors": torch.from_numpy(neighbors[None]), "neighbor_lengths": torch.from_numpy(lengths[None])}
+    return model(torch.from_numpy(tokens[None]), **found)[0, :-1].log_softmax(-1).numpy()
+
+
+def scored(model: Retro, sequences: list[np.ndarray], k: int = 2, **options) -> list[Scores]:
+    return score(model, sequences, FLOAT32, context=CONTEXT, retrieve=retriever(k), **options)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@every_scheme
+def test_each_token_has_the_log_probability_of_the_plain_forward_pass(scheme: str, k: int) -> None:
+    model, sequences = model_of(scheme), rows(1, 2, M, M + 1, CONTEXT - 1, CONTEXT, 3, 2 * M)
+    for tokens, scores in zip(sequences, scored(model, sequences, k), strict=True):
+        expected = plain(model, tokens, retriever(k))
+        expected = np.take_along_axis(expected, tokens[1:, None], 1)[:, 0]
+        np.testing.assert_allclose(scores.log_probabilities, expected, atol=1e-4)
+
+
+@every_scheme
+def test_what_is_longer_than_the_context_is_scored_by_windows_that_overlap_by_half(scheme: str) -> None:
+    model, stride = model_of(scheme), CONTEXT // 2
+    for length in (CONTEXT + 1, CONTEXT + stride, CONTEXT + stride + 1, 5 * CONTEXT - 1):
+        (tokens,) = rows(length)
+        (scores,) = scored(model, [tokens])
+        assert len(scores.log_probabilities) == length - 1
+        for token in range(1, length):
+            start = max(0, -(-(token + 1 - CONTEXT) // stride)) * stride  # of the first window that holds the token
+            expected = plain(model, tokens[start : start + CONTEXT], retriever(2))[token - start - 1, tokens[token]]
+            assert scores.log_probabilities[token - 1] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_sequence_scores_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sequences = model_of("rope"), rows(3, 2 * M + 1, 3 * CONTEXT, M, CONTEXT, CONTEXT + 3)
+    together = scored(model, sequences)
+    monkeypatch.setattr(scoring, "_BATCH_TOKENS", 1)
+    for alone, scores in zip([scored(model, [each])[0] for each in sequences], together, strict=True):
+        np.testing.assert_allclose(alone.log_probabilities, scores.log_probabilities, atol=1e-5)
+
+
+def test_chunks_are_searched_once_and_only_where_a_token_follows_them() -> None:
+    asked: list[list[int]] = []
+    long, whole, short = rows(3 * CONTEXT + 1, 2 * M, M - 1)
+    score(model_of("rope"), [long, whole, short], FLOAT32, context=CONTEXT, retrieve=retriever(2, asked))
+    assert asked == [*long[:-1].reshape(-1, M).tolist(), whole[:M].tolist()]
+
+
+def test_the_likeliest_tokens_are_those_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_BLOCK", 3)
+    model, sequences = model_of("rope"), rows(2 * M + 2, 1, 5)
+    for tokens, scores in zip(sequences, scored(model, sequences, top=4), strict=True):
+        expected = torch.from_numpy(plain(model, tokens, retriever(2))).topk(4)
+        assert scores.likeliest.tolist() == expected.indices.tolist()
+        np.testing.assert_allclose(scores.likeliest_log_probabilities, expected.values.numpy(), atol=1e-4)
+    (all_tokens,) = scored(model, [sequences[0]], top=V + 1)
+    assert np.exp(all_tokens.likeliest_log_probabilities).sum(1) == pytest.approx(1)
+
+
+def test_a_context_of_one_chunk_has_no_windows() -> None:
+    with pytest.raises(InputError, match=f"a sequence of {M + 1} tokens"):
+        score(model_of("rope"), rows(M + 1), FLOAT32, context=M)
+    assert score(model_of("rope"), [], FLOAT32, context=M) == []
+
+
+def test_batches_are_limited_by_the_tokens_of_neighbors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sequences = model_of("rope"), rows(*[CONTEXT] * 8)
+    sizes: list[int] = []
+
+    def batch(windows: list, *rest) -> tuple:
+        sizes.append(len(windows))
+        return made(windows, *rest)
+
+    made = scoring._batch
+    monkeypatch.setattr(scoring, "_batch", batch)
+    few = scored(model, sequences, k=1)
+    assert sizes == [8]
+    length = retriever(1)(sequences[0][:M][None])[0].shape[2]
+    for k in (1, 2):
+        monkeypatch.setattr(scoring, "_BATCH_NEIGHBOR_TOKENS", 4 * CONTEXT // M * length)  # of four windows with k = 1
+        sizes.clear()
+        again = scored(model, sequences, k=k)
+        assert sizes == [4 // k] * 2 * k
+        if k == 1:
+            for one, other in zip(few, again, strict=True):
+                np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=1e-5)
+
+
+def test_sequences_that_nobody_waits_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_BATCH_TOKENS", CONTEXT)  # a window at a time
+    model, sequences = model_of("rope"), rows(3 * CONTEXT, CONTEXT)
+    asked: list[int] = []
+
+    def wanted(sequence: int) -> bool:
+        asked.append(sequence)
+        return sequence == 1 or asked.count(0) <= 2
+
+    gone, stays = scored(model, sequences, wanted=wanted)
+    np.testing.assert_array_equal(stays.log_probabilities, scored(model, sequences[1:])[0].log_probabilities)
+    assert (gone.log_probabilities != 0).sum() == CONTEXT - 1 + CONTEXT // 2  # two windows of five

@@ -1,0 +1,242 @@
+"""The formulas of attention, wherever it stands in the model, against slow loops."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retro.model.attention import Attention, attend, first_taps, smear, tapped
+from retro.model.positions import Distances, Nowhere, Places, Rotary, place
+from tests.retro.small_model import M, R, batch, build, logits
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+
+
+def turn(x: Tensor, position: int) -> Tensor:
+    """RoPE of one vector: as the complex numbers x_c + i x_{c + C/2}, turned by position * 10000^(-2c/C)."""
+    half = len(x) // 2
+    turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half), position * FREQUENCIES[half])
+    return torch.cat((turned.real, turned.imag))
+
+
+def sinusoid(distance: int, width: int) -> Tensor:
+    """R of one distance: cosines, then sines."""
+    angles = distance * FREQUENCIES[width // 2]
+    return torch.cat((angles.cos(), angles.sin()))
+
+
+FREQUENCIES = {n: torch.tensor([10_000 ** (-c / n) for c in range(n)]) for n in (4, 8, 12, 16)}
+
+
+# Of models whose attentions follow other formulas.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rope": {},
+    "transformer-xl": {"positions": "transformer-xl"},
+    "alibi": {"positions": "alibi"},
+    "normed": {"qk_norm": True},
+    "mup": {"positions": "learned", "init": "mup"},
+}
+
+
+def slow_score(attention: Attention, places: Places, q: Tensor, k: Tensor, distance: int) -> Tensor:
+    """The score of one query and one key of a single-headed attention, from their distance alone."""
+    if isinstance(places, Nowhere):  # with mup
+        return q @ k / len(q)
+    if isinstance(places, Distances):
+        return q @ k / math.sqrt(len(q)) - abs(distance) / 256
+    if hasattr(attention, "query_norm"):
+        q, k = (x / x.square().mean().sqrt() for x in (q, k))
+        q, k = q * attention.query_norm.weight, k * attention.key_norm.weight
+    if isinstance(places, Rotary):
+        return turn(q, distance) @ k / math.sqrt(len(q))
+    u, v = attention.content_bias.weight[0, 0], attention.distance_bias.weight[0, 0]
+    r = attention.distance.weight @ sinusoid(distance, attention.query.in_features)
+    return ((q + u) @ k + (q + v) @ r) / math.sqrt(len(q))
+
+
+def slow_attention(
+    attention: Attention, places: Places, x: Tensor, source: Tensor, distance: Callable[[int, int], int | None]
+) -> Tensor:
+    """Query by query and key by key: x [Q, D] reads source [S, E]; the distance is None where it may not look."""
+    out = torch.zeros_like(x)
+    for i in range(len(x)):
+        scores, values = [], []
+        for j in range(len(source)):
+            if (apart := distance(i, j)) is not None:
+                key, value = attention.key.weight @ source[j], attention.value.weight @ source[j]
+                scores.append(slow_score(attention, places, attention.query.weight @ x[i], key, apart))
+                values.append(value)
+        if scores:
+            out[i] = attention.out.weight @ (torch.stack(scores).softmax(0)[:, None] * torch.stack(values)).sum(0)
+    return out
+
+
+@pytest.fixture(params=OPTIONS)
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What went into and came out of every block of a single-headed model, for a sequence that ends within a chunk.
+
+    The first of three chunks has one whole neighbor and one cut short, the second none at all.
+    """
+    model = build(**OPTIONS[request.param], num_heads=1, encoder_num_heads=1)
+    record: dict[str, Any] = {"lengths": torch.tensor([[R, 3], [0, 0], [0, 5]])}
+
+    def keep(name: str) -> Any:
+        def hook(block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+            record[name] = (block, inputs, named, output)
+
+        return hook
+
+    for name, block in model.named_modules():
+        if name.endswith(".block"):
+            block.register_forward_hook(keep(name.removesuffix(".block")), with_kwargs=True)
+    tokens, neighbors, _ = batch()
+    logits(model, tokens[:1, : 3 * M + 2], None, neighbors[:1, :3], record["lengths"][None])
+    return record
+
+
+@torch.no_grad()
+def test_self_attention_is_the_papers_formula(seen):
+    attention, (x, places), _, output = seen["attention.1"]
+    slow = slow_attention(attention, places, x[0], x[0], lambda i, j: i - j if j <= i else None)
+    torch.testing.assert_close(output[0], slow, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_chunked_cross_attention_is_the_papers_formula(seen):
+    """Section 2.4: token i of the window of chunk u is i - i' + m - 1 from token i' of the neighbors of chunk u."""
+    cross, (x, places, encoded, _), _, output = seen["cross.4"]
+    assert (output[0, : M - 1] == 0).all()
+    for chunk in range(3):
+        window = slice((chunk + 1) * M - 1, (chunk + 2) * M - 1)
+
+        def distance(i: int, j: int, lengths: Tensor = seen["lengths"][chunk]) -> int | None:
+            neighbor, token = divmod(j, R)
+            return i - token + M - 1 if token < lengths[neighbor] else None
+
+        slow = slow_attention(cross.attention, places, x[0, window], encoded[0, chunk].flatten(0, 1), distance)
+        torch.testing.assert_close(output[0, window], slow, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_encoder_is_bidirectional_over_the_real_tokens_of_each_neighbor(seen):
+    attention, (x, places), _, output = seen["encoder.attention.1"]
+    for row, length in enumerate(seen["lengths"].flatten().tolist()):
+        if length:
+
+            def distance(i: int, j: int, length: int = length) -> int | None:
+                return i - j if j < length else None
+
+            slow = slow_attention(attention, places, x[row], x[row], distance)
+            torch.testing.assert_close(output[row], slow, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_encoded_neighbors_read_the_chunk_that_asked(seen):
+    """Token i' of a neighbor and token j of the chunk are i' - j apart, in each of the K neighbors."""
+    attention, (x, places), named, output = seen["encoder.cross.1"]
+    for chunk in range(3):
+        slow = slow_attention(attention, places, x[chunk], named["source"][chunk], lambda i, j: i % R - j)
+        torch.testing.assert_close(output[chunk], slow, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
+def test_heads_work_by_themselves(scheme):
+    torch.manual_seed(2)
+    both = Attention(query_width=12, key_width=10, num_heads=2, head_dim=8, scheme=scheme)
+    if scheme == "transformer-xl":
+        torch.nn.init.normal_(both.content_bias.weight)
+        torch.nn.init.normal_(both.distance_bias.weight)
+    x, source = torch.randn(1, 5, 12), torch.randn(1, 6, 10)
+    places = place(scheme, 12, 8, range(5), range(6), x.device)
+    expected = torch.zeros(1, 5, 12)
+    with torch.no_grad():
+        for head in range(2):
+            one = Attention(12, 10, 1, 8, scheme)
+            rows = slice(head * 8, head * 8 + 8)
+            one.query.weight.copy_(both.query.weight[rows])
+            one.key.weight.copy_(both.key.weight[rows])
+            one.value.weight.copy_(both.value.weight[rows])
+            one.out.weight.copy_(both.out.weight[:, rows])
+            if scheme == "transformer-xl":
+                one.distance.weight.copy_(both.distance.weight[rows])
+                one.content_bias.weight.copy_(both.content_bias.weight[head : head + 1])
+                one.distance_bias.weight.copy_(both.distance_bias.weight[head : head + 1])
+            expected += one(x, places, source)
+        torch.testing.assert_close(both(x, places, source), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_slopes_of_alibi_halve_from_head_to_head_also_on_a_device_that_holds_later_ones():
+    """With 8 heads they are 1/2, 1/4 … 1/256, as in its paper."""
+    torch.manual_seed(2)
+    attention = Attention(12, 12, 8, 4, "alibi")
+    q = torch.zeros(1, 8, 3, 4)
+    assert attention.slopes(q).flatten().tolist() == [2.0**-n for n in range(1, 9)]
+    attention.first_head = 6
+    assert attention.slopes(q[:, :2]).flatten().tolist() == [1 / 128, 1 / 256]
+
+
+@pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
+def test_grouped_queries_are_heads_whose_keys_and_values_are_the_same(scheme):
+    torch.manual_seed(2)
+    grouped = Attention(12, 12, 4, 8, scheme, num_kv_heads=2, smeared=True)
+    torch.nn.init.normal_(grouped.smear.weight)
+    full = Attention(12, 12, 4, 8, scheme, smeared=True)
+    repeated = {"key.weight": 8, "value.weight": 8, "smear.weight": 1}  # rows of a head
+    weights = grouped.state_dict()
+    for name, rows in repeated.items():
+        weights[name] = weights[name].unflatten(0, (2, rows)).repeat_interleave(2, dim=0).flatten(0, 1)
+    full.load_state_dict(weights)
+    x, places = torch.randn(2, 5, 12), place(scheme, 12, 8, range(5), range(5), torch.device("cpu"))
+    torch.testing.assert_close(grouped(x, places, causal=True), full(x, places, causal=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_grouped_queries_in_bfloat16_training_are_those_in_float32(causal):
+    torch.manual_seed(2)
+    q, k, v = torch.randn(2, 4, 6, 8, requires_grad=True), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    exact = attend(q, k, v, None, causal)
+    rounded = attend(*(tensor.bfloat16() for tensor in (q, k, v)), None, causal)
+    assert rounded.requires_grad
+    torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05)
+
+
+def test_taps_sum_what_stands_before_up_to_a_start_or_what_was_kept():
+    x, taps = torch.tensor([1.0, 10, 100, 1000, 10_000]).view(1, 5, 1, 1), torch.tensor([[1.0, 2, 3]])
+    assert tapped(x, taps).flatten().tolist() == [1, 12, 123, 1230, 12_300]
+    starts = torch.tensor([[True, False, True, False, False]])
+    assert tapped(x, taps, starts).flatten().tolist() == [1, 12, 100, 1200, 12_300]
+    assert torch.equal(tapped(x[:, 3:], taps, before=x[:, 1:3]), tapped(x, taps)[:, 3:])
+
+
+def test_first_heads_begin_with_several_tokens_and_keys_with_those_that_their_queries_hold():
+    keys, queries = first_taps(3, 4, own=False), first_taps(3, 3, own=True)
+    torch.testing.assert_close(keys.norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(keys[0, 1:] / keys[0, 1], queries[0] / queries[0, 0])  # the key of what follows them
+    assert keys[0, 0] < 0.1
+    assert keys[2].tolist() == [1, 0, 0, 0]
+    assert queries[2].tolist() == [1, 0, 0]
+
+
+def test_smeared_keys_mix_in_the_one_before_and_stop_where_something_new_starts():
+    k, share = torch.arange(6.0).view(1, 6, 1, 1), torch.tensor([[0.25]])
+    assert smear(k, share, None).flatten().tolist() == [0, 0.75, 1.75, 2.75, 3.75, 4.75]
+    starts = torch.tensor([[True, False, False, True, False, False]])
+    assert smear(k, share, starts).flatten().tolist() == [0, 0.75, 1.75, 3, 3.75, 4.75]
+
+
+@pytest.mark.parametrize("heads_of_bias", [0, 1, 6])
+def test_one_query_of_each_row_reads_shared_keys_without_repeating_them(
+    heads_of_bias: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = torch.randn(3, 6, 1, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    bias = torch.randn(3, heads_of_bias, 1, 5) if heads_of_bias else None
+    expected = attend(q, *(x.repeat_interleave(3, dim=1) for x in (k, v)), bias, False)
+    seen, kernel = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *given, **rest: (seen.append(given), kernel(*given, **rest))[1]
+    )
+    torch.testing.assert_close(attend(q, k, v, bias, False), expected)
+    assert [tuple(x.shape) for x in seen[0]] == [(3, 2, 3, 8), (3, 2, 5, 8), (3, 2, 5, 8)]

@@ -1,0 +1,143 @@
+"""The blocked loss is torch's cross-entropy, and never holds the logits of a batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retro.data.batches import IGNORED_LABEL
+from retro.model import loss as module
+from retro.model.loss import loss, losses, summed_losses, that_count, token_losses
+
+B, T, D, V = 3, 7, 12, 50
+
+
+@pytest.fixture
+def parts() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(B, T, D), torch.randn(V, D), torch.randint(V, (B, T))
+    labels[0, 3:] = IGNORED_LABEL
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.T).float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+
+
+@pytest.fixture(params=[1, 5, 512], ids=["row by row", "in unequal blocks", "at once"])
+def block_rows(request, monkeypatch) -> None:
+    monkeypatch.setattr(module, "block_rows", lambda device_type, vocab_size: request.param)
+
+
+@pytest.mark.usefixtures("block_rows")
+def test_value_and_gradients_are_those_of_cross_entropy(parts) -> None:
+    hidden, weight, labels = parts
+    expected = reference(hidden, weight, labels)
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    value = loss(hidden, weight, labels)
+    found = torch.autograd.grad(value / 4, (hidden, weight))  # as with four forward passes a step
+    torch.testing.assert_close(value, expected)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs / 4)
+
+
+@pytest.mark.usefixtures("block_rows")
+def test_losses_of_tokens_are_those_of_cross_entropy(parts) -> None:
+    hidden, weight, labels = parts
+    each = token_losses(hidden, weight, labels)
+    assert each.dtype == torch.float32
+    assert (each[0, 3:] == 0).all()
+    flat = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(each, flat.view(B, T))
+
+
+@pytest.mark.usefixtures("block_rows")
+def test_the_z_loss_is_the_square_of_log_z_and_cross_entropy_is_told_apart(parts) -> None:
+    hidden, weight, labels = parts
+    log_z = (hidden @ weight.T)[labels != IGNORED_LABEL].logsumexp(-1)
+    expected = reference(hidden, weight, labels) + 0.1 * log_z.square().mean()
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    found = losses(hidden, weight, labels, z_weight=0.1)
+    torch.testing.assert_close(found.objective, expected)
+    torch.testing.assert_close(found.cross_entropy, loss(hidden, weight, labels).detach())
+    torch.testing.assert_close(found.z_loss, 0.1 * log_z.square().mean().detach())
+    assert not found.cross_entropy.requires_grad
+    for ours, theirs in zip(torch.autograd.grad(found.objective / 4, (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs / 4)
+
+
+@pytest.mark.parametrize("counting", [0, 1, B * T // 2, B * T])
+def test_rows_that_do_not_count_are_left_out_without_a_change(parts, counting: int) -> None:
+    hidden, weight, labels = parts
+    labels = torch.where(torch.randperm(B * T).view(B, T) < counting, labels.clamp(min=0), IGNORED_LABEL)
+    few, their_labels = that_count(hidden, labels)
+    assert their_labels.numel() == (counting if 0 < counting < B * T / 2 else B * T)
+    whole, part = summed_losses(hidden, weight, labels), summed_losses(few, weight, their_labels)
+    torch.testing.assert_close(part.cross_entropy, whole.cross_entropy)
+    wanted, found = (torch.autograd.grad(each.objective, (hidden, weight)) for each in (whole, part))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_without_any_label_the_loss_is_zero_and_so_are_its_gradients(parts) -> None:
+    hidden, weight, labels = parts
+    value = loss(hidden, weight, torch.full_like(labels, IGNORED_LABEL))
+    value.backward()
+    assert value == 0
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_in_bfloat16_it_stays_close(parts) -> None:
+    hidden, weight, labels = parts
+    exact = reference(hidden, weight, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(hidden, weight, labels)
+    value.backward()
+    assert value.dtype == weight.grad.dtype == torch.float32
+    torch.testing.assert_close(value, exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float16_keeps_slopes_that_it_could_not_hold_and_sums_that_it_could_not(device: str) -> None:
+    """Probabilities of 10⁻⁷ are near its smallest number, and the sum over all rows of a label is more than 65,504."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 200, 8, device=device), 0.02 * torch.randn(30_000, 8, device=device)
+    hidden[..., 0], weight[:, 0] = 400, 0
+    weight[0, 0] = 0.04  # a likely token that is never met
+    labels = torch.ones(1, 200, dtype=torch.int64, device=device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    wanted = torch.autograd.grad(200 * reference(hidden, weight, labels), (hidden, weight))
+    with torch.autocast(device, torch.float16):
+        value = loss(hidden, weight, labels)
+    found = torch.autograd.grad(200 * value, (hidden, weight))
+    assert wanted[1].abs().max() > torch.finfo(torch.float16).max
+    tails, exact = found[1][2:], wanted[1][2:]  # of the unlikely ones
+    for ours, theirs in [*zip(found, wanted, strict=True), (tails, exact)]:
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_logits_of_a_whole_batch_never_exist() -> None:
+    rows, vocab_size = 4096, 20_000
+    hidden, weight = torch.randn(1, rows, 8, requires_grad=True), torch.randn(vocab_size, 8, requires_grad=True)
+    labels = torch.randint(vocab_size, (1, rows))
+    with _Largest() as largest:
+        loss(hidden, weight, labels).backward()
+        token_losses(hidden, weight, labels)
+    assert largest.elements <= 512 * vocab_size

@@ -1,0 +1,430 @@
+"""Experts answer as a loop over tokens would have it, drop what came last, and do so alike however they are shared out."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from indexing.store.errors import InputError
+from retro.device import Placement
+from retro.model.loss import loss
+from retro.model.mixture_of_experts import (
+    ROUTING,
+    ExpertLinear,
+    Experts,
+    Queues,
+    counted,
+    queues_of,
+    routing_loss,
+    share_experts,
+)
+from retro.model.retro import ModelSettings, Retro
+from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
+from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, step_of
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+
+D, E = SETTINGS.d_model, 4
+top_k = pytest.mark.parametrize("k", [1, 2])
+
+
+def made(k: int = 2, capacity_factor: float = 1.0, **changes: Any) -> Experts:
+    """Experts in training, with weights large enough to matter."""
+    torch.manual_seed(0)
+    experts = Experts(replace(SETTINGS, num_experts=E, experts_per_token=k, capacity_factor=capacity_factor, **changes))
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return experts
+
+
+def activations(rows: int = 3, seed: int = 1) -> Tensor:
+    return torch.randn(rows, T, D, generator=torch.Generator().manual_seed(seed))
+
+
+def answer(experts: Experts, expert: int, token: Tensor) -> Tensor:
+    """What one expert makes of one token [D]."""
+    matrices = {name: stack.weight[expert] for name, stack in experts.experts.named_children()}
+    inner = matrices["up"] @ token
+    if "gate" in matrices:
+        return matrices["out"] @ (F.silu(matrices["gate"] @ token) * inner)
+    return matrices["out"] @ F.gelu(inner)
+
+
+def slow(experts: Experts, x: Tensor, documents: Tensor | None = None, lengths: Tensor | None = None) -> Any:
+    """Experts by a loop over rows, tokens and choices; and the share of each row's choices that came too late, [B]."""
+    num_rows, num_tokens = x.shape[:2]
+    documents = torch.zeros(num_rows, U) if documents is None else documents
+    lengths = torch.full((num_rows, U), M) if lengths is None else lengths
+    y, dropped = torch.zeros_like(x), torch.zeros(num_rows)
+    for row in range(num_rows):
+        queues, num_choices = Counter(), 0
+        for token in range(num_tokens):
+            document = documents[row, token // M].item()
+            if token % M >= lengths[row, token // M]:
+                continue
+            chunks = [c for c in range(U) if documents[row, c] == document and lengths[row, c]]
+            even = len(chunks) * M * experts.experts_per_token / E
+            probabilities = (experts.router.weight @ x[row, token]).softmax(-1)
+            chosen = sorted(range(E), key=lambda expert: -float(probabilities[expert]))[: experts.experts_per_token]
+            total = sum(float(probabilities[expert]) for expert in chosen) if len(chosen) > 1 else 1.0
+            for expert in chosen:
+                num_choices += 1
+                queues[document, expert] += 1
+                if experts.training and queues[document, expert] > math.ceil(experts.capacity_factor * even):
+                    dropped[row] += 1
+                else:
+                    gate = probabilities[expert] / total
+                    y[row, token] += gate * answer(experts, expert, x[row, token])
+        dropped[row] /= num_choices
+    return y, dropped
+
+
+# --------------------------------------------------------------------------------------------- what is answered, to whom
+
+
+DOCUMENTS = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2], [0, 0, 0, 0]])
+LENGTHS = torch.tensor([[4, 2, 4, 3], [1, 3, 4, 0], [4, 4, 1, 0]])
+
+
+@top_k
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@torch.no_grad()
+def test_in_evaluation_every_token_is_answered_by_all_it_asks(k: int, activation: str) -> None:
+    experts, x = made(k, activation=activation).eval(), activations()
+    for queues in (None, queues_of(x, M, DOCUMENTS, LENGTHS)):
+        y, routing = experts(x, queues)
+        expected, _ = slow(experts, x, *((DOCUMENTS, LENGTHS) if queues else ()))
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
+        assert routing.shape == (len(x), len(ROUTING))
+        assert routing[:, ROUTING.index("dropped_choices")].eq(0).all()
+
+
+@top_k
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_in_training_the_choices_that_come_last_in_a_document_are_dropped(k: int, packed: bool) -> None:
+    experts, x = made(k), activations()
+    given = (DOCUMENTS, LENGTHS) if packed else (None, None)
+    expected, dropped = slow(experts, x, *given)
+    y, routing = experts(x, queues_of(x, M, *given))
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
+    assert dropped.sum() > 0
+    torch.testing.assert_close(routing[:, ROUTING.index("dropped_choices")], dropped)
+
+
+@torch.no_grad()
+def test_a_document_asks_experts_as_if_it_were_alone_in_its_row() -> None:
+    """Others before or after it, their padding and its own change neither its logits nor its routing."""
+    model = build(num_experts=E, experts_every=1, capacity_factor=0.6).train()
+    tokens = batch()[0]
+    documents, lengths = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]]), torch.tensor([[4, 3, 4, 2], [2, 4, 1, 4]])
+    packed = model(tokens, documents, lengths=lengths)
+    for row, first, stop in ((0, 0, 2), (0, 2, 4), (1, 0, 1), (1, 1, 3), (1, 3, 4)):
+        at = slice(first * M, stop * M)
+        real = (torch.arange(M) < lengths[row, first:stop, None]).flatten()
+        alone = model(tokens[row : row + 1, at].where(real, 0), None, lengths=lengths[row : row + 1, first:stop])
+        torch.testing.assert_close(alone[0, real], packed[row, at][real], rtol=1e-4, atol=1e-5)
+    _, routing = model.hidden_and_routing(tokens, documents, lengths=lengths)
+    real = (torch.arange(M) < lengths[..., None]).flatten(1)
+    _, same = model.hidden_and_routing(tokens.where(real, 7), documents, lengths=lengths)
+    torch.testing.assert_close(same, routing)
+
+
+@torch.no_grad()
+def test_padding_takes_no_places_and_gets_no_answer() -> None:
+    experts, x = made(capacity_factor=0.5), activations()
+    lengths = LENGTHS[2:].expand(len(x), U)
+    real = (torch.arange(M) < lengths[..., None]).flatten(1)
+    queues = queues_of(x, M, None, lengths)
+    y, routing = experts(x, queues)
+    other, same = experts(x.where(real[..., None], -x), queues)
+    assert y[~real].eq(0).all()
+    assert torch.equal(other, y)
+    assert torch.equal(same, routing)
+
+
+def test_what_is_dropped_changes_nothing_and_teaches_the_experts_nothing() -> None:
+    experts, x = made(k=1, capacity_factor=0.25), activations().requires_grad_()
+    with torch.no_grad():
+        experts.router.weight.zero_()  # a tie: every token chooses the first expert, which takes one of a sequence
+    y, _ = experts(x)
+    assert y[:, 0].ne(0).all()
+    assert y[:, 1:].eq(0).all()
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad[:, 1:].eq(0).all()
+
+
+def test_choices_are_counted_in_the_order_of_the_tokens() -> None:
+    chosen = torch.tensor([[2, 0, 2, 2, 1], [0, 0, 0, 1, 1]])
+    so_far = counted(chosen, torch.tensor([[True] * 5, [True, False, True, True, True]]), 3)
+    assert so_far.gather(2, chosen[..., None])[..., 0].tolist() == [[1, 1, 2, 3, 1], [1, 1, 2, 1, 2]]
+    assert so_far[:, -1].tolist() == [[1, 1, 3], [2, 2, 0]]
+
+
+@top_k
+def test_what_a_sequence_gets_does_not_depend_on_how_batches_are_divided(k: int) -> None:
+    experts, x = made(k), activations(rows=4)
+    y, routing = experts(x)
+    halves = [experts(half) for half in x.split(2)]
+    torch.testing.assert_close(torch.cat([half for half, _ in halves]), y)
+    torch.testing.assert_close(torch.cat([part for _, part in halves]), routing)
+    settings = replace(SETTINGS, num_experts=E, router_z_weight=0.1)
+    mean = sum(routing_loss(part, settings) for _, part in halves) / 2
+    torch.testing.assert_close(mean, routing_loss(routing, settings))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_no_token_knows_of_a_later_one_even_by_what_is_dropped(training: bool) -> None:
+    model = build(num_experts=E, experts_every=1, capacity_factor=0.6).train(training)
+    tokens, neighbors, lengths = batch()
+    with torch.no_grad():
+        before = model(tokens, None, neighbors, lengths)
+        for position in range(0, T, 3):
+            changed = tokens.clone()
+            changed[:, position:] = (changed[:, position:] + 1) % SETTINGS.vocab_size
+            after = model(changed, None, neighbors, lengths)
+            torch.testing.assert_close(after[:, :position], before[:, :position], rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(after[:, position:], before[:, position:], rtol=1e-2, atol=1e-2)
+
+
+# --------------------------------------------------------------------------------------------------------------- balance
+
+
+@top_k
+def test_the_balance_loss_is_1_for_an_undecided_router_and_grows_up_to_experts_over_choices(k: int) -> None:
+    experts, x = made(k), activations()
+    with torch.no_grad():
+        experts.router.weight.zero_()
+        _, routing = experts(x)
+        assert routing[:, 0].tolist() == pytest.approx([1.0] * len(x))
+        # Logits that favour the same k experts for every token.
+        experts.router.weight[:k] = 30 * torch.ones(D)
+        _, routing = experts(x.abs())
+    assert routing[:, 0].tolist() == pytest.approx([E / k] * len(x))
+    assert routing[:, ROUTING.index("busiest_expert")].tolist() == pytest.approx([E / k] * len(x))
+    settings = replace(SETTINGS, num_experts=E, experts_per_token=k, balance_weight=0.5)
+    assert routing_loss(routing, settings).item() == pytest.approx(0.5 * E / k)
+
+
+def test_descending_the_balance_loss_makes_the_experts_evenly_busy() -> None:
+    experts, x = made(), activations(rows=4) + 1  # so that a router can like one expert for all tokens
+    with torch.no_grad():
+        experts.router.weight.mul_(0.1)
+        experts.router.weight[0] += 0.1
+    optimizer = torch.optim.SGD([experts.router.weight], lr=0.1)
+    busiest = []
+    for _ in range(20):
+        _, routing = experts(x)
+        busiest.append(routing[:, ROUTING.index("busiest_expert")].mean().item())
+        optimizer.zero_grad()
+        routing_loss(routing, replace(SETTINGS, num_experts=E, balance_weight=1.0)).backward()
+        optimizer.step()
+    assert busiest[0] > 1.6
+    assert busiest[-1] < 1.3
+
+
+def test_the_router_z_loss_is_the_mean_square_of_the_log_of_the_summed_exponentials() -> None:
+    experts, x = made(), activations()
+    _, routing = experts(x)
+    expected = (x @ experts.router.weight.T).exp().sum(-1).log().square().mean(1)
+    torch.testing.assert_close(routing[:, ROUTING.index("router_z_loss")], expected)
+
+
+# ---------------------------------------------------------------------------------------------------- in the whole model
+
+
+def test_experts_stand_in_every_so_many_layers_and_begin_as_loud_as_a_dense_block() -> None:
+    torch.manual_seed(0)
+    settings = replace(SETTINGS, d_model=64, num_experts=E, experts_every=2)
+    model, dense = Retro(settings), Retro(replace(settings, num_experts=0))
+    blocks = {int(name) + 1: residual.block for name, residual in model.feed_forward.items()}
+    assert (
+        [layer for layer, block in blocks.items() if isinstance(block, Experts)] == [2, 4] == [*settings.expert_layers]
+    )
+    for name, stack in blocks[2].experts.named_children():
+        plain = dense.get_parameter(f"feed_forward.1.block.{name}.weight")
+        assert isinstance(stack, ExpertLinear)
+        assert stack.weight.shape == (E, *plain.shape)
+        assert stack.weight.std().item() == pytest.approx(plain.std().item(), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "accepted"),
+    [
+        ({"num_experts": 1}, "2 or more, or 0"),
+        ({"num_experts": 4, "experts_per_token": 5}, "1 to model.num_experts = 4"),
+        ({"num_experts": 4, "experts_every": 7}, "1 to model.num_layers = 6"),
+        ({"experts_every": 0}, "1 to model.num_layers"),
+        ({"capacity_factor": 0.0}, "above 0"),
+        ({"balance_weight": -0.1}, "0 or more"),
+        ({"router_z_weight": -0.1}, "0 or more"),
+    ],
+)
+def test_impossible_experts_are_refused_by_name(wrong: dict[str, Any], accepted: str) -> None:
+    key, value = list(wrong.items())[-1]
+    with pytest.raises(InputError) as refusal:
+        ModelSettings(**wrong)
+    assert f"model.{key} is {value!r}: set it to " in str(refusal.value)
+    assert accepted in str(refusal.value)
+
+
+def test_a_step_learns_from_the_balance_loss_and_logs_the_routing() -> None:
+    """The mean over two batches of one sequence is the batch of two."""
+    tokens, neighbors, lengths = batch()
+    whole = {"tokens": tokens, "labels": tokens.roll(-1, 1), "neighbors": neighbors, "neighbor_lengths": lengths}
+    whole["documents"] = None  # type: ignore[assignment]
+    halves = [{key: v if v is None else v[row : row + 1] for key, v in whole.items()} for row in range(B)]
+
+    def step(batches: list[dict[str, Any]], **changes: Any) -> tuple[dict[str, float], Retro]:
+        model = build(**{"num_experts": E, **changes}).train()
+        settings = TrainSettings(steps=1, warmup_steps=0, accumulation=len(batches), clip=0.0)
+        optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        return step_of(model, optimizer, iter(batches), settings)(0).metrics, model
+
+    together, model = step([whole])
+    apart, other = step(halves)
+    assert set(ROUTING) <= set(together)
+    for name, value in together.items():
+        assert apart[name] == pytest.approx(value, rel=1e-4), name
+    torch.testing.assert_close(dict(other.named_parameters()), dict(model.named_parameters()), rtol=1e-3, atol=1e-5)
+    unbalanced, _ = step([whole], balance_weight=0.0)
+    assert unbalanced["loss"] == together["loss"]
+    assert unbalanced["gradient_norm"] != together["gradient_norm"]
+    assert not set(ROUTING) & set(step([whole], num_experts=0)[0])
+
+
+def test_under_bfloat16_autocast_the_routing_is_that_of_float32() -> None:
+    experts, x = made().eval(), activations()
+    exact, routing = experts(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, same = experts(x)
+    assert torch.equal(routing, same)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).abs().mean() < 0.02 * exact.std()
+
+
+@torch.no_grad()
+def test_a_model_that_is_cast_to_be_served_computes_what_it_did() -> None:
+    model, placement = build(num_experts=E, experts_every=1), Placement(torch.device("cpu"), torch.bfloat16)
+    tokens, neighbors, lengths = batch()
+    with placement.autocast():
+        before = model(tokens, None, neighbors, lengths)
+        placement.cast(model)
+        assert model.attention["0"].block.query.weight.dtype == torch.bfloat16
+        assert torch.equal(model(tokens, None, neighbors, lengths), before)
+
+
+def test_compiled_whole_and_with_checkpointing_it_gives_the_same_gradients() -> None:
+    experts, x = made(capacity_factor=0.8), activations()
+    queues = queues_of(x, M, DOCUMENTS, LENGTHS)
+
+    def gradients(call: Any) -> list[Tensor]:
+        experts.zero_grad()
+        y, routing = call(x, queues)
+        (y.square().mean() + routing_loss(routing, replace(SETTINGS, num_experts=E, balance_weight=10.0))).backward()
+        return [parameter.grad.clone() for parameter in experts.parameters() if parameter.grad is not None]
+
+    def checkpointed(x: Tensor, queues: Queues) -> Any:
+        return checkpoint(experts, x, queues, use_reentrant=False)
+
+    plain = gradients(experts)
+    assert len(plain) == 3
+    torch.testing.assert_close(gradients(checkpointed), plain)
+    compiled = torch.compile(checkpointed, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled), plain)
+
+
+# ------------------------------------------------------------------------------------------------- shared by two processes
+
+
+def objective(model: Retro, rows: slice) -> Tensor:
+    """A part of the mean over the batch: all parts sum to it. One row is one document, the other holds three."""
+    tokens, neighbors, neighbor_lengths = (each[rows] for each in batch())
+    documents, lengths = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 2]])[rows], torch.tensor([[4, 4, 4, 4], [2, 4, 1, 4]])
+    one_document = bool((documents == documents[:, :1]).all())
+    hidden, routing = model.hidden_and_routing(
+        tokens, None if one_document else documents, neighbors, neighbor_lengths, lengths[rows]
+    )
+    assert routing is not None
+    value = loss(hidden, model.output_weight, tokens.roll(-1, 1)) + routing_loss(routing, model.settings)
+    return value * len(tokens) / B
+
+
+def shared_model(k: int) -> Retro:
+    return build(
+        num_experts=E, activation="swiglu", experts_per_token=k, balance_weight=0.5, router_z_weight=0.01
+    ).train()
+
+
+def share_and_save(rank: int, folder: Path) -> None:
+    """One of two processes with a sequence each, and half of the experts: gradients, loss and logits into a checkpoint."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for k in (1, 2):
+        model = shared_model(k)
+        divided = share_experts(model, mesh)
+        value = objective(model, slice(rank, rank + 1))
+        value.backward()
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        state: dict[str, Any] = {"loss": total}
+        for name, parameter in model.named_parameters():
+            if parameter not in divided:
+                dist.all_reduce(parameter.grad)
+            state[f"parameters.{name}"], state[f"gradients.{name}"] = parameter.detach(), parameter.grad
+        model.eval()
+        with torch.no_grad():
+            # Devices may score batches of different sizes.
+            state[f"logits.{rank}"] = model(batch()[0][:, : T - 3 * rank])
+        dcp.save(state, checkpoint_id=folder / str(k))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as is meant
+def test_two_processes_that_share_the_experts_learn_what_one_does(tmp_path: Path) -> None:
+    """And what they save, a single process loads."""
+    import torch.distributed.checkpoint as dcp
+    import torch.multiprocessing
+
+    torch.multiprocessing.spawn(share_and_save, (tmp_path,), nprocs=2)
+    for k in (1, 2):
+        model = shared_model(k)
+        value = objective(model, slice(0, B))
+        value.backward()
+        expected: dict[str, Tensor] = {"loss": value.detach()}
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            expected[f"parameters.{name}"], expected[f"gradients.{name}"] = parameter.detach(), parameter.grad
+        model.eval()
+        with torch.no_grad():
+            expected |= {f"logits.{rank}": model(batch()[0][:, : T - 3 * rank]) for rank in range(2)}
+        found = {name: torch.full_like(tensor, math.nan) for name, tensor in expected.items()}
+        dcp.load(found, checkpoint_id=tmp_path / str(k))
+        for name, tensor in expected.items():
+            torch.testing.assert_close(
+                found[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_experts_that_cannot_be_divided_are_refused() -> None:
+    class Mesh:
+        def size(self) -> int:
+            return 3
+
+    with pytest.raises(InputError, match=r"model\.num_experts is 4: set it to a multiple of 3"):
+        share_experts(made(), Mesh())  # type: ignore[arg-type]

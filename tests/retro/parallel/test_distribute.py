@@ -1,0 +1,414 @@
+"""However a run is shared out over processes, it has the losses of one process, step by step, and goes on with any others.
+
+Four processes are started once and do every run in turn, as a start of PyTorch takes longer than most of them.
+"""
+
+import itertools
+import json
+import math
+import os
+import time
+import traceback
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.config import Config
+from retro.checkpoints.checkpoint import finished
+from retro.device import place
+from retro.model.mixture_of_experts import Experts
+from retro.model.retro import Retro
+from retro.parallel.distribute import Processes, distribute
+from retro.parallel.forward_backward import Passes, Share, WholeModel, all_parameters
+from retro.parallel.pipeline_parallel import Pipeline
+from retro.parallel.settings import ALONE, ParallelSettings
+from retro.parallel.traffic import Communication
+from retro.training.settings import TrainSettings
+from retro.training.step import make_step
+from retro.training.trainer import train
+from retro.tuning.settings import ALL, TuningSettings
+from tests.conftest import PATIENCE, forkserver, tiny_config
+from tests.retro.small_model import M, T, answers_only, batch, build, divided
+
+WORLD = 4
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    # Every scheme of positions, grouped queries, tables of positions, embeddings that three stages hold, what other families have.
+    "learned": {
+        "positions": "learned",
+        "max_positions": 64,
+        "activation": "swiglu",
+        "qk_norm": True,
+        "num_kv_heads": 4,
+        "norm": "layer",
+        "attention_bias": "all",
+        "feed_forward_bias": True,
+        "parallel_residual": True,
+        "scaled_embeddings": False,
+        "retrieval_positions": "rope",
+    },
+    "alibi": {
+        "positions": "alibi",
+        "smeared_keys": True,
+        "smeared_tokens": 2,
+        "shared_embeddings": True,
+        "copying_init": True,
+        "parallel_residual": True,
+        "sliding_window": 20,
+    },
+    "transformer-xl": {"positions": "transformer-xl", "tied_embeddings": False},
+    "experts": {"num_experts": 4, "experts_every": 2},
+    "float16": {},
+    # A base that one process has trained, frozen: batches without neighbors have no gradient at all.
+    "retrofit": {},
+    "lora": {"shared_embeddings": True},
+    "prefix": {},
+}
+TUNED = {
+    "retrofit": TuningSettings(weights="retrieval"),
+    "lora": TuningSettings(weights="retrieval", adapter="lora", rank=2),
+    "prefix": TuningSettings(weights="none", adapter="prefix", virtual_tokens=3),
+}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data": ("plain", {}),
+    "float16": ("float16", {"zero": 3}),
+    "zero-1": ("plain", {"zero": 1}),
+    "zero-2": ("plain", {"zero": 2, "checkpointing": "selective"}),
+    "zero-3-offload": ("plain", {"zero": 3, "offload": True}),
+    "tensor": ("learned", {"tensor": 4}),
+    "tensor-zero-3": ("alibi", {"tensor": 2, "zero": 3, "checkpointing": "full"}),
+    "pipeline": ("alibi", {"pipeline": 4}),
+    "pipeline-zero-3": ("learned", {"pipeline": 2, "zero": 3}),
+    "interleaved-tensor": ("transformer-xl", {"pipeline": 2, "schedule": "interleaved", "tensor": 2}),
+    "interleaved-zero-1": ("experts", {"pipeline": 2, "schedule": "interleaved", "zero": 1, "checkpointing": "full"}),
+    "expert": ("experts", {"expert": 4}),
+    "expert-zero-3": ("experts", {"expert": 2, "zero": 3}),
+    "retrofit-zero-3": ("retrofit", {"zero": 3}),
+    "retrofit-pipeline-tensor": ("retrofit", {"pipeline": 2, "tensor": 2}),
+    "lora-pipeline-zero-2": ("lora", {"pipeline": 2, "zero": 2}),
+    "prefix-zero-3": ("prefix", {"zero": 3}),
+}
+"""By name: options of the model, and how four processes share it."""
+NUM_STEPS = 4
+COUNTED: list[tuple[ParallelSettings, int]] = [
+    (ParallelSettings(zero=zero), accumulation)  # type: ignore[arg-type]
+    for zero in (0, 1, 2, 3)
+    for accumulation in (1, 2)
+] + [(ParallelSettings(zero=3, checkpointing="full"), 1), (ParallelSettings(expert=4), 1)]
+"""What is counted of how many batches' step."""
+ACCUMULATED = [ParallelSettings(), ParallelSettings(zero=2), ParallelSettings(pipeline=2), ParallelSettings(expert=2)]
+"""How four processes share a step of one batch, and of two."""
+CPU = torch.device("cpu")
+
+
+def run_of(
+    config: Config, folder: Path, options: str, parallel: dict[str, Any], **changes: Any
+) -> list[dict[str, float]]:
+    """The metrics of a run of a few steps, whoever calls this."""
+    precision: Any = "float16" if options == "float16" else "float32"
+    settings = replace(config.train, precision=precision, **changes)
+    if options in TUNED:
+        whole = options == "prefix"  # without retrieval to draw
+        settings = replace(settings, start_from=str(config.run / ("retro" if whole else "base")))
+    outcome = train(
+        folder,
+        [config.datastore],
+        replace(config.model, **OPTIONS[options]),
+        replace(config.data, k_choices=(0, 2)) if options == "retrofit" else config.data,
+        settings,
+        config.evaluation,
+        ParallelSettings(**parallel),
+        TUNED.get(options, ALL),
+    )
+    timed = ("tokens_per_second", "mfu")
+    return [{name: value for name, value in line.items() if name not in timed} for line in outcome.metrics]
+
+
+def outermost_bytes(model: Retro) -> int:
+    """Of the parameters that are in no layer and not in the encoder: a unit that ZeRO-3 gathers once."""
+    inner = ("attention.", "cross.", "feed_forward.", "encoder.")
+    return sum(value.nbytes for name, value in model.named_parameters() if not name.startswith(inner))
+
+
+def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dict[str, int]]:
+    """Bytes by kind that a step moves, and that this process sends."""
+    model, placement = build(num_experts=4 if parallel.expert > 1 else 0).train(), place("cpu", "float32")
+    processes = Processes(parallel, placement.device)
+    tokens, neighbors, _ = batch()
+    own = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
+    passes = WholeModel(model, processes, placement)
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr_factor": 1.0}])
+    settings = TrainSettings(accumulation=accumulation, monitor_every=0)
+    step = make_step(passes, optimizer, map(dict, itertools.repeat(own)), processes, placement, settings)
+    step(0)
+    with Communication() as communication:
+        step(1)
+    return {"volume": dict(communication.volume), "sent": dict(communication.sent)}
+
+
+def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
+    """What a step of eight rows measures, labels on answers alone, taken as one batch or as several."""
+    model, placement, processes = build(num_experts=4).train(), place("cpu", "float32"), Processes(parallel, CPU)
+    size = 8 // accumulation
+    shared: Any = (model, processes, placement)
+    piped = parallel.pipeline > 1
+    passes: Passes = Pipeline(*shared, size, z_weight=0.01) if piped else WholeModel(*shared, z_weight=0.01)
+    rows = processes.rows(size)
+    own = [
+        {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
+        for part in divided(answers_only(8), accumulation)
+    ]
+    parameters = [parameter for _, parameter in all_parameters(passes.parts)]
+    optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
+    settings = TrainSettings(accumulation=accumulation, monitor_every=0, z_loss=0.01)
+    return make_step(passes, optimizer, iter(own), processes, placement, settings)(0).metrics
+
+
+def graphs() -> dict[str, int]:
+    """How many a compiled, checkpointed model of several processes has after a training step, and after an evaluation."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    placement = place("cpu", "float32")
+    processes = Processes(ParallelSettings(zero=2, checkpointing="full"), placement.device)
+    passes = WholeModel(build().train(), processes, placement, compiled=True)
+    tokens, neighbors, _ = batch()
+    inputs = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
+    counts = {}
+    for name, lengths in (("training", [T]), ("evaluation", range(M, T, M))):
+        for length in lengths:
+            cut = {
+                key: one if one is None else one[:, : length if one is not neighbors else length // M]
+                for key, one in inputs.items()
+            }
+            if name == "evaluation":
+                passes.token_losses(cut)
+            else:
+                passes.forward_backward(cut, Share(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True))
+        counts[name] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return counts
+
+
+def process(rank: int, folder: Path, config: Config) -> None:
+    """One of the four: every run in turn; the first one writes what it has measured, each what went wrong."""
+    torch.set_num_threads(1)
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
+    for name, (options, parallel) in RUNS.items():
+        problem = ""
+        try:
+            metrics = run_of(config, folder / name, options, parallel)
+            if rank == 0:
+                (folder / f"{name}.json").write_text(json.dumps(metrics))
+        except BaseException:
+            problem = traceback.format_exc()
+        (folder / f"{name}.{rank}").write_text(problem)
+        if problem:
+            os._exit(1)  # what the others wait for will not come
+    try:
+        run_of(config, folder / "not-finite", "plain", {"pipeline": 2, "zero": 2}, lr=1e30, clip=0.0)
+    except FloatingPointError as error:
+        (folder / f"not-finite.{rank}").write_text(str(error))
+    # Half of a run in one way, the rest in another.
+    run_of(config, folder / "changed", "alibi", {"zero": 3}, checkpoint_every=2, steps=2)
+    metrics = run_of(config, folder / "changed", "alibi", {"pipeline": 2, "tensor": 2}, checkpoint_every=2)
+    if rank == 0:
+        (folder / "changed.json").write_text(json.dumps(metrics))
+    counted = [communicated(parallel, accumulation) for parallel, accumulation in COUNTED]
+    (folder / f"communicated.{rank}.json").write_text(json.dumps(counted))
+    steps = [accumulated(parallel, count) for parallel in ACCUMULATED for count in (1, 2)]
+    (folder / f"accumulated.{rank}.json").write_text(json.dumps(steps))
+    (folder / f"graphs.{rank}.json").write_text(json.dumps(graphs()))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    config = replace(tiny_config(tmp_path_factory.mktemp("alone"), tiny_corpus), datastore=tiny_datastore.folder)
+    sizes = {"num_heads": 4, "head_dim": 8, "encoder_num_heads": 4, "encoder_head_dim": 4, "num_layers": 4}
+    train_settings = {
+        "steps": NUM_STEPS,
+        "batch_size": 8,
+        "accumulation": 2,
+        "precision": "float32",
+        "eval_every": NUM_STEPS,
+    }
+    train_settings |= {"checkpoint_every": NUM_STEPS, "schedule": "constant", "lr": 3e-3, "retrieval_dropout": 0.3}
+    config = replace(
+        config,
+        model=replace(config.model, cca_layers=(2, 4), **sizes),
+        train=replace(config.train, **train_settings),
+    )
+    for name, cca_layers in (("base", ()), ("retro", config.model.cca_layers)):  # what others start from
+        trained = replace(config, model=replace(config.model, cca_layers=cca_layers))
+        run_of(trained, config.run / name, "plain", {}, steps=1, warmup_steps=0)
+    return config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
+    """Where the four have been."""
+    folder = tmp_path_factory.mktemp("parallel")
+    context = forkserver()
+    processes = [context.Process(target=process, args=(rank, folder, config)) for rank in range(WORLD)]
+    for one in processes:
+        one.start()
+    end = time.monotonic() + PATIENCE
+    for one in processes:
+        one.join(max(0.0, end - time.monotonic()))
+        one.kill()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, config: Config) -> dict[str, list[dict[str, float]]]:
+    """What one process measures, by the options of the model."""
+    runs = tmp_path_factory.mktemp("one")
+    return {name: run_of(config, runs / name, name, {}) for name in OPTIONS}
+
+
+def without_monitor(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [line for line in metrics if not any(name.startswith("monitor/") for name in line)]
+
+
+def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]], rounding: float = 2e-5) -> None:
+    """Losses within float32's rounding of sums in another order, and what follows of them."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            looser = 50 if name.startswith(("gradient_norm", "monitor/")) else 1
+            # A few sums of thousands may come out as exactly 0 in one order and not in another.
+            absolute = 1e-3 if name.startswith("monitor/zero/") else 1e-7
+            assert ours[name] == pytest.approx(value, rel=rounding * looser, abs=absolute), (name, ours["step"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_four_processes_have_the_losses_of_one(
+    name: str, folder: Path, alone: dict[str, list[dict[str, float]]]
+) -> None:
+    for rank in range(WORLD):
+        file = folder / f"{name}.{rank}"
+        problem = file.read_text() if file.exists() else "it did not come so far"
+        assert not problem, f"process {rank}: {problem}"
+    found, expected, rounding = json.loads((folder / f"{name}.json").read_text()), alone[RUNS[name][0]], 2e-5
+    if name == "float16":  # what underflows depends on the rounding of sums
+        found, expected = without_monitor(found), without_monitor(expected)
+        rounding = 1e-3
+    assert_same(found, expected, rounding)
+
+
+@pytest.mark.slow
+def test_all_stop_at_a_batch_that_is_not_finite_and_the_first_names_it(folder: Path) -> None:
+    told = {(folder / f"not-finite.{rank}").read_text() for rank in range(WORLD)}
+    named = list((folder / "not-finite" / "bad_batches").iterdir())
+    assert len(told) == len(named) == 1
+    assert str(named[0]) in told.pop()
+    step = json.loads(named[0].read_text())["step"]
+    assert [path.name for path in finished(folder / "not-finite")] == [f"{step - 1:08d}"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_shared_out_in_another_way(
+    folder: Path, config: Config, alone: dict[str, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    expected = [line for line in alone["alibi"] if "loss" in line]
+    found = [line for line in json.loads((folder / "changed.json").read_text()) if "loss" in line]
+    assert_same(found, expected)
+    # What four have begun one can end: the last checkpoint is of four, and holds what one process would have.
+    for line in run_of(config, folder / "changed", "alibi", {}, steps=NUM_STEPS + 1)[-1:]:
+        assert line["step"] == NUM_STEPS + 1
+
+
+@pytest.mark.slow
+def test_communication_is_as_the_formulas_say(folder: Path) -> None:
+    model = build()
+    whole, outermost = sum(value.nbytes for value in model.parameters()), outermost_bytes(model)
+    for rank in range(WORLD):
+        for (parallel, batches), found in zip(
+            COUNTED, json.loads((folder / f"communicated.{rank}.json").read_text()), strict=True
+        ):
+            if parallel.expert > 1:
+                continue
+            # Each process's whole gradients are summed once; its parts are after every batch; ZeRO-3 holds parts of
+            # parameters too, all but those of the outermost unit gathered a second time for the backward pass.
+            formula = (2, 2, 1 + batches, batches * (3 - outermost / whole))[parallel.zero] * whole
+            assert sum(found["volume"].values()) == pytest.approx(formula, rel=0.02), (parallel, batches)
+            assert sum(found["sent"].values()) == pytest.approx(formula * (WORLD - 1) / WORLD, rel=0.02)
+            assert ("reduce-scatter" in found["volume"]) == (parallel.zero > 0)
+
+
+@pytest.mark.slow
+def test_a_step_is_the_mean_over_its_labels_however_many_batches_and_processes_it_has(folder: Path) -> None:
+    expected = accumulated(ALONE, 1)
+    for rank in range(WORLD):
+        for found in json.loads((folder / f"accumulated.{rank}.json").read_text()):
+            assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_experts_exchange_their_queues_twice_a_pass(folder: Path) -> None:
+    found = json.loads((folder / "communicated.0.json").read_text())[-1]
+    model = build(num_experts=4).train()
+    layer = model.feed_forward["1"].block
+    assert isinstance(layer, Experts)
+    tokens = batch()[0]
+    num_places = len(tokens) * tokens.shape[1] // layer.chunk_length * math.ceil(layer.rate)
+    queues = 4 * num_places * model.settings.d_model * 4  # of 4 experts, in bytes of float32
+    assert found["volume"]["all-to-all"] == len(model.settings.expert_layers) * 4 * queues
+
+
+@pytest.mark.slow
+def test_evaluation_compiles_no_blocks_for_its_lengths(folder: Path) -> None:
+    counts = json.loads((folder / "graphs.0.json").read_text())
+    # One for each kind of block (attention, cross-attention, feed-forward), and the loss.
+    assert counts == {"training": 4, "evaluation": 4}
+
+
+def refused(settings: ParallelSettings, **model: Any) -> str:
+    with pytest.raises(InputError) as refusal:
+        distribute(build(**model), Processes(settings, torch.device("cpu")))
+    return str(refusal.value)
+
+
+def test_processes_that_do_not_fit_are_refused() -> None:
+    assert "parallel: pipeline 1 × data any × tensor 2 do not make 1 process" in refused(ParallelSettings(tensor=2))
+    for key in ("data", "tensor", "pipeline", "microbatches", "expert"):
+        with pytest.raises(InputError, match=f"parallel.{key} = -1: must be"):
+            ParallelSettings(**{key: -1})
+    with pytest.raises(InputError, match=r"parallel.offload = true: needs parallel.zero"):
+        ParallelSettings(offload=True)
+
+
+def test_activation_checkpointing_keeps_less_and_changes_nothing() -> None:
+    tokens, neighbors, lengths = batch()
+    inputs = {"tokens": tokens, "documents": None, "neighbors": neighbors, "neighbor_lengths": lengths}
+    kept, operations, gradients = {}, {}, {}
+    for how in ("none", "selective", "full"):
+        model, sizes = build(), []
+        processes = Processes(replace(ALONE, checkpointing=how), torch.device("cpu"))
+        passes = WholeModel(model, processes, place("cpu", "float32"))
+
+        def pack(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            passes.hidden_and_routing(**inputs)
+        kept[how] = sum(sizes)
+        with FlopCounterMode(display=False) as counter:
+            share = Share(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True)
+            passes.forward_backward({**inputs, "labels": tokens}, share)
+        operations[how] = counter.get_total_flops()
+        gradients[how] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert kept["full"] < kept["none"] / 2
+    assert operations["selective"] == operations["none"] < operations["full"]  # products are made once
+    for how in ("selective", "full"):
+        torch.testing.assert_close(gradients[how], gradients["none"], rtol=1e-5, atol=1e-7)

@@ -1,0 +1,81 @@
+"""What compilation adds to a pass: nothing but speed, for every way of checkpointing and every shape of batch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retro.device import Tensors, place
+from retro.parallel.distribute import Processes
+from retro.parallel.forward_backward import Share, WholeModel
+from retro.parallel.settings import ALONE
+from tests.retro.small_model import T, U, batch, build
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`torch.compile` traces graphs and runs them as they are: the code that Inductor makes of them takes minutes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def passes_of(checkpointing: Any, compiled: bool, **model: Any) -> WholeModel:
+    settings = replace(ALONE, checkpointing=checkpointing)
+    placement = place("cpu", "float32")
+    return WholeModel(build(**model).train(), Processes(settings, placement.device), placement, compiled=compiled)
+
+
+def inputs(k: int = 2, documents: bool = False) -> Tensors:
+    """A batch with k neighbors of each chunk, with or without borders of documents."""
+    tokens, neighbors, lengths = batch()
+    return {
+        "tokens": tokens,
+        "labels": tokens.roll(-1, dims=1),
+        "documents": torch.arange(U).expand(len(tokens), U) // 2 if documents else None,
+        "neighbors": neighbors[:, :, :1].repeat(1, 1, k, 1) if k else None,
+        "neighbor_lengths": lengths[:, :, :1].repeat(1, 1, k) if k else None,
+    }
+
+
+def gradients(passes: WholeModel, given: Tensors) -> dict[str, Tensor]:
+    torch.manual_seed(0)  # of dropout
+    passes.forward_backward(dict(given), Share(torch.tensor(1), len(given["tokens"]), 1.0, True))
+    found = {name: one.grad for name, one in passes.model.named_parameters() if one.grad is not None}
+    passes.model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_a_compiled_model_is_checkpointed_and_has_the_same_gradients(checkpointing: str) -> None:
+    expected = gradients(passes_of("none", compiled=False), inputs())
+    found = gradients(passes_of(checkpointing, compiled=True), inputs())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("traced")
+def test_any_number_of_shapes_is_compiled() -> None:
+    passes = passes_of("none", compiled=True, num_layers=1, cca_layers=(1,))
+    for k in range(6):
+        for documents in (False, True):
+            assert gradients(passes, inputs(k, documents))
+
+
+@pytest.mark.usefixtures("traced")
+def test_evaluation_compiles_nothing() -> None:
+    passes = passes_of("none", compiled=True, num_layers=1, cca_layers=(1,))
+    given = inputs()
+    gradients(passes, given)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    passes.model.eval()
+    for num_tokens in range(1, T, 3):
+        cut = {"tokens": given["tokens"][:, :num_tokens], "labels": given["labels"][:, :num_tokens]}
+        passes.token_losses(cut | {"documents": None, "neighbors": None, "neighbor_lengths": None})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0

@@ -1,0 +1,90 @@
+"""Right answers: what SQuAD's and CMRC 2018's own scripts count."""
+
+import numpy as np
+import pytest
+
+from indexing.store.errors import InputError
+from retro.question_answering.answer_metrics import exact_match, f1, language_of, mean_with_interval
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "same"),
+    [
+        ("The Eiffel Tower!", ["eiffel  tower"], 1),
+        ("an apple", ["Apple."], 1),
+        ("Theatre", ["atre"], 0),  # an article is a word, not a prefix
+        ("twenty-one", ["twentyone"], 1),
+        ("1973", ["October 1973", "1973"], 1),
+        ("October", ["October 1973"], 0),
+        ("", ["October"], 0),
+    ],
+)
+def test_english_answers_match_but_for_case_punctuation_and_articles(answer, right, same) -> None:
+    assert exact_match(answer, right, "en") == same
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "value"),
+    [
+        ("October 1973", ["October 1973"], 1),
+        ("in October 1973", ["October 1973"], 4 / 5),
+        ("1973 October", ["the October, 1973"], 1),  # a bag of words
+        ("October October", ["October"], 2 / 3),
+        ("March", ["October", "March or April"], 2 / 4),
+        ("March", ["October"], 0),
+        ("", ["October"], 0),
+    ],
+)
+def test_english_f1_is_over_words(answer, right, value) -> None:
+    assert f1(answer, right, "en") == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "same"),
+    [
+        ("《红楼梦》", ["红楼梦"], 1),
+        ("踢爆。", ["踢爆"], 1),
+        ("WTO", ["wto"], 1),
+        ("红楼", ["红楼梦"], 0),
+    ],
+)
+def test_chinese_answers_match_but_for_punctuation_and_case(answer, right, same) -> None:
+    assert exact_match(answer, right, "zh") == same
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "value"),
+    [
+        ("红楼梦", ["红楼梦"], 1),
+        ("红楼", ["红楼梦"], 2 * 2 / 5),
+        ("梦红楼", ["红楼梦"], 2 * 2 / 6),  # only the longest run common to both counts, not single characters
+        ("308分", ["308"], 2 * 1 / 3),  # a number is one word
+        ("windows操作系统", ["Windows 操作系统"], 1),
+        ("三国", ["红楼梦"], 0),
+        ("。", ["红楼梦"], 0),
+    ],
+)
+def test_chinese_f1_is_over_the_longest_common_run(answer, right, value) -> None:
+    assert f1(answer, right, "zh") == pytest.approx(value)
+
+
+def test_the_language_is_that_of_the_characters() -> None:
+    assert language_of(["When did the oil crisis begin?", "谁?"]) == "en"
+    assert language_of(["黑豹队的防守丢了多少分？", "Windows 2000 的发行日期"]) == "zh"
+    assert language_of([]) == "en"
+
+
+def test_a_question_without_answers_is_refused() -> None:
+    for measure in (exact_match, f1):
+        with pytest.raises(InputError, match="without answers"):
+            measure("x", [], "en")
+
+
+def test_the_interval_holds_the_mean_and_narrows_with_more_questions() -> None:
+    few = mean_with_interval(np.array([0.0, 1.0] * 10))
+    many = mean_with_interval(np.array([0.0, 1.0] * 1000))
+    for mean, low, high in (few, many):
+        assert mean == 0.5
+        assert low < mean < high
+    assert many[2] - many[1] < 0.2 * (few[2] - few[1])
+    assert mean_with_interval(np.ones(5)) == (1, 1, 1)

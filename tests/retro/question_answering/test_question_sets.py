@@ -1,0 +1,52 @@
+"""Question sets: read from plain and packed lines, and refused by file and line."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from indexing.store.errors import InputError
+from retro.question_answering.question_sets import Question, read_questions
+
+ROWS = [
+    {"id": "a", "question": "Who?", "answers": ["me", "I"], "positive_ids": ["p/1"], "title": "passed over"},
+    {"question": "谁？", "answers": []},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [("q.jsonl", bytes), ("q.jsonl.gz", gzip.compress), ("q.JSONL.zst", zstandard.ZstdCompressor().compress)],
+)
+def test_lines_are_questions(tmp_path: Path, name: str, pack) -> None:
+    path = tmp_path / name
+    path.write_bytes(pack("\n\n".join(json.dumps(row) for row in ROWS).encode()))
+    assert read_questions(path) == [Question("a", "Who?", ("me", "I"), ("p/1",)), Question("3", "谁？", (), ())]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"question": "Who?"}\n{"question"', r"q\.jsonl:2 is not JSON"),
+        (b'{"question": " ", "answers": []}', r"q\.jsonl:1 has no \"question\""),
+        (b"[1]", r"q\.jsonl:1 has no \"question\""),
+        (b'{"question": "Who?", "answers": "me"}', r'q\.jsonl:1: "answers" must be a list of texts'),
+        (b"\n", r"q\.jsonl holds no questions"),
+    ],
+)
+def test_what_is_no_question_is_refused_by_line(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        read_questions(path)
+
+
+def test_a_file_that_is_missing_or_cut_off_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.jsonl cannot be read"):
+        read_questions(tmp_path / "nowhere.jsonl")
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(ROWS[0]).encode())[:-10])
+    with pytest.raises(InputError, match=r"cut\.jsonl\.gz cannot be read"):
+        read_questions(path)

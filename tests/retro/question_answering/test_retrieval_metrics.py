@@ -1,0 +1,88 @@
+"""hit@k, recall@k and MRR: over documents, each at its best chunk."""
+
+import numpy as np
+import pytest
+
+from indexing.retrieval.results import Rerank
+from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.retrieval_set import CHUNK_ID_BITS
+from retro.question_answering.question_sets import Question
+from retro.question_answering.retrieval_metrics import RetrievalSettings, measure, ranks_of, right_documents, summarize
+
+
+@pytest.fixture(scope="module")
+def retriever(tiny_datastore: Datastore) -> Retriever:
+    return Retriever.open(tiny_datastore.folder)
+
+
+def test_a_document_ranks_where_its_best_chunk_stands() -> None:
+    ranks = ranks_of(np.array([7, 7, 3, 7, 9, 3]), np.array([9, 7, 4]))
+    assert ranks.tolist() == [3, 1, np.inf]
+
+
+def test_figures_are_means_over_questions() -> None:
+    ranks = [np.array([1.0, 4.0]), np.array([2.0]), np.array([np.inf, np.inf])]
+    result = summarize("bm25", ranks, (1, 2, 5))
+    assert result.hit == pytest.approx({1: 1 / 3, 2: 2 / 3, 5: 2 / 3})
+    assert result.recall == pytest.approx({1: 0.5 / 3, 2: 1.5 / 3, 5: 2 / 3})
+    assert result.mrr == pytest.approx((1 + 1 / 2) / 3)
+    assert (result.rerank, result.num_questions) == ("bm25", 3)
+
+
+def test_right_documents_are_found_by_id_in_every_datastore(retriever: Retriever) -> None:
+    split = retriever.retrieval.own
+    rows = split.metadata(range(split.num_documents))
+    asked = [
+        Question("a", "?", (), (rows[7]["id"], "nobody")),
+        Question("b", "?", (), (rows[150]["id"], rows[3]["id"])),
+    ]
+    assert [each.tolist() for each in right_documents(retriever.retrieval, asked)] == [[7], [150, 3]]
+    first = split.chunk_range(150)[0]
+    assert retriever.retrieval.documents_of(np.array([first, 0])).tolist() == [150, 0]
+    assert next(number >> CHUNK_ID_BITS for number, _ in retriever.retrieval.scan_documents(["id"])) == 0
+
+
+@pytest.mark.parametrize(
+    ("positive_ids", "words"),
+    [
+        (("nobody",), r"question 'q': the datastore has none of its \"positive_ids\" \['nobody'\]"),
+        ((), "question 'q' has no \"positive_ids\""),
+    ],
+)
+def test_questions_about_other_documents_are_refused(retriever: Retriever, positive_ids, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        right_documents(retriever.retrieval, [Question("q", "?", (), positive_ids)])
+
+
+@pytest.mark.parametrize("rerank", ["embeddings", "bm25", "hybrid"])
+def test_documents_are_found_by_their_own_text_and_not_by_that_of_others(retriever: Retriever, rerank: Rerank) -> None:
+    split = retriever.retrieval.own
+    numbers = list(range(0, split.num_documents, 9))
+    rows = split.metadata(numbers)
+    tokens, lengths = retriever.retrieval.chunks(split.chunk_ranges(np.array(numbers))[:, 0])
+    texts = [retriever.tokenizer.decode(row[:length]) for row, length in zip(tokens, lengths, strict=True)]
+    asked = [Question(str(n), text, (), (row["id"],)) for n, (text, row) in enumerate(zip(texts, rows, strict=True))]
+    right, settings = right_documents(retriever.retrieval, asked), RetrievalSettings(k=(1, 5), chunks=30)
+    done: list[int] = []
+    result = measure(retriever, asked, right, rerank, settings, done.append)
+    assert result.hit[1] > 0.8
+    assert sum(done) == result.num_questions == len(asked)
+    assert result.hit[1] <= result.mrr <= result.hit[5] + (1 - result.hit[5]) / 6
+    wrong = measure(retriever, asked, [each + 1 for each in right], rerank, settings, done.append)
+    assert wrong.hit[1] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"k": ()}, "at least one"),
+        ({"k": (0,)}, "1 or more"),
+        ({"k": (200,)}, "chunks = 100"),
+        ({"rerank": ()}, "at least one"),
+    ],
+)
+def test_settings_that_measure_nothing_are_refused(settings, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        RetrievalSettings(**settings)

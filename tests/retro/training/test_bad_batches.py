@@ -1,0 +1,149 @@
+"""A batch whose loss is not finite: the run stops before its update and names it, or goes on without it."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.store.datastore import Datastore
+from pipelines.config import Config
+from retro.checkpoints import checkpoint as checkpoints
+from retro.data.batches import TrainingData
+from retro.model.loss import Losses
+from retro.parallel import forward_backward as passes
+from retro.training.loop import _MOST_REFUSED
+from retro.training.trainer import Outcome, train
+from tests.conftest import tiny_config
+
+BAD = 6  # the step whose batch is bad, counted from 1; there are 2 sequences in each
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    config = replace(config, model=replace(config.model, dropout=0.1))  # so that random state matters
+    return replace(config, train=replace(config.train, eval_every=0, monitor_every=2))
+
+
+@pytest.fixture
+def tokens_of_bad(config: Config) -> torch.Tensor:
+    """The tokens of the bad batch, by which it is known."""
+    data = TrainingData([config.datastore], config.data, retrieval=True)
+    return torch.from_numpy(data.batch(range(2 * BAD - 2, 2 * BAD)).tokens)
+
+
+@pytest.fixture
+def poison(tokens_of_bad: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every loss of the bad batch is NaN."""
+    real = passes.summed_losses
+
+    def losses(hidden, weight, labels, **options):
+        found = real(hidden, weight, labels, **options)
+        bad = torch.equal(labels[:, 0], tokens_of_bad[:, 1])
+        return Losses(*(value * math.nan for value in found)) if bad else found
+
+    monkeypatch.setattr(passes, "summed_losses", losses)
+
+
+def run(config: Config, **changes) -> Outcome:
+    settings = replace(config.train, **changes)
+    return train(config.run, [config.datastore], config.model, config.data, settings, config.evaluation)
+
+
+def weights(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+def read(config: Config) -> dict:
+    return json.loads((config.run / "bad_batches" / f"{BAD:08d}.json").read_text())
+
+
+@pytest.mark.usefixtures("poison")
+def test_the_run_stops_before_the_update_and_names_the_batch(
+    config: Config, tmp_path: Path, tokens_of_bad: torch.Tensor, tiny_datastore: Datastore
+) -> None:
+    with pytest.raises(FloatingPointError, match=rf"step {BAD}: loss nan.*{BAD:08d}\.json.*--train\.on_nan skip"):
+        run(config)
+    checkpoint = checkpoints.open_checkpoint(config.run)
+    assert checkpoint.step == BAD - 1
+    named = read(config)
+    assert named["step"] == BAD
+    assert named["loss"] == "nan"
+    for sequence, tokens in zip(named["sequences"], tokens_of_bad, strict=True):
+        split = tiny_datastore.train
+        chunks = np.arange(*sequence["chunks"])
+        assert np.array_equal(split.tokens.gather(chunks).ravel(), tokens.numpy())
+        numbers = np.unique(split.documents_of(chunks)[0])
+        assert sequence["document_ids"] == [row["id"] for row in split.metadata(numbers)]
+        assert sequence["datastore"] == str(tiny_datastore.folder)
+    assert [sequence["sample"] for sequence in named["sequences"]] == [2 * BAD - 2, 2 * BAD - 1]
+
+
+def test_the_checkpoint_is_the_one_that_an_undisturbed_run_makes_there(
+    config: Config, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    straight = replace(config, run=tmp_path / "straight")
+    run(straight, checkpoint_every=BAD - 1)
+    request.getfixturevalue("poison")
+    with pytest.raises(FloatingPointError):
+        run(config)
+    ours, theirs = (checkpoints.step_folder(each.run, BAD - 1) for each in (config, straight))
+    assert weights(ours) == weights(theirs)
+
+
+@pytest.mark.usefixtures("poison")
+def test_a_run_goes_on_without_the_batch_and_a_stopped_one_catches_up_to_the_bit(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight = replace(config, run=tmp_path / "straight")
+    skipping = run(straight, on_nan="skip")
+    assert f"step {BAD}: loss nan" in caplog.text
+    lines = [line for line in skipping.metrics if "loss" in line]
+    assert [line["skipped_batches"] for line in lines] == [0] * (BAD - 1) + [1] * (8 - BAD + 1)
+    assert math.isnan(lines[BAD - 1]["loss"])
+    assert all(math.isfinite(line["loss"]) for line in lines[BAD:])
+    with pytest.raises(FloatingPointError):
+        run(config)
+    resumed = run(config, on_nan="skip")
+    assert weights(resumed.checkpoint) == weights(skipping.checkpoint)
+    assert read(config) == read(straight)
+    # From a checkpoint after the batch, too.
+    assert checkpoints.open_checkpoint(straight.run).skipped == {"steps": 0, "batches": 1}
+
+
+def test_the_weights_do_not_move_in_a_step_that_is_skipped(config: Config, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("poison")
+    run(config, on_nan="skip", checkpoint_every=1, keep_checkpoints=8)
+    before, after, later = (weights(checkpoints.step_folder(config.run, BAD + n)) for n in (-1, 0, 1))
+    assert before == after
+    assert after != later
+
+
+def test_a_run_of_nothing_but_bad_batches_stops_though_it_should_skip(config: Config, monkeypatch) -> None:
+    real = passes.summed_losses
+
+    def losses(*arguments, **options):
+        return Losses(*(value * math.nan for value in real(*arguments, **options)))
+
+    monkeypatch.setattr(passes, "summed_losses", losses)
+    with pytest.raises(FloatingPointError, match="in a row"):
+        run(config, on_nan="skip", steps=_MOST_REFUSED + 5)
+    assert checkpoints.open_checkpoint(config.run).step == _MOST_REFUSED
+
+
+def test_a_gradient_that_is_not_finite_is_refused_as_a_loss_is(config: Config, monkeypatch) -> None:
+    real = passes.gradients
+
+    def gradients(parameters):
+        found = real(parameters)
+        found[0][0] = math.inf
+        return found
+
+    monkeypatch.setattr(passes, "gradients", gradients)
+    with pytest.raises(FloatingPointError, match="norm of the gradient inf"):
+        run(config)
+    assert checkpoints.open_checkpoint(config.run).step == 0

@@ -1,0 +1,139 @@
+"""Starting from trained weights: what both models have is copied to the bit, what does not fit is refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.config import Config
+from retro.checkpoints import checkpoint as checkpoints
+from retro.checkpoints.checkpoint import Checkpoint
+from retro.checkpoints.single_file import export
+from retro.model.presets import baseline_of
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+from retro.training.initial_weights import start_from
+from retro.training.trainer import train
+from tests.conftest import tiny_config
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    return replace(tiny_config(tmp_path_factory.mktemp("start"), tiny_corpus), datastore=tiny_datastore.folder)
+
+
+@pytest.fixture(scope="module")
+def retro(config: Config) -> Checkpoint:
+    return trained(config)
+
+
+@pytest.fixture(scope="module")
+def baseline(config: Config) -> Checkpoint:
+    return trained(replace(config, run=config.run.with_name("baseline"), model=replace(config.model, cca_layers=())))
+
+
+def trained(config: Config) -> Checkpoint:
+    outcome = train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)
+    return checkpoints.open_checkpoint(outcome.checkpoint)
+
+
+def started(checkpoint: Checkpoint, settings: ModelSettings) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of a model before and after it starts from a checkpoint."""
+    torch.manual_seed(1)
+    model = Retro(settings)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    start_from(checkpoint, model, checkpoint.datastores)
+    return before, model.state_dict()
+
+
+def saved(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return checkpoints.load_model(checkpoint, torch.device("cpu")).state_dict()
+
+
+def test_the_same_model_starts_with_equal_weights_also_from_an_exported_file(retro: Checkpoint, tmp_path: Path) -> None:
+    export(retro, tmp_path / "retro.safetensors")
+    for source in (retro, checkpoints.open_checkpoint(tmp_path / "retro.safetensors")):
+        _, after = started(source, retro.model.retro)
+        assert all(torch.equal(after[name], tensor) for name, tensor in saved(retro).items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copying", [False, True])
+def test_retrieval_begins_as_off_beside_a_trained_decoder_or_copies(
+    baseline: Checkpoint, retro: Checkpoint, copying: bool
+) -> None:
+    model = Retro(replace(retro.model.retro, shared_embeddings=copying, copying_init=copying)).eval()
+    start_from(baseline, model, baseline.datastores)
+    tokens, neighbors = torch.arange(32)[None], torch.arange(2 * 2 * 8).view(1, 2, 2, 8)
+    assert torch.equal(model(tokens, neighbors=neighbors), model(tokens)) != copying
+
+
+def test_a_retro_starts_from_a_baseline_and_what_stays_random_is_logged(
+    retro: Checkpoint, baseline: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    before, after = started(baseline, retro.model.retro)
+    weights = saved(baseline)
+    for name, tensor in after.items():
+        reads = name.startswith("cross.") and name.endswith(".out.weight")
+        expected = torch.zeros_like(tensor) if reads else weights.get(name, before[name])
+        assert torch.equal(tensor, expected), name
+    drawn = [name for name in after if name not in weights]
+    assert drawn
+    assert all(name.startswith(("encoder.", "cross.")) for name in drawn)
+    assert f"drawn at random: {', '.join(drawn)}" in caplog.text
+
+
+def test_a_baseline_starts_from_a_retro_without_its_encoder(retro: Checkpoint, baseline: Checkpoint) -> None:
+    _, after = started(retro, baseline.model)
+    assert all(torch.equal(tensor, saved(retro)[name]) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"d_ffw": 32}, [r"feed_forward\.0\.block\.up\.weight", r"\[64, 32\] there and \[32, 32\]", "retro inspect"]),
+        ({"vocab_size": 17}, [r"embedding\.weight", r"\[17, 32\] in this model"]),
+        ({"num_layers": 2, "cca_layers": (2,)}, [r"weights that this model lacks: attention\.2\."]),
+        ({"num_heads": 1, "head_dim": 32}, [r"model\.num_heads = 2, this model 1"]),
+        ({"encoder_num_heads": 2, "encoder_head_dim": 8}, [r"model\.encoder_num_heads = 1, this model 2"]),
+        ({"positions": "alibi"}, [r"model\.positions = 'rope', this model 'alibi'"]),
+        ({"rope_theta": 500.0}, [r"model\.rope_theta = 10000\.0, this model 500\.0"]),
+        ({"norm": "layer"}, [r"model\.norm = 'rms', this model 'layer'"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(retro: Checkpoint, change, words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        started(retro, replace(retro.model.retro, **change))
+    for pattern in words:
+        assert caught.match(pattern)
+
+
+def test_a_run_that_starts_from_weights_knows_them_and_goes_on_without_the_file(
+    config: Config, retro: Checkpoint, tmp_path: Path
+) -> None:
+    file = tmp_path / "start.safetensors"
+    export(retro, file)
+    frozen = replace(config.train, start_from=str(file), lr=1e-30, warmup_steps=0, weight_decay=0.0, steps=4)
+    begun = replace(config, run=tmp_path / "run", train=frozen)
+    found = trained(begun)
+    assert found.started_from == retro.fingerprint
+    for name, tensor in saved(found).items():
+        assert torch.equal(tensor, saved(retro)[name]), name
+    other = trained(replace(begun, run=tmp_path / "other", train=replace(frozen, start_from=str(retro.path))))
+    assert other.started_from == retro.fingerprint
+    file.unlink()
+    assert trained(begun) == found
+
+
+def test_weights_of_another_datastore_are_taken_with_a_warning(retro: Checkpoint, caplog) -> None:
+    start_from(retro, Retro(retro.model.retro), ["another"])
+    assert "tokenizer must be the same" in caplog.text
+
+
+def test_a_baseline_of_equal_size_does_not_fit_a_retro_and_is_told_so(retro: Checkpoint) -> None:
+    with pytest.raises(InputError, match="feed_forward"):
+        started(retro, baseline_of(retro.model.retro))

@@ -1,0 +1,63 @@
+"""Under mup a step moves no activation further in a wide model than in a narrow one."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from retro.model.loss import loss
+from retro.model.retro import Retro
+from retro.training.learning_rate_scaling import learning_rate_factors
+from retro.training.optimizer import make_optimizer
+from tests.retro.small_model import SETTINGS, batch
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+
+
+def movement(width: int, **changes: Any) -> dict[str, float]:
+    """How far three steps of training move activations of a model of some width: the root mean square of each."""
+    torch.manual_seed(0)
+    sizes = {"d_model": width, "d_ffw": 2 * width, "head_dim": width // 2, "num_layers": 2, "cca_layers": (2,)}
+    encoder = {"encoder_d_model": width, "encoder_d_ffw": 2 * width, "encoder_head_dim": width // 2}
+    model = Retro(replace(SETTINGS, **{**sizes, **encoder, "mup_base_width": 32, **changes}))
+    optimizer = make_optimizer(
+        [model],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        fused=True,
+        factors=learning_rate_factors(model),
+    )
+    found: dict[str, torch.Tensor] = {}
+    watched = {"self-attention": model.attention["1"], "cross-attention": model.cross["2"]}
+    watched |= {"feed-forward": model.feed_forward["1"], "encoder": model.encoder.feed_forward[1]}
+    for name, residual in watched.items():
+        residual.block.register_forward_hook(lambda _, __, output, name=name: found.__setitem__(name, output.detach()))
+    tokens, neighbors, lengths = batch()
+
+    def look() -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            found["logits"] = model(tokens, None, neighbors, lengths)
+        return dict(found)
+
+    before = look()
+    for _ in range(3):
+        loss(model.hidden(tokens, None, neighbors, lengths), model.output_weight, tokens.roll(-1, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = look()
+    return {name: (after[name] - before[name]).square().mean().sqrt().item() for name in before}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_moves_activations_as_far_at_every_width(tied: bool) -> None:
+    """The coordinate check of Yang et al. (2022), appendix D.1."""
+
+    def growth(**changes: Any) -> dict[str, float]:
+        """How much further they move in a model eight times as wide."""
+        narrow, wide = (movement(width, tied_embeddings=tied, **changes) for width in (32, 256))
+        return {name: wide[name] / narrow[name] for name in narrow}
+
+    assert all(factor < 1.5 for factor in growth(init="mup").values())
+    without = growth(init="depth-scaled")
+    assert all(without[name] > 2.5 for name in ("self-attention", "cross-attention", "feed-forward", "encoder"))

@@ -1,0 +1,81 @@
+"""Where metrics go besides `metrics.jsonl`."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json
+from retro.training.loggers import WeightsAndBiases
+from retro.training.trainer import train
+from tests.conftest import tiny_config
+
+
+@pytest.fixture
+def wandb(tmp_path: Path, monkeypatch) -> Iterator[Any]:
+    """The package, away from the home folder of whoever runs the tests, and without a key."""
+    package = pytest.importorskip("wandb")
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    yield package
+    package.teardown()
+
+
+def test_weights_and_biases_get_one_run_offline_however_often_it_is_resumed(
+    tmp_path: Path, tiny_datastore: Datastore, wandb, monkeypatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = tiny_config(tmp_path, tmp_path)
+    settings = replace(config.train, log_to=("wandb",))
+
+    def run(stop_after: int = 99) -> None:
+        steps: list[int] = []
+
+        def advance(tokens: int) -> None:
+            steps.append(tokens)
+            if len(steps) > stop_after:
+                raise KeyboardInterrupt
+
+        folders = [tiny_datastore.folder]
+        train(config.run, folders, config.model, config.data, settings, config.evaluation, advance=advance)
+
+    def logged() -> list[Path]:
+        return sorted((config.run / "wandb").glob("offline-run-*/run-*.wandb"))
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_after=5)
+    known = read_json(config.run / "wandb.json")["id"]
+    run()
+    wandb.teardown()  # its service writes a moment later than it says
+    assert [path.name for path in logged()] == [f"run-{known}.wandb"] * 2
+    first, second = (path.read_bytes() for path in logged())
+    for name in (b"loss", b"valid_bits_per_byte_on"):
+        assert name in first
+        assert name in second
+    assert b"d_model" in first  # the settings
+
+
+def test_without_a_key_nothing_is_trained_and_the_next_step_is_told(tmp_path: Path, wandb, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr("sys.stdin", None)
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(InputError, match=r"train\.log_to: 'wandb'.*WANDB_MODE=offline"):
+        WeightsAndBiases(tmp_path, 0)
+
+
+def test_a_run_that_begins_again_is_another_one_to_weights_and_biases(tmp_path: Path, wandb, monkeypatch) -> None:
+    given: list[dict] = []
+    monkeypatch.setattr(wandb, "init", lambda **options: given.append(options))
+    (tmp_path / "settings.json").write_text("{}")
+    for step in (0, 4, 0):
+        WeightsAndBiases(tmp_path, step)
+    first, resumed, again = (options["id"] for options in given)
+    assert first == resumed != again
+    assert [options["project"] for options in given] == ["retro"] * 3

@@ -1,0 +1,74 @@
+"""Schedules at their ends, and who decays."""
+
+import pytest
+import torch
+from torch import nn
+
+from retro.training.optimizer import learning_rate, make_optimizer
+from tests.retro.small_model import build
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "end"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1), ("wsd", 1, 0.1)]
+)
+def test_a_schedule_warms_up_and_ends_where_it_should(schedule, middle: float, end: float) -> None:
+    def rate(step: int) -> float:
+        return learning_rate(
+            step, schedule=schedule, steps=210, warmup_steps=10, lr=1.0, min_lr_ratio=0.1, decay_share=0.2
+        )
+
+    assert rate(0) == pytest.approx(0.1, abs=1e-6)
+    assert rate(9) == pytest.approx(1)
+    assert rate(10) == pytest.approx(1)
+    assert rate(110) == pytest.approx(middle)
+    assert rate(210) == pytest.approx(end)
+    values = [rate(step) for step in range(10, 211)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_matrices_decay_and_norms_do_not() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
+        "0.weight": 0.1,
+        "0.bias": 0.0,
+        "1.weight": 0.0,
+    }
+    assert isinstance(optimizer, torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("scheme", ["transformer-xl", "smeared", "smeared-far", "neox"])
+def test_what_heads_have_of_their_own_does_not_decay(scheme: str) -> None:
+    """Transformer-XL's u and v are biases, taps and smear are shares: two dimensions do not make a matrix."""
+    model = build(scheme, num_experts=0 if scheme == "neox" else 4)  # experts have no biases
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    spared = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters() if not decay[id(p)]}
+    found = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters()}
+    of_heads = {"content_bias", "distance_bias", "key_taps", "query_taps", "smear"}
+    assert of_heads & found == of_heads & spared
+    assert bool(of_heads & found) == (scheme != "neox")
+    matrices = {"embedding", "query", "key", "value", "out", "up", "router", "distance", "head"}
+    assert {name for name, p in model.named_parameters() if decay[id(p)]} == {
+        name for name, p in model.named_parameters() if name.split(".")[-2] in matrices and name.endswith(".weight")
+    }
+
+
+def test_parameters_with_a_factor_learn_and_decay_as_they_should() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    factors = {"1.weight": 0.25}
+    optimizer = make_optimizer([model], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=False, factors=factors)
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert {name: found[id(p)]["lr_factor"] for name, p in model.named_parameters()} == {
+        "0.weight": 1,
+        "0.bias": 1,
+        "1.weight": 0.25,
+        "1.bias": 1,
+    }
+    before = [layer.weight.detach().clone() for layer in model]
+    for layer in model:
+        layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer.step()
+    for layer, weight in zip(model, before, strict=True):  # without a slope only the decay is left, at one pace
+        torch.testing.assert_close(layer.weight.detach(), weight * (1 - 1e-2 * 0.1))

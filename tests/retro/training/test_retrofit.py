@@ -1,0 +1,219 @@
+"""Runs that train a part of a model: what they begin with, leave alone, save, and go on from."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.config import Config
+from retro.checkpoints import checkpoint as checkpoints
+from retro.checkpoints.checkpoint import Checkpoint
+from retro.checkpoints.single_file import export
+from retro.checkpoints.tensor_files import index, read_tensors
+from retro.device import place
+from retro.inference.decoder import Decoder
+from retro.model.presets import resolve
+from retro.model.settings import ModelSettings
+from retro.training.trainer import Outcome, train
+from retro.tuning.adapters import is_adapter
+from retro.tuning.settings import RETRIEVAL, TuningSettings
+from tests.conftest import tiny_config
+
+RETROFIT = TuningSettings(weights="retrieval")
+ADAPTERS = {
+    "lora": TuningSettings(weights="retrieval", adapter="lora", rank=2, alpha=8.0, dropout=0.1),
+    "prefix": TuningSettings(weights="none", adapter="prefix", virtual_tokens=3),
+    "prompt": TuningSettings(weights="none", adapter="prompt", virtual_tokens=3),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    """A run of four steps that looks at everything once."""
+    config = replace(tiny_config(tmp_path_factory.mktemp("retrofit"), tiny_corpus), datastore=tiny_datastore.folder)
+    return replace(config, train=replace(config.train, steps=4, warmup_steps=1, eval_every=4, checkpoint_every=2))
+
+
+def run(
+    config: Config, folder: Path, start: Path | str = "", tuning: TuningSettings = RETROFIT, **options: Any
+) -> Outcome:
+    """Train in a folder, from a checkpoint; by default a RETROfit of it."""
+    advance: Callable[[int], None] = options.pop("advance", lambda _: None)
+    model = options.pop("model", ModelSettings(preset="base", chunk_length=16))
+    settings = replace(config.train, **{"start_from": str(start), "lr": 1e-2, **options})
+    return train(
+        folder, [config.datastore], model, config.data, settings, config.evaluation, tuning=tuning, advance=advance
+    )
+
+
+@pytest.fixture(scope="module")
+def base(config: Config) -> Checkpoint:
+    """A plain decoder."""
+    outcome = run(config, config.run, tuning=TuningSettings(), model=replace(config.model, cca_layers=()))
+    return checkpoints.open_checkpoint(outcome.checkpoint)
+
+
+@pytest.fixture(scope="module")
+def retro(config: Config, base: Checkpoint) -> Checkpoint:
+    """The same with encoder and cross-attention trained beside it."""
+    return checkpoints.open_checkpoint(run(config, config.run.with_name("retro"), base.path).checkpoint)
+
+
+def tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    return read_tensors(index(checkpoint.weights))
+
+
+@torch.no_grad()
+def off(checkpoint: Checkpoint) -> Tensor:
+    """Logits without retrieval."""
+    return checkpoints.load_model(checkpoint, torch.device("cpu"))(torch.arange(64)[None])
+
+
+def files(outcome: Outcome) -> list[bytes]:
+    return [(outcome.checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+def interrupt_after(steps: int) -> Callable[[int], None]:
+    """An `advance` that raises in the step after so many."""
+    seen = [0]
+
+    def advance(tokens: int) -> None:
+        seen[0] += tokens
+        if seen[0] > steps * 2 * 64:
+            raise KeyboardInterrupt
+
+    return advance
+
+
+def test_retrofit_leaves_the_base_and_its_retrieval_off_as_they_were_to_the_bit(
+    base: Checkpoint, retro: Checkpoint
+) -> None:
+    before, after = tensors(base), tensors(retro)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert {name for name in after if name.startswith(RETRIEVAL)} == set(after) - set(before)
+    assert torch.equal(off(base), off(retro))
+    moments = {name.partition("/")[2] for name in index(retro.training) if "/" in name}
+    assert moments == set(after) - set(before)
+    assert retro.tuning.adapters == RETROFIT
+    assert retro.started_from == base.fingerprint
+
+
+def test_one_that_copies_is_fitted_to_the_base_and_leaves_it_alone(
+    config: Config, base: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    copying = ModelSettings(preset="base", chunk_length=16, shared_embeddings=True, copying_init=True)
+    smeared = replace(copying, retrieval_smeared_keys=True, smeared_tokens=2)
+    fitted = run(config, tmp_path / "fitted", base.path, model=smeared)
+    after = tensors(checkpoints.open_checkpoint(fitted.checkpoint))
+    assert all(torch.equal(after[name], tensor) for name, tensor in tensors(base).items())
+    assert caplog.text.count("begins as one that copies") == len(resolve(smeared, base.model).cca_layers)
+    caplog.clear()
+    run(config, tmp_path / "plain", base.path, model=copying)
+    assert "begins as one that copies" not in caplog.text
+
+
+def test_the_preset_is_the_decoder_of_the_base_with_the_usual_beside_it(base: Checkpoint, retro: Checkpoint) -> None:
+    found = retro.model.retro
+    assert replace(base.model, cca_layers=()) == replace(
+        found, **{name: value for name, value in vars(base.model).items() if name.startswith(("encoder_", "cca_"))}
+    )
+    assert (found.cca_layers, found.encoder_d_model, found.encoder_num_layers, found.preset) == ((2,), 32, 2, "")
+
+
+def test_a_frozen_decoder_sees_neighbors_in_every_sequence(config: Config, base: Checkpoint, tmp_path: Path) -> None:
+    """Dropping retrieval would teach it nothing: it is left out, so the share that is set changes no loss."""
+    runs = [run(config, tmp_path / str(share), base.path, retrieval_dropout=share) for share in (0.0, 0.9)]
+    losses = [[line["loss"] for line in outcome.metrics if "loss" in line] for outcome in runs]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("tuning", [RETROFIT, *ADAPTERS.values()], ids=["retrieval", *ADAPTERS])
+def test_a_run_that_was_stopped_goes_on_to_the_bit_without_what_it_began_with(
+    config: Config, retro: Checkpoint, tmp_path: Path, tuning: TuningSettings
+) -> None:
+    start = tmp_path / "start.safetensors"
+    export(retro, start)
+    straight = run(config, tmp_path / "straight", start, tuning)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "stopped", start, tuning, advance=interrupt_after(3))
+    start.unlink()
+    assert files(run(config, tmp_path / "stopped", start, tuning)) == files(straight)
+
+
+@pytest.fixture(scope="module", params=ADAPTERS)
+def adapted(request: pytest.FixtureRequest, config: Config, retro: Checkpoint) -> Checkpoint:
+    """A model that an adapter was trained for."""
+    outcome = run(config, config.run.with_name(request.param), retro.path, ADAPTERS[request.param])
+    return checkpoints.open_checkpoint(outcome.checkpoint)
+
+
+def test_an_adapter_stands_beside_the_weights_and_is_in_the_model_that_is_loaded(
+    retro: Checkpoint, adapted: Checkpoint
+) -> None:
+    beside = {name for name in tensors(adapted) if is_adapter(name)}
+    assert beside
+    assert set(tensors(adapted)) - beside == set(tensors(retro))
+    assert adapted.tuning == ADAPTERS[adapted.tuning.adapter]
+    before, after = tensors(retro), tensors(adapted)
+    trained = RETRIEVAL if adapted.tuning.weights == "retrieval" else ()
+    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith(trained))
+    assert not torch.allclose(off(adapted), off(retro), atol=1e-3)
+
+
+def test_an_exported_adapter_computes_the_same_and_lora_is_no_longer_one(
+    config: Config, adapted: Checkpoint, tmp_path: Path
+) -> None:
+    export(adapted, tmp_path / "model.safetensors")
+    exported = checkpoints.open_checkpoint(tmp_path / "model.safetensors")
+    assert torch.equal(off(exported), off(adapted))
+    plain = adapted.tuning.adapter == "lora"
+    assert exported.tuning == (TuningSettings() if plain else adapted.tuning)
+    assert any(map(is_adapter, tensors(exported))) != plain
+    outcome = run(config, tmp_path / "run", tmp_path / "model.safetensors", exported.tuning, lr=1e-30, weight_decay=0.0)
+    assert torch.equal(off(checkpoints.open_checkpoint(outcome.checkpoint)), off(adapted))
+
+
+def test_another_run_goes_on_with_the_adapter_or_is_told_what_it_has(
+    config: Config, adapted: Checkpoint, tmp_path: Path
+) -> None:
+    still = {"lr": 1e-30, "weight_decay": 0.0}
+    found = checkpoints.open_checkpoint(run(config, tmp_path / "on", adapted.path, adapted.tuning, **still).checkpoint)
+    assert all(torch.equal(tensors(found)[name], tensor) for name, tensor in tensors(adapted).items())
+    with pytest.raises(InputError, match=rf"has tuning\.adapter = '{adapted.tuning.adapter}', this run 'none'"):
+        run(config, tmp_path / "without", adapted.path)
+    assert not (tmp_path / "without").exists()
+
+
+def test_cached_decoding_has_the_adapter(adapted: Checkpoint) -> None:
+    model, tokens = checkpoints.load_model(adapted, torch.device("cpu")), torch.arange(40)
+    decoder = Decoder(model, place("cpu", "float32"), 64)
+    found = [decoder.read([part])[0] for part in (tokens[:30].numpy(), *tokens[30:, None].numpy())]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.stack(found), model(tokens[None])[0, 29:], rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_begun_is_refused_by_name(config: Config, base: Checkpoint, tmp_path: Path) -> None:
+    for words, options in [
+        (r"tuning\.weights = 'retrieval'.*train\.start_from", {}),
+        (r"model\.preset = 'base'.*train\.start_from", {"tuning": TuningSettings()}),
+        (r"model\.d_model = 48 and model\.preset = 'base'", {"d_model": 48}),
+        (r"model\.cca_layers is \(2, 5\).*model\.num_layers = 3", {"cca_layers": (2, 5)}),
+        (r"tuning\.weights = 'retrieval'.*model\.cca_layers", {"cca_layers": ()}),
+        (
+            r"lacks weights.*'none' does not train: cross\.2\.",
+            {"tuning": TuningSettings(weights="none", adapter="lora")},
+        ),
+    ]:
+        tuning = options.pop("tuning", RETROFIT)
+        model = ModelSettings(preset="base", chunk_length=16, **options)  # type: ignore[arg-type]
+        start = "" if "start_from" in words else base.path
+        with pytest.raises(InputError, match=words):
+            run(config, tmp_path / "refused", start, tuning, model=model)
+    assert not (tmp_path / "refused").exists()

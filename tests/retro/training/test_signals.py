@@ -1,0 +1,117 @@
+"""Requests to stop: finished steps are saved, and the handlers of before are put back."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from indexing.store.datastore import Datastore
+from pipelines.cli import main
+from pipelines.config import Config
+from pipelines.config_files import to_toml
+from retro.checkpoints import checkpoint as checkpoints
+from retro.training.signals import Stopped, signals_as_requests
+from retro.training.trainer import Outcome, train
+from tests.conftest import tiny_config
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    return replace(config, model=replace(config.model, dropout=0.1), train=replace(config.train, log_every=2))
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A process that a shell has started in the background ignores SIGINT from the beginning."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def run(config: Config, **options) -> Outcome:
+    return train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation, **options)
+
+
+def signal_in_step(step: int, *numbers: int):
+    seen = [0]
+
+    def advance(tokens: int) -> None:
+        seen[0] += tokens
+        if seen[0] == step * 2 * 64:
+            for number in numbers:
+                signal.raise_signal(number)  # two kills in a row may arrive as one
+
+    return advance
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_step_is_finished_and_saved_and_the_same_run_goes_on_to_the_bit(
+    config: Config, tmp_path: Path, number: int, status: int
+) -> None:
+    straight = run(replace(config, run=tmp_path / "straight"))
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(Stopped, match=r"saved at step 5; the same command goes on") as stopped:
+        run(config, advance=signal_in_step(5, number))
+    assert stopped.value.exit_status == status
+    assert checkpoints.open_checkpoint(config.run).step == 5
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    resumed = run(config)
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        assert (resumed.checkpoint / name).read_bytes() == (straight.checkpoint / name).read_bytes(), name
+    values = [
+        [{**line, "tokens_per_second": 0, "mfu": 0} for line in outcome.metrics] for outcome in (straight, resumed)
+    ]
+    assert values[0] == values[1]
+
+
+def test_a_second_sigterm_changes_nothing_and_a_second_sigint_stops_at_once(config: Config) -> None:
+    with pytest.raises(Stopped):
+        run(config, advance=signal_in_step(3, signal.SIGTERM, signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run(config, advance=signal_in_step(5, signal.SIGINT, signal.SIGINT))
+    assert not isinstance(stopped.value, Stopped)
+    assert checkpoints.open_checkpoint(config.run).step == 4
+
+
+def test_a_signal_in_the_last_step_lets_the_run_be_complete(config: Config) -> None:
+    assert run(config, advance=signal_in_step(8, signal.SIGTERM)).metrics[-1]["step"] == 8
+
+
+def test_outside_the_main_thread_signals_are_left_alone() -> None:
+    handlers = []
+
+    def elsewhere() -> None:
+        with signals_as_requests() as asked:
+            handlers.append((signal.getsignal(signal.SIGTERM), asked()))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert handlers == [(signal.getsignal(signal.SIGTERM), None)]
+
+
+def test_the_command_line_says_how_to_go_on_and_exits_with_143(config: Config, tmp_path: Path, capsys) -> None:
+    file, metrics = tmp_path / "config.toml", config.run / "metrics.jsonl"
+    file.write_text(to_toml(replace(config, train=replace(config.train, steps=100_000, eval_every=0, log_every=1))))
+
+    returned = threading.Event()
+
+    def terminate() -> None:
+        while not returned.is_set() and not (metrics.exists() and metrics.read_text()):
+            returned.wait(0.002)
+        if not returned.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    status = main(["train", str(file)])
+    returned.set()
+    thread.join()
+    assert status == 143
+    assert "SIGTERM" in (said := capsys.readouterr().err)
+    assert "the same command goes on from there" in said

@@ -1,0 +1,91 @@
+"""What a step logs and sets, in float32; `test_float16.py` has the loss scale."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retro.model.loss import losses
+from retro.model.retro import Retro
+from retro.training.learning_rate_scaling import learning_rate_factors
+from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
+from tests.retro.small_model import answers_only, batch, build, divided, step_of
+
+
+def test_the_loss_is_the_cross_entropy_and_the_z_loss_stands_beside_it() -> None:
+    tokens, _, _ = batch()
+    model = build()
+    settings = TrainSettings(steps=10, warmup_steps=0, z_loss=0.01, accumulation=2, lr=1e-3)
+    expected = losses(model.hidden(tokens), model.output_weight, tokens, z_weight=0.01)
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches = iter([{"tokens": tokens, "labels": tokens} for _ in range(2)])
+    result = step_of(model, optimizer, batches, settings)(0)
+    metrics = result.metrics
+    assert result.num_tokens == 2 * tokens.numel()
+    assert metrics["loss"] == pytest.approx(expected.cross_entropy.item())
+    assert metrics["z_loss"] == pytest.approx(expected.z_loss.item())
+    assert metrics["z_loss"] > 0
+
+
+def test_groups_learn_at_their_share_of_the_schedule() -> None:
+    tokens, _, _ = batch()
+    model = Retro(replace(build().settings, init="mup", mup_base_width=16))
+    settings = TrainSettings(steps=10, warmup_steps=2, lr=1e-3)
+    optimizer = make_optimizer(
+        [model],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
+        factors=learning_rate_factors(model),
+    )
+    metrics = step_of(model, optimizer, iter([{"tokens": tokens, "labels": tokens}]), settings)(0).metrics
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert metrics["lr"] == pytest.approx(5e-4, rel=1e-3)
+    assert rates[id(model.embedding.weight)] == rates[id(model.norm.weight)] == metrics["lr"]
+    assert rates[id(model.attention["0"].block.query.weight)] == metrics["lr"] / 2  # 32 inputs
+    assert rates[id(model.feed_forward["0"].block.out.weight)] == metrics["lr"] / 4  # 64
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 4, "experts_every": 1, "router_z_weight": 0.01}])
+def test_a_step_is_the_mean_over_its_labels_however_many_batches_it_has(changes: dict[str, Any]) -> None:
+    """With unequal numbers of labels the mean of the batches' means is another one."""
+    found: dict[int, tuple[dict[str, float], dict[str, torch.Tensor]]] = {}
+    for accumulation in (1, 2, 4):
+        model = build(**changes).train()
+        settings = TrainSettings(
+            steps=1, warmup_steps=0, z_loss=0.01, accumulation=accumulation, lr=1e-3, clip=0, monitor_every=0
+        )
+        optimizer = torch.optim.SGD([{"params": list(model.parameters()), "lr_factor": 1.0}], lr=1e-3)
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        metrics = step_of(model, optimizer, iter(divided(answers_only(), accumulation)), settings)(0).metrics
+        steps = {name: value.detach() - before[name] for name, value in model.named_parameters()}
+        found[accumulation] = metrics, steps  # of plain descent, a step is the gradient
+    for accumulation in (2, 4):
+        assert found[accumulation][0] == pytest.approx(found[1][0], rel=1e-4)
+        torch.testing.assert_close(found[accumulation][1], found[1][1], rtol=1e-3, atol=1e-7)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that the host reads one by one, for each of which it waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_its_figures_at_once() -> None:
+    """Beside them the loss alone looks at a batch: how many of its labels count."""
+    model, whole = build(num_experts=4, experts_every=1).train(), answers_only()
+    settings = TrainSettings(steps=2, warmup_steps=0, accumulation=2, monitor_every=0)
+    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    step = step_of(model, optimizer, iter(divided(whole, 2) * 2), settings)
+    step(0)
+    with Reads() as reads:
+        step(1)
+    assert reads.count == settings.accumulation

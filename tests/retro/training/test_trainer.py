@@ -1,0 +1,343 @@
+"""Training: goes on to the bit where it was stopped, refuses what does not fit, learns."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import write_checked
+from pipelines.config import Config
+from pipelines.config_files import to_toml
+from retro.checkpoints import checkpoint as checkpoints
+from retro.model.loss import _compiled_slopes
+from retro.training.meter import Meter
+from retro.training.run_folder import _changes, score_of
+from retro.training.trainer import Outcome, train
+from tests.conftest import build_local, tiny_config, write_corpus
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    return replace(config, model=replace(config.model, dropout=0.1))
+
+
+def run(config: Config, **options) -> Outcome:
+    return train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation, **options)
+
+
+def with_train(config: Config, **changes) -> Config:
+    return replace(config, train=replace(config.train, **changes))
+
+
+def weights(outcome: Outcome) -> list[bytes]:
+    return [(outcome.checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+def losses(outcome: Outcome) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in outcome.metrics if "loss" in line]
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bit(config: Config, tmp_path: Path) -> None:
+    straight = run(config)
+
+    stopped = replace(config, run=tmp_path / "stopped")
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, advance=interrupt_after(5))
+    assert [path.name for path in checkpoints.finished(stopped.run)] == ["00000004"]
+    resumed = run(stopped)
+    assert weights(resumed) == weights(straight)
+    assert losses(resumed) == losses(straight)
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == list(range(1, 9))
+
+
+def test_the_logged_loss_is_the_mean_since_the_last_line_also_across_a_resume(config: Config, tmp_path: Path) -> None:
+    config = with_train(config, steps=10, checkpoint_every=4)
+    each = [loss for _, loss in losses(run(replace(config, run=tmp_path / "each")))]
+    means = [(3, sum(each[0:3]) / 3), (6, sum(each[3:6]) / 3), (9, sum(each[6:9]) / 3), (10, each[9])]
+    config = with_train(config, log_every=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, advance=interrupt_after(6))  # goes on from 4, one step after a line
+    assert losses(run(config)) == means
+
+
+def interrupt_after(steps: int) -> Callable[[int], None]:
+    """An `advance` that raises in the step after so many."""
+    seen = [0]
+
+    def advance(tokens: int) -> None:
+        seen[0] += tokens
+        if seen[0] > steps * 2 * 64:
+            raise KeyboardInterrupt
+
+    return advance
+
+
+def test_the_rate_counts_waiting_for_data_and_checkpoints_but_no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 11.0, 15.0, 15.0])  # the evaluation begins and ends, the figures are read
+    monkeypatch.setattr("retro.training.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    meter = Meter(started=0.0)
+    meter.add(1.0, 100)
+    with meter.paused():
+        pass
+    assert meter.read()["tokens_per_second"] == 100 / 5
+
+
+@pytest.mark.parametrize("damaged", [lambda whole: whole[:-1], lambda whole: whole[:-1] + bytes([whole[-1] ^ 1])])
+def test_a_damaged_newest_checkpoint_is_put_aside_with_a_warning_and_the_one_before_goes_on(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: Callable[[bytes], bytes]
+) -> None:
+    straight = run(replace(config, run=tmp_path / "straight"))
+    file = run(config).checkpoint / "model.safetensors"
+    file.write_bytes(damaged(file.read_bytes()))
+    resumed = run(config)
+    assert str(file) in caplog.text
+    assert "going on from step 4" in caplog.text
+    assert weights(resumed) == weights(straight)
+    assert losses(resumed) == losses(straight)
+    assert (config.run / "checkpoints" / "damaged-00000008").exists()
+
+
+def test_a_run_without_a_whole_checkpoint_does_not_begin_anew_by_itself(config: Config) -> None:
+    run(config)
+    for folder in checkpoints.finished(config.run):
+        (folder / "state.json").write_text("{}")
+    with pytest.raises(InputError, match="no checkpoint is whole") as caught:
+        run(config)
+    assert all(str(folder) in str(caught.value) for folder in checkpoints.finished(config.run))
+
+
+def test_a_finished_run_is_not_trained_again(config: Config) -> None:
+    first = run(config)
+    steps: list[int] = []
+    again = run(config, advance=steps.append)
+    assert weights(again) == weights(first)
+    assert steps == [8 * 2 * 64]  # told at once that all is done
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "named"),
+    [("train", {"lr": 5e-4}, "train.lr was 0.001, now 0.0005"), ("data", {"k": 1}, "data.k was 2, now 1"), ("model", {"d_ffw": 32}, "model.d_ffw was 64, now 32")],
+)  # fmt: skip
+def test_a_run_with_other_settings_is_refused_by_name(config: Config, section: str, change, named: str) -> None:
+    run(config)
+    with pytest.raises(InputError) as caught:
+        run(replace(config, **{section: replace(getattr(config, section), **change)}))
+    assert named in str(caught.value)
+
+
+def test_settings_that_touch_no_weight_may_change(config: Config) -> None:
+    run(config)
+    run(with_train(config, log_every=3, keep_checkpoints=1))
+
+
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+def test_a_run_can_be_made_longer_where_the_steps_done_keep_their_learning_rates(
+    config: Config, tmp_path: Path, schedule: str
+) -> None:
+    longer = with_train(config, schedule=schedule, steps=12, decay_share=0.5)
+    straight = run(replace(longer, run=tmp_path / "straight"))
+    with pytest.raises(KeyboardInterrupt):
+        run(with_train(longer, steps=8), advance=interrupt_after(4))
+    assert weights(run(longer)) == weights(straight)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_longer_run_whose_past_would_have_been_another_is_refused_with_the_reason(config: Config, schedule) -> None:
+    run(with_train(config, schedule=schedule))
+    with pytest.raises(InputError, match=rf"train\.steps was 8, now 9 \(under the schedule '{schedule}'.*'constant'"):
+        run(with_train(config, schedule=schedule, steps=9))
+
+
+def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(config: Config) -> None:
+    run(with_train(config, steps=4, schedule="constant"))
+    longer = with_train(config, steps=8, schedule="constant")
+    checkpoint = checkpoints.open_checkpoint(config.run)
+    del checkpoint.settings["train"]["retrieval_dropout"]
+    assert _changes(checkpoint, {"train": asdict(longer.train)}) == []
+
+
+def test_a_run_on_a_changed_datastore_is_refused(config: Config, tmp_path: Path) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(config.datastore, folder)
+    config = replace(config, datastore=folder)
+    run(config)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["fingerprints"]["neighbors"] = "0" * 16
+    write_checked(folder / "manifest.json", manifest)
+    with pytest.raises(InputError, match="datastore has changed"):
+        run(config)
+
+
+def test_the_loss_falls_and_the_baseline_trains_too(config: Config, tmp_path: Path) -> None:
+    config = with_train(config, steps=60, lr=5e-3, eval_every=0)
+    for name, layers in (("retro", (2, 3)), ("baseline", ())):
+        outcome = run(replace(config, run=tmp_path / name, model=replace(config.model, cca_layers=layers, dropout=0)))
+        values = [loss for _, loss in losses(outcome)]
+        assert sum(values[-10:]) / 10 < values[0] - 1
+        assert ("valid_bits_per_byte_on" in outcome.metrics[-1]) == (name == "retro")
+
+
+def test_accumulating_two_batches_equals_one_of_twice_the_size(config: Config, tmp_path: Path) -> None:
+    config = with_train(
+        replace(config, model=replace(config.model, dropout=0)), steps=3, warmup_steps=1, precision="float32"
+    )
+    one = run(with_train(replace(config, run=tmp_path / "one"), batch_size=4, accumulation=1))
+    two = run(with_train(replace(config, run=tmp_path / "two"), batch_size=2, accumulation=2))
+    for (_, first), (_, second) in zip(losses(one), losses(two), strict=True):
+        assert first == pytest.approx(second, abs=0.02)  # the mean of means: the two halves differ a little in labels
+
+
+def test_only_the_last_checkpoints_are_kept_and_the_last_step_is_one_of_them(config: Config) -> None:
+    outcome = run(with_train(config, checkpoint_every=3, keep_checkpoints=2))
+    assert [path.name for path in checkpoints.finished(config.run)] == ["00000006", "00000008"]
+    assert outcome.metrics[-1]["step"] == 8
+
+
+def test_what_kills_have_left_goes_with_the_next_checkpoint_and_nothing_else_does(config: Config) -> None:
+    folder = config.run / "checkpoints"
+    for name in (".00000003.tmp", "00000002", "notes", "1st"):  # half written, half removed, somebody's
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text("x")
+    run(config)
+    assert {path.name for path in folder.iterdir()} == {"00000004", "00000008", "best.json", "notes", "1st"}
+
+
+def test_the_best_checkpoint_is_saved_when_it_is_evaluated_and_outlives_the_rotation(config: Config) -> None:
+    """With a learning rate that grows far too high the first evaluations are the best."""
+    config = with_train(config, steps=12, warmup_steps=12, lr=1.0, eval_every=2, checkpoint_every=7, keep_checkpoints=1)
+    outcome = run(config)
+    values = {
+        line["step"]: line["valid_bits_per_byte_on"] for line in outcome.metrics if "valid_bits_per_byte_on" in line
+    }
+    step = min(values, key=lambda step: values[step])
+    assert step % 7 > 0  # saved for its evaluation's sake
+    assert step < 12
+    assert [int(path.name) for path in checkpoints.finished(config.run)] == [step, 12]
+    named = json.loads((config.run / "checkpoints" / "best.json").read_text())
+    assert named == {"step": step, "metric": "valid_bits_per_byte_on", "value": values[step]}
+    assert checkpoints.open_checkpoint(Path(f"{config.run}@best")).step == step
+    assert checkpoints.open_checkpoint(config.run).step == 12
+
+
+def test_a_run_that_was_stopped_finds_the_same_best_checkpoint(config: Config, tmp_path: Path) -> None:
+    config = with_train(config, eval_every=2, checkpoint_every=3)
+    run(replace(config, run=tmp_path / "straight"))
+    with pytest.raises(KeyboardInterrupt):
+        run(config, advance=interrupt_after(6))
+    (config.run / "checkpoints" / "best.json").unlink()  # as if killed before it was written
+    run(config)
+    both = [
+        json.loads((folder / "checkpoints" / "best.json").read_text()) for folder in (config.run, tmp_path / "straight")
+    ]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "score"),
+    [
+        ({"valid_bits_per_byte_off": 2.0, "valid_bits_per_byte_on": 1.9}, ("valid_bits_per_byte_on", 1.9)),
+        ({"valid_bits_per_byte_off": 2.0}, ("valid_bits_per_byte_off", 2.0)),
+        ({"valid_bits_per_byte_off": 2.0, "valid_bits_per_byte_on": float("nan")}, None),
+        ({}, None),
+    ],
+)
+def test_checkpoints_are_compared_with_retrieval_on_where_there_is_any(line, score) -> None:
+    assert score_of(line) == score
+
+
+@pytest.fixture
+def compiled(config: Config) -> Iterator[Config]:
+    """Settings of a short run whose model is compiled, with one layer of every kind: the code of each takes long to make."""
+    model = replace(config.model, dropout=0.0, num_layers=1, cca_layers=(1,))
+    _compiled_slopes.cache_clear()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield with_train(replace(config, model=model), steps=2, warmup_steps=1, eval_every=0, compile="yes")
+    _compiled_slopes.cache_clear()
+    torch._dynamo.reset()
+
+
+def assert_learns_as_uncompiled(config: Config, run_folder: Path) -> None:
+    plain = run(with_train(replace(config, run=run_folder), compile="no"))
+    for (_, ours), (_, theirs) in zip(losses(run(config)), losses(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
+def test_a_compiled_and_checkpointed_model_learns_the_same(compiled: Config, tmp_path: Path) -> None:
+    config = replace(compiled, parallel=replace(compiled.parallel, checkpointing="selective"))
+    assert_learns_as_uncompiled(config, tmp_path / "plain")
+
+
+def test_a_compiled_model_is_compiled_whole_and_few_times(compiled: Config, tmp_path: Path, monkeypatch) -> None:
+    """No graph break (that would raise), and after the first steps nothing is compiled again: what is traced, not the code made of it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    config = replace(with_train(compiled, steps=10), data=replace(compiled.data, k_choices=(1, 2)))
+    assert_learns_as_uncompiled(config, tmp_path / "plain")
+    # Two numbers of neighbors, each with and without document borders; and the loss.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * 2 + 1
+
+
+def test_two_datastores_are_mixed(config: Config, tmp_path: Path) -> None:
+    other = build_local(
+        tiny_config(
+            tmp_path / "other",
+            write_corpus(tmp_path / "other.jsonl", 60, seed=3),
+            tokenizer=replace(
+                config.tokenizer, kind="sentencepiece", path=str(config.datastore / "tokenizer" / "sentencepiece.model")
+            ),
+        )
+    )
+    settings = replace(config.data, datastores=(config.datastore, other.folder), weights=(0.5, 0.5))
+    outcome = train(config.run, list(settings.datastores), config.model, settings, config.train, config.evaluation)
+    assert len(checkpoints.open_checkpoint(config.run).datastores) == 2
+    assert len(losses(outcome)) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"chunk_length": 32}, "model.chunk_length = 32"), ({"vocab_size": 99}, "model.vocab_size = 99")],
+)
+def test_a_model_that_does_not_fit_the_datastore_is_refused(config: Config, change, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        run(replace(config, model=replace(config.model, **change)))
+
+
+def test_tensorboard_gets_the_metrics_and_an_unknown_logger_is_refused(config: Config) -> None:
+    pytest.importorskip("tensorboard")
+    run(with_train(config, log_to=("tensorboard",)))
+    assert list((config.run / "tensorboard").glob("events*"))
+    with pytest.raises(InputError, match=r"train\.log_to"):
+        with_train(config, log_to=("paper",))
+
+
+def test_training_needs_neither_faiss_nor_ray_nor_the_other_packages_of_indexing(
+    config: Config, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(replace(config, run=tmp_path / "bare")))
+    program = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {{"faiss", "autofaiss", "ray", "pyarrow", "sentencepiece", "fsspec", "zstandard"}}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from pipelines.cli import main
+sys.exit(main(["train", {str(file)!r}]))
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "checkpoint:" in process.stdout

@@ -1,0 +1,238 @@
+"""What is trained changes, what is frozen stays to the bit, and adapters move neither chunks nor documents."""
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from indexing.store.errors import InputError
+from retro.device import Tensors
+from retro.estimates.activation_trace import Pass, observe
+from retro.model.retro import Retro
+from retro.parallel.settings import ParallelSettings
+from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
+from retro.tuning.adapters import add_adapter, check_parallel, is_adapter, matrices, merge, train_only
+from retro.tuning.settings import RETRIEVAL, TuningSettings
+from tests.retro.small_model import B, M, T, U, V, batch, build, every_scheme, logits, step_of
+from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+
+VIRTUAL = ("prefix", "prompt")
+METHODS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "retrieval": {"weights": "retrieval"},
+    "lora": {"weights": "none", "adapter": "lora"},
+    "retrieval and lora": {"weights": "retrieval", "adapter": "lora"},
+    "prefix": {"weights": "none", "adapter": "prefix"},
+    "retrieval and prefix": {"weights": "retrieval", "adapter": "prefix"},
+    "prompt": {"weights": "none", "adapter": "prompt"},
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def tuned(scheme: str = "rope", trained: bool = False, **settings: Any) -> Retro:
+    """A small model with an adapter; if it is to be a trained one, LoRA's products are not 0."""
+    model = build(scheme)
+    tuning = TuningSettings(**{"rank": 2, "virtual_tokens": 3, **settings})
+    add_adapter(model, tuning)
+    train_only(model, tuning)
+    if trained:
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def tensors(off: bool = False) -> Tensors:
+    tokens, neighbors, lengths = batch()
+    labels = tokens.roll(-1, 1)
+    found = {"neighbors": None if off else neighbors, "neighbor_lengths": None if off else lengths}
+    return {"tokens": tokens, "labels": labels, "documents": None, **found}
+
+
+def steps(model: Retro, count: int, data: Tensors, lr: float = 1e-2) -> list[float]:
+    """The losses of a few steps on one batch."""
+    settings = TrainSettings(steps=count, warmup_steps=0, schedule="constant", lr=lr, monitor_every=1)
+    optimizer = make_optimizer([model.train()], lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches: Iterator[Tensors] = (dict(each) for each in repeat(data))
+    step = step_of(model, optimizer, batches, settings)
+    found = [step(number).metrics["loss"] for number in range(count)]
+    model.eval()
+    return found
+
+
+def weights(model: Retro) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------------------------ what is trained
+
+
+@every_method
+def test_exactly_what_is_named_is_trained_and_it_learns(method: str) -> None:
+    model = tuned(**METHODS[method])
+    before = weights(model)
+    losses = steps(model, 12, tensors())
+    assert losses[-1] < losses[0] - 0.02
+    after = weights(model)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    whole = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[TuningSettings(**METHODS[method]).weights]
+    assert changed == {name for name in before if is_adapter(name) or name.startswith(whole)}
+
+
+def test_retrieval_off_stays_bit_equal_to_the_base_and_on_does_not() -> None:
+    model = tuned(weights="retrieval")
+    tokens, neighbors, lengths = batch()
+    off, on = logits(model, tokens), logits(model, tokens, None, neighbors, lengths)
+    steps(model, 3, tensors())
+    assert torch.equal(logits(model, tokens), off)
+    assert not torch.allclose(logits(model, tokens, None, neighbors, lengths), on, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["retrieval", "retrieval and prefix"])
+def test_a_batch_without_neighbors_teaches_a_frozen_decoder_nothing_and_an_adapter_something(method: str) -> None:
+    model = tuned(**METHODS[method])
+    before = weights(model)
+    losses = steps(model, 3, tensors(off=True))
+    after = weights(model)
+    changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == ({"virtual_tokens"} if "prefix" in method else set())
+    assert (losses[0] == losses[-1]) == ("prefix" not in method)
+
+
+def test_below_the_first_cross_attention_a_frozen_decoder_keeps_nothing_for_a_backward_pass() -> None:
+    whole, frozen = build().train(), build().train()
+    train_only(frozen, TuningSettings(weights="retrieval"))
+    run = Pass(B, T, k=2, narrow=False)
+
+    def kept(model: Retro) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for each in observe(model, run).storages:
+            if each.kind == "kept":
+                sizes[each.block] = sizes.get(each.block, 0) + each.bytes
+        return sizes
+
+    all_kept, frozen_kept = kept(whole), kept(frozen)
+    assert {"attention.0", "feed_forward.0", "attention.1"} <= set(all_kept)
+    assert not {"attention.0", "feed_forward.0", "attention.1"} & set(frozen_kept)  # CCA is in layers 2 and 4
+    assert frozen_kept["cross.4"] == all_kept["cross.4"]
+    assert frozen_kept["feed_forward.1"] < all_kept["feed_forward.1"]
+
+
+def test_settings_that_say_nothing_are_refused_by_name() -> None:
+    for settings, words in [
+        ({"weights": "none"}, r"tuning\.weights = 'none'.*tuning\.adapter"),
+        ({"weights": "some"}, r"tuning\.weights = 'some': accepted are all, retrieval, none"),
+        ({"adapter": "dora"}, r"tuning\.adapter = 'dora'"),
+        ({"rank": 0}, r"tuning\.rank = 0"),
+        ({"alpha": 0.0}, r"tuning\.alpha"),
+        ({"dropout": 1.0}, r"tuning\.dropout"),
+        ({"adapter": "lora", "targets": ()}, r"tuning\.targets"),
+        ({"virtual_tokens": 0}, r"tuning\.virtual_tokens"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            TuningSettings(**settings)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"tuning\.weights = 'retrieval'.*model\.cca_layers"):
+        train_only(build(cca_layers=()), TuningSettings(weights="retrieval"))
+    with pytest.raises(InputError, match=r"parallel\.pipeline = 2: must be 1 with tuning\.adapter = 'prefix'"):
+        check_parallel(TuningSettings(adapter="prefix"), ParallelSettings(pipeline=2), 2)
+    with pytest.raises(InputError, match=r"tuning\.adapter = 'prompt': is trained by one process, not 4; 'prefix'"):
+        check_parallel(TuningSettings(adapter="prompt"), ParallelSettings(), 4)
+
+
+# ----------------------------------------------------------------------------------------------------------------- LoRA
+
+
+@every_scheme
+def test_lora_begins_as_the_base_to_the_bit_and_merged_is_what_it_was_but_for_rounding(scheme: str) -> None:
+    tokens, neighbors, lengths = batch()
+    base = logits(build(scheme), tokens, None, neighbors, lengths)
+    targets = ("attention", "feed_forward", "cross", "encoder")
+    assert torch.equal(logits(tuned(scheme, adapter="lora", targets=targets), tokens, None, neighbors, lengths), base)
+    model = tuned(scheme, adapter="lora", targets=targets, trained=True)
+    adapted = logits(model, tokens, None, neighbors, lengths)
+    assert not torch.allclose(adapted, base, atol=0.1)
+    merge(model)
+    assert model.state_dict().keys() == build(scheme).state_dict().keys()
+    torch.testing.assert_close(logits(model, tokens, None, neighbors, lengths), adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_targets_are_named_by_module_and_what_is_not_there_is_refused_with_what_is() -> None:
+    def adapted(*targets: str) -> set[str]:
+        names = [name for name, _ in tuned(adapter="lora", targets=targets).named_parameters() if is_adapter(name)]
+        return {name.split(".lora_")[0] for name in names}
+
+    assert adapted("attention.query") == {f"attention.{layer}.block.query" for layer in range(4)}
+    assert adapted("cross.attention.out", "encoder.feed_forward.up") == {
+        "cross.2.block.attention.out",
+        "cross.4.block.attention.out",
+        "encoder.feed_forward.0.block.up",
+        "encoder.feed_forward.1.block.up",
+    }
+    assert adapted("attention") == {
+        name for kind in ("query", "key", "value", "out") for name in adapted(f"attention.{kind}")
+    }
+    with pytest.raises(InputError, match=r"'attention\.q'.*attention\.query, .*feed_forward\.up"):
+        adapted("attention.q")
+    names = matrices(build(num_experts=4, tied_embeddings=False))
+    assert {"feed_forward.router", "head"}.isdisjoint(names)
+    assert len(names["feed_forward.up"]) == 2  # the layers without experts
+
+
+# ------------------------------------------------------------------------------------------------------- virtual tokens
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+@every_scheme
+def test_virtual_tokens_change_what_is_said_and_leave_causality_chunks_and_documents(scheme: str, adapter: str) -> None:
+    """Which logits change with a token or with a neighbor is the same with an adapter as without."""
+    tokens, neighbors, lengths = batch()
+    documents = torch.tensor([[0, 0, 1, 1]]).expand(B, U)
+
+    def reached(model: Retro, **changed: Tensor) -> Tensor:
+        inputs = {"tokens": tokens, "documents": documents, "neighbors": neighbors, "neighbor_lengths": lengths}
+        with torch.no_grad():
+            return (model(**{**inputs, **changed}) != model(**inputs)).any(-1)  # [B, T]
+
+    base, model = build(scheme), tuned(scheme, adapter=adapter)
+    without, with_adapter = (logits(each, tokens, documents, neighbors, lengths) for each in (base, model))
+    assert (without != with_adapter).any(-1).all()
+    for place in (0, M - 1, 2 * M - 1, 2 * M + 1):
+        other = tokens.clone()
+        other[:, place] = (other[:, place] + 1) % V
+        assert torch.equal(reached(model, tokens=other), reached(base, tokens=other))
+    for chunk in range(U):
+        other = neighbors.clone()
+        other[:, chunk] = (other[:, chunk] + 1) % V
+        assert torch.equal(reached(model, neighbors=other), reached(base, neighbors=other))
+
+
+@pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
+def test_a_prompt_of_real_tokens_is_those_tokens_before_the_sequence(scheme: str) -> None:
+    tokens, first = batch()[0], torch.tensor([7, 1, 9])
+    base, model = build(scheme), tuned(scheme, adapter="prompt")
+    with torch.no_grad():
+        model.virtual_tokens.prompt.embedding.weight.copy_(base.embedding.weight[first])
+    expected = logits(base, torch.cat((first.expand(B, -1), tokens), dim=1))[:, 3:]
+    torch.testing.assert_close(logits(model, tokens), expected, rtol=1e-4, atol=1e-4)
+    documents = torch.zeros(B, U, dtype=torch.int64)
+    torch.testing.assert_close(logits(model, tokens, documents), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prefix_begins_as_a_prompt_and_then_every_layer_has_its_own() -> None:
+    tokens = batch()[0]
+    prompt = logits(tuned(adapter="prompt"), tokens)
+    prefix = tuned(adapter="prefix")
+    torch.testing.assert_close(logits(prefix, tokens), prompt)
+    settings = prefix.settings
+    shape = (3, settings.num_layers * 2 * settings.kv_heads * settings.head_dim)
+    assert [tuple(each.shape) for name, each in prefix.named_parameters() if is_adapter(name)] == [shape]
+
+
+def test_experts_pass_a_prompt_on() -> None:
+    model = build(num_experts=4)
+    add_adapter(model, TuningSettings(adapter="prompt", virtual_tokens=3))
+    assert torch.isfinite(logits(model, batch()[0])).all()
