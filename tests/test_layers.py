@@ -53,6 +53,14 @@ def test_ray_is_imported_by_pipelines_alone_and_never_at_the_top(path: Path) -> 
         assert not roots & {"faiss", "autofaiss", "ray"}
 
 
+FOLDERS = sorted({path.parent for path in FILES})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(ROOT).as_posix())
+def test_a_folder_has_at_most_twenty_files(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= 20
+
+
 def test_modules_form_no_circle() -> None:
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
     graph = {name: imports_of(path, everywhere=True) & set(names) for name, path in names.items()}

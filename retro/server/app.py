@@ -22,10 +22,11 @@ from starlette.staticfiles import StaticFiles
 
 from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import LanguageModel
-from retro.server import docs_page, model_api, openai_api, schemas, search_api
+from retro.server import docs_page, model_api, schemas, search_api
 from retro.server.errors import ApiError, declared, raise_errors
 from retro.server.json_route import Direct
 from retro.server.limits import Limits
+from retro.server.openai import api as openai_api
 from retro.server.service import Service, Serving
 from retro.server.settings import ServeSettings
 

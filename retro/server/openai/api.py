@@ -18,11 +18,11 @@ from starlette.responses import Response
 
 from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
-from retro.server import openai_schemas as schemas
-from retro.server.completions import Parts, joined, special_names
 from retro.server.errors import ApiError, Refused, declared
 from retro.server.json_route import JsonRoute, as_json
 from retro.server.model_api import begun, document_of, event_stream, temperature_of
+from retro.server.openai import schemas
+from retro.server.openai.completions import Parts, joined, special_names
 from retro.server.search_api import encoded
 from retro.server.service import Service, Serving
 

@@ -13,7 +13,7 @@ import numpy as np
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.generation import Piece
 from retro.inference.language_model import Scores
-from retro.server.openai_schemas import CompletionChoice, Logprobs
+from retro.server.openai.schemas import CompletionChoice, Logprobs
 from retro.server.spans import token_ends
 
 Top = Sequence[tuple[int, float]]
