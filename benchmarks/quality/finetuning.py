@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--clozes", type=int, default=1, help="cloze questions of a passage of about 60 words")
     parser.add_argument("--corpus-bytes", type=int, default=6_000_000, help="of the corpora beside the passages")
-    parser.add_argument("--steps", type=int, default=100, help="of each run, at most; 0: as many as the results are of")
+    parser.add_argument("--steps", type=int, default=50, help="of each run, at most; 0: as many as the results are of")
     parser.add_argument("--questions", type=int, default=50, help="of each set that are asked; 0: all")
     parser.add_argument("--k", type=int, default=4, help="passages as neighbors when scored")
     parser.add_argument("--threads", type=int, default=1)

@@ -195,7 +195,7 @@ def run(
             steps=steps,
             batch_size=4,
             lr=2e-3,
-            warmup_steps=20,
+            warmup_steps=min(20, steps),
             threads=1,
             eval_every=max(1, steps // 6),
             eval_tokens=20_000,
