@@ -13,7 +13,7 @@ from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.executors import ExecutorSettings
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.settings import FinetuneSettings
 from retro.model.settings import ModelSettings

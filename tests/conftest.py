@@ -31,7 +31,7 @@ from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.executors import ExecutorSettings, make_executor
 from pipelines.stages.table import build
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.training.settings import TrainSettings

@@ -27,7 +27,7 @@ from indexing.retrieval.results import Rerank
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.config_files import to_toml
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.finetuning.settings import FinetuneSettings
 from retro.model.settings import ModelSettings
 from retro.training.settings import TrainSettings

@@ -30,7 +30,7 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.config_files import to_toml
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS, baseline_of
 from retro.model.settings import ModelSettings
 from retro.training.settings import TrainSettings

@@ -34,7 +34,7 @@ from pipelines.config_files import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.checkpoints.extend_vocabulary import tables
 from retro.checkpoints.single_file import exported, write_exported
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS
 from retro.training.settings import TrainSettings
 

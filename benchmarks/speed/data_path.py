@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import rounds, say, seconds, write
-from retro.data.batches import DataSettings, TrainingData
+from retro.data.batches import TrainingData
+from retro.data.settings import DataSettings
 
 BATCH, LENGTH, BATCHES = 8, 512, 50
 

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.common import add_precision, placement, say, write
 from pipelines.planning.training import PlanTrainOptions, plan_training
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.estimates.activation_trace import Pass, trace
 from retro.estimates.training_memory import parameter_units, state_bytes
 from retro.model.loss import loss

@@ -42,10 +42,10 @@ from retro.model.presets import PRESETS
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.parallel.coordination import joined
-from retro.parallel.distribute import Processes
 from retro.parallel.forward_backward import Passes, WholeModel, all_parameters
 from retro.parallel.gradient_norms import local
 from retro.parallel.pipeline_parallel import Pipeline
+from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, ParallelSettings
 from retro.parallel.traffic import Communication
 from retro.training.optimizer import make_optimizer

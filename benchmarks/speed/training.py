@@ -28,14 +28,15 @@ import torch
 from benchmarks.common import add_precision, placement, rounds, say, seconds, write
 from benchmarks.speed.data_path import BATCH, BATCHES, LENGTH, batches
 from indexing.device import keep_freed_memory
-from retro.data.batches import DataSettings, TrainingData
+from retro.data.batches import TrainingData
+from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.estimates.flops import forward_flops, peak_flops
 from retro.model.presets import PRESETS, count_parameters
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
-from retro.parallel.distribute import Processes
 from retro.parallel.forward_backward import WholeModel
+from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings

@@ -22,8 +22,8 @@ from retro.estimates.activation_trace import Pass, observe
 from retro.estimates.flops import training_flops
 from retro.model.presets import PRESETS, usual_retrieval
 from retro.model.retro import Retro
-from retro.parallel.distribute import Processes
 from retro.parallel.forward_backward import WholeModel
+from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings

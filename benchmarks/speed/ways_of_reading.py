@@ -25,7 +25,8 @@ import numpy as np
 
 from benchmarks.common import rounds, say, seconds, write
 from indexing.store.datastore import Datastore
-from retro.data.batches import DataSettings, TrainingData
+from retro.data.batches import TrainingData
+from retro.data.settings import DataSettings
 
 CASES = {
     "mmap": {"reading": "mmap"},

@@ -13,7 +13,7 @@
       deleted.npy                   chunk ids of deleted documents, once there are any
 
 A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. The ids stored as
-neighbors are ids of the `train` split, which is the only one in the index, or of other datastores (`retrieval.py`).
+neighbors are ids of the `train` split, which is the only one in the index, or of other datastores (`retrieval_set.py`).
 """
 
 from collections.abc import Sequence

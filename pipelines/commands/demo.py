@@ -131,7 +131,7 @@ def _config(options: DemoOptions) -> Config:
     """The demo's settings; those of an earlier demo in the same folder, if it asked for the same."""
     from indexing.corpus.readers import CorpusSettings
     from indexing.tokenization.tokenizer import TokenizerSettings
-    from retro.data.batches import DataSettings
+    from retro.data.settings import DataSettings
     from retro.model.settings import ModelSettings
     from retro.training.settings import TrainSettings
 

@@ -19,7 +19,7 @@ from indexing.store.files import read_json, write_json
 from pipelines.config import Config
 from pipelines.planning.tables import long_time
 from pipelines.terminal import echo, human_bytes, human_count, print_rows
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings
 from retro.parallel.settings import Checkpointing, ParallelSettings, Zero, num_microbatches
 from retro.tuning.settings import ALL, TuningSettings

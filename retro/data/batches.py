@@ -6,7 +6,7 @@ Every step is a pure function of the seed and the sample number, so the position
 depends on how many processes read, and resuming needs no state.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,75 +15,12 @@ import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
-from indexing.store.ranged_reads import Reading
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
 from retro.data.datastore_mixture import Share, announce, check_budgets, mixture_weights, shares
-from retro.data.neighbor_choice import NeighborUse, Queries, Source, read_neighbors
+from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mix, mixture, permuted
-
-IGNORED_LABEL = -100
-"""A label that no loss counts: padding, and the last token of a document."""
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """Which datastores are trained on, and in what pieces."""
-
-    datastores: tuple[Path, ...] = ()
-    """Datastores to mix; empty: the one of this configuration. They must share one tokenizer."""
-    weights: tuple[float, ...] = ()
-    """Share of the sequences from each datastore; empty: by their numbers of chunks."""
-    temperature: float = 1.0
-    """Shares by size^(1/temperature): 1 keeps the sizes, above 1 small datastores are read more often."""
-    token_budgets: tuple[int, ...] = ()
-    """Tokens read of each datastore over the whole run: shares in proportion, and a longer run is refused."""
-    sequence_length: int = 512
-    """n, tokens of a training sequence: a multiple of the chunk length (paper: 2048)."""
-    k: int = 2
-    """Neighbors of each chunk in training (paper: 2)."""
-    k_choices: tuple[int, ...] = ()
-    """Numbers of neighbors of which one is drawn for each batch, 0 for retrieval OFF; empty: always data.k."""
-    neighbors: Source = "nearest"
-    """`nearest`, as stored; `random`: a control, chunks drawn uniformly outside the sequence's documents in each epoch."""
-    max_overlap: float = 1.0
-    """Neighbors are skipped that share a longer run of tokens with the chunk or with the next one than this share of its
-    length; the next ones stored take their place. 1 skips none."""
-    seed: int = 0
-    """Of the order of the sequences, of random neighbors and of the draws from data.k_choices."""
-    reading: Reading = "mmap"
-    """How files are read, the batches are the same: `mmap` maps them into memory (of a URL: fetches them to the local cache
-    first); `pread` reads only the ranges of bytes asked for, for network file systems (of a URL: by range requests)."""
-    materialised: bool = False
-    """Read neighbors from where the stage `materialise` has written them beside each chunk, as far as they stand there."""
-
-    def __post_init__(self) -> None:
-        for key in ("weights", "token_budgets"):
-            values = getattr(self, key)
-            if values and len(values) != len(self.datastores):
-                raise InputError(
-                    f"data.{key} has {len(values)} numbers for {len(self.datastores)} data.datastores: give one for each."
-                )
-            if any(value <= 0 for value in values):
-                raise InputError(f"data.{key} = {values}: all must be above 0.")
-        if self.temperature <= 0:
-            raise InputError(f"data.temperature = {self.temperature}: must be above 0; 1 keeps the sizes.")
-        given = [key for key in ("weights", "temperature", "token_budgets") if getattr(self, key) not in ((), 1.0)]
-        if len(given) > 1:
-            raise InputError(
-                f"{' and '.join(f'data.{key}' for key in given)} are given: each decides the shares alone; keep one."
-            )
-        if self.sequence_length < 1:
-            raise InputError(f"data.sequence_length = {self.sequence_length}: must be a multiple of the chunk length.")
-        if self.k < 0:
-            raise InputError(f"data.k = {self.k}: must be 0 (no retrieval) or more.")
-        if any(k < 0 for k in self.k_choices):
-            raise InputError(f"data.k_choices = {self.k_choices}: each must be 0 (no retrieval) or more.")
-        if not 0 <= self.max_overlap <= 1:
-            raise InputError(f"data.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 skips no neighbor.")
-
-    def neighbor_use(self, k: int) -> NeighborUse:
-        """How k neighbors of each chunk are chosen under these settings."""
-        return NeighborUse(k, self.neighbors, self.max_overlap, self.seed, self.materialised)
+from retro.data.settings import DataSettings
+from retro.model.loss import IGNORED_LABEL
 
 
 @dataclass(frozen=True)
@@ -362,51 +299,3 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, a
 
 
 # --- evaluation ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Window:
-    """Chunks [first, stop) of one document, of which the tokens from chunk `scored` on count."""
-
-    first: int
-    stop: int
-    scored: int
-
-
-def windows(split: Split, num_chunks: int, stride: int) -> Iterator[Window]:
-    """Sliding windows over every document of a split: each token is scored once, with the longest context it gets.
-
-    Args:
-        split: usually `valid`.
-        num_chunks: chunks in a window.
-        stride: chunks between the starts of two windows; the paper's 2048/1024 is half a window.
-    """
-    for document in range(split.num_documents):
-        first, stop = split.chunk_range(document)
-        scored = first
-        for start in range(first, stop, stride):
-            end = min(start + num_chunks, stop)
-            yield Window(start, end, scored)
-            scored = end
-            if end == stop:
-                break
-
-
-def window_batches(
-    split: Split, retrieval: RetrievalSet, wanted: Sequence[Window], batch_size: int, use: NeighborUse
-) -> Iterator[tuple[list[Window], Batch]]:
-    """Batches of windows of similar length, each padded to the longest of its batch, with the windows in it.
-
-    Labels of tokens that an earlier window scores are -100. Neighbors are chosen for each window as for a sequence of
-    training; where the windows lie in `train` itself, the documents of a window are excluded too.
-    """
-    m = split.chunk_length
-    ordered = sorted(wanted, key=lambda window: window.first - window.stop)
-    for start in range(0, len(ordered), batch_size):
-        group = list(ordered[start : start + batch_size])
-        ranges = [(window.first, window.stop) for window in group]
-        batch = read_sequences(split, retrieval, ranges, group[0].stop - group[0].first, use)
-        for row, window in enumerate(group):
-            # The label at position t is token t + 1: the first scored token is the label one position earlier.
-            batch.labels[row, : max(0, (window.scored - window.first) * m - 1)] = IGNORED_LABEL
-        yield group, join([batch], np.arange(len(group)))

@@ -20,13 +20,14 @@ from torch import Tensor
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from retro.data.batches import IGNORED_LABEL, Batch, Window, window_batches, windows
+from retro.data.batches import Batch
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement, Tensors
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
-from retro.model.loss import token_losses
+from retro.evaluation.windows import Window, window_batches, windows
+from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 
 # Windows sorted by length at a time: little padding, and memory that does not grow with the evaluation set.

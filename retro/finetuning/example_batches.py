@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from indexing.store.errors import InputError
-from retro.data.batches import IGNORED_LABEL, Batch, DataSettings, drawn_use, drop_neighbors
+from retro.data.batches import Batch, drawn_use, drop_neighbors
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.sample_order import mix, permuted
+from retro.data.settings import DataSettings
 from retro.finetuning.packing import alone, pack
 from retro.finetuning.prepared_examples import Prepared
+from retro.model.loss import IGNORED_LABEL
 
 log = logging.getLogger("retro")
 

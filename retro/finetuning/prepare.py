@@ -27,10 +27,10 @@ from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, save_array, write_json
 from indexing.store.retrieval_set import tokenizer_identity
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.data.batches import IGNORED_LABEL
 from retro.finetuning.chat_template import ChatTemplate, Written, read_template
 from retro.finetuning.conversations import Conversation, read_conversations
 from retro.finetuning.settings import FinetuneSettings
+from retro.model.loss import IGNORED_LABEL
 from retro.question_answering.answer_metrics import Language, language_of
 from retro.question_answering.neighbor_prompts import Format, Passage, find_passages
 from retro.question_answering.question_sets import Question, read_numbered_questions

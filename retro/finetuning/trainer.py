@@ -17,14 +17,15 @@ from torch import Tensor
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from retro.data.batches import IGNORED_LABEL, DataSettings
 from retro.data.loader import as_tensors
+from retro.data.settings import DataSettings
 from retro.device import Placement, Tensors
 from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.chat_template import read_template
 from retro.finetuning.example_batches import ExampleData, Rows
 from retro.finetuning.prepare import preparation
 from retro.finetuning.settings import FinetuneSettings
+from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.parallel.coordination import on_first, open_group

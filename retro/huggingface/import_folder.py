@@ -31,7 +31,7 @@ from indexing.tokenization.tokenizer import (
     read_meta,
 )
 from retro.checkpoints.single_file import write_exported
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.huggingface.config_json import Config
 from retro.huggingface.families import settings_of
 from retro.huggingface.tensor_names import NAMES, Names

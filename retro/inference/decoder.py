@@ -8,7 +8,7 @@
 A pass reads tokens of one window (`ChunkedCrossAttention`): they see the neighbors of one chunk. The first token of a window is
 the last of its chunk; with it the chunk's neighbors are encoded, in the midst of the pass, for the encoder wants the chunk's
 activations. A prompt is read window by window, then a pass is one token; rows are at different positions, each with a
-mask of its own. Letters of the shape comments as in `model.py`; here N rows read, of B in the cache, n tokens each.
+mask of its own. Letters of the shape comments as in `model/retro.py`; here N rows read, of B in the cache, n tokens each.
 """
 
 from collections.abc import Callable, Sequence

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.data.batches import IGNORED_LABEL
 from retro.device import Placement
 from retro.inference.decoder import Retrieve
-from retro.model.loss import token_losses
+from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 
 # Tokens of a batch, padding included, and tokens of its neighbors: whichever is reached first.

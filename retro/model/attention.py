@@ -1,6 +1,6 @@
 """Attention with relative positions (Borgeaud et al. 2022, section 2.4): one class is every attention of the model.
 
-Letters of the shape comments as in `model.py`; G heads of keys and values, each of which H / G heads of queries read (Ainslie et
+Letters of the shape comments as in `retro.py`; G heads of keys and values, each of which H / G heads of queries read (Ainslie et
 al. 2023).
 """
 

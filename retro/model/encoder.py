@@ -1,4 +1,4 @@
-"""The encoder of neighbors (Borgeaud et al. 2022, sections 2.3 and 2.5). Letters of the shape comments as in `model.py`."""
+"""The encoder of neighbors (Borgeaud et al. 2022, sections 2.3 and 2.5). Letters of the shape comments as in `retro.py`."""
 
 import torch.nn.functional as F
 from einops import rearrange

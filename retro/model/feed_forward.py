@@ -1,6 +1,6 @@
 """The feed-forward blocks of decoder and encoder: what each token makes of itself.
 
-Letters of the shape comments as in `model.py`.
+Letters of the shape comments as in `retro.py`.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def affine(in_features: int, out_features: int) -> nn.Module:
 
 
 class FeedForward(nn.Module):
-    """Two matrices and a GELU, for each token by itself; experts bring matrices of their own (`experts.py`)."""
+    """Two matrices and a GELU, for each token by itself; experts bring matrices of their own (`mixture_of_experts.py`)."""
 
     def __init__(self, width: int, inner_width: int, matrix: Matrix = linear, approximate: str = "none") -> None:
         super().__init__()

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from retro.data.batches import IGNORED_LABEL
+IGNORED_LABEL = -100
+"""A label that no loss counts: padding, and the last token of a document."""
 
 _LIFT = 2.0**15
 """Of float16 slopes. They lie between -1 and 1, most of them near 1 over the size of the vocabulary, which float16 does not

@@ -1,6 +1,6 @@
 """Which token may see which: nothing of other documents, and of neighbors only what is there.
 
-Masks are True where one may look. Letters of the shape comments as in `model.py`.
+Masks are True where one may look. Letters of the shape comments as in `retro.py`.
 """
 
 import torch

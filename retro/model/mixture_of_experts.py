@@ -16,7 +16,7 @@ same.
 
 Balance figures of each sequence are returned with y (`ROUTING`): as a value, compilation, activation checkpointing and
 pipeline stages pass it on like any other. Letters of the shape comments: E experts, k choices of a token, C places of a row in
-an expert's queue, the rest as in `model.py`; here U = ceil(T / M), an incomplete chunk included.
+an expert's queue, the rest as in `retro.py`; here U = ceil(T / M), an incomplete chunk included.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Positions of queries and keys (Borgeaud et al. 2022, section 2.4), computed once for each kind of attention by `place`.
 
 Rotary ones (ours), Transformer-XL's (the paper's) or ALiBi's; learned positions stand in what is read, and are nothing here. Letters
-of the shape comments as in `model.py`.
+of the shape comments as in `retro.py`.
 """
 
 import math

@@ -9,7 +9,7 @@ Notable: retrieval OFF is the same weights with `neighbors=None`; RMSNorm before
 (ours), Transformer-XL's (the paper's) or others; a decoder of another family may have LayerNorm, biases and more, and its encoder and
 cross-attention then have none of it; one class is every attention (`attention.py`); no loop over chunks; no
 buffers, so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
-freezes the rest. The model knows nothing of meshes, shards, optimizers or caches (`decoding.py`).
+freezes the rest. The model knows nothing of meshes, shards, optimizers or caches (`inference/decoder.py`).
 
 Letters of the shape comments:
     B batch    T tokens       D decoder width    V vocabulary    U complete chunks (T // m)    M = m, tokens of a chunk
@@ -164,7 +164,7 @@ class Retro(nn.Module):
         Tokens enter both streams about as loud as the blocks speak: with 0.02 as it stands (GPT-2's choice) they are
         drowned by the first block, and learning to copy from neighbors took more than twice the steps.
 
-        What `init` = mup changes stands in `mup.py`: here, only the output layer's size.
+        What `init` = mup changes stands in `training/learning_rate_scaling.py`: here, only the output layer's size.
         """
         num_blocks = 2 * self.settings.num_layers + len(self.settings.cca_layers)
         for name, module in self.named_modules():

@@ -2,7 +2,7 @@
 
     batch ─ own sequences ─ hidden ─ own tokens ─ part of the loss ─ gradients, summed over processes
 
-`pipeline.py` has the same for layers that are shared out.
+`pipeline_parallel.py` has the same for layers that are shared out.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,11 @@ from retro.model.loss import summed_losses, that_count, token_losses
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
-from retro.parallel.distribute import Processes, distribute, own_tokens, reshard, sync_gradients, unshard
+from retro.parallel.data_parallel import reshard, sync_gradients, unshard
+from retro.parallel.distribute import distribute
 from retro.parallel.gradient_norms import squared_norm
+from retro.parallel.process_mesh import Processes
+from retro.parallel.tensor_parallel import own_tokens
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,13 @@ from retro.model.loss import token_losses
 from retro.model.mixture_of_experts import ROUTING
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
-from retro.parallel.distribute import Processes, distribute, own_tokens, reshard, unshard
+from retro.parallel.data_parallel import reshard, unshard
+from retro.parallel.distribute import distribute
 from retro.parallel.forward_backward import Share, all_parameters, gradients, own_rows, part_of_loss
 from retro.parallel.gradient_norms import squared_norm
+from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import num_microbatches, num_stages
+from retro.parallel.tensor_parallel import own_tokens
 
 
 class Stage(nn.Module):

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.background_saver import Saver
 from retro.parallel.coordination import on_first
-from retro.parallel.distribute import Processes
+from retro.parallel.process_mesh import Processes
 from retro.training.loggers import Logger, open_loggers
 from retro.training.meter import Meter
 from retro.training.run_folder import better

@@ -14,7 +14,7 @@ from typing import Any
 from indexing.store.artifact import verify
 from indexing.store.errors import InputError
 from retro.checkpoints import checkpoint as checkpoints
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.finetuning.settings import FinetuneSettings
 from retro.model.settings import ModelSettings
 from retro.training.optimizer import learning_rate

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from indexing.store.errors import InputError
-from retro.data.batches import IGNORED_LABEL
 from retro.device import Placement, Tensors, random_state, restore_random_state
+from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import routing_metrics
-from retro.parallel.distribute import Processes
 from retro.parallel.forward_backward import Passes, Share, all_parameters
 from retro.parallel.gradient_norms import clip_
+from retro.parallel.process_mesh import Processes
 from retro.training.monitor import Monitor
 from retro.training.optimizer import learning_rate
 from retro.training.settings import Compile, TrainSettings

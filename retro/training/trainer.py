@@ -25,10 +25,11 @@ from indexing.store.files import read_json, write_json
 from indexing.store.remote import absolute
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
-from retro.data.batches import DataSettings, TrainingData
+from retro.data.batches import TrainingData
 from retro.data.loader import Source, load
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.sample_order import mix
+from retro.data.settings import DataSettings
 from retro.device import Placement, Tensors, place
 from retro.estimates.flops import peak_flops, training_flops
 from retro.evaluation.bits_per_byte import measure_sets
@@ -38,9 +39,9 @@ from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.parallel.coordination import on_first, open_group
-from retro.parallel.distribute import Processes
 from retro.parallel.forward_backward import Passes, WholeModel
 from retro.parallel.pipeline_parallel import Pipeline
+from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, ParallelSettings
 from retro.training.bad_batches import name_batch
 from retro.training.fitted_cross_attention import can_be_fitted, start_copying

@@ -5,7 +5,7 @@
               values of them are read (Lester et al. 2021, arXiv 2104.08691)
 
 What is read is the same for all sequences, so it is made once for a batch, and a cache begins with it. Virtual tokens belong to no
-chunk: chunks, windows and neighbors are where they are without them. Letters of the shape comments as in `model.py`; P virtual tokens.
+chunk: chunks, windows and neighbors are where they are without them. Letters of the shape comments as in `model/retro.py`; P virtual tokens.
 """
 
 from typing import Any

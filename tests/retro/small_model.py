@@ -9,12 +9,12 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from retro.data.batches import IGNORED_LABEL
 from retro.device import Tensors, place
+from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
-from retro.parallel.distribute import Processes
 from retro.parallel.forward_backward import WholeModel
+from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from retro.training.settings import TrainSettings
 from retro.training.step import StepResult, make_step

@@ -8,7 +8,7 @@ import pytest
 from pipelines.cli import main
 from pipelines.config_files import load, to_toml
 from pipelines.planning.training import PlanTrainOptions, advice, flops_per_token, measured_flops, plan_training
-from retro.data.batches import DataSettings
+from retro.data.settings import DataSettings
 from retro.estimates.flops import forward_flops
 from retro.model.settings import ModelSettings
 from tests.conftest import tiny_config

@@ -15,7 +15,8 @@ from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from indexing.vectors.exact_search import exact_search
 from pipelines.config import Config
 from pipelines.reports.datastore import measure
-from retro.data.batches import DataSettings, TrainingData
+from retro.data.batches import TrainingData
+from retro.data.settings import DataSettings
 from retro.evaluation.datastore_shares import search_shares
 from retro.evaluation.sets import EvaluationSet
 from tests.conftest import build_local, tiny_config, write_corpus

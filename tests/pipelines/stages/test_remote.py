@@ -22,7 +22,8 @@ from pipelines.config import Config
 from pipelines.config_files import load, to_toml
 from pipelines.executors import ExecutorSettings, Resources, Task
 from pipelines.stages.table import build
-from retro.data.batches import DataSettings, TrainingData
+from retro.data.batches import TrainingData
+from retro.data.settings import DataSettings
 from tests.conftest import build_local, tiny_config, write_corpus
 from tests.pipelines.stages.test_table import contents
 

@@ -9,15 +9,11 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from retro.data.batches import (
-    IGNORED_LABEL,
-    Batch,
-    DataSettings,
-    TrainingData,
-    window_batches,
-    windows,
-)
+from retro.data.batches import Batch, TrainingData
 from retro.data.neighbor_choice import NeighborUse
+from retro.data.settings import DataSettings
+from retro.evaluation.windows import window_batches, windows
+from retro.model.loss import IGNORED_LABEL
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from indexing.store.datastore import Datastore
-from retro.data.batches import DataSettings, TrainingData
+from retro.data.batches import TrainingData
 from retro.data.loader import load
+from retro.data.settings import DataSettings
 from retro.device import Placement, Tensors
 
 SETTINGS = DataSettings(sequence_length=32, k=2)

@@ -13,8 +13,10 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
-from retro.data.batches import Batch, DataSettings, TrainingData, window_batches, windows
+from retro.data.batches import Batch, TrainingData
 from retro.data.neighbor_choice import NeighborUse
+from retro.data.settings import DataSettings
+from retro.evaluation.windows import window_batches, windows
 from tests.conftest import build_local, tiny_config, write_corpus
 
 WAYS = ({"reading": "pread"}, {"materialised": True}, {"reading": "pread", "materialised": True})
@@ -154,7 +156,8 @@ class Blocked:
         if name.split(".")[0] in {{"faiss", "ray", "pyarrow", "sentencepiece", "fsspec", "s3fs", "zstandard"}}:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
-from retro.data.batches import DataSettings, TrainingData
+from retro.data.batches import TrainingData
+from retro.data.settings import DataSettings
 for way in ({{}}, *{WAYS!r}):
     data = TrainingData([{str(config.datastore)!r}], DataSettings(sequence_length=64, **way), retrieval=True)
     print(data.batch(range(4)).neighbors.sum())

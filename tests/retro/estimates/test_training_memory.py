@@ -11,8 +11,8 @@ from indexing.store.errors import InputError
 from retro.estimates.activation_trace import Pass
 from retro.estimates.training_memory import Memory, memory_of, parameter_units, sent_bytes, state_bytes
 from retro.model.retro import Retro
-from retro.parallel.distribute import Processes
 from retro.parallel.pipeline_parallel import Stage
+from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ParallelSettings, divided
 from retro.training.optimizer import make_optimizer
 from tests.retro.small_model import SETTINGS, build

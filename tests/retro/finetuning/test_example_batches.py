@@ -10,8 +10,9 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.data.batches import IGNORED_LABEL, Batch, DataSettings
+from retro.data.batches import Batch
 from retro.data.loader import as_tensors
+from retro.data.settings import DataSettings
 from retro.device import place
 from retro.evaluation.bits_per_byte import _token_losses
 from retro.finetuning import prepare as preparing
@@ -20,6 +21,7 @@ from retro.finetuning.prepare import prepare
 from retro.finetuning.prepared_examples import Prepared
 from retro.finetuning.settings import FinetuneSettings
 from retro.finetuning.trainer import answer_loss
+from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.question_answering.neighbor_prompts import Format, find_passages
 from retro.question_answering.question_sets import Question

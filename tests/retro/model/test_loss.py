@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retro.data.batches import IGNORED_LABEL
 from retro.model import loss as module
-from retro.model.loss import loss, losses, summed_losses, that_count, token_losses
+from retro.model.loss import IGNORED_LABEL, loss, losses, summed_losses, that_count, token_losses
 
 B, T, D, V = 3, 7, 12, 50
 

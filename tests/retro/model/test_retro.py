@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.data.batches import IGNORED_LABEL
-from retro.model.loss import loss
+from retro.model.loss import IGNORED_LABEL, loss
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from tests.retro.small_model import (

@@ -26,9 +26,10 @@ from retro.checkpoints.checkpoint import finished
 from retro.device import place
 from retro.model.mixture_of_experts import Experts
 from retro.model.retro import Retro
-from retro.parallel.distribute import Processes, distribute
+from retro.parallel.distribute import distribute
 from retro.parallel.forward_backward import Passes, Share, WholeModel, all_parameters
 from retro.parallel.pipeline_parallel import Pipeline
+from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, ParallelSettings
 from retro.parallel.traffic import Communication
 from retro.training.settings import TrainSettings

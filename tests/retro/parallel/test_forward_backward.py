@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from retro.device import Tensors, place
-from retro.parallel.distribute import Processes
 from retro.parallel.forward_backward import Share, WholeModel
+from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from tests.retro.small_model import T, U, batch, build
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here

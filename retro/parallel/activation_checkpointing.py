@@ -1,0 +1,50 @@
+"""Activation checkpointing: blocks are computed again in the backward pass, instead of kept."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from retro.model.retro import Retro
+from retro.parallel.blocks import blocks
+from retro.parallel.settings import Checkpointing
+
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+"""What selective checkpointing does not compute again."""
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_activations(model: Retro, how: Checkpointing) -> None:
+    """Keep only the input of every block, and with `selective` the results of its matrix products.
+
+    `forward` itself is wrapped. Dynamo cannot trace the hooks of `torch.distributed._composable.checkpoint`, and a wrapping module
+    would change the names of the parameters.
+    """
+    contexts: dict[str, Any] = {}
+    if how == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    encoder = list(blocks(model.encoder)) if hasattr(model, "encoder") else []
+    for block in [*blocks(model), *encoder] if how != "none" else []:
+        block.forward = _checkpointed(block.forward, contexts)
+
+
+def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+    """A function of this file: with `partial(checkpoint, forward)` in its place, compilation skips the block without a word."""
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    return checkpointed

@@ -1,0 +1,104 @@
+"""Tensor and sequence parallelism: heads and features of every layer are divided over processes, with DTensor."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from retro.model.attention import Attention, PerHead
+from retro.model.retro import ChunkedCrossAttention, Retro
+from retro.parallel.blocks import blocks, named_blocks
+
+
+def divide_layers(model: Retro, mesh: DeviceMesh) -> None:
+    """Divide every block of decoder and encoder; the decoder's stream is divided by token between them.
+
+    Embeddings, and what the encoder does between its blocks, every process computes in full.
+    """
+    for block in blocks(model.encoder) if hasattr(model, "encoder") else ():
+        _divide_block(block.block, mesh, Replicate(), local=True)
+    for name, residual in named_blocks(model):
+        parallelize_module(residual.norm, mesh, SequenceParallel(use_local_output=False))
+        if isinstance(residual.block, ChunkedCrossAttention):
+            # It cuts windows out of the whole sequence, of any tokens: what it adds up is put in its places, then divided.
+            _divide_block(residual.block.attention, mesh, Partial(), local=True)
+            residual.block.register_forward_pre_hook(partial(_whole, mesh, True))
+            residual.block.register_forward_hook(partial(_divided, mesh))
+        else:
+            _divide_block(residual.block, mesh, Shard(1), local=False)
+            residual.block.register_forward_pre_hook(partial(_whole, mesh, False))
+        if name in ("attention.0", "feed_forward.0"):
+            residual.register_forward_pre_hook(partial(_first, mesh), with_kwargs=True)
+    if model.norm is not None:  # the last stage of a pipeline has it
+        parallelize_module(model.norm, mesh, SequenceParallel(use_local_output=False))
+    if hasattr(model, "encoder"):
+        model.encoder.register_forward_pre_hook(partial(_encoder_input, mesh))
+
+
+def _divide_block(block: nn.Module, mesh: DeviceMesh, output: Any, local: bool) -> None:
+    """Matrices into heads and features by rows, the one back into the stream by columns, what heads have by head."""
+    if isinstance(block, Attention):
+        block.first_head = mesh.get_local_rank() * (block.num_heads // mesh.size())
+    for name, module in block.named_modules():
+        if isinstance(module, nn.RMSNorm):  # of queries and keys [N, S, H, C], the same for all heads
+            parallelize_module(module, mesh, SequenceParallel(sequence_dim=2, use_local_output=True))
+        elif isinstance(module, PerHead):
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+            module.register_forward_hook(lambda _module, _inputs, weight: weight.to_local())
+        elif isinstance(module, nn.Linear):
+            into_stream = name.endswith("out")
+            style = RowwiseParallel(output_layouts=output, use_local_output=local) if into_stream else ColwiseParallel()
+            parallelize_module(module, mesh, style)
+
+
+def _whole(mesh: DeviceMesh, local: bool, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gather what a block reads, [B, T / tensor, D] to [B, T, D]."""
+    x = inputs[0].redistribute(mesh, [Replicate()])
+    return (x.to_local() if local else x, *inputs[1:])
+
+
+def _divided(mesh: DeviceMesh, _: nn.Module, __: Any, added: Tensor) -> DTensor:
+    """Add up what processes have read [B, T, D], and leave each its tokens."""
+    return DTensor.from_local(added, mesh, [Partial()], run_check=False).redistribute(mesh, [Shard(1)])
+
+
+def _first(
+    mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The embedded tokens, which all processes have, divided: the first layer's attention reads them, or both its blocks."""
+
+    def shared_out(h: Tensor | None) -> Tensor | None:
+        if h is None or isinstance(h, DTensor):  # a checkpointed block, computed again
+            return h
+        return DTensor.from_local(h, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(1)])
+
+    if "reads" in kwargs:
+        kwargs = {**kwargs, "reads": shared_out(kwargs["reads"])}
+    return (shared_out(inputs[0]), *inputs[1:]), kwargs
+
+
+def _encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The encoder's third input is the stream."""
+    tokens, mask, h, table = inputs
+    return tokens, mask, h.redistribute(mesh, [Replicate()]).to_local(), table
+
+
+def own_tokens(
+    mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Activations [B, T', D], output layer and labels [B, T'] of the tokens whose loss is this process's.
+
+    Args:
+        mesh: of tensor parallelism, or None.
+        hidden: from `Retro.hidden`.
+        weight: [V, D], the same in all processes; each adds a part to its gradient.
+        labels: [B, T].
+    """
+    if mesh is None:
+        return hidden, weight, labels
+    assert isinstance(hidden, DTensor)
+    shared = DTensor.from_local(weight, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    return hidden.to_local(), shared, labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
