@@ -87,7 +87,7 @@ VERBS = {
     "export": Verb("commands.model", "export", "ExportOptions", ("CHECKPOINT",)),
     "import": Verb("commands.huggingface", "import_", "ImportOptions", ("FOLDER",)),
     "extend-vocabulary": Verb(
-        "vocabulary_verb", "extend_vocabulary", "ExtendVocabularyOptions", ("CHECKPOINT|TOKENIZER",)
+        "commands.vocabulary", "extend_vocabulary", "ExtendVocabularyOptions", ("CHECKPOINT|TOKENIZER",)
     ),
     "doctor": Verb("commands.doctor", "doctor", "DoctorOptions"),
 }
