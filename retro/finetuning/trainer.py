@@ -101,7 +101,8 @@ def finetune(
         # The template itself, so that a checkpoint says how it is spoken to.
         told = {**asdict(finetuning), "template": read_template(finetuning.template)}
         resolved = {**resolved_data(data_settings, datastores), **as_plain_json({"finetune": told})}
-        return Task(fit_to(model, opened[0]), opened[0], data, data_settings, train, resolved, measure)
+        sections = {"data": DataSettings, "finetune": FinetuneSettings}
+        return Task(fit_to(model, opened[0]), opened[0], data, data_settings, train, resolved, sections, measure)
 
     return fit(run, open_task, model_settings, settings, parallel, tuning, advance=advance)
 

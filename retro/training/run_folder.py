@@ -7,29 +7,15 @@ import json
 import logging
 import math
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from indexing.store.artifact import verify
 from indexing.store.errors import InputError
 from retro.checkpoints import checkpoint as checkpoints
-from retro.data.settings import DataSettings
-from retro.finetuning.settings import FinetuneSettings
-from retro.model.settings import ModelSettings
 from retro.training.optimizer import learning_rate
-from retro.training.settings import TrainSettings
-from retro.tuning.settings import TuningSettings
 
 log = logging.getLogger("retro")
-
-_SECTIONS = {
-    "model": ModelSettings,
-    "data": DataSettings,
-    "train": TrainSettings,
-    "tuning": TuningSettings,
-    "finetune": FinetuneSettings,
-}
 
 # Settings that change neither weights nor losses: a run may be resumed with other values of these. `on_nan` changes what
 # comes of a batch that a run has stopped at, which is what it is for.
@@ -56,8 +42,16 @@ _FREE = {
 }
 
 
-def last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str]) -> checkpoints.Checkpoint | None:
-    """The checkpoint to go on from: the newest one that is whole. Damaged ones are put aside with a warning.
+def last_checkpoint(
+    run: Path, resolved: dict[str, Any], defaults: dict[str, Any], datastores: list[str]
+) -> checkpoints.Checkpoint | None:
+    """The newest checkpoint that is whole, to resume from. Damaged ones are put aside with a warning.
+
+    Args:
+        run: folder of the run.
+        resolved: its settings, section by section, as JSON holds them.
+        defaults: the same sections with default values: those of settings that the checkpoint does not have.
+        datastores: fingerprints of what it learns from.
 
     Raises:
         InputError: the run was started with other settings or on another datastore, or no checkpoint is whole.
@@ -65,7 +59,7 @@ def last_checkpoint(run: Path, resolved: dict[str, Any], datastores: list[str]) 
     found, damaged = _newest_whole(run)
     if found is None:
         return None
-    changed = _changes(found, resolved)
+    changed = _changes(found, resolved, defaults)
     if found.datastores != datastores:
         changed.append("the datastore has changed, or the examples that it is fine-tuned on")
     if changed:
@@ -98,17 +92,13 @@ def _newest_whole(run: Path) -> tuple[checkpoints.Checkpoint | None, dict[Path, 
     return None, damaged
 
 
-def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any]) -> list[str]:
+def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
     """The settings by which a run would no longer be what its checkpoint was made with, in words."""
     changed = []
     if ("finetune" in found.settings) != ("finetune" in resolved):
         return [f"it was one of `retro {'finetune' if 'finetune' in found.settings else 'train'}`"]
     for section, values in resolved.items():
-        # What a run before this version was not told had the effect of today's default.
-        before = {
-            **json.loads(json.dumps(asdict(_SECTIONS[section]()), default=str)),
-            **found.settings.get(section, {}),
-        }
+        before = {**defaults[section], **found.settings.get(section, {})}
         for key, value in values.items():
             if before[key] == value or key in _FREE.get(section, []):
                 continue

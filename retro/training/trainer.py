@@ -85,6 +85,7 @@ class Task:
         data_settings: their sequences and neighbors.
         train: steps, optimizer, schedule, intervals.
         resolved: everything else that the task was told, section by section, as JSON holds it.
+        sections: the types of these sections, whose defaults stand for what an older run does not know.
         measure: the figures of an evaluation of a model.
     """
 
@@ -94,6 +95,7 @@ class Task:
     data_settings: DataSettings
     train: TrainSettings
     resolved: dict[str, dict[str, Any]]
+    sections: Mapping[str, type[Any]]
     measure: "Measure"
 
 
@@ -151,7 +153,8 @@ def train(
             sequence_length=data_settings.sequence_length,
         )
         resolved = resolved_data(data_settings, datastores)
-        return Task(model, data.datastores[0], data, data_settings, settings, resolved, measure)
+        sections = {"data": DataSettings}
+        return Task(model, data.datastores[0], data, data_settings, settings, resolved, sections, measure)
 
     return fit(run, open_task, model_settings, settings, parallel, tuning, advance=advance)
 
@@ -188,7 +191,10 @@ def fit(
     model_settings.check_length(task.data_settings.sequence_length)
     told = {"model": asdict(model_settings), "train": asdict(settings), "tuning": asdict(tuning)}
     resolved = {**as_plain_json(told), **task.resolved}
-    last = on_first(group, lambda: last_checkpoint(run, resolved, data.fingerprints))
+    sections: dict[str, type[Any]] = {"model": ModelSettings, "train": TrainSettings, "tuning": TuningSettings}
+    sections |= task.sections
+    defaults = as_plain_json({name: asdict(section()) for name, section in sections.items()})
+    last = on_first(group, lambda: last_checkpoint(run, resolved, defaults, data.fingerprints))
     model = _model(model_settings, settings)
     num_parameters = count_parameters(model)
     if start is not None:

@@ -330,14 +330,15 @@ def damaged_is_put_aside_and_all_agree(case: Case) -> None:
         checkpoints.publish(run, {**STATE, "step": number}, tensors, keep=2, group=case.group)
     if case.rank == 0:
         flip_a_bit(run / "checkpoints" / "00000002" / "optimizer-00003-of-00004.safetensors")
-    found = on_first(case.group, lambda: last_checkpoint(run, STATE["settings"], STATE["datastores"]))
+    defaults: dict[str, Any] = {section: {} for section in STATE["settings"]}
+    found = on_first(case.group, lambda: last_checkpoint(run, STATE["settings"], defaults, STATE["datastores"]))
     assert found is not None
     assert found.step == 1
     assert (run / "checkpoints" / "damaged-00000002").exists()
     with pytest.raises(InputError, match=r"other settings: train\.seed was 3, now 4"):
         on_first(
             case.group,
-            lambda: last_checkpoint(run, {**STATE["settings"], "train": {"seed": 4}}, STATE["datastores"]),
+            lambda: last_checkpoint(run, {**STATE["settings"], "train": {"seed": 4}}, defaults, STATE["datastores"]),
         )
 
 
