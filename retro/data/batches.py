@@ -296,6 +296,3 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, a
             )
     if datastore is not first:
         check_tokenizer(first, datastore, "data.datastores")
-
-
-# --- evaluation ----------------------------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
-"""Training over many devices: how processes share a model and its batches, with PyTorch's own parts.
+"""Training on many devices: how processes share a model and its batches, with PyTorch's own parts.
 
-    processes  =  pipeline × data × tensor             one torch process for each device, numbered so that tensor varies fastest
-                             data = replica × expert
+    processes = pipeline × data × tensor       one process for each device; tensor ranks are next to each other
+                           data = replica × expert
 
-    tensor     heads and feed-forward features of every layer are divided; between blocks the sequence is (sequence parallel)
-    pipeline   layers are divided (`pipeline_parallel.py`)
-    data       sequences of a batch are divided, and with ZeRO (FSDP2) what is kept of optimizer, gradients and parameters
-    expert     the data-parallel processes that differ in this way share the experts (`model/mixture_of_experts.py`)
-    checkpointing   activations are computed twice instead of kept
+    tensor_parallel.py           divides heads and feed-forward features of every layer; the sequence between blocks
+    pipeline_parallel.py         divides the layers
+    data_parallel.py             divides the sequences of a batch; with ZeRO also optimizer, gradients and parameters
+    model/mixture_of_experts.py  divides the experts over data-parallel processes
+    activation_checkpointing.py  computes activations twice instead of keeping them
 
-What a step computes is the same however it is shared out: the mean over the labels of the whole batch. The model knows nothing
-of it: everything here works on its modules from outside.
+A step computes the same in every mode: the mean over the labels of all its batches. The model knows nothing of meshes:
+everything here changes its modules from outside.
 """
 
 import torch
@@ -25,17 +25,6 @@ from retro.parallel.data_parallel import share_data
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import divided
 from retro.parallel.tensor_parallel import divide_layers
-
-# ---------------------------------------------------------------------------------------------------- tensor parallel
-
-
-# ------------------------------------------------------------------------------------------- activation checkpointing
-
-
-# ------------------------------------------------------------------------------------------------------- data parallel
-
-
-# ----------------------------------------------------------------------------------------------------------- the whole
 
 
 def distribute(model: Retro, processes: Processes, root: nn.Module | None = None, compiled: bool = False) -> None:
