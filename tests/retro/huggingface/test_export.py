@@ -357,7 +357,9 @@ def test_nothing_half_written_stays_and_nothing_is_overwritten(tiny_run: Path, t
 
 def test_the_code_is_one_flat_folder_that_needs_nothing_of_this_project() -> None:
     files = remote_files((*MODEL, "tokenization_retro"))
-    assert {"modeling_retro.py", "configuration_retro.py", "tokenization_retro.py", "retro_model.py"} <= set(files)
+    assert {"modeling_retro.py", "configuration_retro.py", "tokenization_retro.py", "retro_model_retro.py"} <= set(
+        files
+    )
     for name, text in files.items():
         compile(text, name, "exec")
         top = [line for line in text.splitlines() if line.startswith(("from ", "import "))]
@@ -439,7 +441,7 @@ def test_a_plain_decoder_of_ours_is_of_a_family_if_it_can_be(checkpoint: Path) -
     from retro.model.retro import Retro
 
     retro = open_checkpoint(checkpoint)
-    plain = replace(retro.model.retro, cca_layers=(), activation="swiglu", num_kv_heads=1)
+    plain = replace(retro.model, cca_layers=(), activation="swiglu", num_kv_heads=1)
     torch.manual_seed(0)
     ours = Retro(plain).eval()
     opened, tensors = replace(retro, model=plain), dict(ours.state_dict())

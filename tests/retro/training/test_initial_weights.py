@@ -56,7 +56,7 @@ def saved(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 def test_the_same_model_starts_with_equal_weights_also_from_an_exported_file(retro: Checkpoint, tmp_path: Path) -> None:
     export(retro, tmp_path / "retro.safetensors")
     for source in (retro, checkpoints.open_checkpoint(tmp_path / "retro.safetensors")):
-        _, after = started(source, retro.model.retro)
+        _, after = started(source, retro.model)
         assert all(torch.equal(after[name], tensor) for name, tensor in saved(retro).items())
 
 
@@ -65,7 +65,7 @@ def test_the_same_model_starts_with_equal_weights_also_from_an_exported_file(ret
 def test_retrieval_begins_as_off_beside_a_trained_decoder_or_copies(
     baseline: Checkpoint, retro: Checkpoint, copying: bool
 ) -> None:
-    model = Retro(replace(retro.model.retro, shared_embeddings=copying, copying_init=copying)).eval()
+    model = Retro(replace(retro.model, shared_embeddings=copying, copying_init=copying)).eval()
     start_from(baseline, model, baseline.datastores)
     tokens, neighbors = torch.arange(32)[None], torch.arange(2 * 2 * 8).view(1, 2, 2, 8)
     assert torch.equal(model(tokens, neighbors=neighbors), model(tokens)) != copying
@@ -75,7 +75,7 @@ def test_a_retro_starts_from_a_baseline_and_what_stays_random_is_logged(
     retro: Checkpoint, baseline: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    before, after = started(baseline, retro.model.retro)
+    before, after = started(baseline, retro.model)
     weights = saved(baseline)
     for name, tensor in after.items():
         reads = name.startswith("cross.") and name.endswith(".out.weight")
@@ -107,7 +107,7 @@ def test_a_baseline_starts_from_a_retro_without_its_encoder(retro: Checkpoint, b
 )
 def test_what_does_not_fit_is_refused_by_name(retro: Checkpoint, change, words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
-        started(retro, replace(retro.model.retro, **change))
+        started(retro, replace(retro.model, **change))
     for pattern in words:
         assert caught.match(pattern)
 
@@ -130,10 +130,10 @@ def test_a_run_that_starts_from_weights_knows_them_and_goes_on_without_the_file(
 
 
 def test_weights_of_another_datastore_are_taken_with_a_warning(retro: Checkpoint, caplog) -> None:
-    start_from(retro, Retro(retro.model.retro), ["another"])
+    start_from(retro, Retro(retro.model), ["another"])
     assert "tokenizer must be the same" in caplog.text
 
 
 def test_a_baseline_of_equal_size_does_not_fit_a_retro_and_is_told_so(retro: Checkpoint) -> None:
     with pytest.raises(InputError, match="feed_forward"):
-        started(retro, baseline_of(retro.model.retro))
+        started(retro, baseline_of(retro.model))

@@ -100,7 +100,7 @@ def test_retrofit_leaves_the_base_and_its_retrieval_off_as_they_were_to_the_bit(
     assert torch.equal(off(base), off(retro))
     moments = {name.partition("/")[2] for name in index(retro.training) if "/" in name}
     assert moments == set(after) - set(before)
-    assert retro.tuning.adapters == RETROFIT
+    assert retro.tuning == RETROFIT
     assert retro.started_from == base.fingerprint
 
 
@@ -120,7 +120,7 @@ def test_one_that_copies_is_fitted_to_the_base_and_leaves_it_alone(
 
 
 def test_the_preset_is_the_decoder_of_the_base_with_the_usual_beside_it(base: Checkpoint, retro: Checkpoint) -> None:
-    found = retro.model.retro
+    found = retro.model
     assert replace(base.model, cca_layers=()) == replace(
         found, **{name: value for name, value in vars(base.model).items() if name.startswith(("encoder_", "cca_"))}
     )
