@@ -45,6 +45,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any machine")
 
+# Tests interrupt themselves and their children. A shell that starts pytest in the background lets it ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Ray reads its token once in a process: all tests that start a cluster share one.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid.uuid4().hex)
 # How long a cluster waits for its own parts, in place of 30 or 60 seconds.
