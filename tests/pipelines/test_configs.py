@@ -26,3 +26,13 @@ def test_every_retro_command_in_the_documents_is_a_verb() -> None:
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for verb in re.findall(r"^\s*\$? ?retro ([a-z][a-z-]*)", path.read_text(), flags=re.MULTILINE):
             assert verb in VERBS, f"{path.name}: retro {verb}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_links_between_documents_resolve() -> None:
+    for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for target in re.findall(r"\]\((?!https?://)([^)#\s]+)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
