@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     add_precision(parser)
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the checkpoints are written, and removed")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/checkpoints.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmark-checkpoints.json"))
     options = parser.parse_args()
     torch.manual_seed(0)
     placed = placement(options.precision, join())
