@@ -22,6 +22,7 @@ from retro.checkpoints import checkpoint as checkpoints
 from retro.model.loss import _compiled_slopes
 from retro.training.meter import Meter
 from retro.training.run_folder import _changes, score_of
+from retro.training.settings import TrainSettings
 from retro.training.trainer import Outcome, train
 from tests.conftest import build_local, tiny_config, write_corpus
 
@@ -164,7 +165,8 @@ def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(config: Co
     longer = with_train(config, steps=8, schedule="constant")
     checkpoint = checkpoints.open_checkpoint(config.run)
     del checkpoint.settings["train"]["retrieval_dropout"]
-    assert _changes(checkpoint, {"train": asdict(longer.train)}) == []
+    defaults = {"train": asdict(TrainSettings())}
+    assert _changes(checkpoint, {"train": asdict(longer.train)}, defaults) == []
 
 
 def test_a_run_on_a_changed_datastore_is_refused(config: Config, tmp_path: Path) -> None:
