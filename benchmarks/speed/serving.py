@@ -164,7 +164,9 @@ def requests_of(kind: str, texts: list[str], vectors: np.ndarray, k: int, querie
 
 def _post(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    head = (
+        f"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
     return head.encode() + b"\r\n\r\n" + content
 
 
