@@ -29,7 +29,7 @@ def keep_freed_memory() -> None:
     """Let this process keep the memory that tensors on a CPU leave behind, and use it again.
 
     glibc gives every large block back to the kernel at once, and takes a new one, page fault by page fault, for the next
-    tensor: a fifth of a training step (docs/training.md), a tenth of a search. Where the C library is another one nothing is
+    tensor: a fifth of a training step (docs/explanation/training-step.md), a tenth of a search. Where the C library is another one nothing is
     changed.
     """
     with contextlib.suppress(OSError, AttributeError):

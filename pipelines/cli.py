@@ -129,7 +129,7 @@ def run_verb(name: str, arguments: list[str]) -> int:
     """
     if name == "serve":
         # Read when they are loaded: the threads of Faiss and of torch, which have pools of their own, sleep while they wait. Else
-        # they spin, and take the cores from each other (docs/serving.md).
+        # they spin, and take the cores from each other (docs/results/serving-speed.md).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name not in VERBS:
         close = difflib.get_close_matches(name, VERBS, n=1)

@@ -188,7 +188,7 @@ def connect(address: str, key: str) -> None:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise InputError(
             f"{key}: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
-            "authentication wants RAY_AUTH_MODE=token and its token here too (docs/indexing.md)."
+            "authentication wants RAY_AUTH_MODE=token and its token here too (docs/how-to/run-on-a-cluster.md)."
         ) from error
 
 

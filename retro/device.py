@@ -60,7 +60,7 @@ class Placement:
 
 def place(device: str, precision: Precision) -> Placement:
     """Resolve `auto`: CUDA where there is one; bfloat16 where it is multiplied in hardware, CPUs included (AMX or
-    AVX512-BF16: a training step takes less than half the time, docs/benchmarks.md).
+    AVX512-BF16: a training step takes less than half the time, docs/results/training-speed.md).
 
     On CUDA this also decides for the process whether products of float32 are taken in TensorFloat-32, and which kernels compute
     attention.

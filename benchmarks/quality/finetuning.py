@@ -32,7 +32,7 @@ from retro.finetuning.settings import FinetuneSettings
 from retro.model.settings import ModelSettings
 from retro.training.settings import TrainSettings
 
-# What brings copying sooner (docs/results.md). The encoder's second layer knows where a neighbor and its question share words.
+# What brings copying sooner (docs/results/copying.md). The encoder's second layer knows where a neighbor and its question share words.
 MODEL = ModelSettings(
     d_model=128,
     d_ffw=512,
@@ -104,7 +104,7 @@ def build(data: Path, folder: Path, name: str, clozes: int, corpus_bytes: int) -
             datastore=folder / searched,
             corpus=CorpusSettings(paths=(str(folder / f"{searched}.jsonl"),), split=(1, 0, 0)),
             tokenizer=TokenizerSettings(kind="sentencepiece", path=str(tokenizer)),
-            embedder=EmbedderSettings(dimension=1024),  # a question has few words (docs/evaluation.md)
+            embedder=EmbedderSettings(dimension=1024),  # a question has few words (docs/results/passage-retrieval.md)
             index=IndexSettings(factory="Flat"),
         )
         file = _written(folder / f"{searched}.toml", config)

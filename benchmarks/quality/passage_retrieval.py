@@ -6,7 +6,7 @@ DATA is a folder with a folder for each set: passages (`id`, `text`, `title`) an
 Lines. The datastores are built in `--work` with all settings at their defaults but the embedder and an exact index (what an
 inverted one misses is not the ranking's fault), no passage held out; they are kept and used again. The yardstick, made here too:
 BM25 of whole passages with the same constants, over words and pairs of characters, and with the terms and titles that ours uses.
-`--weights` prints hit@1 of the hybrid by the weight of the cosine instead. The defaults take minutes; docs/evaluation.md names
+`--weights` prints hit@1 of the hybrid by the weight of the cosine instead. The defaults take minutes; docs/results/passage-retrieval.md names
 the options of its results.
 """
 

@@ -11,7 +11,7 @@ trained and scored with neighbors drawn at random. `retrofit` is the trained `ba
 cross-attention that learn from a share of its tokens. All are scored on the same held-out documents, and filtered by what leaks
 through the lexical neighbors, so that one α means the same chunks for all. Every part goes on where it was stopped.
 
-The default of --steps tries the script out, in minutes. Results need thousands of steps: see docs/results.md.
+The default of --steps tries the script out, in minutes. Results need thousands of steps: see docs/results/retrieval-gain.md.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
-# What brings copying sooner (docs/results.md), and the same models without part of it: `paper` has none of it.
+# What brings copying sooner (docs/results/retrieval-gain.md), and the same models without part of it: `paper` has none of it.
 COPYING = {"shared_embeddings": True, "smeared_keys": True, "smeared_tokens": 3, "copying_init": True}
 ABLATIONS: dict[str, dict[str, bool]] = {
     "plain": {},  # the baseline of the paper

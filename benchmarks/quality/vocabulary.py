@@ -8,7 +8,7 @@ held-out documents of each corpus. `model`: a plain decoder is trained on the ol
 the same seed and tokens: `mean` with new rows begun as `retro extend-vocabulary` does, `random` with new rows drawn from a normal
 distribution with the table's own spread, and `old` without new pieces. Every part of it goes on where it was stopped.
 
-The defaults take minutes. docs/retrofit.md names the options of its results.
+The defaults take minutes. docs/how-to/extend-vocabulary.md names the options of its results.
 """
 
 import argparse

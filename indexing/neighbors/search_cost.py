@@ -1,7 +1,7 @@
 """What searching the neighbors of all chunks costs, by method: the model behind `neighbors.search = "auto"`.
 
 Seconds of one core for one query, from what a query touches and at which rate. The rates are of one machine; only their
-ratios decide, so another of the same kind decides alike. docs/indexing.md compares them with `benchmarks/speed/index_stages.py`.
+ratios decide, so another of the same kind decides alike. docs/results/indexing-speed.md compares them with `benchmarks/speed/index_stages.py`.
 """
 
 from dataclasses import dataclass

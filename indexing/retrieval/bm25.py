@@ -6,7 +6,7 @@
 
 BM25 (Robertson and Zaragoza 2009) with the fields of BM25F (section 3.6): what stands in the title counts twice, and what stands
 in the chunks before and after half as much as in the chunk itself, for an answer rarely repeats the subject of its paragraph.
-No inverted index is kept: the cost does not depend on the size of the datastore. `docs/evaluation.md` has what the constants bring.
+No inverted index is kept: the cost does not depend on the size of the datastore. `docs/results/passage-retrieval.md` has what the constants bring.
 """
 
 import re

@@ -35,7 +35,7 @@ Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 
 CANDIDATES = {"embeddings": 64, "bm25": 256, "hybrid": 256}
 """Candidates of each query that are ordered anew, k if that is more: embeddings correct the index's codes, words need a choice."""
-COSINE_WEIGHT = 0.3  # of the hybrid: see docs/evaluation.md
+COSINE_WEIGHT = 0.3  # of the hybrid: see docs/results/passage-retrieval.md
 _FILTERS_KEPT = 8
 _PADDED_TOKENS = 2**22  # of texts that are embedded together, padding included
 

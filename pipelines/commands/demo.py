@@ -160,7 +160,7 @@ def _config(options: DemoOptions) -> Config:
             encoder_num_heads=2,
             encoder_head_dim=48,
             encoder_num_layers=1,
-            shared_embeddings=True,  # these three bring copying sooner: docs/results.md
+            shared_embeddings=True,  # these three bring copying sooner: docs/results/copying.md
             smeared_keys=True,
             smeared_tokens=3,
             copying_init=True,

@@ -1,4 +1,4 @@
-"""Bytes of every artefact of a datastore, and of memory while it is made: they follow from the format (docs/format.md)."""
+"""Bytes of every artefact of a datastore, and of memory while it is made: they follow from the format (docs/reference/file-formats.md)."""
 
 import math
 import re

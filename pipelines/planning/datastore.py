@@ -3,7 +3,7 @@
     Observation (what this machine did, at two sizes or more) ─┐
     Workload (the datastore that is planned) ──────────────────┴─► artefact_bytes, step_seconds, memory ──► Plan
 
-docs/planning.md explains how. Nothing here measures anything.
+docs/explanation/plan.md explains how. Nothing here measures anything.
 """
 
 import math
@@ -66,7 +66,7 @@ def per_byte(name: str, text_bytes: float, observations: Sequence[Observation], 
     """Tokens, chunks or documents of a byte of text, in a corpus of so many bytes.
 
     A tokenizer trained on little text fits that text better than it will fit more: what it gains falls with the root of the size of
-    its sample (docs/planning.md), which two sizes tell.
+    its sample (docs/explanation/plan.md), which two sizes tell.
     """
     first, last = observations[0].workload, observations[-1].workload
     low, high = (getattr(size, name) / size.text_bytes for size in (first, last))

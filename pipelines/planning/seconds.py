@@ -1,4 +1,4 @@
-"""Seconds of every step of a build: sums of what drives it, each times a coefficient that fits what was observed (docs/planning.md)."""
+"""Seconds of every step of a build: sums of what drives it, each times a coefficient that fits what was observed (docs/explanation/plan.md)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

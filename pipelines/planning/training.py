@@ -4,7 +4,7 @@
         ├─ retro/estimates/flops.py   ─► operations of a token ─► seconds of a step, days
         └─ retro/estimates/training_memory.py  ─► a row for each ZeRO stage × checkpointing × offload, what fits, the cheapest that does
 
-Nothing is trained and no device is asked; docs/parallel.md says how good the figures are.
+Nothing is trained and no device is asked; docs/results/parallel.md says how good the figures are.
 """
 
 import itertools

@@ -98,16 +98,16 @@ class ModelSettings:
     """With `mup`, inputs of a matrix that learns at `train.lr`; one with n inputs learns at mup_base_width / n of it."""
     smeared_keys: bool = False
     """Mix the key before into every key of the decoder's attentions (learned per head), so that one layer can find what
-    followed a token, in the text before or in a neighbor. Not in the paper; it brings copying sooner (docs/results.md)."""
+    followed a token, in the text before or in a neighbor. Not in the paper; it brings copying sooner (docs/results/copying.md)."""
     retrieval_smeared_keys: bool = False
-    """The same of chunked cross-attention alone: beside a trained decoder that has none (docs/retrofit.md)."""
+    """The same of chunked cross-attention alone: beside a trained decoder that has none (docs/how-to/retrofit.md)."""
     smeared_tokens: int = 1
     """With one of these, tokens before of which a key holds something. From 2 on queries hold so many too, their own included,
     so that one head finds what followed several tokens at once; at most `chunk_length`."""
     copying_init: bool = False
     """Begin the decoder's attentions as ones that copy: queries look for tokens like their own, and what is read is said
     again. Chunked cross-attention needs `shared_embeddings` for it; beside a trained decoder it is fitted to what that says
-    (docs/retrofit.md). Not in the paper (docs/results.md)."""
+    (docs/how-to/retrofit.md). Not in the paper (docs/results/copying.md)."""
     num_experts: int = 0
     """Experts of a decoder layer, of which each token asks a few, in the place of its feed-forward block; 0 = none."""
     experts_every: int = 2

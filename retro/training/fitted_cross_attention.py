@@ -2,7 +2,7 @@
 
 `Attention.begin_copying` ties weights to each other, which is enough where everything begins together. A trained stream is
 another matter: it holds the token that was read in directions of its own, loudly, and a RETROfit with a few hundredths of the
-tokens is over before cross-attention has found them (docs/retrofit.md). They can be had without a gradient. Canonical
+tokens is over before cross-attention has found them (docs/how-to/retrofit.md). They can be had without a gradient. Canonical
 correlations (Hotelling 1936) of the stream with the embeddings give the directions in which queries and keys meet; least
 squares give the output that raises the logit of a token that was read; and a few forward passes say how sharply to look and
 how loudly to speak: not at all, where that is best.

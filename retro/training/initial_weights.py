@@ -20,7 +20,7 @@ def start_from(checkpoint: Checkpoint, model: Retro, datastores: list[str], tuni
     """Copy into the model every weight of the checkpoint that it has. The rest of it stays as drawn, and is logged.
 
     But output matrices of cross-attention that the checkpoint lacks become 0, so that retrieval ON begins as OFF: random ones
-    first harm a trained decoder, and cost a RETROfit a part of its few tokens (docs/retrofit.md). Those of `copying_init` stay.
+    first harm a trained decoder, and cost a RETROfit a part of its few tokens (docs/how-to/retrofit.md). Those of `copying_init` stay.
 
     Args:
         checkpoint: whose weights.

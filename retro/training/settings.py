@@ -67,7 +67,7 @@ class TrainSettings:
     data_workers: int = -1
     """Processes that prepare batches ahead; 0 makes each when it is needed; -1: 2 on CUDA, else 0."""
     peak_tflops: float = 0.0
-    """Peak of the device for MFU, in 10^12 operations per second; 0: its maker's figure, or measured (docs/training.md)."""
+    """Peak of the device for MFU, in 10^12 operations per second; 0: its maker's figure, or measured (docs/explanation/training-step.md)."""
     threads: int = 0
     """CPU threads of torch; 0 leaves its own choice."""
     eval_every: int = 500

@@ -1,4 +1,4 @@
-"""The cost model prefers what was measured to be faster (docs/indexing.md)."""
+"""The cost model prefers what was measured to be faster (docs/results/indexing-speed.md)."""
 
 from dataclasses import replace
 

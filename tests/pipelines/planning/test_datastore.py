@@ -129,7 +129,7 @@ def test_bytes_of_materialised_neighbors_are_met(tmp_path, tiny_corpus) -> None:
 
 
 def test_bytes_of_a_chunk_are_those_of_the_format() -> None:
-    """docs/format.md: tokens and a length; float16; a code and an id; an id and a distance for each neighbor."""
+    """docs/reference/file-formats.md: tokens and a length; float16; a code and an id; an id and a distance for each neighbor."""
     small, large = (
         artefact_bytes(SIZE, LAYOUT),
         artefact_bytes(replace(SIZE, chunks=17_000, train_chunks=16_000), LAYOUT),
