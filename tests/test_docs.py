@@ -1,16 +1,26 @@
-"""Documents: short pages, links that resolve, commands that exist."""
+"""Documents: short pages, links that resolve, commands and settings that exist, a current reference."""
 
 import re
+import shlex
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from docs.generate_reference import pages
 from pipelines.cli import VERBS
+from pipelines.config import Config
+from pipelines.config_files import _leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-TEXTS = [ROOT / "README.md", *PAGES]
+GENERATED = pages()
+WRITTEN = [ROOT / "README.md", *sorted(set(PAGES) - set(GENERATED))]
+OPTIONS = {verb: set(_leaves(row.load()[1])) for verb, row in VERBS.items()}
+KEYS = set(_leaves(Config))
+SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
 
 
 def name(path: Path) -> str:
@@ -20,6 +30,11 @@ def name(path: Path) -> str:
 def prose(path: Path) -> str:
     """The text without its code blocks."""
     return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def code_blocks(path: Path, *languages: str) -> list[str]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [block for language, block in blocks if language in languages]
 
 
 def anchors(path: Path) -> set[str]:
@@ -42,7 +57,7 @@ def test_a_folder_has_at_most_twenty_pages(folder: Path) -> None:
     assert len(list(folder.glob("*.md"))) <= 20
 
 
-@pytest.mark.parametrize("path", [*TEXTS, ROOT / "CHANGELOG.md"], ids=name)
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES], ids=name)
 def test_links_resolve(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", prose(path)):
         file, _, anchor = target.partition("#")
@@ -53,26 +68,99 @@ def test_links_resolve(path: Path) -> None:
 
 def test_every_page_is_in_the_table_of_contents() -> None:
     index = (DOCS / "index.md").read_text()
-    for path in PAGES:
-        if path.name != "index.md":
-            assert f"({path.relative_to(DOCS).as_posix()})" in index, path
-
-
-@pytest.mark.parametrize("path", TEXTS, ids=name)
-def test_every_retro_command_is_a_verb(path: Path) -> None:
-    for verb in re.findall(r"^\s*\$? ?retro ([a-z][a-z-]*)", path.read_text(), flags=re.MULTILINE):
-        assert verb in VERBS, f"retro {verb}"
-
-
-CODE = [
-    path
-    for folder in ("retro", "indexing", "pipelines", "benchmarks", "configs", "tests")
-    for path in (ROOT / folder).rglob("*.*")
-]
+    for path in WRITTEN[1:]:
+        assert path.name == "index.md" or f"({path.relative_to(DOCS).as_posix()})" in index, path
 
 
 def test_every_page_that_the_code_names_exists() -> None:
-    for path in CODE:
-        if path.suffix in {".py", ".toml", ".html", ".sbatch"}:
-            for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
-                assert (ROOT / page).exists(), f"{name(path)}: {page}"
+    for folder in ("retro", "indexing", "pipelines", "benchmarks", "configs", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".toml", ".html", ".sbatch"}:
+                for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
+                    assert (ROOT / page).exists(), f"{name(path)}: {page}"
+
+
+def test_the_reference_is_current() -> None:
+    hint = "run python -m docs.generate_reference"
+    for path, text in GENERATED.items():
+        assert path.exists(), f"{name(path)}: {hint}"
+        assert path.read_text() == text, f"{name(path)}: {hint}"
+    folders = {path.parent for path in GENERATED} - {DOCS / "reference"}
+    assert {path for folder in folders for path in folder.glob("*.md")} <= set(GENERATED), hint
+
+
+# --- commands and settings that exist ------------------------------------------------------------------------------
+
+
+def commands(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Commands of ours in a page's code and text: the verb, or "" for an unknown one, and what follows it."""
+    blocks = "".join(code_blocks(path, "", "bash", "sh")).replace("\\\n", " ").splitlines()
+    for line in [*blocks, *re.findall(r"`([^`\n]+)`", prose(path))]:
+        found = re.search(r"(?:^|\s)(?:retro |pipelines\.cli |pipelines\.(?=(?:index|train)\b))([a-z].*)", line)
+        if not found or not re.match(r"(\$ )?([A-Z_]+=\S+ )*(retro|python|torchrun|ray|sbatch|pip)\b", line.strip()):
+            continue
+        try:
+            words = shlex.split(found[1], comments=True)
+        except ValueError:  # an apostrophe in what explains a command
+            words = found[1].split()
+        two = " ".join(words[:2])
+        verb = two if two in VERBS else words[0]
+        yield (verb if verb in VERBS else "", words)
+
+
+def options(words: list[str]) -> list[str]:
+    """Keys of the options among these words."""
+    return [word[2:].partition("=")[0].replace("-", "_") for word in words if re.match(r"--[a-z]", word)]
+
+
+def exists(option: str, known: set[str]) -> bool:
+    section, _, leaf = option.rpartition(".")
+    positive = f"{section}.{leaf.removeprefix('no_')}".lstrip(".")
+    return option in known or positive in known
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name)
+def test_every_command_has_a_verb_and_options_that_exist(path: Path) -> None:
+    for verb, words in commands(path):
+        assert verb, f"retro {' '.join(words)}"
+        for option in options(words):
+            assert option == "help" or exists(option, OPTIONS[verb]), f"retro {verb}: no option {option}"
+
+
+OTHER_PROGRAMS = {"help", "max_restarts", "shutdown_timeout", "gpus_per_node", "working_dir", "run"}
+"""Options in the text that are torchrun's, Slurm's and Ray's."""
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name)
+def test_every_option_in_the_text_exists(path: Path) -> None:
+    known = set().union(*OPTIONS.values()) | OTHER_PROGRAMS
+    for code in re.findall(r"`(--[^`\n]+)`", prose(path)):
+        for option in options(code.split()):
+            assert exists(option, known), f"no option {option}"
+
+
+NO_KEYS = {"tokenizer.model", "index.search", "model.retrieve_from"}
+"""Names in the text that look like keys: a file and functions."""
+FILES = (".py", ".json", ".safetensors")
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name)
+def test_every_key_in_the_text_exists(path: Path) -> None:
+    for key in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", prose(path)):
+        if key.split(".")[0] in SECTIONS and key not in NO_KEYS and not key.endswith(FILES):
+            assert key in KEYS | SECTIONS, key
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name)
+def test_every_key_in_a_toml_block_exists(path: Path) -> None:
+    for block in code_blocks(path, "toml"):
+        for key in flat_keys(tomllib.loads(block)):
+            assert key in KEYS, key
+
+
+def flat_keys(values: dict, path: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat_keys(value, f"{path}{key}.")
+        else:
+            yield path + key
