@@ -66,10 +66,12 @@ def test_links_resolve(path: Path) -> None:
         assert not anchor or anchor in anchors(page), f"{target}: no such heading"
 
 
-def test_every_page_is_in_the_table_of_contents() -> None:
-    index = (DOCS / "index.md").read_text()
-    for path in WRITTEN[1:]:
-        assert path.name == "index.md" or f"({path.relative_to(DOCS).as_posix()})" in index, path
+def test_every_page_is_in_the_table_of_contents_and_in_the_navigation() -> None:
+    contents = set(re.findall(r"\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text()))
+    navigation = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    written = {path.relative_to(DOCS).as_posix() for path in WRITTEN[1:]}
+    indexes = {"reference/settings.md", "reference/commands.md"}
+    assert contents | {"index.md"} == navigation == written | indexes
 
 
 def test_every_page_that_the_code_names_exists() -> None:
