@@ -37,11 +37,6 @@ _SETTINGS_INTRO = """\
 Settings come from a TOML file and from the command line, which wins. `train.lr` is `lr` in the section `[train]` of the file
 and `--train.lr 1e-3` on the command line. A switch is `--train.compile` or `--train.no-compile`. A list is
 `--evaluation.k 1 2 4`."""
-_CONFIG_VERBS = {
-    "train": "Train a model on a datastore, or resume the run in `run` from its newest checkpoint",
-    "finetune": "Train a model on instructions, conversations or questions, or resume such a run",
-}
-"""Verbs whose settings are all of `Config`: what they do."""
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "string", Path: "path", types.NoneType: '"None"'}
 
 
@@ -86,8 +81,7 @@ def _command_index() -> list[str]:
     rows = ["| command | arguments | |", "|---|---|---|"]
     for name, verb in VERBS.items():
         arguments = " ".join(verb.positional).replace("|", r"\|")
-        summary = _CONFIG_VERBS.get(name) or _first_sentence(verb.load()[1])
-        rows.append(f"| [retro {name}](commands/{name.split()[0]}.md) | {arguments} | {summary} |")
+        rows.append(f"| [retro {name}](commands/{name.split()[0]}.md) | {arguments} | {verb.summary} |")
     return ["# Commands", "\n".join(rows)]
 
 
@@ -96,13 +90,14 @@ def _command_page(word: str, verbs: dict[str, Verb]) -> list[str]:
     for name, verb in verbs.items():
         heading = [f"## retro {name}"] if len(verbs) > 1 else []
         usage = " ".join(("retro", name, *verb.positional, "[--options]"))
-        text += [*heading, f"```\n{usage}\n```", *_options(name, verb.load()[1])]
+        text += [*heading, f"```\n{usage}\n```", *_options(verb)]
     return text
 
 
-def _options(verb: str, settings: type) -> list[str]:
+def _options(verb: Verb) -> list[str]:
     """What a verb does and its options; sections of the TOML file by a link."""
-    text = [f"{_CONFIG_VERBS[verb]}."] if settings is Config else [_docstring(settings)]
+    settings = verb.load()[1]
+    text = [f"{verb.summary}."] if settings is Config else [_docstring(settings)]
     text += _entries(settings, "--", "../../")
     if issubclass(settings, Config):
         return [*text, "Every key of the [settings](../settings.md) is an option too."]

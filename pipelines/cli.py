@@ -1,25 +1,6 @@
-"""`retro VERB …`: every verb is a row of one table, with its positional arguments, its settings and what it does.
+"""`retro VERB …`: one table of verbs, with the positional arguments, the settings and the function of each.
 
-    retro demo                        the whole thing, from no data to a measured answer
-    retro plan [CONFIG] --tokens 2e12 bytes, hours, memory and cost of a datastore
-    retro plan train [CONFIG]         memory by mode, and time of a training run
-    retro index CONFIG                corpus → datastore          retro search DATASTORE "text"
-    retro train CONFIG                datastore → checkpoint      retro inspect DATASTORE|CHECKPOINT
-    retro finetune CONFIG             instructions, conversations, or questions with passages as neighbors
-    retro eval CHECKPOINT             bits-per-byte, ON and OFF   retro generate CHECKPOINT
-    retro eval-qa CHECKPOINT QUESTIONS exact match and F1         retro lm-eval CHECKPOINT --tasks TASK …
-    retro eval-retrieval DATASTORE QUESTIONS                      hit@k, recall@k and MRR of searches
-    retro report RUN [RUN2 …]         curves of training runs     retro serve DATASTORE  search and model over HTTP
-    retro verify DATASTORE|CHECKPOINT every checksum, and the cross-references of a datastore
-    retro export CHECKPOINT --to FILE weights and settings in one safetensors file, or a folder for transformers
-    retro import FOLDER --to FILE     a folder in Hugging Face's format as a CHECKPOINT
-    retro extend-vocabulary CHECKPOINT|TOKENIZER --to FOLDER      pieces of a corpus, and rows for them
-    retro delete DATASTORE --ids ID … documents that no result shall name any more
-    retro doctor                      versions, devices, conflicts
-
-CHECKPOINT is a checkpoint's folder, a RUN (its newest), RUN@best (lowest held-out bits per byte), or an exported file.
-
-Settings come from the TOML file named first and from options (`--train.lr 1e-3`), which win.
+arguments ─► the verb's row ─► settings: defaults, then the TOML file, then options ─► the verb's function ─► exit status
 """
 
 import difflib
@@ -27,7 +8,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -43,117 +24,249 @@ log = logging.getLogger("retro")
 
 @dataclass(frozen=True)
 class Verb:
-    """A row of the table. Names in place of objects: a verb imports its own module only, and a mistyped one none.
+    """A row of the table. It holds names instead of objects, so that a verb imports only its own module.
 
     Attributes:
-        module: of `pipelines`, which holds the next two.
-        run: function called with the positional arguments and the settings; returns the exit status.
-        settings: type of its settings.
-        positional: names of the positional arguments. `CONFIG` is a TOML file and goes into the settings; `[CONFIG]` may be
-            left out. One that ends in `…`, alone, stands for one or more, handed on as a list.
+        summary: one line for `retro --help`.
+        module: module of `pipelines` that holds `run` and `settings`.
+        run: function that receives the positional arguments and the settings, and returns the exit status.
+        settings: type of the settings.
+        positional: names of the positional arguments. `CONFIG` is a TOML file and is read into the settings; `[CONFIG]` is
+            optional. A single name that ends in `…` takes one or more arguments as a list.
     """
 
+    summary: str
     module: str
     run: str
     settings: str
     positional: tuple[str, ...] = ()
 
     def load(self) -> tuple[Callable[..., int], type[Any]]:
-        """The function and the type of its settings."""
+        """Import the function and the type of its settings."""
         module = importlib.import_module(f"pipelines.{self.module}")
         return getattr(module, self.run), getattr(module, self.settings)
 
 
-VERBS = {
-    "demo": Verb("commands.demo", "demo", "DemoOptions"),
-    "plan": Verb("commands.datastore", "plan", "PlanOptions", ("[CONFIG]",)),
-    "plan train": Verb("planning.training", "plan_train", "PlanTrainOptions", ("[CONFIG]",)),
-    "index": Verb("commands.datastore", "index", "IndexOptions", ("CONFIG",)),
-    "train": Verb("commands.model", "train", "Config", ("CONFIG",)),
-    "finetune": Verb("commands.model", "finetune", "Config", ("CONFIG",)),
-    "eval": Verb("commands.evaluation", "evaluate", "EvalOptions", ("CHECKPOINT",)),
-    "eval-qa": Verb("commands.evaluation", "evaluate_qa", "EvalQaOptions", ("CHECKPOINT", "QUESTIONS")),
-    "eval-retrieval": Verb(
-        "commands.retrieval_evaluation", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS")
-    ),
-    "lm-eval": Verb("commands.evaluation", "lm_eval", "LmEvalOptions", ("CHECKPOINT",)),
-    "report": Verb("commands.model", "report", "ReportOptions", ("RUN…",)),
-    "generate": Verb("commands.model", "generate", "GenerateOptions", ("CHECKPOINT",)),
-    "search": Verb("commands.datastore", "search", "SearchOptions", ("DATASTORE", "TEXT")),
-    "serve": Verb("commands.serve", "serve", "ServeOptions", ("DATASTORE",)),
-    "delete": Verb("commands.datastore", "delete", "DeleteOptions", ("DATASTORE",)),
-    "inspect": Verb("commands.model", "inspect", "InspectOptions", ("DATASTORE|CHECKPOINT",)),
-    "verify": Verb("commands.model", "verify", "VerifyOptions", ("DATASTORE|CHECKPOINT",)),
-    "export": Verb("commands.model", "export", "ExportOptions", ("CHECKPOINT",)),
-    "import": Verb("commands.huggingface", "import_", "ImportOptions", ("FOLDER",)),
-    "extend-vocabulary": Verb(
-        "commands.vocabulary", "extend_vocabulary", "ExtendVocabularyOptions", ("CHECKPOINT|TOKENIZER",)
-    ),
-    "doctor": Verb("commands.doctor", "doctor", "DoctorOptions"),
-}
+GROUPS: dict[str, dict[str, Verb]] = {
+    "Start here": {
+        "demo": Verb(
+            "Build a datastore, train two small models and compare them, in minutes",
+            "commands.demo", "demo", "DemoOptions",
+        ),
+        "doctor": Verb(
+            "Check installed packages, devices and memory",
+            "commands.doctor", "doctor", "DoctorOptions",
+        ),
+    },
+    "Datastore": {
+        "plan datastore": Verb(
+            "Estimate size, time, memory and cost of a datastore",
+            "commands.datastore", "plan", "PlanOptions", ("[CONFIG]",),
+        ),
+        "index": Verb(
+            "Build a datastore from a corpus, or update it",
+            "commands.datastore", "index", "IndexOptions", ("CONFIG",),
+        ),
+        "search": Verb(
+            "Print the chunks nearest to a text",
+            "commands.datastore", "search", "SearchOptions", ("DATASTORE", "TEXT"),
+        ),
+        "delete": Verb(
+            "Remove documents from search and training",
+            "commands.datastore", "delete", "DeleteOptions", ("DATASTORE",),
+        ),
+    },
+    "Model": {
+        "plan train": Verb(
+            "Estimate memory and time of a training run",
+            "planning.training", "plan_train", "PlanTrainOptions", ("[CONFIG]",),
+        ),
+        "train": Verb(
+            "Train a model, or continue a run",
+            "commands.model", "train", "Config", ("CONFIG",),
+        ),
+        "finetune": Verb(
+            "Fine-tune on instructions, conversations or questions",
+            "commands.model", "finetune", "Config", ("CONFIG",),
+        ),
+        "report": Verb(
+            "Plot the curves of one or more training runs on an HTML page",
+            "commands.model", "report", "ReportOptions", ("RUN…",),
+        ),
+        "generate": Verb(
+            "Continue a prompt, or answer it",
+            "commands.model", "generate", "GenerateOptions", ("CHECKPOINT",),
+        ),
+        "serve": Verb(
+            "Serve search and a model over HTTP, with a web page",
+            "commands.serve", "serve", "ServeOptions", ("DATASTORE",),
+        ),
+    },
+    "Evaluation": {
+        "eval perplexity": Verb(
+            "Measure bits per byte and perplexity of held-out documents, retrieval OFF and ON",
+            "commands.evaluation", "evaluate", "EvalOptions", ("CHECKPOINT",),
+        ),
+        "eval qa": Verb(
+            "Measure exact match and F1 of answers to questions",
+            "commands.evaluation", "evaluate_qa", "EvalQaOptions", ("CHECKPOINT", "QUESTIONS"),
+        ),
+        "eval retrieval": Verb(
+            "Measure hit@k, recall@k and MRR of searches",
+            "commands.retrieval_evaluation", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS"),
+        ),
+        "eval harness": Verb(
+            "Run tasks of EleutherAI's lm-evaluation-harness",
+            "commands.evaluation", "evaluate_harness", "EvalHarnessOptions", ("CHECKPOINT",),
+        ),
+    },
+    "Files": {
+        "inspect": Verb(
+            "Print what a datastore or a checkpoint contains",
+            "commands.model", "inspect", "InspectOptions", ("DATASTORE|CHECKPOINT",),
+        ),
+        "verify": Verb(
+            "Compare every file with its checksum",
+            "commands.model", "verify", "VerifyOptions", ("DATASTORE|CHECKPOINT",),
+        ),
+        "export": Verb(
+            "Write a checkpoint as one file, or as a folder for Hugging Face transformers",
+            "commands.model", "export", "ExportOptions", ("CHECKPOINT",),
+        ),
+        "import": Verb(
+            "Read a decoder in Hugging Face format and write it as a checkpoint",
+            "commands.huggingface", "import_", "ImportOptions", ("FOLDER",),
+        ),
+        "extend-vocabulary": Verb(
+            "Add tokens learned from a corpus to a tokenizer and a model",
+            "commands.vocabulary", "extend_vocabulary", "ExtendVocabularyOptions", ("CHECKPOINT|TOKENIZER",),
+        ),
+    },
+}  # fmt: skip
+"""The verbs by subject, in the order of `retro --help`."""
+
+VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+
+_HELP_FLAGS = {"-h", "--help"}
+_HELP = """retro trains and serves language models that retrieve text from a datastore (RETRO).
+
+usage: retro VERB ARGUMENTS [--options]        `retro VERB --help` lists the options of a verb.
+
+{verbs}
+
+CONFIG is a TOML file of settings. An option such as `--train.lr 1e-3` overrides the key `lr` of its section [train].
+CHECKPOINT is a run's folder (its newest checkpoint), RUN@best (lowest bits per byte on held-out documents), the folder of
+one checkpoint, or an exported file. DATASTORE is a folder or a URL such as s3://bucket/name."""
+
+
+def verb_list(groups: Mapping[str, Mapping[str, Verb]]) -> str:
+    """Usage and summary of every verb, a line each, under the groups' names."""
+    usages = {name: " ".join((name, *verb.positional)) for group in groups.values() for name, verb in group.items()}
+    width = max(map(len, usages.values()))
+    blocks = [
+        "\n".join([title, *(f"  {usages[name].ljust(width)}  {verb.summary}" for name, verb in group.items())])
+        for title, group in groups.items()
+    ]
+    return "\n\n".join(blocks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status.
+    """Run one verb.
 
-    0 = done, 1 = `retro verify` found something broken, 2 = a user's mistake (told in one message), 130 = interrupted, 143 = training saved and stopped on SIGTERM.
+    Returns:
+        the exit status: 0 = done, 1 = `retro verify` or `retro doctor` found an error, 2 = a user's mistake (printed as one
+        message), 130 = interrupted, 143 = training saved a checkpoint and stopped on SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        echo(__doc__)
+    if not arguments or arguments[0] in (*_HELP_FLAGS, "help"):
+        echo(_HELP.format(verbs=verb_list(GROUPS)))
         return 0
     setup_logging()
     try:
-        return run_verb(arguments[0], arguments[1:])
+        return run_verb(arguments)
     except (InputError, FloatingPointError) as error:
         echo(f"error: {error}", sys.stderr)
         return 2
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise
-        echo(f"error: {error}", sys.stderr)  # a full disk, a folder that may not be written, …
+        echo(f"error: {error}", sys.stderr)  # a full disk, a folder without write permission, …
         return 2
     except Stopped as stopped:
         echo(stopped, sys.stderr)
         return stopped.exit_status
     except KeyboardInterrupt:
-        echo("stopped; the same command goes on from what is finished", sys.stderr)
+        echo("Stopped. Run the same command again to continue.", sys.stderr)
         return 130
 
 
-def run_verb(name: str, arguments: list[str]) -> int:
-    """Split the positional arguments off, load the settings, run the verb.
+def run_verb(arguments: Sequence[str]) -> int:
+    """Find the verb, split off its positional arguments, load its settings and run it.
 
     Raises:
-        InputError: an unknown verb, a missing argument, or settings that are refused.
+        InputError: an unknown verb, a missing argument, or invalid settings.
     """
+    name, rest = find_verb(arguments)
     if name == "serve":
-        # Read when they are loaded: the threads of Faiss and of torch, which have pools of their own, sleep while they wait. Else
-        # they spin, and take the cores from each other (docs/results/serving-speed.md).
+        # Faiss and torch read this when they are loaded. Without it, threads of their pools spin while they wait and take
+        # cores from each other (docs/results/serving-speed.md).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if name not in VERBS:
-        close = difflib.get_close_matches(name, VERBS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"unknown verb {name!r}.{hint} Verbs: {', '.join(VERBS)}.")
-    if arguments and f"{name} {arguments[0]}" in VERBS:  # a verb of two words; a file of that name is ./train
-        name, arguments = f"{name} {arguments[0]}", arguments[1:]
+    if name not in VERBS:  # `retro eval --help`
+        echo(verb_list({f"Verbs of retro {name}": words_after(name)}))
+        return 0
     verb = VERBS[name]
-    wanted = len(verb.positional)
-    several = wanted == 1 and verb.positional[0].endswith("…")
-    leading = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
-    given = leading if several else leading[:wanted]
-    optional = verb.positional == ("[CONFIG]",)
-    if len(given) < wanted and not optional and not {"-h", "--help"} & set(arguments):
-        raise InputError(
-            f"usage: retro {name} {' '.join(verb.positional)} [--options]; `retro {name} --help` lists them."
-        )
-    rest = arguments[len(given) :]
     usage = " ".join((name, *verb.positional))
+    given, options = split_positional(verb, rest)
+    optional = verb.positional == ("[CONFIG]",)
+    if len(given) < len(verb.positional) and not optional and not _HELP_FLAGS & set(rest):
+        raise InputError(f"usage: retro {usage} [--options]; `retro {name} --help` lists the options.")
     run, settings = verb.load()
     if optional or verb.positional == ("CONFIG",):
-        return run(load(settings, Path(given[0]) if given else None, rest, verb=usage))
-    values: list[Any] = [given] if several else given
-    return run(*values, load(settings, None, rest, verb=usage))
+        return run(load(settings, Path(given[0]) if given else None, options, verb=usage))
+    values: list[Any] = [given] if _takes_several(verb) else given
+    return run(*values, load(settings, None, options, verb=usage))
+
+
+def find_verb(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Split arguments into the verb, of one or two words, and the rest; `eval --help` has the verb `eval`.
+
+    Raises:
+        InputError: no verb has this name. The message lists the verbs.
+    """
+    first, *rest = arguments
+    if first in VERBS:
+        return first, rest
+    seconds = list(words_after(first))
+    if not seconds:
+        close = difflib.get_close_matches(first, dict.fromkeys(name.split()[0] for name in VERBS), n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise InputError(f"unknown verb {first!r}.{hint} Verbs: {', '.join(VERBS)}.")
+    if rest and rest[0] in seconds:
+        return f"{first} {rest[0]}", rest[1:]
+    if rest and rest[0] in _HELP_FLAGS:
+        return first, rest
+    found = f", found {rest[0]!r}" if rest else ""
+    close = difflib.get_close_matches(rest[0], seconds, n=1) if rest else []
+    hint = f" Did you mean `retro {first} {close[0]}`?" if close else ""
+    raise InputError(
+        f"`retro {first}` needs a second word{found}.{hint} Accepted: {', '.join(seconds)}; `retro {first} --help` explains them."
+    )
+
+
+def words_after(first: str) -> dict[str, Verb]:
+    """The verbs of two words that begin with `first`, by their second word."""
+    return {name.partition(" ")[2]: verb for name, verb in VERBS.items() if name.startswith(f"{first} ")}
+
+
+def split_positional(verb: Verb, arguments: Sequence[str]) -> tuple[list[str], Sequence[str]]:
+    """Split arguments into the positional ones, which come first, and the options."""
+    leading = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
+    given = leading if _takes_several(verb) else leading[: len(verb.positional)]
+    return given, arguments[len(given) :]
+
+
+def _takes_several(verb: Verb) -> bool:
+    return len(verb.positional) == 1 and verb.positional[0].endswith("…")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python -m benchmarks.quality.finetuning build DATA --out runs/finetuning     files and datastores of squad_v11_dev and cmrc2018
 python -m benchmarks.quality.finetuning pretrain --out runs/finetuning       a small RETRO of each language
 python -m benchmarks.quality.finetuning finetune --out runs/finetuning       on cloze and other questions, then on the set's own
-python -m benchmarks.quality.finetuning score --out runs/finetuning          `retro eval-qa` of all three, and a table
+python -m benchmarks.quality.finetuning score --out runs/finetuning          `retro eval qa` of all three, and a table
 
 DATA is a folder with a folder for each set, as for `questions.py`. What is learned and what is asked: `qa_data.py`. Every part goes
 on where it was stopped; `--sets` names one of the two. The defaults of --steps and --questions try the script out, in minutes:
@@ -164,7 +164,7 @@ def score(folder: Path, name: str, k: int, questions: int) -> None:
             "json": str(out),
         }
         options = [part for key, value in arguments.items() for part in (f"--{key}", value)]
-        retro("eval-qa", str(folder / phase), str(folder / "test.jsonl"), "--qa.gold", *options)
+        retro("eval", "qa", str(folder / phase), str(folder / "test.jsonl"), "--qa.gold", *options)
 
 
 def table(folder: Path, name: str) -> list[str]:

@@ -116,7 +116,7 @@ def score(out: Path) -> None:
     for name in runs[1:]:
         to = ("--evaluation.k", "1", "2", "4", "8") if name not in ("baseline", "plain", "decoder") else ()
         to += ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
-        retro("eval", str(out / f"run-{name}"), *to, "--json", str(out / f"score-{name}.json"))
+        retro("eval", "perplexity", str(out / f"run-{name}"), *to, "--json", str(out / f"score-{name}.json"))
     retro("report", *(str(out / f"run-{name}") for name in runs), "--out", str(out / "learning.html"))
     for name in runs:
         lines = [json.loads(line) for line in (out / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What `retro plan` predicts against what a real build takes: calibrate, predict, build, compare.
+"""What `retro plan datastore` predicts against what a real build takes: calibrate, predict, build, compare.
 
     python -m benchmarks.speed.plan CONFIG [--sample-bytes 8388608] [--out benchmark-plan.json]
 

@@ -88,7 +88,7 @@ class PlanOptions(Config):
 
 
 def plan(options: PlanOptions) -> int:
-    """`retro plan [CONFIG]`."""
+    """`retro plan datastore [CONFIG]`."""
     from pipelines.planning.calibration import calibrate
     from pipelines.planning.datastore import PAPER_CHUNKS, corpus_tokens, paper_config, plan_for
     from pipelines.planning.tables import as_json, calibration_rows, plan_tables

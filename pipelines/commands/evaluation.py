@@ -36,7 +36,7 @@ class EvalOptions:
 
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
-    """`retro eval CHECKPOINT`."""
+    """`retro eval perplexity CHECKPOINT`."""
     from pipelines.evaluation import bits_per_byte as eval_report
     from pipelines.evaluation import datastore_shares as eval_shares
     from pipelines.evaluation.bits_per_byte_page import write_eval_page
@@ -119,7 +119,7 @@ class EvalQaOptions:
 
 
 def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
-    """`retro eval-qa CHECKPOINT QUESTIONS`."""
+    """`retro eval qa CHECKPOINT QUESTIONS`."""
     from pipelines.evaluation import question_answering as eval_qa
     from pipelines.evaluation.question_answering_modes import all_modes, found_passages
     from pipelines.evaluation.question_answering_page import write_qa_page
@@ -149,7 +149,7 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
 
 
 @dataclass(frozen=True)
-class LmEvalOptions:
+class EvalHarnessOptions:
     """Tasks of EleutherAI's lm-eval, retrieval ON or OFF. Its own command line: `python -m retro.inference.lm_eval_adapter --help`."""
 
     tasks: tuple[str, ...] = ()
@@ -174,8 +174,8 @@ class LmEvalOptions:
     """File to write the results to, with the fingerprints of checkpoint and datastore."""
 
 
-def lm_eval(checkpoint: str, options: LmEvalOptions) -> int:
-    """`retro lm-eval CHECKPOINT --tasks TASK …`."""
+def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
+    """`retro eval harness CHECKPOINT --tasks TASK …`."""
     try:
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
@@ -183,7 +183,9 @@ def lm_eval(checkpoint: str, options: LmEvalOptions) -> int:
 
         from retro.inference.lm_eval_adapter import RetroLM
     except ImportError as error:
-        raise InputError(f"retro lm-eval needs the package lm-eval ({error}): pip install 'retro[lm-eval]'.") from error
+        raise InputError(
+            f"retro eval harness needs the package lm-eval ({error}): pip install 'retro[lm-eval]'."
+        ) from error
     if not options.tasks:
         raise InputError("--tasks is empty: name tasks of lm-eval; `lm-eval ls tasks` lists them.")
     manager = TaskManager(include_path=options.include_path or None, include_defaults=not options.include_path)

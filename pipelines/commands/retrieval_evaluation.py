@@ -1,4 +1,4 @@
-"""`retro eval-retrieval`: how well a datastore is searched, measured with questions whose answers stand in known documents."""
+"""`retro eval retrieval`: how well a datastore is searched, measured with questions whose answers stand in known documents."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class EvalRetrievalOptions(RetrievalSettings):
 
 
 def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOptions) -> int:
-    """`retro eval-retrieval DATASTORE QUESTIONS`."""
+    """`retro eval retrieval DATASTORE QUESTIONS`."""
     from indexing.retrieval.retriever import Retriever
     from retro.question_answering.question_sets import read_questions
     from retro.question_answering.retrieval_metrics import measure, right_documents
@@ -31,7 +31,7 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
     right = right_documents(retriever.retrieval, asked)
     results = []
     for rerank in options.rerank:
-        with progress(f"eval-retrieval {rerank}", total=len(asked), unit="questions") as advance:
+        with progress(f"eval retrieval {rerank}", total=len(asked), unit="questions") as advance:
             results.append(measure(retriever, asked, right, rerank, options, advance))
     print_rows(results_rows(results))
     if options.json:

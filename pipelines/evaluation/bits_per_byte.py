@@ -1,4 +1,4 @@
-"""What `retro eval` measures: every evaluation set, retrieval OFF and ON, one model or two, as tables and JSON.
+"""What `retro eval perplexity` measures: every evaluation set, retrieval OFF and ON, one model or two, as tables and JSON.
 
 model, set → Measured (OFF, ON k=2 …) ┬→ all chunks ─────────────────────────┬→ Level: results and changes
 chunks, neighbors → leakage r(C) ─────┴→ chunks with r(C) ≤ α, for every α ──┘

@@ -1,4 +1,4 @@
-"""The page of `retro eval`: what its JSON file says, as plots and tables on one HTML page.
+"""The page of `retro eval perplexity`: what its JSON file says, as plots and tables on one HTML page.
 
 results (plain data) → bits-per-byte by k, by share of the datastore, by α; overlap → sections → write_report
 """
@@ -17,7 +17,7 @@ def write_eval_page(path: Path, results: Mapping[str, Any]) -> None:
 
     Args:
         path: the HTML file.
-        results: what `retro eval --json` writes.
+        results: what `retro eval perplexity --json` writes.
     """
     sets = list(dict.fromkeys(row["set"] for row in results["results"]))
     sections = [

@@ -1,4 +1,4 @@
-"""What `retro eval-qa` measures: exact match and F1 of a model's answers in every mode, as a table, JSON and a page.
+"""What `retro eval qa` measures: exact match and F1 of a model's answers in every mode, as a table, JSON and a page.
 
 questions ─► modes (`question_answering_modes.py`) ─► prompts, neighbors ─► LanguageModel ─► answers ─► Answered: exact match, F1
 """

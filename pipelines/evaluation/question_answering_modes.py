@@ -1,4 +1,4 @@
-"""How `retro eval-qa` asks: in every mode the prompts of all questions, and what stands in them or beside them.
+"""How `retro eval qa` asks: in every mode the prompts of all questions, and what stands in them or beside them.
 
 questions ─┬─────────────────────────────► lines ──────────► closed book ─────────────────────────┐ each with
            │                         ┌───► lines ──────────► passages in the prompt ──────────────┘ retrieval OFF and ON

@@ -1,4 +1,4 @@
-"""The page of `retro eval-qa`: what its JSON file says, as tables on one HTML page."""
+"""The page of `retro eval qa`: what its JSON file says, as tables on one HTML page."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ def write_qa_page(path: Path, results: Mapping[str, Any]) -> None:
 
     Args:
         path: the HTML file.
-        results: what `retro eval-qa --json` writes.
+        results: what `retro eval qa --json` writes.
     """
     rows = results["results"]
     modes = [row["mode"] for row in rows]

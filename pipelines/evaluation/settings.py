@@ -1,4 +1,4 @@
-"""How `retro eval-qa` asks its questions."""
+"""How `retro eval qa` asks its questions."""
 
 from dataclasses import dataclass
 from typing import Literal

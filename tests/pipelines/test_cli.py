@@ -46,7 +46,7 @@ def test_training_again_goes_on_from_the_end_and_a_longer_run_is_refused(trained
 
 def test_eval_prints_off_and_on_and_writes_fingerprints(trained: Path, tmp_path, capsys) -> None:
     out = tmp_path / "results.json"
-    assert main(["eval", str(trained / "run"), "--evaluation.k", "1", "2", "--json", str(out)]) == 0
+    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.k", "1", "2", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "OFF" in printed
     assert "ON k=2 against OFF" in printed
@@ -59,7 +59,7 @@ def test_eval_compares_two_checkpoints_on_every_set_and_by_what_leaks(trained: P
     out, earlier = tmp_path / "results.json", trained / "run" / "checkpoints" / "00000004"
     sets = ["valid", f"copy={trained / 'datastore'}"]
     arguments = ["--evaluation.sets", *sets, "--evaluation.leakage", "0", "0.5", "1", "--json", str(out)]
-    assert main(["eval", str(trained / "run"), "--against", str(earlier), *arguments]) == 0
+    assert main(["eval", "perplexity", str(trained / "run"), "--against", str(earlier), *arguments]) == 0
     printed = capsys.readouterr().out
     assert "copy: 00000008 ON k=2 against 00000004 ON k=2: " in printed
     assert "leakage at most" in printed
@@ -78,7 +78,7 @@ def test_eval_compares_two_checkpoints_on_every_set_and_by_what_leaks(trained: P
 
 
 def test_eval_without_thresholds_measures_no_leakage(trained: Path, capsys) -> None:
-    assert main(["eval", str(trained / "run"), "--evaluation.leakage"]) == 0
+    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.leakage"]) == 0
     assert "leakage" not in capsys.readouterr().out
 
 
@@ -196,7 +196,7 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
         for arguments in (["inspect", checkpoint], ["generate", checkpoint, "--generation.max-tokens", "5"]):
             assert main(arguments) == 0
         printed.append(capsys.readouterr().out.splitlines()[1:])
-        assert main(["eval", checkpoint, "--json", str(tmp_path / "out.json")]) == 0
+        assert main(["eval", "perplexity", checkpoint, "--json", str(tmp_path / "out.json")]) == 0
         printed[-1].append(json.loads((tmp_path / "out.json").read_text())["fingerprints"])
         capsys.readouterr()
     assert printed[0] == printed[1]
@@ -206,6 +206,10 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
     ("arguments", "words"),
     [
         (["indx", "x"], ["unknown verb 'indx'", "'index'"]),
+        (["evl"], ["unknown verb 'evl'", "Did you mean 'eval'?"]),
+        (["eval"], ["`retro eval` needs a second word.", "Accepted: perplexity, qa, retrieval, harness"]),
+        (["eval", "RUN"], ["`retro eval` needs a second word, found", "Accepted: perplexity, qa"]),
+        (["plan", "traim"], ["needs a second word, found 'traim'", "Did you mean `retro plan train`?"]),
         (["index"], ["usage: retro index CONFIG"]),
         (["index", "CONFIG", "--corpus.pathz", "x"], ["--corpus.pathz", "--corpus.paths"]),
         (["index", "CONFIG", "--chunks.chunk-length", "1"], ["chunks.chunk_length = 1"]),
@@ -223,17 +227,26 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
         (["index", "CONFIG", "--neighbors.candidates", "9" * 20], ["neighbors.candidates = 9", "65,536"]),
         (["search", "nowhere", "text"], ["nowhere is not a datastore"]),
         (["search", "DATASTORE", "  "], ["empty"]),
-        (["eval", "nowhere"], ["nowhere is neither a checkpoint"]),
+        (["eval", "perplexity", "nowhere"], ["nowhere is neither a checkpoint"]),
         (["export", "RUN"], ["--to", "required"]),
         (["export", "RUN", "--to", "model.pt"], ["model.pt", ".safetensors"]),
         (["train", "CONFIG", "--run", "new", "--train.start-from", "nowhere"], ["nowhere is neither a checkpoint"]),
-        (["eval", "RUN", "--evaluation.k", "7"], ["evaluation.k = 7", "stores 6"]),
-        (["eval", "RUN", "--evaluation.window", "50"], ["evaluation.window = 50"]),
-        (["eval", "RUN", "--evaluation.sets", "test9"], ["evaluation.sets has 'test9'", "NAME=DATASTORE:SPLIT"]),
-        (["eval", "RUN", "--evaluation.sets", "a=nowhere"], ["evaluation.sets has 'a=nowhere'", "not a datastore"]),
-        (["eval", "RUN", "--evaluation.leakage", "2"], ["evaluation.leakage = (2.0,)", "between 0 and 1"]),
-        (["eval", "RUN", "--against", "RUN"], ["--against", "same checkpoint"]),
-        (["eval", "RUN", "--leakage-from", "nowhere"], ["nowhere is not a datastore"]),
+        (["eval", "perplexity", "RUN", "--evaluation.k", "7"], ["evaluation.k = 7", "stores 6"]),
+        (["eval", "perplexity", "RUN", "--evaluation.window", "50"], ["evaluation.window = 50"]),
+        (
+            ["eval", "perplexity", "RUN", "--evaluation.sets", "test9"],
+            ["evaluation.sets has 'test9'", "NAME=DATASTORE:SPLIT"],
+        ),
+        (
+            ["eval", "perplexity", "RUN", "--evaluation.sets", "a=nowhere"],
+            ["evaluation.sets has 'a=nowhere'", "not a datastore"],
+        ),
+        (
+            ["eval", "perplexity", "RUN", "--evaluation.leakage", "2"],
+            ["evaluation.leakage = (2.0,)", "between 0 and 1"],
+        ),
+        (["eval", "perplexity", "RUN", "--against", "RUN"], ["--against", "same checkpoint"]),
+        (["eval", "perplexity", "RUN", "--leakage-from", "nowhere"], ["nowhere is not a datastore"]),
         (["report"], ["usage: retro report RUN"]),
         (["report", "RUN", "DATASTORE"], ["is not the folder of a run"]),
         (["train", "CONFIG", "--data.k", "9"], ["data.k = 9"]),
@@ -254,7 +267,7 @@ def test_a_mistake_is_told_in_one_message_with_status_2(trained: Path, capsys, a
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([verb, "--help"])
+        main([*verb.split(), "--help"])
     assert caught.value.code == 0
     assert f"usage: retro {verb}" in capsys.readouterr().out
 
@@ -262,7 +275,14 @@ def test_every_verb_has_help(verb: str, capsys) -> None:
 def test_the_program_without_a_verb_lists_them(capsys) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert all(f"retro {verb}" in printed for verb in VERBS)
+    assert all(f"\n  {verb} " in printed for verb in VERBS)
+
+
+@pytest.mark.parametrize("first", ["eval", "plan"])
+def test_help_of_the_first_of_two_words_lists_the_second_words(first: str, capsys) -> None:
+    assert main([first, "--help"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [f"{first} {row}" for row in rows] == [verb for verb in VERBS if verb.startswith(f"{first} ")]
 
 
 def test_the_command_exits_with_the_status(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""`retro eval` with shares of the datastore and its page, `retro eval-qa`: what they print, write and refuse."""
+"""`retro eval perplexity` with shares of the datastore and its page, `retro eval qa`: what they print, write and refuse."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
     arguments = ["--evaluation.datastore-shares", "0.1", "1", "--evaluation.k", "1", "2", "4", "--json", str(out)]
-    assert main(["eval", str(trained / "run"), "--against", str(trained / "baseline"), *arguments]) == 0
+    assert main(["eval", "perplexity", str(trained / "run"), "--against", str(trained / "baseline"), *arguments]) == 0
     assert re.search(r"0\.1 +\d+ +\d+ +run ON k=1", capsys.readouterr().out)
     written = json.loads(out.read_text())
     small, whole = written["datastore_shares"]
@@ -91,7 +91,10 @@ def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path
         "1",
     ]
     sets = ["--evaluation.sets", "valid", f"copy={trained / 'datastore'}"]
-    assert main(["eval", str(trained / "run"), *arguments, *sets, "--json", str(out), "--html", str(page)]) == 0
+    assert (
+        main(["eval", "perplexity", str(trained / "run"), *arguments, *sets, "--json", str(out), "--html", str(page)])
+        == 0
+    )
     assert f"report: {page}" in capsys.readouterr().out
     html, written = page.read_text(), json.loads(out.read_text())
     for level in (*written["leakage"], *written["datastore_shares"], {"results": written["results"]}):
@@ -106,23 +109,23 @@ def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path
 
 def test_the_page_lies_beside_the_json_file_and_leaves_out_what_was_not_measured(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    assert main(["eval", str(trained / "baseline"), "--evaluation.leakage", "--json", str(out)]) == 0
+    assert main(["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage", "--json", str(out)]) == 0
     html = (tmp_path / "results.html").read_text()
     assert "Held-out documents" in html
     assert not any(title in html for title in ("Overlap with neighbors", "By size of the datastore", "Compared"))
-    assert main(["eval", str(trained / "baseline")]) == 0
+    assert main(["eval", "perplexity", str(trained / "baseline")]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.html", "results.json"]
 
 
 def test_shares_mean_nothing_without_retrieval_or_to_a_control(trained: Path, tmp_path: Path, capsys) -> None:
     shares = ["--evaluation.datastore-shares", "0.5"]
-    assert main(["eval", str(trained / "baseline"), *shares]) == 2
+    assert main(["eval", "perplexity", str(trained / "baseline"), *shares]) == 2
     assert "does not retrieve" in capsys.readouterr().err
-    assert main(["eval", str(trained / "run"), *shares, "--evaluation.k"]) == 2
+    assert main(["eval", "perplexity", str(trained / "run"), *shares, "--evaluation.k"]) == 2
     assert "evaluation.k is empty" in capsys.readouterr().err
     control = ["train", str(trained / "run.toml"), "--run", str(tmp_path / "control"), "--data.neighbors", "random"]
     assert main([*control, "--train.steps", "2"]) == 0
-    assert main(["eval", str(tmp_path / "control"), *shares]) == 2
+    assert main(["eval", "perplexity", str(tmp_path / "control"), *shares]) == 2
     assert "data.neighbors = 'random'" in capsys.readouterr().err
 
 
@@ -130,7 +133,7 @@ def test_questions_are_asked_closed_and_open_book(trained: Path, questions: Path
     out = tmp_path / "qa.json"
     arguments = ["--passages", str(trained / "datastore"), "--qa.shots", "1", "--qa.max-questions", "5"]
     arguments += ["--qa.max-tokens", "8", "--qa.prompt-passages", "1", "--qa.k", "1", "--json", str(out)]
-    assert main(["eval-qa", str(trained / "run"), str(questions), *arguments]) == 0
+    assert main(["eval", "qa", str(trained / "run"), str(questions), *arguments]) == 0
     assert re.search(r"passages in the prompt, ON k=1 +\d+\.\d\d \(", capsys.readouterr().out)
     written = json.loads(out.read_text())
     assert [row["mode"] for row in written["results"]] == [
@@ -168,7 +171,15 @@ def test_passages_are_read_as_neighbors_of_the_papers_prompt(
     ]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
     out = tmp_path / "qa.json"
-    arguments = ["eval-qa", str(trained / "run"), str(tmp_path / "q.jsonl"), "--qa.neighbor-passages", "3", "--qa.gold"]
+    arguments = [
+        "eval",
+        "qa",
+        str(trained / "run"),
+        str(tmp_path / "q.jsonl"),
+        "--qa.neighbor-passages",
+        "3",
+        "--qa.gold",
+    ]
     few = ["--qa.k", "0", "--qa.prompt-passages", "0", "--qa.max-tokens", "8", "--json", str(out)]
     assert main([*arguments, *few]) == 2
     assert "qa.neighbor_passages = 3: name the datastore to search, --passages" in capsys.readouterr().err
@@ -224,7 +235,7 @@ def test_what_neighbors_hold_is_what_the_passages_say_and_is_given_to_the_model(
 def test_a_baseline_takes_the_papers_prompt_closed_book_alone(trained: Path, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "qa.json"
     arguments = ["--qa.neighbor-passages", "2", "--qa.max-questions", "2", "--qa.max-tokens", "4", "--json", str(out)]
-    assert main(["eval-qa", str(trained / "baseline"), str(questions), *arguments]) == 0
+    assert main(["eval", "qa", str(trained / "baseline"), str(questions), *arguments]) == 0
     written = json.loads(out.read_text())
     assert [row["mode"] for row in written["results"]] == ["closed book", "paper's prompt, closed book"]
 
@@ -232,7 +243,7 @@ def test_a_baseline_takes_the_papers_prompt_closed_book_alone(trained: Path, que
 def test_a_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "qa.json"
     short = ["--qa.max-questions", "2", "--qa.max-tokens", "4", "--json", str(out)]
-    for arguments in (["eval-qa", str(trained / "baseline")], ["eval-qa", str(trained / "run"), "--qa.k", "0"]):
+    for arguments in (["eval", "qa", str(trained / "baseline")], ["eval", "qa", str(trained / "run"), "--qa.k", "0"]):
         name, run, *rest = arguments
         assert main([name, run, str(questions), *rest, *short]) == 0
         written = json.loads(out.read_text())
@@ -253,20 +264,20 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["eval-qa", "RUN"], ["usage: retro eval-qa CHECKPOINT QUESTIONS"]),
-        (["eval-qa", "RUN", "nowhere.jsonl"], ["nowhere.jsonl cannot be read"]),
-        (["eval-qa", "RUN", "QUESTIONS", "--qa.shots", "7"], ["has 7 questions", "none is left to ask"]),
-        (["eval-qa", "RUN", "QUESTIONS", "--qa.max-tokens", "60"], ["max_tokens = 60", "no room"]),
-        (["eval-qa", "RUN", "QUESTIONS", "--qa.k", "-1"], ["qa.k = -1"]),
-        (["eval-qa", "RUN", "QUESTIONS", "--qa.gold"], ["qa.gold", "set qa.neighbor_passages"]),
+        (["eval", "qa", "RUN"], ["usage: retro eval qa CHECKPOINT QUESTIONS"]),
+        (["eval", "qa", "RUN", "nowhere.jsonl"], ["nowhere.jsonl cannot be read"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--qa.shots", "7"], ["has 7 questions", "none is left to ask"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--qa.max-tokens", "60"], ["max_tokens = 60", "no room"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--qa.k", "-1"], ["qa.k = -1"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--qa.gold"], ["qa.gold", "set qa.neighbor_passages"]),
         (
-            ["eval-qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--qa.neighbor-passages", "2", "--qa.gold"],
+            ["eval", "qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--qa.neighbor-passages", "2", "--qa.gold"],
             ["question 'q0'", 'has no "positive_ids"'],
         ),
-        (["eval-qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
-        (["eval-qa", "nowhere", "QUESTIONS"], ["nowhere is neither a checkpoint"]),
-        (["eval", "RUN", "--evaluation.datastore-shares", "2"], ["evaluation.datastore_shares = (2.0,)"]),
-        (["lm-eval", "RUN"], ["--tasks is empty"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
+        (["eval", "qa", "nowhere", "QUESTIONS"], ["nowhere is neither a checkpoint"]),
+        (["eval", "perplexity", "RUN", "--evaluation.datastore-shares", "2"], ["evaluation.datastore_shares = (2.0,)"]),
+        (["eval", "harness", "RUN"], ["--tasks is empty"]),
     ],
 )
 def test_a_mistake_is_told_in_one_message(trained: Path, questions: Path, capsys, arguments, words) -> None:

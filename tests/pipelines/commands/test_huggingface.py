@@ -76,7 +76,7 @@ def test_it_scores_as_transformers_does(imported: Path, folder: Path, datastore:
 
 def test_the_verbs_take_it(imported: Path, datastore: Datastore, capsys: pytest.CaptureFixture[str]) -> None:
     store = ["--datastore", str(datastore.folder), "--device", "cpu"]
-    assert main(["eval", str(imported), *store]) == 0
+    assert main(["eval", "perplexity", str(imported), *store]) == 0
     assert "valid" in capsys.readouterr().out
     assert main(["generate", str(imported), *store, "--prompt", "The", "--generation.max-tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("The")
@@ -91,9 +91,9 @@ def test_without_a_datastore_or_with_too_large_a_tokenizer_it_is_told(
         assert main(list(arguments)) == 2
         return capsys.readouterr().err
 
-    for verb in ("eval", "generate"):
-        assert "was trained on no datastore: name one" in said(verb, str(imported))
-        assert "vocab_size" in said(verb, str(imported), "--datastore", str(tiny_datastore.folder))
+    for verb in (["eval", "perplexity"], ["generate"]):
+        assert "was trained on no datastore: name one" in said(*verb, str(imported))
+        assert "vocab_size" in said(*verb, str(imported), "--datastore", str(tiny_datastore.folder))
 
 
 def test_what_cannot_be_written_is_told_before_anything_is_read(

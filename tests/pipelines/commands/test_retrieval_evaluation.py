@@ -1,4 +1,4 @@
-"""`retro eval-retrieval` and the options of `retro search`: what they print, write and refuse."""
+"""`retro eval retrieval` and the options of `retro search`: what they print, write and refuse."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def test_a_question_set_is_measured_with_every_order(
 ) -> None:
     out = tmp_path / "found.json"
     folder = str(tiny_datastore.folder)
-    assert main(["eval-retrieval", folder, str(questions), "--k", "1", "10", "--json", str(out)]) == 0
+    assert main(["eval", "retrieval", folder, str(questions), "--k", "1", "10", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"ordered by +hit@1 +hit@10 +recall@1 +recall@10 +MRR +questions", printed)
     written = json.loads(out.read_text())
@@ -46,7 +46,7 @@ def test_a_question_set_is_measured_with_every_order(
 
 def test_only_some_questions_and_orders_where_so_asked(tiny_datastore: Datastore, questions: Path, capsys) -> None:
     arguments = ["--rerank", "bm25", "--max-questions", "7"]
-    assert main(["eval-retrieval", str(tiny_datastore.folder), str(questions), *arguments]) == 0
+    assert main(["eval", "retrieval", str(tiny_datastore.folder), str(questions), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert re.fullmatch(r"bm25 .* 7", lines[1])
@@ -92,7 +92,7 @@ def test_questions_without_ids_of_documents_are_told_what_is_missing(
         {"question": "why?", "positive_ids": ["none"]},
     ):
         path.write_text(json.dumps(line))
-        assert main(["eval-retrieval", str(tiny_datastore.folder), str(path)]) == 2
+        assert main(["eval", "retrieval", str(tiny_datastore.folder), str(path)]) == 2
         told.append(capsys.readouterr().err)
     assert f"{path}:1" in told[0]
     assert all('"positive_ids"' in each for each in told)

@@ -1,4 +1,4 @@
-"""`retro plan`: bytes follow from the format, seconds from what was observed, and both meet what is really built."""
+"""`retro plan datastore`: bytes follow from the format, seconds from what was observed, and both meet what is really built."""
 
 import json
 from dataclasses import replace
@@ -429,5 +429,5 @@ def test_without_a_corpus_the_number_of_tokens_is_asked_for(tmp_path) -> None:
     ],
 )
 def test_wrong_options_are_told_by_name(option: str, named: str, capsys) -> None:
-    assert main(["plan", option]) == 2
+    assert main(["plan", "datastore", option]) == 2
     assert named in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_a_file_of_settings_may_be_named_and_plans_of_datastores_stay(
     (tmp_path / "config.toml").write_text(to_toml(tiny_config(tmp_path, tiny_corpus)))
     assert main(["plan", "train", str(tmp_path / "config.toml"), "--devices", "1"]) == 0
     assert "1 of 80GB" in capsys.readouterr().out
-    assert main(["plan", "--machines", "0"]) == 2
+    assert main(["plan", "datastore", "--machines", "0"]) == 2
     assert "machines = 0" in capsys.readouterr().err
 
 

@@ -254,7 +254,12 @@ def test_a_datastore_at_a_url_is_searched_inspected_and_trained_from(
     assert load(Config, file, [], verb="train").datastore == config.datastore
     assert main(["train", str(file), "--data.reading", "pread", "--train.steps", "2"]) == 0
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["data"]["datastores"] == [url]
-    assert main(["eval", str(tmp_path / "run"), "--evaluation.max-tokens", "200", "--evaluation.leakage", "1"]) == 0
+    assert (
+        main(
+            ["eval", "perplexity", str(tmp_path / "run"), "--evaluation.max-tokens", "200", "--evaluation.leakage", "1"]
+        )
+        == 0
+    )
     assert main(["generate", str(tmp_path / "run"), "--prompt", "the", "--generation.max-tokens", "4"]) == 0
     with pytest.raises(InputError, match=r"run = 's3://x/run'"):
         replace(config, run=Path("s3://x/run"))

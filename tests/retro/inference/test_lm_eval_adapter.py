@@ -252,13 +252,13 @@ def test_what_is_not_accepted_is_refused(run: Path, adapters: dict[str, RetroLM]
 def test_the_verb_prints_a_table_and_writes_fingerprints(run: Path, tasks: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
     arguments = ["--include-path", str(tasks), "--limit", "2", "--json", str(out), "--device", "cpu"]
-    assert main(["lm-eval", str(run), "--tasks", "retro_choice", "retro_t*", *arguments]) == 0
+    assert main(["eval", "harness", str(run), "--tasks", "retro_choice", "retro_t*", *arguments]) == 0
     assert "bits_per_byte" in capsys.readouterr().out
     written = json.loads(out.read_text())
     assert set(written["results"]) == {"retro_choice", "retro_text"}
     assert set(written["fingerprints"]) == {"checkpoint", "datastore"}
     assert (written["retrieval"], written["k"]) == ("on", 2)
-    assert main(["lm-eval", str(run), "--tasks", "no_such_task", *arguments]) == 2
+    assert main(["eval", "harness", str(run), "--tasks", "no_such_task", *arguments]) == 2
     assert "no_such_task: lm-eval has no such task" in capsys.readouterr().err
 
 
