@@ -244,8 +244,7 @@ def test_a_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: P
     out = tmp_path / "qa.json"
     short = ["--qa.max-questions", "2", "--qa.max-tokens", "4", "--json", str(out)]
     for arguments in (["eval", "qa", str(trained / "baseline")], ["eval", "qa", str(trained / "run"), "--qa.k", "0"]):
-        name, run, *rest = arguments
-        assert main([name, run, str(questions), *rest, *short]) == 0
+        assert main([*arguments[:3], str(questions), *arguments[3:], *short]) == 0
         written = json.loads(out.read_text())
         assert [row["mode"] for row in written["results"]] == ["closed book"]
         assert "datastore" not in written["fingerprints"]
