@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from indexing.device import has_bfloat16
-from retro.device import Placement, place
+from retro.device import Placement, choose_placement
 
 MOST_SECONDS = 300
 """Of the rounds of a benchmark, unless one round alone takes longer. With its preparation it then ends within ten minutes."""
@@ -62,7 +62,7 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
 
 def placement(precision: Any = "auto", device: str = "auto") -> Placement:
     """Device and precision of models: `auto` is bfloat16 where the hardware multiplies it, else float32, as in training."""
-    return place(device, precision)
+    return choose_placement(device, precision)
 
 
 def write(file: Path, results: dict[str, Any]) -> None:

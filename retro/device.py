@@ -1,4 +1,4 @@
-"""Where tensors live and in what precision they are multiplied."""
+"""Choice of device and precision, and the random state of a device."""
 
 import contextlib
 import logging
@@ -15,8 +15,8 @@ from indexing.store.errors import InputError
 log = logging.getLogger("retro")
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-Tensors = dict[str, Any]
-"""A batch: the model's arguments by name, and `labels`; tensors, or None for what it lacks."""
+TensorBatch = dict[str, Any]
+"""A batch: the model's arguments by name, and `labels`. Each is a tensor, or None if the batch lacks it."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Placement:
 
     Attributes:
         device: of parameters and batches.
-        dtype: of matrix products, float32, bfloat16 or float16; reduced ones by autocast, as parameters stay float32.
+        dtype: of matrix products, float32, bfloat16 or float16. Parameters stay float32; autocast reduces the products.
     """
 
     device: torch.device
@@ -33,7 +33,7 @@ class Placement:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """The precision of the forward pass."""
+        """Run the forward pass inside this context in the chosen precision."""
         if self.dtype == torch.float32:
             yield
             return
@@ -41,43 +41,43 @@ class Placement:
             yield
 
     def cast(self, model: nn.Module) -> None:
-        """Keep the weights of matrix products in the type they are multiplied in: autocast would cast them in every pass.
+        """Cast the weights of matrix products to `dtype` once, so that autocast does not cast them in every pass.
 
-        For a model that is no longer trained, and is only called under `autocast`: its results stay the same. Routers of
-        experts multiply in float32 (`Experts.route`), so they stay as they are.
+        Use it only for inference under `autocast`; results stay the same. Routers of experts multiply in float32
+        (`Experts.route`) and are not cast.
         """
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name.rpartition(".")[2] != "router":
                 module.to(self.dtype)
 
-    def put(self, tensors: Tensors) -> Tensors:
-        """A batch's tensors on the device; pinned ones are copied while the host goes on."""
+    def put(self, tensors: TensorBatch) -> TensorBatch:
+        """Copy a batch to the device; copies of pinned tensors are asynchronous."""
         return {
             name: None if tensor is None else tensor.to(self.device, non_blocking=True)
             for name, tensor in tensors.items()
         }
 
 
-def place(device: str, precision: Precision) -> Placement:
-    """Resolve `auto`: CUDA where there is one; bfloat16 where it is multiplied in hardware, CPUs included (AMX or
-    AVX512-BF16: a training step takes less than half the time, docs/results/training-speed.md).
+def choose_placement(device: str, precision: Precision) -> Placement:
+    """Resolve device and precision.
 
-    On CUDA this also decides for the process whether products of float32 are taken in TensorFloat-32, and which kernels compute
-    attention.
+    Device `auto` is CUDA if available. Precision `auto` is bfloat16 on hardware with bfloat16 matrix products, which includes
+    CPUs with AMX or AVX512-BF16, and float32 elsewhere. On CUDA this also sets for the process whether float32 products use
+    TensorFloat-32, and which kernels compute attention.
 
     Raises:
-        InputError: a CUDA device is asked for and there is none, or tf32 of a device that has none.
+        InputError: the machine has no CUDA device, or the device has no TensorFloat-32, and the settings name one.
     """
     chosen = resolve(device)
     if chosen.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device = {device!r}: this machine has no CUDA device; use 'auto' or 'cpu'.")
     if precision == "tf32" and not _has_tf32(chosen):
         raise InputError(
-            f"train.precision = 'tf32': the device {chosen!r} has no TensorFloat-32, NVIDIA GPUs since Ampere have; use "
-            "'auto' or 'float32'."
+            f"train.precision = 'tf32': the device {chosen!r} has no TensorFloat-32. It needs an NVIDIA GPU of the Ampere "
+            "generation or later; use 'auto' or 'float32'."
         )
     if precision == "float16" and chosen == "cpu":
-        log.warning("float16 is slow on a CPU, by a factor of a hundred or more: it is there for tests")
+        log.warning("float16 on a CPU is more than 100 times slower than float32; use it only for tests")
     if chosen.startswith("cuda"):
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         choose_attention_kernels()
@@ -87,20 +87,20 @@ def place(device: str, precision: Precision) -> Placement:
 
 
 def choose_attention_kernels() -> None:
-    """Let `scaled_dot_product_attention` of this process choose among flash, memory-efficient and math kernels, without cuDNN's.
+    """Disable cuDNN's kernels of `scaled_dot_product_attention` in this process; flash, memory-efficient and math remain.
 
-    On H100 and H200, PyTorch 2.11 and later prefer cuDNN. It prepares a plan for every new shape, 0.1 to 1 s each, in a cache
-    without limit: a server meets new lengths all the time. With a mask its gradients can be NaN where the number of keys modulo
-    128 is 64, as for neighbors of chunks of 32 tokens (pytorch/pytorch#196678). Nothing is set on devices that are not CUDA.
+    On H100 and H200, PyTorch 2.11 and later prefer cuDNN. It builds a plan for every new shape, which takes 0.1 to 1 s, and
+    never frees one; a server receives new lengths all the time. With a mask, its gradients can be NaN if the number of keys
+    modulo 128 is 64, as for neighbors of chunks of 32 tokens (pytorch/pytorch#196678).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def place_trained(device: str, precision: Precision) -> Placement:
-    """As `place`, for a model that has been trained in a precision. Where there is no tf32, float32 is finer still."""
+def choose_inference_placement(device: str, precision: Precision) -> Placement:
+    """Resolve device and precision for a trained model: like `choose_placement`, with float32 for tf32 if there is no tf32."""
     if precision == "tf32" and not _has_tf32(resolve(device)):
         precision = "float32"
-    return place(device, precision)
+    return choose_placement(device, precision)
 
 
 def _has_tf32(device: str) -> bool:
@@ -113,12 +113,12 @@ def _has_tf32(device: str) -> bool:
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:
-    """Of the generators that a training step on this device draws from."""
+    """States of the CPU's generator and, for CUDA, of the device's generator: a training step draws from these."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def restore_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
-    """Back to what `random_state` has returned."""
+    """Set the generators to states that `random_state` returned."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)

@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import add_precision, placement, rounds, say, seconds, write
 from indexing.store.errors import InputError
-from retro.device import Placement, Tensors
+from retro.device import Placement, TensorBatch
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -154,7 +154,7 @@ def build(
     return Running(lambda: step(settings.warmup_steps), passes, optimizer, num_bytes)
 
 
-def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> Tensors:
+def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> TensorBatch:
     """Some rows of random tokens [B, T] with two neighbors for each chunk, the same for all modes."""
     generator = torch.Generator().manual_seed(0)
     m = model.chunk_length

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import add_precision, placement, rounds, write
-from retro.device import Tensors
+from retro.device import TensorBatch
 from retro.estimates.activation_trace import Pass, observe
 from retro.estimates.flops import training_flops
 from retro.model.presets import PRESETS, usual_retrieval
@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def batch(options: argparse.Namespace, chunk_length: int) -> Tensors:
+def batch(options: argparse.Namespace, chunk_length: int) -> TensorBatch:
     """Random tokens with two neighbors for each chunk."""
     tokens = torch.randint(options.vocab_size, (options.sequences, options.length))
     shape = (options.sequences, options.length // chunk_length, 2, 2 * chunk_length)
@@ -67,7 +67,7 @@ def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Calla
     processes = Processes(ALONE, placed.device)
     passes = WholeModel(model, processes, placed)
     optimizer = make_optimizer(passes.parts, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    batches: Iterator[Tensors] = map(dict, itertools.repeat(batch(options, settings.chunk_length)))
+    batches: Iterator[TensorBatch] = map(dict, itertools.repeat(batch(options, settings.chunk_length)))
     step = make_step(passes, optimizer, batches, processes, placed, TrainSettings(monitor_every=0))
     operations = training_flops(settings, options.length, 2, tuning) / training_flops(settings, options.length, 2)
     return step, {"trained": trained, "kept": kept, "states": 12 * trained, "operations": operations}

@@ -57,7 +57,7 @@ def demo(options: DemoOptions) -> int:
     from pipelines.reports.datastore import sample_examples, write_index_report
     from pipelines.stages.table import build
     from retro.checkpoints.checkpoint import load_model, open_checkpoint
-    from retro.device import place
+    from retro.device import choose_placement
     from retro.evaluation.bits_per_byte import compare
     from retro.evaluation.sets import EvaluationSet
 
@@ -75,7 +75,7 @@ def demo(options: DemoOptions) -> int:
         echo(f"   {name}: {outcome.parameters:,} parameters without embeddings")
 
     echo("\n3. held-out documents")
-    placement = place(config.train.device, config.train.precision)
+    placement = choose_placement(config.train.device, config.train.precision)
     models = {
         name: load_model(open_checkpoint(outcome.checkpoint), placement.device) for name, outcome in outcomes.items()
     }

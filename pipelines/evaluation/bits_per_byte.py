@@ -16,7 +16,7 @@ from pipelines.reports.html import Table
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborUse, Source
-from retro.device import Placement, place_trained
+from retro.device import Placement, choose_inference_placement
 from retro.evaluation.bits_per_byte import Result, compare, evaluate
 from retro.evaluation.leakage import by_leakage, check_source, leakage_of
 from retro.evaluation.overlap_statistics import OverlapStatistics, overlap_statistics
@@ -137,7 +137,7 @@ def measure_checkpoints(
             each.check(checkpoint.model, max(settings.k, default=0) if checkpoint.model.cca_layers else 0)
         if source is not None:
             check_source(each, source)
-    placement = place_trained(device, checkpoints[0].settings["train"]["precision"])
+    placement = choose_inference_placement(device, checkpoints[0].settings["train"]["precision"])
     measured: list[list[Measured]] = [[] for _ in sets]
     for name, checkpoint in zip(names, checkpoints, strict=True):
         model = load_model(checkpoint, placement.device)

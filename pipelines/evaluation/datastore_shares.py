@@ -15,7 +15,7 @@ from pipelines.reports.html import Table
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import place_trained
+from retro.device import choose_inference_placement
 from retro.evaluation.datastore_shares import search_shares
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
@@ -77,7 +77,7 @@ def measure_shares(
         settings: shares, k, windows.
         device: `auto`, `cpu`, `cuda` …
     """
-    placement = place_trained(device, checkpoints[0].settings["train"]["precision"])
+    placement = choose_inference_placement(device, checkpoints[0].settings["train"]["precision"])
     models = [load_model(checkpoint, placement.device) for checkpoint in checkpoints]
     names = list(dict.fromkeys(each.model for each in measured))
     off = [each for each in measured if not each.result.k]

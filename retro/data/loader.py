@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from retro.data.batches import Batch
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import Placement, Tensors
+from retro.device import Placement, TensorBatch
 
 
 class Source(Protocol):
@@ -42,13 +42,13 @@ class _Batches(Dataset):
     def __init__(self, data: Source, size: int, rows: range, dropped: float) -> None:
         self.data, self.size, self.rows, self.dropped = data, size, rows, dropped
 
-    def __getitem__(self, number: int) -> Tensors:
+    def __getitem__(self, number: int) -> TensorBatch:
         first = number * self.size
         samples = range(first + self.rows.start, first + self.rows.stop)
         return as_tensors(self.data.batch(samples, self.dropped, self.data.neighbor_use(first)))
 
 
-def as_tensors(batch: Batch) -> Tensors:
+def as_tensors(batch: Batch) -> TensorBatch:
     """A batch as tensors that share its memory."""
     arrays = vars(batch)
     return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
@@ -63,7 +63,7 @@ def load(
     dropped: float,
     workers: int,
     placement: Placement,
-) -> Iterator[Tensors]:
+) -> Iterator[TensorBatch]:
     """The batches of a run on its device, in order.
 
     Args:

@@ -23,7 +23,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from retro.data.batches import Batch
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import Placement, Tensors
+from retro.device import Placement, TensorBatch
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.evaluation.windows import Window, window_batches, windows
@@ -115,7 +115,7 @@ def evaluate(
     use: NeighborUse,
     sequence_length: int,
     by_chunk: bool = False,
-    token_losses_of: Callable[[Tensors], Tensor] | None = None,
+    token_losses_of: Callable[[TensorBatch], Tensor] | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Score the documents of an evaluation set.
@@ -185,7 +185,7 @@ def measure_sets(
     *,
     use: NeighborUse,
     sequence_length: int,
-    token_losses_of: Callable[[Tensors], Tensor] | None = None,
+    token_losses_of: Callable[[TensorBatch], Tensor] | None = None,
 ) -> dict[str, float]:
     """Bits-per-byte of several sets as metrics: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if `use.k` is not 0."""
     results = [
@@ -222,7 +222,7 @@ def _first_windows(group: list[Window], tokens: int, m: int) -> list[Window]:
 
 
 @torch.inference_mode()
-def _token_losses(model: Retro, placement: Placement, batch: Tensors) -> Tensor:
+def _token_losses(model: Retro, placement: Placement, batch: TensorBatch) -> Tensor:
     labels = batch["labels"]
     with placement.autocast():
         hidden = model.hidden(**{name: value for name, value in batch.items() if name != "labels"})
@@ -230,7 +230,11 @@ def _token_losses(model: Retro, placement: Placement, batch: Tensors) -> Tensor:
 
 
 def _score(
-    token_losses_of: Callable[[Tensors], Tensor], batch: Batch, token_bytes: np.ndarray, placement: Placement, m: int
+    token_losses_of: Callable[[TensorBatch], Tensor],
+    batch: Batch,
+    token_bytes: np.ndarray,
+    placement: Placement,
+    m: int,
 ) -> np.ndarray:
     """Nats, tokens and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
     nats = token_losses_of(placement.put(as_tensors(batch))).double().cpu().numpy()

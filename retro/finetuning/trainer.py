@@ -19,7 +19,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
-from retro.device import Placement, Tensors
+from retro.device import Placement, TensorBatch
 from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.chat_template import read_template
 from retro.finetuning.example_batches import ExampleData, Rows
@@ -125,7 +125,7 @@ def measure_answers(
     batch_size: int,
     max_tokens: int,
     placement: Placement,
-    token_losses_of: Callable[[Tensors], Tensor],
+    token_losses_of: Callable[[TensorBatch], Tensor],
 ) -> dict[str, float]:
     """`held_out_loss_off` and `held_out_perplexity_off`, and the same `_on` with k neighbors, if that is not 0."""
     figures = {}
@@ -146,7 +146,7 @@ def answer_loss(
     max_tokens: int,
     *,
     placement: Placement,
-    token_losses_of: Callable[[Tensors], Tensor],
+    token_losses_of: Callable[[TensorBatch], Tensor],
 ) -> float:
     """The mean loss of the tokens of answers, in nats.
 

@@ -13,7 +13,7 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
-from retro.device import Placement, place_trained
+from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder, Given, Retrieve
 from retro.inference.generation import Piece, generate
 from retro.inference.scoring import Scores, score
@@ -62,7 +62,7 @@ class LanguageModel:
             InputError: one of them cannot be opened, or they do not fit each other.
         """
         opened = open_checkpoint(Path(checkpoint))
-        placement = place_trained(device, opened.settings["train"]["precision"])
+        placement = choose_inference_placement(device, opened.settings["train"]["precision"])
         source = opened.folders[0] if datastore is None else datastore
         retriever: Retriever | None = None
         if isinstance(source, Retriever):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from retro.device import Placement, Tensors
+from retro.device import Placement, TensorBatch
 from retro.model.loss import summed_losses, that_count, token_losses
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
@@ -48,10 +48,10 @@ class Passes(Protocol):
     def parts(self) -> Sequence[Retro]:
         """What this process holds of the model."""
 
-    def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
+    def forward_backward(self, batch: TensorBatch, share: Share) -> Tensor:
         """Gradients of a batch's own rows; their part of the step's cross-entropy, z-loss and `ROUTING`: float32 [2 + 4]."""
 
-    def token_losses(self, batch: Tensors) -> Tensor:
+    def token_losses(self, batch: TensorBatch) -> Tensor:
         """As `loss.token_losses` of a batch that all processes have: float32 [B, T], in all of them. Without gradients."""
 
     def gradient_norm(self) -> Tensor:
@@ -88,7 +88,7 @@ class WholeModel:
         """See `Passes`."""
         return [self.model]
 
-    def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
+    def forward_backward(self, batch: TensorBatch, share: Share) -> Tensor:
         """See `Passes`."""
         labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
         sync_gradients(self.model, self.processes.settings, share.last)
@@ -104,7 +104,7 @@ class WholeModel:
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # evaluation has a shape of its own for each length of text
-    def token_losses(self, batch: Tensors) -> Tensor:
+    def token_losses(self, batch: TensorBatch) -> Tensor:
         """See `Passes`."""
         processes = self.processes
         own, num_rows = own_rows(batch, processes, processes.data)
@@ -151,7 +151,7 @@ def part_of_loss(
     return objective * share.scale, torch.cat((losses, routed))
 
 
-def own_rows(batch: Tensors, processes: Processes, multiple: int) -> tuple[Tensors, int]:
+def own_rows(batch: TensorBatch, processes: Processes, multiple: int) -> tuple[TensorBatch, int]:
     """This process's rows of a batch that all have, filled up to a multiple with its last row; and how many rows it had."""
     num_rows = len(batch["tokens"])
     missing = -num_rows % multiple

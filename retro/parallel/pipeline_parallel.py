@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from retro.device import Placement, Tensors
+from retro.device import Placement, TensorBatch
 from retro.model.loss import token_losses
 from retro.model.mixture_of_experts import ROUTING
 from retro.model.retro import Retro
@@ -158,7 +158,7 @@ class Pipeline:
         """See `Passes`."""
         return [stage.model for stage in self.stages]
 
-    def forward_backward(self, batch: Tensors, share: Share) -> Tensor:
+    def forward_backward(self, batch: TensorBatch, share: Share) -> Tensor:
         """See `Passes`."""
         labels, tokens = batch["labels"], batch["tokens"]
         schedule = self._schedule(tokens, batch["neighbors"], training=True)
@@ -173,7 +173,7 @@ class Pipeline:
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # as in `WholeModel`
-    def token_losses(self, batch: Tensors) -> Tensor:
+    def token_losses(self, batch: TensorBatch) -> Tensor:
         """See `Passes`."""
         own, num_rows = own_rows(batch, self.processes, self.processes.data * self.num_microbatches)
         tokens, labels = own["tokens"], own["labels"]
@@ -298,7 +298,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _for_all_stages(batch: Tensors) -> Tensors:
+def _for_all_stages(batch: TensorBatch) -> TensorBatch:
     """What every stage reads of a batch."""
     wanted = ("documents", "neighbors", "neighbor_lengths", "lengths")
     return {name: batch[name] for name in wanted if batch.get(name) is not None}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retro.data.loader import Source, as_tensors
-from retro.device import Placement, Tensors
+from retro.device import Placement, TensorBatch
 from retro.model.attention import Attention
 from retro.model.loss import token_losses
 from retro.model.positions import PLAIN_ROPE, frequencies
@@ -58,7 +58,7 @@ def start_copying(model: Retro, data: Source, sequence_length: int, placement: P
 
 
 @torch.no_grad()
-def fit_copying(model: Retro, batch: Tensors, placement: Placement) -> None:
+def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
     """Set encoder and cross-attention, from the last layer to the first. The decoder stays as it is.
 
     Args:
@@ -90,14 +90,14 @@ def fit_copying(model: Retro, batch: Tensors, placement: Placement) -> None:
     model.train(training)
 
 
-def _loss(model: Retro, inputs: Tensors, labels: Tensor, placement: Placement) -> float:
+def _loss(model: Retro, inputs: TensorBatch, labels: Tensor, placement: Placement) -> float:
     """Nats per token."""
     with placement.autocast():
         losses = token_losses(model.hidden(**inputs), model.output_weight, labels)
     return float(losses.sum() / (labels >= 0).sum())
 
 
-def _streams(model: Retro, inputs: Tensors, placement: Placement) -> tuple[dict[str, Tensor], Tensor]:
+def _streams(model: Retro, inputs: TensorBatch, placement: Placement) -> tuple[dict[str, Tensor], Tensor]:
     """What each cross-attention is asked with, [B·T, D] float32, and the size of the stream under the output layer."""
     kept: dict[str, Tensor] = {}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from indexing.store.errors import InputError
-from retro.device import Placement, Tensors, random_state, restore_random_state
+from retro.device import Placement, TensorBatch, random_state, restore_random_state
 from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import routing_metrics
 from retro.parallel.forward_backward import Passes, Share, all_parameters
@@ -53,7 +53,7 @@ def make_scaler(placement: Placement) -> GradScaler:
 def make_step(
     passes: Passes,
     optimizer: torch.optim.Optimizer,
-    batches: Iterator[Tensors],
+    batches: Iterator[TensorBatch],
     processes: Processes,
     placement: Placement,
     settings: TrainSettings,

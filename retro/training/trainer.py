@@ -30,7 +30,7 @@ from retro.data.loader import Source, load
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.sample_order import mix
 from retro.data.settings import DataSettings
-from retro.device import Placement, Tensors, place
+from retro.device import Placement, TensorBatch, choose_placement
 from retro.estimates.flops import peak_flops, training_flops
 from retro.evaluation.bits_per_byte import measure_sets
 from retro.evaluation.sets import open_sets
@@ -103,7 +103,7 @@ class Measure(Protocol):
     """What a task is measured by."""
 
     def __call__(
-        self, model: Retro, /, *, placement: Placement, token_losses_of: Callable[[Tensors], Tensor]
+        self, model: Retro, /, *, placement: Placement, token_losses_of: Callable[[TensorBatch], Tensor]
     ) -> dict[str, float]:
         """The figures of a model in evaluation mode, whose losses `token_losses_of` gives: `Passes.token_losses`."""
 
@@ -255,7 +255,7 @@ def _placement(settings: TrainSettings) -> Placement:
     device = settings.device
     if device in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         device = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
-    placement = place(device, settings.precision)
+    placement = choose_placement(device, settings.precision)
     if placement.device.type == "cpu":
         keep_freed_memory()
     elif placement.device.index is not None:
@@ -365,7 +365,7 @@ def _batches(
     step: int,
     processes: Processes,
     placement: Placement,
-) -> Iterator[Tensors]:
+) -> Iterator[TensorBatch]:
     """This process's rows of the batches from a step to the end of the run."""
     workers = settings.data_workers
     return load(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from retro.device import Tensors, place
+from retro.device import TensorBatch, choose_placement
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -94,7 +94,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, neighbors, torch.randint(1, R + 1, (B, U, K), generator=generator)
 
 
-def answers_only(num_rows: int = 4) -> Tensors:
+def answers_only(num_rows: int = 4) -> TensorBatch:
     """Rows of fine-tuning: labels on answers alone, one label in each of the first half of the rows, all in the others."""
     drawn = [batch(seed) for seed in range(num_rows // B)]
     tokens, neighbors, lengths = (torch.cat(each) for each in zip(*drawn, strict=True))
@@ -109,7 +109,7 @@ def answers_only(num_rows: int = 4) -> Tensors:
     }
 
 
-def divided(whole: Tensors, count: int) -> list[Tensors]:
+def divided(whole: TensorBatch, count: int) -> list[TensorBatch]:
     """A batch as several, in order."""
     size = len(whole["tokens"]) // count
     return [
@@ -119,10 +119,10 @@ def divided(whole: Tensors, count: int) -> list[Tensors]:
 
 
 def step_of(
-    model: Retro, optimizer: torch.optim.Optimizer, batches: Iterator[Tensors], settings: TrainSettings
+    model: Retro, optimizer: torch.optim.Optimizer, batches: Iterator[TensorBatch], settings: TrainSettings
 ) -> Callable[[int], StepResult]:
     """The trainer's step, of a model that is trained by one process in float32."""
-    placement = place("cpu", "float32")
+    placement = choose_placement("cpu", "float32")
     processes = Processes(ALONE, placement.device)
     passes = WholeModel(model, processes, placement, z_weight=settings.z_loss)
     return make_step(passes, optimizer, batches, processes, placement, settings)

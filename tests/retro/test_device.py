@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from retro.device import place
+from retro.device import choose_placement
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def kernels_as_before():
 
 def test_attention_on_cuda_has_every_kernel_but_that_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert place("cuda", "float32").device.type == "cuda"
+    assert choose_placement("cuda", "float32").device.type == "cuda"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -25,5 +25,5 @@ def test_attention_on_cuda_has_every_kernel_but_that_of_cudnn(monkeypatch: pytes
 
 
 def test_on_a_cpu_the_process_keeps_its_kernels() -> None:
-    place("cpu", "float32")
+    choose_placement("cpu", "float32")
     assert torch.backends.cuda.cudnn_sdp_enabled()

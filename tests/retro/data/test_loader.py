@@ -9,13 +9,13 @@ from indexing.store.datastore import Datastore
 from retro.data.batches import TrainingData
 from retro.data.loader import load
 from retro.data.settings import DataSettings
-from retro.device import Placement, Tensors
+from retro.device import Placement, TensorBatch
 
 SETTINGS = DataSettings(sequence_length=32, k=2)
 HERE = Placement(torch.device("cpu"), torch.float32)
 
 
-def batches(folder: Path, numbers: range, workers: int) -> list[Tensors]:
+def batches(folder: Path, numbers: range, workers: int) -> list[TensorBatch]:
     return list(
         load(
             TrainingData([folder], SETTINGS, retrieval=True),
@@ -29,7 +29,7 @@ def batches(folder: Path, numbers: range, workers: int) -> list[Tensors]:
     )
 
 
-def equal(first: Tensors, second: Tensors) -> bool:
+def equal(first: TensorBatch, second: TensorBatch) -> bool:
     return first.keys() == second.keys() and all(
         (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
         for one, other in zip(first.values(), second.values(), strict=True)

@@ -13,7 +13,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import place
+from retro.device import choose_placement
 from retro.evaluation import bits_per_byte as evaluation
 from retro.evaluation.bits_per_byte import Result, compare, evaluate
 from retro.evaluation.sets import EvaluationSet
@@ -22,7 +22,7 @@ from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config
 from tests.indexing.tokenization.test_tokenizer import foreign_model
 
-FLOAT32 = place("cpu", "float32")
+FLOAT32 = choose_placement("cpu", "float32")
 
 
 def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> Result:

@@ -13,7 +13,7 @@ from indexing.store.deletions import delete_ranges
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import place
+from retro.device import choose_placement
 from retro.evaluation import datastore_shares
 from retro.evaluation.bits_per_byte import evaluate
 from retro.evaluation.datastore_shares import PartialDatastore, points_of, search_shares
@@ -123,7 +123,7 @@ def test_given_neighbors_are_read_in_place_of_the_stored_ones(tiny_model: Retro,
     def bits(use: NeighborUse) -> float:
         settings = EvaluationSettings(max_tokens=500)
         return evaluate(
-            tiny_model, held_out, settings, place("cpu", "float32"), use=use, sequence_length=64
+            tiny_model, held_out, settings, choose_placement("cpu", "float32"), use=use, sequence_length=64
         ).bits_per_byte
 
     n = held_out.split.num_chunks

@@ -12,7 +12,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import place
+from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import Result, evaluate
 from retro.evaluation.leakage import by_leakage, leakage_of
 from retro.evaluation.sets import EvaluationSet
@@ -30,7 +30,13 @@ def held_out(tiny_datastore: Datastore) -> EvaluationSet:
 def measure(model: Retro, held_out: EvaluationSet, k: int = 0, **settings) -> Result:
     chosen = EvaluationSettings(**settings)
     return evaluate(
-        model, held_out, chosen, place("cpu", "float32"), use=NeighborUse(k), sequence_length=64, by_chunk=True
+        model,
+        held_out,
+        chosen,
+        choose_placement("cpu", "float32"),
+        use=NeighborUse(k),
+        sequence_length=64,
+        by_chunk=True,
     )
 
 

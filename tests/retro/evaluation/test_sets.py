@@ -10,7 +10,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import place
+from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import measure_sets
 from retro.evaluation.sets import EvaluationSet, open_sets, parse_set, short_names
 from retro.evaluation.settings import EvaluationSettings
@@ -102,10 +102,14 @@ def test_each_set_is_measured_on_and_off_under_its_name(
 
     sets = open_sets(("valid", f"copy={copied}"), [tiny_datastore.folder], settings, 2)
     limited = EvaluationSettings(max_tokens=300)
-    metrics = measure_sets(model, sets, limited, place("cpu", "float32"), use=NeighborUse(2), sequence_length=64)
+    metrics = measure_sets(
+        model, sets, limited, choose_placement("cpu", "float32"), use=NeighborUse(2), sequence_length=64
+    )
     assert sorted(metrics) == [f"{name}_bits_per_byte_{mode}" for name in ("copy", "valid") for mode in ("off", "on")]
     assert metrics["copy_bits_per_byte_on"] == metrics["valid_bits_per_byte_on"]
-    baseline = measure_sets(model, sets[:1], limited, place("cpu", "float32"), use=NeighborUse(0), sequence_length=64)
+    baseline = measure_sets(
+        model, sets[:1], limited, choose_placement("cpu", "float32"), use=NeighborUse(0), sequence_length=64
+    )
     assert baseline == {"valid_bits_per_byte_off": metrics["valid_bits_per_byte_off"]}
 
 

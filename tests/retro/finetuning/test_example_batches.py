@@ -13,7 +13,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from retro.data.batches import Batch
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
-from retro.device import place
+from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import _token_losses
 from retro.finetuning import prepare as preparing
 from retro.finetuning.example_batches import ExampleData, Rows, arrange
@@ -57,7 +57,7 @@ def rows_of(prepared: Prepared, length: int, *, packed: bool) -> Rows:
 
 def losses_by_label(model: Retro, batch: Batch) -> dict[tuple[int, int], float]:
     """The loss of every label, by its example (of one) and place among those: rows are matched by their sorted labels."""
-    nats = _token_losses(model, place("cpu", "float32"), as_tensors(batch))
+    nats = _token_losses(model, choose_placement("cpu", "float32"), as_tensors(batch))
     scored = batch.labels != IGNORED_LABEL
     return {(row, at): float(nats[row, at]) for row, at in zip(*np.nonzero(scored), strict=True)}
 
@@ -93,7 +93,7 @@ def test_chunks_read_what_they_find_and_the_last_of_an_example_nothing(
 
 
 def test_packed_rows_have_the_losses_of_rows_of_one(prepared: Prepared, tiny_model: Retro) -> None:
-    nats_of = lambda batch: _token_losses(tiny_model.eval(), place("cpu", "float32"), batch)  # noqa: E731
+    nats_of = lambda batch: _token_losses(tiny_model.eval(), choose_placement("cpu", "float32"), batch)  # noqa: E731
     single = rows_of(prepared, 128, packed=False)
     for length in (256, 250):  # 250: no whole chunks
         packed = rows_of(prepared, length, packed=True)
@@ -102,7 +102,7 @@ def test_packed_rows_have_the_losses_of_rows_of_one(prepared: Prepared, tiny_mod
         assert batch.documents is not None
         assert batch.tokens.shape[1] == length
         for k in (0, K):
-            options = {"placement": place("cpu", "float32"), "token_losses_of": nats_of}
+            options = {"placement": choose_placement("cpu", "float32"), "token_losses_of": nats_of}
             given = [answer_loss(each, k, 5, 0, **options) for each in (single, packed)]
             assert given[0] == pytest.approx(given[1], rel=1e-5)
 

@@ -16,7 +16,7 @@ from pipelines.config import Config
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
-from retro.device import place
+from retro.device import choose_placement
 from retro.finetuning import prepare as preparing
 from retro.finetuning.chat_template import ChatTemplate
 from retro.finetuning.conversations import Message
@@ -159,7 +159,7 @@ def answers(
             assert given is not None
             return np.stack([given[0][row]] * len(chunks)), np.stack([given[1][row]] * len(chunks))
 
-        decoder = Decoder(model, place("cpu", "float32"), 64, retrieve if given else None)
+        decoder = Decoder(model, choose_placement("cpu", "float32"), 64, retrieve if given else None)
         settings = GenerationSettings(max_tokens=12, temperature=0)
         pieces = generate(decoder, [prompt], settings, decode=tokenizer.decode, eos_id=tokenizer.eos_id)
         texts.append("".join(piece.text for (piece,) in pieces).strip())

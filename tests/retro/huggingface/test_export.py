@@ -20,7 +20,7 @@ from pipelines.cli import main
 from retro.checkpoints.checkpoint import load_model, model_settings, open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.checkpoints.tensor_files import index, read_tensors
-from retro.device import place
+from retro.device import choose_placement
 from retro.huggingface.copied_code import MODEL, remote_files
 from retro.huggingface.export import as_family, export_folder
 from retro.inference.language_model import LanguageModel
@@ -251,7 +251,7 @@ def test_in_bfloat16_it_generates_what_ours_does(auto: Any, folder: Path, checkp
     from retro.inference.decoder import Decoder
     from retro.inference.generation import generate
 
-    placement = place("cpu", "bfloat16")
+    placement = choose_placement("cpu", "bfloat16")
     ours = load_model(open_checkpoint(checkpoint), placement.device)
     placement.cast(ours)
     prompt, greedy = np.arange(1, 40), GenerationSettings(max_tokens=20, temperature=0)
@@ -269,7 +269,7 @@ def test_in_bfloat16_experts_are_chosen_in_float32(auto: Any, checkpoint: Path, 
     state["settings"]["model"] |= {"num_experts": 4, "experts_every": 1}
     tensors = Retro(model_settings(state["settings"]["model"])).state_dict()
     write_exported(state, tensors, tmp_path / "experts.safetensors")
-    opened, placement = open_checkpoint(tmp_path / "experts.safetensors"), place("cpu", "bfloat16")
+    opened, placement = open_checkpoint(tmp_path / "experts.safetensors"), choose_placement("cpu", "bfloat16")
     export_folder(opened, tmp_path / "hf")
     ours, tokens = load_model(opened, placement.device).eval(), torch.arange(48)[None]
     with placement.autocast():

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from indexing.store.errors import InputError
 from retro.checkpoints.tensor_files import save_tensors
-from retro.device import place
+from retro.device import choose_placement
 from retro.huggingface.config_json import Config
 from retro.huggingface.families import config_of, settings_of
 from retro.huggingface.import_folder import read_base
@@ -48,7 +48,7 @@ def test_logits_and_cached_decoding_are_those_of_transformers(named: tuple[str, 
     largest = float(expected.abs().max())
     with torch.no_grad():
         assert float((ours(TOKENS) - expected).abs().max()) < 1e-5 * largest
-    decoder = Decoder(ours, place("cpu", "float32"), LONGEST)
+    decoder = Decoder(ours, choose_placement("cpu", "float32"), LONGEST)
     new = [np.array(row[:length]) for row, length in zip(TOKENS, (3, 21), strict=True)]
     places = np.array([2, 20])
     for _ in range(20):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.device import Placement, place
+from retro.device import Placement, choose_placement
 from retro.inference import decoder as decoding
 from retro.inference.decoder import KEY_STEP, Decoder, Retrieve
 from retro.model import attention
@@ -19,7 +19,7 @@ from retro.tuning.settings import TuningSettings
 from tests.retro.small_model import M, R, T, V, build, every_scheme, model_of
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
-FLOAT32 = place("cpu", "float32")
+FLOAT32 = choose_placement("cpu", "float32")
 FLOAT16 = Placement(torch.device("cpu"), torch.float16)
 BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
 LENGTHS = (1, M - 1, M, M + 1, 2 * M, 3 * M - 1, 5 * M)  # shorter and longer than a chunk, and at its borders

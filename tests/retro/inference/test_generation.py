@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
-from retro.device import place
+from retro.device import choose_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Piece, draw, generate
 from retro.inference.settings import GenerationSettings
@@ -13,7 +13,7 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 
 M = 4
-FLOAT32 = place("cpu", "float32")
+FLOAT32 = choose_placement("cpu", "float32")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
-from retro.device import place
+from retro.device import choose_placement
 from retro.inference import scoring
 from retro.inference.decoder import Retrieve
 from retro.inference.scoring import Scores, score
@@ -14,7 +14,7 @@ from tests.retro.inference.test_decoder import retriever, rows
 from tests.retro.small_model import M, V, every_scheme, model_of
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
-FLOAT32 = place("cpu", "float32")
+FLOAT32 = choose_placement("cpu", "float32")
 CONTEXT = 4 * M
 
 

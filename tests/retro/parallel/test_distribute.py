@@ -23,7 +23,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro.checkpoints.checkpoint import finished
-from retro.device import place
+from retro.device import choose_placement
 from retro.model.mixture_of_experts import Experts
 from retro.model.retro import Retro
 from retro.parallel.distribute import distribute
@@ -142,7 +142,7 @@ def outermost_bytes(model: Retro) -> int:
 
 def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dict[str, int]]:
     """Bytes by kind that a step moves, and that this process sends."""
-    model, placement = build(num_experts=4 if parallel.expert > 1 else 0).train(), place("cpu", "float32")
+    model, placement = build(num_experts=4 if parallel.expert > 1 else 0).train(), choose_placement("cpu", "float32")
     processes = Processes(parallel, placement.device)
     tokens, neighbors, _ = batch()
     own = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
@@ -158,7 +158,11 @@ def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dic
 
 def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
     """What a step of eight rows measures, labels on answers alone, taken as one batch or as several."""
-    model, placement, processes = build(num_experts=4).train(), place("cpu", "float32"), Processes(parallel, CPU)
+    model, placement, processes = (
+        build(num_experts=4).train(),
+        choose_placement("cpu", "float32"),
+        Processes(parallel, CPU),
+    )
     size = 8 // accumulation
     shared: Any = (model, processes, placement)
     piped = parallel.pipeline > 1
@@ -177,7 +181,7 @@ def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, floa
 def graphs() -> dict[str, int]:
     """How many a compiled, checkpointed model of several processes has after a training step, and after an evaluation."""
     torch.compile = partial(torch.compile, backend="aot_eager")
-    placement = place("cpu", "float32")
+    placement = choose_placement("cpu", "float32")
     processes = Processes(ParallelSettings(zero=2, checkpointing="full"), placement.device)
     passes = WholeModel(build().train(), processes, placement, compiled=True)
     tokens, neighbors, _ = batch()
@@ -395,7 +399,7 @@ def test_activation_checkpointing_keeps_less_and_changes_nothing() -> None:
     for how in ("none", "selective", "full"):
         model, sizes = build(), []
         processes = Processes(replace(ALONE, checkpointing=how), torch.device("cpu"))
-        passes = WholeModel(model, processes, place("cpu", "float32"))
+        passes = WholeModel(model, processes, choose_placement("cpu", "float32"))
 
         def pack(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
             sizes.append(tensor.nbytes)

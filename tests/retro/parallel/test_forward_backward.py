@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retro.device import Tensors, place
+from retro.device import TensorBatch, choose_placement
 from retro.parallel.forward_backward import Share, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
@@ -28,11 +28,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def passes_of(checkpointing: Any, compiled: bool, **model: Any) -> WholeModel:
     settings = replace(ALONE, checkpointing=checkpointing)
-    placement = place("cpu", "float32")
+    placement = choose_placement("cpu", "float32")
     return WholeModel(build(**model).train(), Processes(settings, placement.device), placement, compiled=compiled)
 
 
-def inputs(k: int = 2, documents: bool = False) -> Tensors:
+def inputs(k: int = 2, documents: bool = False) -> TensorBatch:
     """A batch with k neighbors of each chunk, with or without borders of documents."""
     tokens, neighbors, lengths = batch()
     return {
@@ -44,7 +44,7 @@ def inputs(k: int = 2, documents: bool = False) -> Tensors:
     }
 
 
-def gradients(passes: WholeModel, given: Tensors) -> dict[str, Tensor]:
+def gradients(passes: WholeModel, given: TensorBatch) -> dict[str, Tensor]:
     torch.manual_seed(0)  # of dropout
     passes.forward_backward(dict(given), Share(torch.tensor(1), len(given["tokens"]), 1.0, True))
     found = {name: one.grad for name, one in passes.model.named_parameters() if one.grad is not None}

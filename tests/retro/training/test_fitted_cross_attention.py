@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retro.device import place
+from retro.device import choose_placement
 from retro.model.loss import loss
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -44,7 +44,7 @@ CASES = {
     "own output layer": {"tied_embeddings": False},
     "muP": {"init": "mup", "mup_base_width": 24},
 }
-HERE = place("cpu", "float32")
+HERE = choose_placement("cpu", "float32")
 
 
 def sequences(*, telling: bool) -> dict[str, Tensor]:

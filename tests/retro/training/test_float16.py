@@ -13,7 +13,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro.checkpoints import checkpoint as checkpoints
-from retro.device import Placement, place, place_trained
+from retro.device import Placement, choose_inference_placement, choose_placement
 from retro.training import trainer
 from retro.training.step import GradScaler, judge, make_scaler
 from retro.training.trainer import Outcome, train
@@ -119,9 +119,9 @@ def test_only_float16_has_a_loss_scale() -> None:
 
 def test_tf32_is_refused_on_a_cpu_but_what_was_trained_in_it_is_evaluated_there() -> None:
     with pytest.raises(InputError, match=r"train\.precision = 'tf32'.*'cpu'"):
-        place("cpu", "tf32")
-    assert place_trained("cpu", "tf32") == Placement(torch.device("cpu"), torch.float32)
-    assert place_trained("cpu", "float16") == Placement(torch.device("cpu"), torch.float16)
+        choose_placement("cpu", "tf32")
+    assert choose_inference_placement("cpu", "tf32") == Placement(torch.device("cpu"), torch.float32)
+    assert choose_inference_placement("cpu", "float16") == Placement(torch.device("cpu"), torch.float16)
 
 
 @pytest.mark.gpu
@@ -141,6 +141,6 @@ def test_tf32_is_what_cuda_multiplies_in_where_it_is_set_and_nowhere_else() -> N
     exact = a.double() @ a.double()
     errors = {}
     for precision in ("float32", "tf32", "float32"):
-        place("cuda", precision)
+        choose_placement("cuda", precision)
         errors[precision] = float((a @ a - exact).abs().max())
     assert errors["float32"] < 1e-3 < errors["tf32"] < 1

@@ -16,7 +16,7 @@ from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import index, read_tensors
-from retro.device import place
+from retro.device import choose_placement
 from retro.inference.decoder import Decoder
 from retro.model.presets import resolve
 from retro.model.settings import ModelSettings
@@ -193,7 +193,7 @@ def test_another_run_goes_on_with_the_adapter_or_is_told_what_it_has(
 
 def test_cached_decoding_has_the_adapter(adapted: Checkpoint) -> None:
     model, tokens = checkpoints.load_model(adapted, torch.device("cpu")), torch.arange(40)
-    decoder = Decoder(model, place("cpu", "float32"), 64)
+    decoder = Decoder(model, choose_placement("cpu", "float32"), 64)
     found = [decoder.read([part])[0] for part in (tokens[:30].numpy(), *tokens[30:, None].numpy())]
     with torch.no_grad():
         torch.testing.assert_close(torch.stack(found), model(tokens[None])[0, 29:], rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.device import Tensors
+from retro.device import TensorBatch
 from retro.estimates.activation_trace import Pass, observe
 from retro.model.retro import Retro
 from retro.parallel.settings import ParallelSettings
@@ -46,18 +46,18 @@ def tuned(scheme: str = "rope", trained: bool = False, **settings: Any) -> Retro
     return model.eval()
 
 
-def tensors(off: bool = False) -> Tensors:
+def tensors(off: bool = False) -> TensorBatch:
     tokens, neighbors, lengths = batch()
     labels = tokens.roll(-1, 1)
     found = {"neighbors": None if off else neighbors, "neighbor_lengths": None if off else lengths}
     return {"tokens": tokens, "labels": labels, "documents": None, **found}
 
 
-def steps(model: Retro, count: int, data: Tensors, lr: float = 1e-2) -> list[float]:
+def steps(model: Retro, count: int, data: TensorBatch, lr: float = 1e-2) -> list[float]:
     """The losses of a few steps on one batch."""
     settings = TrainSettings(steps=count, warmup_steps=0, schedule="constant", lr=lr, monitor_every=1)
     optimizer = make_optimizer([model.train()], lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    batches: Iterator[Tensors] = (dict(each) for each in repeat(data))
+    batches: Iterator[TensorBatch] = (dict(each) for each in repeat(data))
     step = step_of(model, optimizer, batches, settings)
     found = [step(number).metrics["loss"] for number in range(count)]
     model.eval()
