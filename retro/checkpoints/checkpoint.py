@@ -34,7 +34,7 @@ from retro.parallel.coordination import on_first
 from retro.tuning.adapters import add_adapter, merge, stored_name
 from retro.tuning.settings import TuningSettings
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """Tensors by the file that holds them, and by name: plain ones, or DTensors of which this process holds a shard."""
@@ -233,8 +233,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read(folder: Path) -> Checkpoint:
-    """What a checkpoint says of itself, taken on trust."""
+    """Read a checkpoint's metadata without verifying its files.
+
+    Raises:
+        InputError: the checkpoint has another format version.
+    """
     manifest = read_manifest(folder)
+    _check_version(folder, manifest["recipe"]["version"])
     weights, training = (
         tuple(folder / name for name in sorted(manifest["files"]) if name.startswith(stem))
         for stem in ("model", "optimizer")
@@ -334,11 +339,16 @@ def _read_exported(file: Path) -> Checkpoint:
         whole = False
     if not whole:
         raise InputError(f"{file} has changed since it was written (checksum). Export it again, or copy it again.")
-    if state["format_version"] != FORMAT_VERSION:
-        raise InputError(
-            f"{file} has format version {state['format_version']}, this program reads {FORMAT_VERSION}: use its version."
-        )
+    _check_version(file, state["format_version"])
     return _checkpoint(file, (file,), (), state["fingerprint"], state)
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{path} has format version {version}, but this program reads version {FORMAT_VERSION}. Use the release of retro "
+            "that wrote it."
+        )
 
 
 def checksum(state: dict[str, Any], file: Path) -> str:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from retro.checkpoints.checkpoint import Checkpoint, Model, Tensors, load_weights, parameters_of, parts_of, weights_of
-from retro.checkpoints.tensor_files import Stored, fill, index, read_tensors
+from retro.checkpoints.tensor_files import StoredTensor, fill, index, read_tensors
 from retro.parallel.coordination import on_all, rank_in
 
 
@@ -86,7 +86,7 @@ def _restore_random_state(
 
 
 def _optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], stored: dict[str, Stored]
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], stored: dict[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
     """The optimizer's live state of parameters by the names of files; what is stored and not yet there is made first."""
     state = {}

@@ -1,6 +1,6 @@
 """The names of a family's tensors beside ours, and what stands in one tensor there and in several here.
 
-ours      attention.3.block.query.weight   [H·C, D]
+ours      attention.3.block.q_proj.weight  [H·C, D]
 GPT-2     h.3.attn.c_attn.weight           [D, 3·H·C]   transposed; queries, then keys, then values
 GPT-NeoX  layers.3.attention.query_key_value.weight     [H·3·C, D], query, key and value of each head side by side
 Llama     layers.3.self_attn.q_proj.weight [H·C, D]
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_JOINED = ("query", "key", "value")
+_JOINED = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,16 @@ _LLAMA = Names(
     layers="layers",
     inner={
         "attention.norm": "input_layernorm",
-        "attention.block.query": "self_attn.q_proj",
-        "attention.block.key": "self_attn.k_proj",
-        "attention.block.value": "self_attn.v_proj",
-        "attention.block.out": "self_attn.o_proj",
-        "attention.block.query_norm": "self_attn.q_norm",
-        "attention.block.key_norm": "self_attn.k_norm",
+        "attention.block.q_proj": "self_attn.q_proj",
+        "attention.block.k_proj": "self_attn.k_proj",
+        "attention.block.v_proj": "self_attn.v_proj",
+        "attention.block.o_proj": "self_attn.o_proj",
+        "attention.block.q_norm": "self_attn.q_norm",
+        "attention.block.k_norm": "self_attn.k_norm",
         "feed_forward.norm": "post_attention_layernorm",
-        "feed_forward.block.gate": "mlp.gate_proj",
-        "feed_forward.block.up": "mlp.up_proj",
-        "feed_forward.block.out": "mlp.down_proj",
+        "feed_forward.block.gate_proj": "mlp.gate_proj",
+        "feed_forward.block.up_proj": "mlp.up_proj",
+        "feed_forward.block.down_proj": "mlp.down_proj",
     },
     ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
@@ -118,10 +118,10 @@ _GPT2 = Names(
     inner={
         "attention.norm": "ln_1",
         **{f"attention.block.{name}": "attn.c_attn" for name in _JOINED},
-        "attention.block.out": "attn.c_proj",
+        "attention.block.o_proj": "attn.c_proj",
         "feed_forward.norm": "ln_2",
-        "feed_forward.block.up": "mlp.c_fc",
-        "feed_forward.block.out": "mlp.c_proj",
+        "feed_forward.block.up_proj": "mlp.c_fc",
+        "feed_forward.block.down_proj": "mlp.c_proj",
     },
     ignored=r"h\.\d+\.attn\.(masked_)?bias",
     transposed=True,
@@ -133,10 +133,10 @@ _NEOX = Names(
     inner={
         "attention.norm": "input_layernorm",
         **{f"attention.block.{name}": "attention.query_key_value" for name in _JOINED},
-        "attention.block.out": "attention.dense",
+        "attention.block.o_proj": "attention.dense",
         "feed_forward.norm": "post_attention_layernorm",
-        "feed_forward.block.up": "mlp.dense_h_to_4h",
-        "feed_forward.block.out": "mlp.dense_4h_to_h",
+        "feed_forward.block.up_proj": "mlp.dense_h_to_4h",
+        "feed_forward.block.down_proj": "mlp.dense_4h_to_h",
     },
     ignored=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
     head="embed_out",

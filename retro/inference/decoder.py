@@ -23,7 +23,14 @@ from torch import Tensor
 from retro.device import Placement
 from retro.model.attention import Attention
 from retro.model.masks import neighbor_mask, visible
-from retro.model.positions import Distances, Nowhere, Places, Relative, Rotary, place
+from retro.model.positions import (
+    AlibiPositions,
+    NoPositions,
+    Positions,
+    RopePositions,
+    TransformerXLPositions,
+    positions_of,
+)
 from retro.model.retro import Retro
 
 KEY_STEP = 128
@@ -114,8 +121,8 @@ class Decoder:
         with torch.inference_mode(), placement.autocast():
             self.virtual, self.num_virtual = model.virtual()
         keys = range(-self.num_virtual, 1)
-        self.here = place(*model.scheme, range(context), keys, placement.device, rope=model.rope)
-        self.there: Places | None = None  # once the size of neighbors is known
+        self.here = positions_of(*model.scheme, range(context), keys, placement.device, rope=model.rope)
+        self.there: Positions | None = None  # once the size of neighbors is known
         attentions: list[Any] = list(model.attention.values())
         self.crosses: list[Any] = [model.cross[str(layer)] for layer in model.settings.cca_layers]
         self.distance_keys = self._distance_keys(self.here, [each.block for each in attentions])
@@ -219,17 +226,17 @@ class Decoder:
         """The positions of the first slots of the cache; virtual tokens stand before 0."""
         return torch.arange(-self.num_virtual, stop - self.num_virtual, device=self.placement.device)
 
-    def _attend(self, layer: int, attention: Attention, x: Tensor, here: Places, span: _Pass) -> Tensor:
+    def _attend(self, layer: int, attention: Attention, x: Tensor, here: Positions, span: _Pass) -> Tensor:
         """Self-attention of the new tokens x [N, n, D] to all that their rows have read; their keys and values are kept."""
         keys, values = self.cache.keys, self.cache.values
-        k, v = attention.project(x)
-        placed = attention.placed(k, here, before=self._before(self.cache.last_keys, layer, k, span))
+        k, v = attention.project_keys_values(x)
+        placed = attention.finish_keys(k, here, before=self._before(self.cache.last_keys, layer, k, span))
         keys[span.at[:, None], layer, :, span.slots] = placed.to(keys.dtype)
         values[span.at[:, None], layer, :, span.slots] = v.to(values.dtype)
-        q = attention.ask(x)
-        q = attention.smeared_queries(q, before=self._before(self.cache.last_queries, layer, q, span))
+        q = attention.project_queries(x)
+        q = attention.smear_queries(q, before=self._before(self.cache.last_queries, layer, q, span))
         k, v = (kept[span.rows, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
-        return attention.read(q, here, k, v, mask=span.mask, distance_keys=self.distance_keys[layer])
+        return attention.attend(q, here, k, v, mask=span.mask, distance_keys=self.distance_keys[layer])
 
     def _before(self, kept: Tensor, layer: int, new: Tensor, span: _Pass) -> Tensor | None:
         """What stands before the new keys or queries [N, n, H, C] of a layer, [N, W, H, C]; None at the beginning.
@@ -245,19 +252,19 @@ class Decoder:
         kept[span.at, layer] = torch.cat((before, new), dim=1)[rows, span.last[:, None] + 1 + places].to(kept.dtype)
         return None if span.begins else before
 
-    def _cross_attend(self, number: int, h: Tensor, there: Places | None, span: _Pass) -> Tensor:
+    def _cross_attend(self, number: int, h: Tensor, there: Positions | None, span: _Pass) -> Tensor:
         """The new tokens h [N, n, D] read the neighbors of the last complete chunk; before there is one their queries are kept."""
         cross = self.crosses[number]
         attention = cross.block.attention
-        q = attention.ask(cross.norm(h))
-        q = attention.smeared_queries(q, before=self._before(self.cache.last_cross_queries, number, q, span))
+        q = attention.project_queries(cross.norm(h))
+        q = attention.smear_queries(q, before=self._before(self.cache.last_cross_queries, number, q, span))
         if there is None:
             return torch.zeros_like(h)
         k, v = (
             kept[span.rows, number].transpose(1, 2) for kept in (self.cache.neighbor_keys, self.cache.neighbor_values)
         )
         readable, distance_keys = self.cache.readable[span.rows], self.cross_distance_keys[number]
-        read: Tensor = cross.block.read(q, there, k, v, readable, distance_keys)
+        read: Tensor = cross.block.attend(q, there, k, v, readable, distance_keys)
         return read
 
     def _encode(self, rows: list[_Row], starts: np.ndarray, h: Tensor, span: _Pass) -> None:
@@ -288,32 +295,36 @@ class Decoder:
 
     # ---------------------------------------------------------------------------------------------------- positions
 
-    def _here(self, span: _Pass) -> Places:
+    def _here(self, span: _Pass) -> Positions:
         """Positions of self-attention."""
-        if isinstance(self.here, Rotary):
+        if isinstance(self.here, RopePositions):
             turned = self.here.query[:, span.positions]  # [2, N, n, 1, C/2]
-            return Rotary(turned, turned)
-        if isinstance(self.here, Nowhere):
+            return RopePositions(turned, turned)
+        if isinstance(self.here, NoPositions):
             return self.here
         apart = (span.positions[:, :, None] - self._keys_at(span.stop)).clamp(min=0)[
             :, None
         ]  # [N, 1, n, stop]; later keys are masked
-        return Distances(apart) if isinstance(self.here, Distances) else Relative(self.here.waves, apart)
+        return (
+            AlibiPositions(apart)
+            if isinstance(self.here, AlibiPositions)
+            else TransformerXLPositions(self.here.waves, apart)
+        )
 
-    def _there(self, span: _Pass) -> Places | None:
+    def _there(self, span: _Pass) -> Positions | None:
         """Positions of cross-attention: the last token of a chunk is the first of its window."""
         places = (span.positions + 1) % self.m
-        if isinstance(self.there, Rotary):
-            return Rotary(self.there.query[:, places], self.there.key)
-        if isinstance(self.there, Distances):
-            return Distances(self.there.apart[0, 0, places][:, None])
-        if isinstance(self.there, Relative):
-            return Relative(self.there.waves, self.there.lookup[places][:, None])
+        if isinstance(self.there, RopePositions):
+            return RopePositions(self.there.query[:, places], self.there.key)
+        if isinstance(self.there, AlibiPositions):
+            return AlibiPositions(self.there.distances[0, 0, places][:, None])
+        if isinstance(self.there, TransformerXLPositions):
+            return TransformerXLPositions(self.there.waves, self.there.lookup[places][:, None])
         return self.there
 
-    def _distance_keys(self, places: Places, attentions: Sequence[Attention]) -> Sequence[Tensor | None]:
+    def _distance_keys(self, places: Positions, attentions: Sequence[Attention]) -> Sequence[Tensor | None]:
         """What each attention makes of the distances, which are the same at every step; Transformer-XL's alone does."""
-        if not isinstance(places, Relative):
+        if not isinstance(places, TransformerXLPositions):
             return [None] * len(attentions)
         with torch.inference_mode(), self.placement.autocast():
             return [attention.distance_keys(places.waves.to(self.dtype)) for attention in attentions]
@@ -366,7 +377,7 @@ class Decoder:
 
     def _learn_size_of_neighbors(self, k: int, r: int) -> None:
         """What has waited for the first neighbors to come."""
-        self.there = place(
+        self.there = positions_of(
             *self.model.scheme_beside, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)
         )
         self.cross_distance_keys = self._distance_keys(self.there, [each.block.attention for each in self.crosses])

@@ -8,7 +8,7 @@ from indexing.store.errors import InputError
 from retro.model.attention import Attention
 from retro.model.feed_forward import FEED_FORWARD
 from retro.model.masks import some_key
-from retro.model.positions import place
+from retro.model.positions import positions_of
 from retro.model.residual_block import Residual, rms_norm
 from retro.model.settings import ModelSettings
 
@@ -27,7 +27,7 @@ class Encoder(nn.Module):
             heads, head_dim = settings.encoder_num_heads, settings.encoder_head_dim
             scale = 1 / head_dim if settings.init == "mup" else None
             block = Attention(
-                width, source_width, heads, head_dim, settings.beside, normed=settings.qk_norm, scale=scale
+                width, source_width, heads, head_dim, settings.beside, qk_norm=settings.qk_norm, scale=scale
             )
             return Residual(rms_norm(width), block, dropout)
 
@@ -73,10 +73,10 @@ class Encoder(nn.Module):
                 )
             e = e + self.position_embedding.weight[:r]
         mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
-        inner = place(*self.scheme, range(r), range(r), tokens.device)
+        inner = positions_of(*self.scheme, range(r), range(r), tokens.device)
         if self.cross:
             m = self.chunk_length
-            outer = place(*self.scheme, range(r), range(m), tokens.device, (k, 1))
+            outer = positions_of(*self.scheme, range(r), range(m), tokens.device, (k, 1))
             chunks = rearrange(self.query_norm(h[:, : num_chunks * m]), "b (u m) d -> (b u) m d", m=m)
         for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
             e = attention(e, inner, mask=mask)

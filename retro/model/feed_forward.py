@@ -29,12 +29,12 @@ class FeedForward(nn.Module):
     def __init__(self, width: int, inner_width: int, matrix: Matrix = linear, approximate: str = "none") -> None:
         super().__init__()
         self.approximate = approximate  # `tanh`: a formula for the normal distribution (Hendrycks & Gimpel 2016)
-        self.up = matrix(width, inner_width)
-        self.out = matrix(inner_width, width)
+        self.up_proj = matrix(width, inner_width)
+        self.down_proj = matrix(inner_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return self.out(F.gelu(self.up(x), approximate=self.approximate))
+        return self.down_proj(F.gelu(self.up_proj(x), approximate=self.approximate))
 
 
 class GatedFeedForward(nn.Module):
@@ -42,13 +42,13 @@ class GatedFeedForward(nn.Module):
 
     def __init__(self, width: int, inner_width: int, matrix: Matrix = linear) -> None:
         super().__init__()
-        self.gate = matrix(width, inner_width)
-        self.up = matrix(width, inner_width)
-        self.out = matrix(inner_width, width)
+        self.gate_proj = matrix(width, inner_width)
+        self.up_proj = matrix(width, inner_width)
+        self.down_proj = matrix(inner_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return self.out(F.silu(self.gate(x)) * self.up(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 FEED_FORWARD: dict[str, Callable[..., nn.Module]] = {

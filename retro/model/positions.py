@@ -1,7 +1,7 @@
-"""Positions of queries and keys (Borgeaud et al. 2022, section 2.4), computed once for each kind of attention by `place`.
+"""Positions of queries and keys (Borgeaud et al. 2022, section 2.4), computed once per pass by `positions_of`.
 
-Rotary ones (ours), Transformer-XL's (the paper's) or ALiBi's; learned positions stand in what is read, and are nothing here. Letters
-of the shape comments as in `retro.py`.
+RoPE (our default), Transformer-XL (the paper's) or ALiBi. Learned positions are added to the stream and need nothing here.
+Letters of the shape comments as in `retro.py`.
 """
 
 import math
@@ -11,75 +11,75 @@ import torch
 from torch import Tensor
 
 
-class Rotary(NamedTuple):
-    """RoPE: the rotations of every query and key. A score then depends on the difference of the two angles alone."""
+class RopePositions(NamedTuple):
+    """RoPE: the rotation of every query and key. Scores depend only on the difference of the two angles."""
 
     query: Tensor  # [2, Q, 1, C/2], cosines and sines
     key: Tensor  # [2, S, 1, C/2]
 
 
-class Relative(NamedTuple):
-    """Transformer-XL: sinusoids of every distance that occurs, and which of them lies between query and key."""
+class TransformerXLPositions(NamedTuple):
+    """Transformer-XL: sinusoids of every distance that occurs, and the index of the distance of each query and key."""
 
     waves: Tensor  # [X, width of the queries]
     lookup: Tensor  # [Q, S]
 
 
-class Distances(NamedTuple):
-    """ALiBi (Press et al. 2022): scores fall with the distance of query and key, more or less steeply by head."""
+class AlibiPositions(NamedTuple):
+    """ALiBi (Press et al. 2022): scores fall linearly with the distance of query and key, with a slope per head."""
 
-    apart: Tensor  # [1 or N, 1, Q, S], not negative
+    distances: Tensor  # [1 or N, 1, Q, S], not negative
 
 
-class Nowhere(NamedTuple):
-    """Nothing: what is read says itself where it stands (learned positions)."""
+class NoPositions(NamedTuple):
+    """Attention without position terms: learned positions are part of its input."""
 
 
 class Rope(NamedTuple):
-    """How RoPE turns the features of a head; see `ModelSettings` for what the numbers mean.
+    """Parameters of RoPE; see `settings.RopeSettings`.
 
     Attributes:
-        turning: features that turn, the first ones of a head; 0 = all.
+        rotary_dim: features of each head that are rotated, the first ones; 0 = all.
     """
 
-    turning: int = 0
+    rotary_dim: int = 0
     theta: float = 10_000
     scaling: str = "none"
     factor: float = 1
-    low_factor: float = 1
-    high_factor: float = 4
-    original_length: int = 8192
+    low_freq_factor: float = 1
+    high_freq_factor: float = 4
+    original_max_positions: int = 8192
 
 
-PLAIN_ROPE = Rope()
+DEFAULT_ROPE = Rope()
 
 
 def frequencies(number: int, rope: Rope, device: torch.device) -> Tensor:
-    """Radians by which each pair of features turns from token to token, falling geometrically: [number] float32.
+    """Radians by which each pair of features rotates per token, in geometric progression: [number] float32.
 
-    `llama3` is the scaling of Llama 3.1 (Dubey et al. 2024, section 3.4.3), as its authors have published it in code.
+    `llama3` is the scaling of Llama 3.1 (Dubey et al. 2024, section 3.4.3), as in Meta's published code.
     """
     steps = torch.arange(number, device=device, dtype=torch.float32)
     radians = rope.theta ** (-steps / number)
     if rope.scaling == "linear":
         return radians / rope.factor
     if rope.scaling == "llama3":
-        turns = rope.original_length * radians / (2 * math.pi)
-        kept = ((turns - rope.low_factor) / (rope.high_factor - rope.low_factor)).clamp(0, 1)
+        turns = rope.original_max_positions * radians / (2 * math.pi)
+        kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
         return radians * (kept + (1 - kept) / rope.factor)
     return radians
 
 
-def waves(positions: Tensor, num_frequencies: int, rope: Rope = PLAIN_ROPE) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions [S] at geometrically falling frequencies, both [S, num_frequencies] float32."""
+def waves(positions: Tensor, num_frequencies: int, rope: Rope = DEFAULT_ROPE) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions [S], both [S, num_frequencies] float32."""
     angles = positions[:, None] * frequencies(num_frequencies, rope, positions.device)
     return angles.cos(), angles.sin()
 
 
-Places = Rotary | Relative | Distances | Nowhere
+Positions = RopePositions | TransformerXLPositions | AlibiPositions | NoPositions
 
 
-def place(
+def positions_of(
     scheme: str,
     width: int,
     head_dim: int,
@@ -87,34 +87,41 @@ def place(
     key: range,
     device: torch.device,
     copies: tuple[int, int] = (1, 1),
-    rope: Rope = PLAIN_ROPE,
-) -> Places:
-    """What the attentions of a stack have to know of positions, where a query at i and a key at j are i - j apart.
+    rope: Rope = DEFAULT_ROPE,
+) -> Positions:
+    """Positions for the attentions of a stack. A query at position i and a key at position j have distance i - j.
 
-    `scheme` is `ModelSettings.positions`, `width` that of what asks, `rope` how the features of heads turn, if they do. The
-    copies are the K neighbors side by side, which stand at the same r positions.
+    Args:
+        scheme: one of `settings.PositionScheme`.
+        width: D of the queries' input.
+        head_dim: C.
+        query: positions of the queries.
+        key: positions of the keys.
+        device: where tensors are created.
+        copies: how often queries and keys repeat: K neighbors that are concatenated have the same r positions.
+        rope: parameters of RoPE, if that is the scheme.
     """
     if scheme == "learned":
-        return Nowhere()
+        return NoPositions()
     query_at = torch.arange(query.start, query.stop, device=device).repeat(copies[0])  # [Q]
     key_at = torch.arange(key.start, key.stop, device=device).repeat(copies[1])  # [S]
     if scheme == "rope":
-        pairs = (rope.turning or head_dim) // 2
-        return Rotary(*(torch.stack(waves(at, pairs, rope))[:, :, None] for at in (query_at, key_at)))
+        pairs = (rope.rotary_dim or head_dim) // 2
+        return RopePositions(*(torch.stack(waves(at, pairs, rope))[:, :, None] for at in (query_at, key_at)))
     if scheme == "alibi":
-        return Distances((query_at[:, None] - key_at).abs()[None, None])
+        return AlibiPositions((query_at[:, None] - key_at).abs()[None, None])
     lowest = query.start - key.stop + 1
     distances = torch.arange(lowest, query.stop - key.start, device=device)  # [X]
-    return Relative(torch.cat(waves(distances, width // 2), dim=-1), query_at[:, None] - key_at - lowest)
+    return TransformerXLPositions(torch.cat(waves(distances, width // 2), dim=-1), query_at[:, None] - key_at - lowest)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the feature pairs (c, c + C/2) of x [N, S, H, C] by the rotation [2, S, 1, C/2] of each position.
+    """Rotate the feature pairs (c, c + C/2) of x [N, S, H, C] by the rotation [2, S, 1, C/2] of each position.
 
-    A rotation of fewer features, [2, S, 1, F/2], turns the first F, and leaves the others as they are.
+    A rotation of fewer features, [2, S, 1, F/2], rotates the first F features and leaves the others unchanged.
     """
-    if (turning := 2 * rotation.shape[-1]) < x.shape[-1]:
-        return torch.cat((rotate(x[..., :turning], rotation), x[..., turning:]), dim=-1)
+    if (rotary_dim := 2 * rotation.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary_dim], rotation), x[..., rotary_dim:]), dim=-1)
     cos, sin = rotation.to(x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

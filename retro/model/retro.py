@@ -26,12 +26,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from indexing.store.errors import InputError
-from retro.model.attention import Attention, first_taps
+from retro.model.attention import Attention, initial_taps
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key, visible
 from retro.model.mixture_of_experts import ExpertLinear, Experts, queues_of
-from retro.model.positions import Places, Rope, place
+from retro.model.positions import Positions, Rope, positions_of
 from retro.model.residual_block import NORMS, Residual, rms_norm
 from retro.model.settings import ModelSettings
 
@@ -54,7 +54,7 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = attention
         self.chunk_length = chunk_length
 
-    def forward(self, x: Tensor, places: Places, encoded: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, places: Positions, encoded: Tensor, mask: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D], and exactly 0 for tokens with nothing to read.
 
         Args:
@@ -65,27 +65,27 @@ class ChunkedCrossAttention(nn.Module):
         """
         m, num_chunks = self.chunk_length, encoded.shape[1]
         # Smeared queries reach back into the chunk before: no further, and chunks are of one document.
-        first = m - max(1, self.attention.smeared)
-        q = self.attention.smeared_queries(self.attention.ask(x[:, first:]))[:, m - 1 - first :]
+        first = m - max(1, self.attention.smeared_tokens)
+        q = self.attention.smear_queries(self.attention.project_queries(x[:, first:]))[:, m - 1 - first :]
         num_readers = q.shape[1]  # the last window is cut short by the end of the sequence
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
         windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
-        read = self.read(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask.flatten(0, 1))
+        read = self.attend(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask.flatten(0, 1))
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0))
 
-    def keys_values(self, encoded: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    def keys_values(self, encoded: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
         """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
         starts = torch.arange(encoded.shape[1] * encoded.shape[2], device=encoded.device) % encoded.shape[2] == 0
-        k, v = self.attention.project(encoded.flatten(1, 2))
-        return self.attention.placed(k, places, starts[None]), v
+        k, v = self.attention.project_keys_values(encoded.flatten(1, 2))
+        return self.attention.finish_keys(k, places, starts[None]), v
 
-    def read(
-        self, q: Tensor, places: Places, k: Tensor, v: Tensor, mask: Tensor, distance_keys: Tensor | None = None
+    def attend(
+        self, q: Tensor, places: Positions, k: Tensor, v: Tensor, mask: Tensor, distance_keys: Tensor | None = None
     ) -> Tensor:
         """Queries of windows [N, Q, H, C] read keys and values of their chunks' neighbors; mask [N, K, R], the rest as in `Attention`."""
         mask = mask.flatten(1)[:, None, None]  # [N, 1, 1, K·R]
-        read = self.attention.read(q, places, k, v, some_key(mask), distance_keys=distance_keys)
+        read = self.attention.attend(q, places, k, v, some_key(mask), distance_keys=distance_keys)
         return read.masked_fill(~mask.any(-1), 0.0)
 
 
@@ -119,18 +119,20 @@ class Retro(nn.Module):
             num_heads=heads,
             head_dim=head_dim,
             num_kv_heads=settings.kv_heads,
-            normed=settings.qk_norm,
+            qk_norm=settings.qk_norm,
             scale=1 / head_dim if settings.init == "mup" else None,
         )
         norm = partial(NORMS[settings.norm], width, eps=settings.norm_eps)
 
         def own() -> Attention:
             bias, norm_eps, smeared = settings.attention_bias, settings.norm_eps, settings.smeared[0]
-            return attention(key_width=width, scheme=settings.positions, smeared=smeared, bias=bias, norm_eps=norm_eps)
+            return attention(
+                key_width=width, scheme=settings.positions, smeared_tokens=smeared, bias=bias, norm_eps=norm_eps
+            )
 
         def cross() -> ChunkedCrossAttention:
             source, smeared = settings.encoder_d_model, settings.smeared[1]
-            block = attention(key_width=source, scheme=settings.beside, smeared=smeared)
+            block = attention(key_width=source, scheme=settings.beside, smeared_tokens=smeared)
             return ChunkedCrossAttention(block, settings.chunk_length)
 
         def feed_forward(layer: int) -> nn.Module:
@@ -172,7 +174,7 @@ class Retro(nn.Module):
                 # The decoder's rows are small, as they are the output layer too; `embed` multiplies them.
                 nn.init.normal_(module.weight, std=1.0 if name.startswith("encoder.") else 0.02)
             elif isinstance(module, nn.Linear | ExpertLinear):
-                into_stream = name.endswith(".out")
+                into_stream = name.endswith((".o_proj", ".down_proj"))
                 fan_in = self.base_width if module is self.head else module.in_features
                 nn.init.normal_(module.weight, std=(fan_in * (num_blocks if into_stream else 1)) ** -0.5)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
@@ -182,8 +184,8 @@ class Retro(nn.Module):
                     if hasattr(module, bias):
                         nn.init.zeros_(getattr(module, bias).weight)
                 if hasattr(module, "key_taps"):
-                    module.key_taps.weight.copy_(first_taps(*module.key_taps.weight.shape, own=False))
-                    module.query_taps.weight.copy_(first_taps(*module.query_taps.weight.shape, own=True))
+                    module.key_taps.weight.copy_(initial_taps(*module.key_taps.weight.shape, of_queries=False))
+                    module.query_taps.weight.copy_(initial_taps(*module.query_taps.weight.shape, of_queries=True))
                 if hasattr(module, "smear"):  # from heads that look for what followed to heads that look for the token
                     smear = module.smear.weight
                     smear.copy_(torch.linspace(2, -2, len(smear))[:, None])
@@ -191,7 +193,7 @@ class Retro(nn.Module):
                 nn.init.zeros_(module.bias)
         for name, module in self.named_modules():
             if self.settings.copying_init and isinstance(module, Attention) and not name.startswith("encoder."):
-                module.begin_copying(self.encoder.project.weight if name.startswith("cross.") else None)
+                module.initialize_copying(self.encoder.project.weight if name.startswith("cross.") else None)
 
     def forward(
         self,
@@ -317,7 +319,7 @@ class Retro(nn.Module):
         """
         num_tokens, m, window = h.shape[1], self.settings.chunk_length, self.settings.sliding_window
         virtual, num_virtual = self.virtual()
-        here = place(*self.scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.rope)
+        here = positions_of(*self.scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.rope)
         mask = starts = None
         if documents is not None:
             mask, starts = document_mask(documents, m, num_tokens), document_starts(documents, m, num_tokens)
@@ -329,7 +331,7 @@ class Retro(nn.Module):
         cca_layers: tuple[int, ...] = ()
         if neighbors is not None and neighbors.numel() > 0:
             cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
-            there = place(*self.scheme_beside, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
+            there = positions_of(*self.scheme_beside, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
             real = neighbor_mask(neighbors, neighbor_lengths, documents)
         expert_layers, routing = self.settings.expert_layers, None
         queues = queues_of(h, m, documents, lengths) if expert_layers else None

@@ -49,7 +49,7 @@ def _divide_block(block: nn.Module, mesh: DeviceMesh, output: Any, local: bool) 
             module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
             module.register_forward_hook(lambda _module, _inputs, weight: weight.to_local())
         elif isinstance(module, nn.Linear):
-            into_stream = name.endswith("out")
+            into_stream = name.endswith(("o_proj", "down_proj"))
             style = RowwiseParallel(output_layouts=output, use_local_output=local) if into_stream else ColwiseParallel()
             parallelize_module(module, mesh, style)
 

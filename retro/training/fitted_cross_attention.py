@@ -1,6 +1,6 @@
 """Cross-attention that copies from the first step on, beside a decoder that is trained: fitted to what the decoder says.
 
-`Attention.begin_copying` ties weights to each other, which is enough where everything begins together. A trained stream is
+`Attention.initialize_copying` ties weights to each other, which is enough where everything begins together. A trained stream is
 another matter: it holds the token that was read in directions of its own, loudly, and a RETROfit with a few hundredths of the
 tokens is over before cross-attention has found them (docs/how-to/retrofit.md). They can be had without a gradient. Canonical
 correlations (Hotelling 1936) of the stream with the embeddings give the directions in which queries and keys meet; least
@@ -21,7 +21,7 @@ from retro.data.loader import Source, as_tensors
 from retro.device import Placement, TensorBatch
 from retro.model.attention import Attention
 from retro.model.loss import token_losses
-from retro.model.positions import PLAIN_ROPE, frequencies
+from retro.model.positions import DEFAULT_ROPE, frequencies
 from retro.model.retro import Retro
 
 log = logging.getLogger("retro")
@@ -70,12 +70,12 @@ def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
     training = model.training
     model.eval()
     for name, parameter in model.encoder.named_parameters():
-        if name.endswith(".out.weight") or name == "position_embedding.weight":
+        if name.endswith((".o_proj.weight", ".down_proj.weight")) or name == "position_embedding.weight":
             parameter.zero_()  # neighbors are read as they stand
     crosses: dict[str, Any] = dict(model.cross.items())
     attentions: dict[int, Any] = {int(n): cross.block.attention for n, cross in crosses.items()}
     for attention in attentions.values():
-        attention.out.weight.zero_()
+        attention.o_proj.weight.zero_()
     loss = partial(_loss, model, inputs, labels, placement)
     streams, size = _streams(model, inputs, placement)
     without = loss()
@@ -124,20 +124,20 @@ def _look_for_the_same(model: Retro, attention: Attention, stream: Tensor, token
     num = len(features)
     of_key = (left.T @ whiten_read)[:num]
     of_query = found[:num, None] * (right @ whiten_stream)[:num]
-    for weight, rows in ((attention.key.weight, of_key), (attention.query.weight, of_query)):
+    for weight, rows in ((attention.k_proj.weight, of_key), (attention.q_proj.weight, of_query)):
         weight.zero_()
         weight.unflatten(0, (-1, attention.head_dim))[:, features] = rows
-    q, k = attention.ask(stream), attention.project(read)[0]
+    q, k = attention.project_queries(stream), attention.project_keys_values(read)[0]
     scores = (q[:, 0] * k[:, 0]).sum(-1) * (attention.scale or attention.head_dim**-0.5)
     _sharpen(attention, 1 / float(scores.mean()))
 
 
 def _look_back(attention: Attention) -> None:
     """Keys hold the tokens before them, queries as many: their own, and those before."""
-    if attention.smeared == 1:
+    if attention.smeared_tokens == 1:
         attention.smear.weight.fill_(4)  # of a sigmoid
         return
-    taps = _DECAY ** torch.arange(attention.smeared, device=attention.query_taps.weight.device)
+    taps = _DECAY ** torch.arange(attention.smeared_tokens, device=attention.query_taps.weight.device)
     taps = taps / taps.norm()
     attention.query_taps.weight.copy_(taps.expand_as(attention.query_taps.weight))
     attention.key_taps.weight.copy_(F.pad(taps, (1, 0)).expand_as(attention.key_taps.weight))
@@ -145,19 +145,19 @@ def _look_back(attention: Attention) -> None:
 
 def _free_features(model: Retro, attention: Attention) -> Tensor:
     """The features of a head whose products do not depend on how far query and key are apart."""
-    head_dim, device = attention.head_dim, attention.query.weight.device
-    if hasattr(attention, "distance"):
-        attention.distance.weight.zero_()
+    head_dim, device = attention.head_dim, attention.q_proj.weight.device
+    if hasattr(attention, "distance_proj"):
+        attention.distance_proj.weight.zero_()
     if model.settings.beside != "rope":
         return torch.arange(head_dim, device=device)
-    slow = frequencies(head_dim // 2, PLAIN_ROPE, device) * model.settings.chunk_length < _TURN
+    slow = frequencies(head_dim // 2, DEFAULT_ROPE, device) * model.settings.chunk_length < _TURN
     slow[-1] = True  # narrow heads have none that is slow enough
     return slow.repeat(2).nonzero()[:, 0]
 
 
 def _sharpen(attention: Attention, factor: float) -> None:
     """Multiply the scores."""
-    where = attention.query_norm if hasattr(attention, "query_norm") else attention.query
+    where = attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj
     where.weight.mul_(factor)
 
 
@@ -165,20 +165,20 @@ def _say_what_is_read(model: Retro, attention: Attention, tokens: Tensor, size: 
     """The output raises the logit of a token [V] that alone is read by one nat, in a stream of some size."""
     rows = model.norm.weight * model.output_weight[tokens]
     rows = rows - rows.mean(0)  # [V, D]; what all logits have in common says nothing
-    _, values = attention.project(_encoded(model, tokens))
+    _, values = attention.project_keys_values(_encoded(model, tokens))
     values = values.repeat_interleave(attention.num_heads // values.shape[1], dim=1).flatten(1)  # [V, H·C]
     said = _least_squares(values, rows)
     nats = ((values @ said) * rows).sum(-1).mean() / size * (model.base_width / model.settings.d_model)
-    attention.out.weight.copy_(said.T / nats)
+    attention.o_proj.weight.copy_(said.T / nats)
 
 
 def _loudest_that_helps(attention: Attention, loss: Callable[[], float]) -> tuple[float, float, float]:
     """Set sharpness and loudness to the best of a few; the loss with them."""
-    out = attention.out.weight.clone()
+    out = attention.o_proj.weight.clone()
 
     def tried(sharpness: float, nats: float) -> float:
         _sharpen(attention, sharpness)
-        attention.out.weight.copy_(out * nats)
+        attention.o_proj.weight.copy_(out * nats)
         found = loss()
         _sharpen(attention, 1 / sharpness)
         return found
@@ -186,7 +186,7 @@ def _loudest_that_helps(attention: Attention, loss: Callable[[], float]) -> tupl
     sharpness = min(_SHARPNESS, key=lambda each: tried(each, 1.0))
     found, nats = min((tried(sharpness, each), each) for each in _NATS)
     _sharpen(attention, sharpness)
-    attention.out.weight.copy_(out * nats)
+    attention.o_proj.weight.copy_(out * nats)
     return sharpness, nats, found
 
 

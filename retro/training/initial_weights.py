@@ -55,7 +55,7 @@ def start_from(checkpoint: Checkpoint, model: Retro, datastores: list[str], tuni
     fill({name: tensor for name, tensor in ours.items() if name in theirs}, theirs)
     if not model.settings.copying_init:
         for name in drawn:
-            if name.startswith("cross.") and name.endswith(".out.weight"):
+            if name.startswith("cross.") and name.endswith(".o_proj.weight"):
                 ours[name].zero_()
     if not set(checkpoint.datastores) & set(datastores):
         log.warning("%s was trained on another datastore: its tokenizer must be the same as here", path)

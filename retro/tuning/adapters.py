@@ -60,7 +60,7 @@ def add_adapter(model: Retro, tuning: TuningSettings) -> None:
 
 
 def matrices(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that LoRA can be beside, by the names that `tuning.targets` knows: `attention.query`, `cross.attention.out` …
+    """Modules that LoRA can be beside, by the names that `tuning.targets` knows: `attention.q_proj`, `cross.attention.o_proj` …
 
     Names leave out numbers of layers. Routers and experts, embeddings and the output layer get none.
     """

@@ -30,8 +30,8 @@ class TuningSettings:
     dropout: float = 0.0
     """Share of the features dropped before LoRA's matrices in training."""
     targets: tuple[str, ...] = ("attention", "feed_forward")
-    """What gets LoRA, by the beginning of the names that `retro.tuning.adapters.matrices` gives: `attention` (query, key, value and
-    out of the decoder), `attention.query`, `feed_forward.up`, `cross`, `encoder.feed_forward` …"""
+    """What gets LoRA, by the beginning of the names that `retro.tuning.adapters.matrices` gives: `attention` (q_proj, k_proj, v_proj and
+    o_proj of the decoder), `attention.q_proj`, `feed_forward.up_proj`, `cross`, `encoder.feed_forward` …"""
     virtual_tokens: int = 20
     """Of a prefix or prompt. They belong to no chunk and to no document: every token sees them."""
 

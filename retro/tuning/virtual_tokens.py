@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from retro.model.positions import place
+from retro.model.positions import positions_of
 from retro.model.retro import Retro
 
 KeysValues = dict[str, tuple[Tensor, Tensor]]
@@ -47,11 +47,11 @@ class Prompt(nn.Module):
         device = self.prompt.embedding.weight.device
         h = model.scaled(self.prompt(torch.arange(self.count, device=device)[None]))  # [1, P, D]
         at = range(-self.count, 0)
-        here = place(*model.scheme, at, at, device, rope=model.rope)
+        here = positions_of(*model.scheme, at, at, device, rope=model.rope)
         found: KeysValues = {}
         for name, attention in model.attention.items():
             reads = h if model.settings.parallel_residual else None
-            h, k, v = attention(h, here, causal=True, keeping=True)
+            h, k, v = attention(h, here, causal=True, return_keys_values=True)
             found[name] = k, v
             h = model.feed_forward[name](h, reads=reads)
             if int(name) + 1 in model.settings.expert_layers:

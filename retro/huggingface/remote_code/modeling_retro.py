@@ -73,8 +73,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # what a chunk has retrieved cannot be taken back: no assisted generation
     # In a narrower type the products are taken, under autocast, and the residual stream stays as it is: as in training.
     _keep_in_fp32_modules_strict: ClassVar = [
-        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "key_norm", "smear", "router",
-        "content_bias", "distance_bias",
+        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "q_norm", "k_norm", "smear",
+        "router", "content_bias", "distance_bias",
     ]  # fmt: skip
 
     def __init__(self, config: RetroConfig) -> None:

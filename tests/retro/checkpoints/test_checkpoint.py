@@ -15,7 +15,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.single_file import export
-from retro.checkpoints.tensor_files import index, read_tensors, save_tensors
+from retro.checkpoints.tensor_files import save_tensors
 from retro.training.trainer import train
 from tests.conftest import tiny_config
 
@@ -41,23 +41,6 @@ def test_a_loaded_model_computes_what_was_saved(run: Path, tmp_path: Path) -> No
     again = checkpoints.load_model(opened, torch.device("cpu"))
     assert torch.equal(model(tokens), again(tokens))
     assert not model.training
-
-
-def test_names_of_before_are_read_as_todays(run: Path, tmp_path: Path) -> None:
-    now = read_tensors(index([run / "checkpoints/00000008/model.safetensors"]))
-    before = {}
-    for name, tensor in now.items():
-        if name.endswith(".key.weight"):
-            values = now[name.replace(".key.", ".value.")]
-            before[name.replace(".key.", ".key_value.")] = torch.cat((tensor, values))
-        elif ".value." not in name:
-            before[name.replace("smear.weight", "smear").replace("_bias.weight", "_bias")] = tensor
-    before["step/attention.0.block.key_value.weight"] = torch.tensor(8.0)
-    save_file(before, tmp_path / "before.safetensors")
-    read = read_tensors(index([tmp_path / "before.safetensors"]))
-    assert read.pop("step/attention.0.block.key.weight") == read.pop("step/attention.0.block.value.weight") == 8
-    assert read.keys() == now.keys()
-    assert all(torch.equal(read[name], now[name]) for name in now)
 
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
@@ -129,7 +112,7 @@ def test_a_stranger_reads_the_metadata_with_safetensors_alone(run: Path, exporte
     with safe_open(exported, "pt") as file:
         facts = json.loads(file.metadata()["retro"])
     opened = checkpoints.open_checkpoint(run)
-    assert (facts["format_version"], facts["step"], facts["fingerprint"]) == (1, 8, opened.fingerprint)
+    assert (facts["format_version"], facts["step"], facts["fingerprint"]) == (2, 8, opened.fingerprint)
     assert facts["settings"]["model"]["d_model"] == opened.model.d_model
 
 
@@ -150,7 +133,7 @@ def test_a_damaged_exported_file_is_refused(exported: Path) -> None:
 
 
 def test_tensors_without_a_model_another_ending_and_another_version_are_refused(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "foreign.safetensors")
     with pytest.raises(InputError, match="retro export"):
@@ -158,9 +141,10 @@ def test_tensors_without_a_model_another_ending_and_another_version_are_refused(
     opened = checkpoints.open_checkpoint(exported)
     with pytest.raises(InputError, match=r"\.safetensors"):
         export(opened, tmp_path / "model.pt")
-    monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 2)
-    with pytest.raises(InputError, match="format version 1, this program reads 2"):
-        checkpoints.open_checkpoint(exported)
+    monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 3)
+    for path in (exported, run):
+        with pytest.raises(InputError, match="format version 2, but this program reads version 3"):
+            checkpoints.open_checkpoint(path)
 
 
 def test_files_have_the_permissions_of_any_new_file(run: Path, exported: Path, tmp_path: Path) -> None:

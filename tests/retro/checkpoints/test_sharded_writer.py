@@ -115,7 +115,9 @@ def shard(model: Retro, mesh: DeviceMesh) -> Retro:
 def share_out_and_shard(model: Retro, mesh: DeviceMesh) -> Retro:
     """Tensor parallel in the inner dimension, FSDP in the outer one: both cut the same rows of some matrices."""
     for block in model.feed_forward.values():
-        parallelize_module(block, mesh["tensor"], {"block.up": ColwiseParallel(), "block.out": RowwiseParallel()})
+        parallelize_module(
+            block, mesh["tensor"], {"block.up_proj": ColwiseParallel(), "block.down_proj": RowwiseParallel()}
+        )
     return shard(model, mesh["data"])
 
 
@@ -270,7 +272,11 @@ def weights_of_a_baseline(case: Case) -> None:
     settings = {**STATE["settings"], "model": asdict(baseline.settings)}
     checkpoints.write(case.folder / "baseline", {**STATE, "settings": settings}, tensors, case.group)
     start_from(checkpoints.open_checkpoint(case.folder / "baseline"), model, ["0123"])
-    silent = {name: torch.zeros_like(drawn[name]) for name in drawn if re.fullmatch(r"cross\..*\.out\.weight", name)}
+    silent = {
+        name: torch.zeros_like(drawn[name])
+        for name in drawn
+        if re.fullmatch(r"cross\..*\.(o_proj|down_proj)\.weight", name)
+    }
     assert silent
     assert_equal(whole(model, new_optimizer(model)), drawn | silent | dict(baseline.state_dict()))
 

@@ -143,6 +143,6 @@ def test_an_added_row_is_no_likelier_than_one_of_all_whatever_the_stream_is() ->
 def test_logits_that_are_not_those_of_transformers_are_refused(folder: Path) -> None:
     base = read_base(folder)
     assert verify(base)[0] < 1e-5
-    base.tensors["attention.1.block.out.bias"][3] += 0.5
+    base.tensors["attention.1.block.o_proj.bias"][3] += 0.5
     with pytest.raises(InputError, match="logits differ from transformers' by up to"):
         verify(base)

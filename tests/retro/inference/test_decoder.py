@@ -186,8 +186,10 @@ def test_a_step_passes_one_token_of_each_row_through_the_layers() -> None:
 
 
 def test_attention_meets_few_numbers_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, attend = set(), attention.attend
-    monkeypatch.setattr(attention, "attend", lambda q, k, *rest: (lengths.add(k.shape[2]), attend(q, k, *rest))[1])
+    lengths, attend = set(), attention.dot_product_attention
+    monkeypatch.setattr(
+        attention, "dot_product_attention", lambda q, k, *rest: (lengths.add(k.shape[2]), attend(q, k, *rest))[1]
+    )
     decoder = Decoder(model_of("rope"), FLOAT32, 2 * KEY_STEP + 3 * M)
     for prompts in (rows(1, 3), *[rows(1, 1)] * (2 * KEY_STEP)):
         decoder.read(prompts)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.model.attention import Attention, attend, first_taps, smear, tapped
-from retro.model.positions import Distances, Nowhere, Places, Rotary, place
+from retro.model.attention import Attention, dot_product_attention, initial_taps, smear, weighted_sums
+from retro.model.positions import AlibiPositions, NoPositions, Positions, RopePositions, positions_of
 from tests.retro.small_model import M, R, batch, build, logits
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
@@ -41,24 +41,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def slow_score(attention: Attention, places: Places, q: Tensor, k: Tensor, distance: int) -> Tensor:
+def slow_score(attention: Attention, places: Positions, q: Tensor, k: Tensor, distance: int) -> Tensor:
     """The score of one query and one key of a single-headed attention, from their distance alone."""
-    if isinstance(places, Nowhere):  # with mup
+    if isinstance(places, NoPositions):  # with mup
         return q @ k / len(q)
-    if isinstance(places, Distances):
+    if isinstance(places, AlibiPositions):
         return q @ k / math.sqrt(len(q)) - abs(distance) / 256
-    if hasattr(attention, "query_norm"):
+    if hasattr(attention, "q_norm"):
         q, k = (x / x.square().mean().sqrt() for x in (q, k))
-        q, k = q * attention.query_norm.weight, k * attention.key_norm.weight
-    if isinstance(places, Rotary):
+        q, k = q * attention.q_norm.weight, k * attention.k_norm.weight
+    if isinstance(places, RopePositions):
         return turn(q, distance) @ k / math.sqrt(len(q))
     u, v = attention.content_bias.weight[0, 0], attention.distance_bias.weight[0, 0]
-    r = attention.distance.weight @ sinusoid(distance, attention.query.in_features)
+    r = attention.distance_proj.weight @ sinusoid(distance, attention.q_proj.in_features)
     return ((q + u) @ k + (q + v) @ r) / math.sqrt(len(q))
 
 
 def slow_attention(
-    attention: Attention, places: Places, x: Tensor, source: Tensor, distance: Callable[[int, int], int | None]
+    attention: Attention, places: Positions, x: Tensor, source: Tensor, distance: Callable[[int, int], int | None]
 ) -> Tensor:
     """Query by query and key by key: x [Q, D] reads source [S, E]; the distance is None where it may not look."""
     out = torch.zeros_like(x)
@@ -66,11 +66,11 @@ def slow_attention(
         scores, values = [], []
         for j in range(len(source)):
             if (apart := distance(i, j)) is not None:
-                key, value = attention.key.weight @ source[j], attention.value.weight @ source[j]
-                scores.append(slow_score(attention, places, attention.query.weight @ x[i], key, apart))
+                key, value = attention.k_proj.weight @ source[j], attention.v_proj.weight @ source[j]
+                scores.append(slow_score(attention, places, attention.q_proj.weight @ x[i], key, apart))
                 values.append(value)
         if scores:
-            out[i] = attention.out.weight @ (torch.stack(scores).softmax(0)[:, None] * torch.stack(values)).sum(0)
+            out[i] = attention.o_proj.weight @ (torch.stack(scores).softmax(0)[:, None] * torch.stack(values)).sum(0)
     return out
 
 
@@ -150,18 +150,18 @@ def test_heads_work_by_themselves(scheme):
         torch.nn.init.normal_(both.content_bias.weight)
         torch.nn.init.normal_(both.distance_bias.weight)
     x, source = torch.randn(1, 5, 12), torch.randn(1, 6, 10)
-    places = place(scheme, 12, 8, range(5), range(6), x.device)
+    places = positions_of(scheme, 12, 8, range(5), range(6), x.device)
     expected = torch.zeros(1, 5, 12)
     with torch.no_grad():
         for head in range(2):
             one = Attention(12, 10, 1, 8, scheme)
             rows = slice(head * 8, head * 8 + 8)
-            one.query.weight.copy_(both.query.weight[rows])
-            one.key.weight.copy_(both.key.weight[rows])
-            one.value.weight.copy_(both.value.weight[rows])
-            one.out.weight.copy_(both.out.weight[:, rows])
+            one.q_proj.weight.copy_(both.q_proj.weight[rows])
+            one.k_proj.weight.copy_(both.k_proj.weight[rows])
+            one.v_proj.weight.copy_(both.v_proj.weight[rows])
+            one.o_proj.weight.copy_(both.o_proj.weight[:, rows])
             if scheme == "transformer-xl":
-                one.distance.weight.copy_(both.distance.weight[rows])
+                one.distance_proj.weight.copy_(both.distance_proj.weight[rows])
                 one.content_bias.weight.copy_(both.content_bias.weight[head : head + 1])
                 one.distance_bias.weight.copy_(both.distance_bias.weight[head : head + 1])
             expected += one(x, places, source)
@@ -181,15 +181,15 @@ def test_slopes_of_alibi_halve_from_head_to_head_also_on_a_device_that_holds_lat
 @pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
 def test_grouped_queries_are_heads_whose_keys_and_values_are_the_same(scheme):
     torch.manual_seed(2)
-    grouped = Attention(12, 12, 4, 8, scheme, num_kv_heads=2, smeared=True)
+    grouped = Attention(12, 12, 4, 8, scheme, num_kv_heads=2, smeared_tokens=1)
     torch.nn.init.normal_(grouped.smear.weight)
-    full = Attention(12, 12, 4, 8, scheme, smeared=True)
-    repeated = {"key.weight": 8, "value.weight": 8, "smear.weight": 1}  # rows of a head
+    full = Attention(12, 12, 4, 8, scheme, smeared_tokens=1)
+    repeated = {"k_proj.weight": 8, "v_proj.weight": 8, "smear.weight": 1}  # rows of a head
     weights = grouped.state_dict()
     for name, rows in repeated.items():
         weights[name] = weights[name].unflatten(0, (2, rows)).repeat_interleave(2, dim=0).flatten(0, 1)
     full.load_state_dict(weights)
-    x, places = torch.randn(2, 5, 12), place(scheme, 12, 8, range(5), range(5), torch.device("cpu"))
+    x, places = torch.randn(2, 5, 12), positions_of(scheme, 12, 8, range(5), range(5), torch.device("cpu"))
     torch.testing.assert_close(grouped(x, places, causal=True), full(x, places, causal=True))
 
 
@@ -197,22 +197,22 @@ def test_grouped_queries_are_heads_whose_keys_and_values_are_the_same(scheme):
 def test_grouped_queries_in_bfloat16_training_are_those_in_float32(causal):
     torch.manual_seed(2)
     q, k, v = torch.randn(2, 4, 6, 8, requires_grad=True), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
-    exact = attend(q, k, v, None, causal)
-    rounded = attend(*(tensor.bfloat16() for tensor in (q, k, v)), None, causal)
+    exact = dot_product_attention(q, k, v, None, causal)
+    rounded = dot_product_attention(*(tensor.bfloat16() for tensor in (q, k, v)), None, causal)
     assert rounded.requires_grad
     torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05)
 
 
 def test_taps_sum_what_stands_before_up_to_a_start_or_what_was_kept():
     x, taps = torch.tensor([1.0, 10, 100, 1000, 10_000]).view(1, 5, 1, 1), torch.tensor([[1.0, 2, 3]])
-    assert tapped(x, taps).flatten().tolist() == [1, 12, 123, 1230, 12_300]
+    assert weighted_sums(x, taps).flatten().tolist() == [1, 12, 123, 1230, 12_300]
     starts = torch.tensor([[True, False, True, False, False]])
-    assert tapped(x, taps, starts).flatten().tolist() == [1, 12, 100, 1200, 12_300]
-    assert torch.equal(tapped(x[:, 3:], taps, before=x[:, 1:3]), tapped(x, taps)[:, 3:])
+    assert weighted_sums(x, taps, starts).flatten().tolist() == [1, 12, 100, 1200, 12_300]
+    assert torch.equal(weighted_sums(x[:, 3:], taps, before=x[:, 1:3]), weighted_sums(x, taps)[:, 3:])
 
 
 def test_first_heads_begin_with_several_tokens_and_keys_with_those_that_their_queries_hold():
-    keys, queries = first_taps(3, 4, own=False), first_taps(3, 3, own=True)
+    keys, queries = initial_taps(3, 4, of_queries=False), initial_taps(3, 3, of_queries=True)
     torch.testing.assert_close(keys.norm(dim=1), torch.ones(3))
     torch.testing.assert_close(keys[0, 1:] / keys[0, 1], queries[0] / queries[0, 0])  # the key of what follows them
     assert keys[0, 0] < 0.1
@@ -233,10 +233,10 @@ def test_one_query_of_each_row_reads_shared_keys_without_repeating_them(
 ) -> None:
     q, k, v = torch.randn(3, 6, 1, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
     bias = torch.randn(3, heads_of_bias, 1, 5) if heads_of_bias else None
-    expected = attend(q, *(x.repeat_interleave(3, dim=1) for x in (k, v)), bias, False)
+    expected = dot_product_attention(q, *(x.repeat_interleave(3, dim=1) for x in (k, v)), bias, False)
     seen, kernel = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *given, **rest: (seen.append(given), kernel(*given, **rest))[1]
     )
-    torch.testing.assert_close(attend(q, k, v, bias, False), expected)
+    torch.testing.assert_close(dot_product_attention(q, k, v, bias, False), expected)
     assert [tuple(x.shape) for x in seen[0]] == [(3, 2, 3, 8), (3, 2, 5, 8), (3, 2, 5, 8)]

@@ -52,10 +52,10 @@ def activations(rows: int = 3, seed: int = 1) -> Tensor:
 def answer(experts: Experts, expert: int, token: Tensor) -> Tensor:
     """What one expert makes of one token [D]."""
     matrices = {name: stack.weight[expert] for name, stack in experts.experts.named_children()}
-    inner = matrices["up"] @ token
-    if "gate" in matrices:
-        return matrices["out"] @ (F.silu(matrices["gate"] @ token) * inner)
-    return matrices["out"] @ F.gelu(inner)
+    inner = matrices["up_proj"] @ token
+    if "gate_proj" in matrices:
+        return matrices["down_proj"] @ (F.silu(matrices["gate_proj"] @ token) * inner)
+    return matrices["down_proj"] @ F.gelu(inner)
 
 
 def slow(experts: Experts, x: Tensor, documents: Tensor | None = None, lengths: Tensor | None = None) -> Any:
@@ -319,7 +319,7 @@ def test_a_model_that_is_cast_to_be_served_computes_what_it_did() -> None:
     with placement.autocast():
         before = model(tokens, None, neighbors, lengths)
         placement.cast(model)
-        assert model.attention["0"].block.query.weight.dtype == torch.bfloat16
+        assert model.attention["0"].block.q_proj.weight.dtype == torch.bfloat16
         assert torch.equal(model(tokens, None, neighbors, lengths), before)
 
 

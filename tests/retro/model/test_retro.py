@@ -384,8 +384,8 @@ def test_a_feed_forward_block_beside_the_attention_reads_what_that_reads():
     attended, _, _ = model.run_layers(h, None, None, neighbors, lengths)
     block = model.feed_forward["0"]
     added = block.block(block.norm(h))
-    torch.nn.init.zeros_(block.block.out.weight)
-    torch.nn.init.zeros_(block.block.out.bias)
+    torch.nn.init.zeros_(block.block.down_proj.weight)
+    torch.nn.init.zeros_(block.block.down_proj.bias)
     torch.testing.assert_close(attended, model.run_layers(h, None, None, neighbors, lengths)[0] + added)
 
 

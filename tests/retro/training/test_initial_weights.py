@@ -78,7 +78,7 @@ def test_a_retro_starts_from_a_baseline_and_what_stays_random_is_logged(
     before, after = started(baseline, retro.model)
     weights = saved(baseline)
     for name, tensor in after.items():
-        reads = name.startswith("cross.") and name.endswith(".out.weight")
+        reads = name.startswith("cross.") and name.endswith(".o_proj.weight")
         expected = torch.zeros_like(tensor) if reads else weights.get(name, before[name])
         assert torch.equal(tensor, expected), name
     drawn = [name for name in after if name not in weights]
@@ -95,7 +95,10 @@ def test_a_baseline_starts_from_a_retro_without_its_encoder(retro: Checkpoint, b
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"d_ffw": 32}, [r"feed_forward\.0\.block\.up\.weight", r"\[64, 32\] there and \[32, 32\]", "retro inspect"]),
+        (
+            {"d_ffw": 32},
+            [r"feed_forward\.0\.block\.up_proj\.weight", r"\[64, 32\] there and \[32, 32\]", "retro inspect"],
+        ),
         ({"vocab_size": 17}, [r"embedding\.weight", r"\[17, 32\] in this model"]),
         ({"num_layers": 2, "cca_layers": (2,)}, [r"weights that this model lacks: attention\.2\."]),
         ({"num_heads": 1, "head_dim": 32}, [r"model\.num_heads = 2, this model 1"]),

@@ -56,7 +56,7 @@ def test_every_parameter_of_a_model_is_in_one_group(tiny_model: Retro) -> None:
     ]  # fmt: skip
     found = [id(parameter) for group in groups.values() for parameter in group]
     assert sorted(found) == sorted(map(id, tiny_model.parameters()))
-    assert group_of("_wrapped.attention.11._checkpointed.block.query.weight") == "attention_12"
+    assert group_of("_wrapped.attention.11._checkpointed.block.q_proj.weight") == "attention_12"
 
 
 def test_figures_of_a_gradient_are_those_of_its_entries() -> None:

@@ -49,7 +49,18 @@ def test_what_heads_have_of_their_own_does_not_decay(scheme: str) -> None:
     of_heads = {"content_bias", "distance_bias", "key_taps", "query_taps", "smear"}
     assert of_heads & found == of_heads & spared
     assert bool(of_heads & found) == (scheme != "neox")
-    matrices = {"embedding", "query", "key", "value", "out", "up", "router", "distance", "head"}
+    matrices = {
+        "embedding",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "up_proj",
+        "down_proj",
+        "router",
+        "distance_proj",
+        "head",
+    }
     assert {name for name, p in model.named_parameters() if decay[id(p)]} == {
         name for name, p in model.named_parameters() if name.split(".")[-2] in matrices and name.endswith(".weight")
     }

@@ -46,8 +46,8 @@ def test_groups_learn_at_their_share_of_the_schedule() -> None:
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert metrics["lr"] == pytest.approx(5e-4, rel=1e-3)
     assert rates[id(model.embedding.weight)] == rates[id(model.norm.weight)] == metrics["lr"]
-    assert rates[id(model.attention["0"].block.query.weight)] == metrics["lr"] / 2  # 32 inputs
-    assert rates[id(model.feed_forward["0"].block.out.weight)] == metrics["lr"] / 4  # 64
+    assert rates[id(model.attention["0"].block.q_proj.weight)] == metrics["lr"] / 2  # 32 inputs
+    assert rates[id(model.feed_forward["0"].block.down_proj.weight)] == metrics["lr"] / 4  # 64
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_experts": 4, "experts_every": 1, "router_z_weight": 0.01}])

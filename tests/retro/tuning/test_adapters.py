@@ -165,21 +165,21 @@ def test_targets_are_named_by_module_and_what_is_not_there_is_refused_with_what_
         names = [name for name, _ in tuned(adapter="lora", targets=targets).named_parameters() if is_adapter(name)]
         return {name.split(".lora_")[0] for name in names}
 
-    assert adapted("attention.query") == {f"attention.{layer}.block.query" for layer in range(4)}
-    assert adapted("cross.attention.out", "encoder.feed_forward.up") == {
-        "cross.2.block.attention.out",
-        "cross.4.block.attention.out",
-        "encoder.feed_forward.0.block.up",
-        "encoder.feed_forward.1.block.up",
+    assert adapted("attention.q_proj") == {f"attention.{layer}.block.q_proj" for layer in range(4)}
+    assert adapted("cross.attention.o_proj", "encoder.feed_forward.up_proj") == {
+        "cross.2.block.attention.o_proj",
+        "cross.4.block.attention.o_proj",
+        "encoder.feed_forward.0.block.up_proj",
+        "encoder.feed_forward.1.block.up_proj",
     }
     assert adapted("attention") == {
-        name for kind in ("query", "key", "value", "out") for name in adapted(f"attention.{kind}")
+        name for kind in ("q_proj", "k_proj", "v_proj", "o_proj") for name in adapted(f"attention.{kind}")
     }
-    with pytest.raises(InputError, match=r"'attention\.q'.*attention\.query, .*feed_forward\.up"):
+    with pytest.raises(InputError, match=r"'attention\.q'.*attention\.q_proj, .*feed_forward\.up_proj"):
         adapted("attention.q")
     names = matrices(build(num_experts=4, tied_embeddings=False))
     assert {"feed_forward.router", "head"}.isdisjoint(names)
-    assert len(names["feed_forward.up"]) == 2  # the layers without experts
+    assert len(names["feed_forward.up_proj"]) == 2  # the layers without experts
 
 
 # ------------------------------------------------------------------------------------------------------- virtual tokens
