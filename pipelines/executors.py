@@ -1,6 +1,6 @@
 """Two ways to map a stage over shards: in this process, or on a Ray cluster. The only importer of ray.
 
-A task is an idempotent function call that writes its own artefact and returns counts, never arrays. Which executor ran it
+A task is an idempotent function call that writes its own artifact and returns counts, never arrays. Which executor ran it
 makes no difference to the bytes on disk.
 """
 

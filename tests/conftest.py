@@ -142,7 +142,7 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
         chunks=replace(Config().chunks, chunk_length=16),
         embedder=EmbedderSettings(dimension=32, bigram_buckets=1024),
         index=IndexSettings(tune_queries=100),
-        neighbors=NeighborSettings(k=6, candidates=24),
+        neighbors=NeighborSettings(stored=6, candidates=24),
         executor=ExecutorSettings(threads=1),
         data=DataSettings(sequence_length=64, k=2),
         model=ModelSettings(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.ways_of_reading DATASTORE [--rounds 5] [--batches 50]
 
-Build the datastore with `neighbors.materialised` to have that way measured too. In a round every case reads the same batches,
+Build the datastore with `neighbors.materialized` to have that way measured too. In a round every case reads the same batches,
 in an order that changes from round to round: first cold, then again, warm. Cold: all files of the training split are
 flushed (fsync) and dropped from the page cache (`posix_fadvise`, POSIX_FADV_DONTNEED, which needs no root), while nothing maps
 them; how much of them is cached even so is measured and printed. Caches below the page cache (of a disk, of a file server)
@@ -31,8 +31,8 @@ from retro.data.settings import DataSettings
 CASES = {
     "mmap": {"reading": "mmap"},
     "pread": {"reading": "pread"},
-    "materialised, mmap": {"reading": "mmap", "materialised": True},
-    "materialised, pread": {"reading": "pread", "materialised": True},
+    "materialized, mmap": {"reading": "mmap", "materialized": True},
+    "materialized, pread": {"reading": "pread", "materialized": True},
 }
 FLOOR = "floor: in sequence"
 _BLOCK = 1 << 20
@@ -50,8 +50,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmark-reading.json"))
     options = parser.parse_args()
     datastore = Datastore.open(options.datastore)
-    names = [name for name, case in CASES.items() if datastore.has("materialise") or not case.get("materialised")]
-    files = files_of(datastore, with_materialised=len(names) == len(CASES))
+    names = [name for name, case in CASES.items() if datastore.has("materialize") or not case.get("materialized")]
+    files = files_of(datastore, with_materialized=len(names) == len(CASES))
     itemsize = datastore.train.tokens.shard(0).dtype.itemsize
     rows = (
         options.batches * options.batch_size * (options.sequence_length // datastore.chunk_length) * (1 + 2 * options.k)
@@ -94,11 +94,11 @@ def main() -> None:
     write(options.out, {"settings": settings, **facts, "rows_read": rows, "bytes_read": total, "rows": table})
 
 
-def files_of(datastore: Datastore, *, with_materialised: bool) -> list[Path]:
+def files_of(datastore: Datastore, *, with_materialized: bool) -> list[Path]:
     """The files of the training split that batches are made of."""
     train = datastore.train
     arrays = [train.tokens, train.lengths, train.neighbor_ids]
-    arrays += [train.materialised_tokens, train.materialised_lengths] if with_materialised else []
+    arrays += [train.materialized_tokens, train.materialized_lengths] if with_materialized else []
     documents = [path.with_name("documents.npy") for path in train.tokens.paths]
     return [*documents, *(path for array in arrays for path in array.paths)]
 

@@ -46,7 +46,7 @@ def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: 
 
 
 def is_merged(folder: Path, shards: Sequence[Path]) -> bool:
-    """Whether the artefact `folder` was merged from just these shards, as they are now: no fewer, and none since changed."""
+    """Whether the artifact `folder` was merged from just these shards, as they are now: no fewer, and none since changed."""
     if not fetch_manifest(folder):
         return False
     return parse_manifest(folder)["recipe"]["inputs"] == {
@@ -55,7 +55,7 @@ def is_merged(folder: Path, shards: Sequence[Path]) -> bool:
 
 
 def open_merged(folder: Path) -> Any:
-    """The merged index of the artefact `folder`, whose lists stay on disk."""
+    """The merged index of the artifact `folder`, whose lists stay on disk."""
     import faiss
 
     present(folder)

@@ -15,7 +15,7 @@ from indexing.store.retrieval_set import RetrievalSet
 _BLOCK_TOKENS = 1 << 22  # of neighbors at a time: 32 MB as int64
 
 
-def materialise_shard(
+def materialize_shard(
     work: Path,
     split: Split,
     rows: tuple[int, int],

@@ -2,7 +2,7 @@
 
     embeddings of a shard → candidates → own document out → near copies out (if asked) → exact distances → k stored
 
-The same is done in the index of each generation of the datastore, and of each datastore of `neighbors.also`, and the k nearest
+The same is done in the index of each generation of the datastore, and of each datastore of `neighbors.extra_datastores`, and the k nearest
 of all are stored. So what a generation adds is merged with what is stored, and comes out as if all had been searched at once.
 
 Everything is excluded by id, never by its place in a result: column 0 of a search need not be the query itself. What
@@ -39,7 +39,7 @@ _MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
 class NeighborSettings:
     """How many neighbors are stored and which are not."""
 
-    k: int = 16
+    stored: int = 16
     """Neighbors stored for each chunk: more than are used, since a batch skips those of its own documents."""
     candidates: int = 64
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
@@ -51,27 +51,27 @@ class NeighborSettings:
     `auto`: what a cost model prefers of `index`, `exact` and `lists`."""
     max_overlap: float = 1.0
     """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
-    also: tuple[Path, ...] = ()
+    extra_datastores: tuple[Path, ...] = ()
     """More datastores to retrieve from: their training chunks may be neighbors too. Same tokenizer, chunk length, embedder."""
-    materialised: int = 0
-    """Neighbors of each chunk whose tokens are written beside it (stage `materialise`), for data.materialised; a few more
+    materialized: int = 0
+    """Neighbors of each chunk whose tokens are written beside it (stage `materialize`), for data.materialized; a few more
     than data.k, for those that a sequence skips. 0 = none."""
 
     @property
     def precise_candidates(self) -> int:
         """Candidates of a search by products of the embeddings: half as many again as are stored, for what bfloat16 misplaces."""
-        return min(self.candidates, self.k + max(8, self.k // 2))
+        return min(self.candidates, self.stored + max(8, self.stored // 2))
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= _MOST_NEIGHBORS:
-            raise InputError(f"neighbors.k = {self.k}: must be between 1 and {_MOST_NEIGHBORS:,}.")
-        if not 0 <= self.materialised <= self.k:
+        if not 1 <= self.stored <= _MOST_NEIGHBORS:
+            raise InputError(f"neighbors.stored = {self.stored}: must be between 1 and {_MOST_NEIGHBORS:,}.")
+        if not 0 <= self.materialized <= self.stored:
             raise InputError(
-                f"neighbors.materialised = {self.materialised}: must be between 0 (none) and neighbors.k = {self.k}."
+                f"neighbors.materialized = {self.materialized}: must be between 0 (none) and neighbors.stored = {self.stored}."
             )
-        if not self.k <= self.candidates <= _MOST_CANDIDATES:
+        if not self.stored <= self.candidates <= _MOST_CANDIDATES:
             raise InputError(
-                f"neighbors.candidates = {self.candidates}: must be between neighbors.k = {self.k} and "
+                f"neighbors.candidates = {self.candidates}: must be between neighbors.stored = {self.stored} and "
                 f"{_MOST_CANDIDATES:,} (4 times k is good)."
             )
         if not 0 <= self.max_overlap <= 1:
@@ -125,7 +125,7 @@ def neighbors_of(
         queries: [n, d] float32 embeddings.
         index: over the chunks of `train`.
         train: the split in the index.
-        settings: k, candidates, re-ranking, overlap.
+        settings: stored, candidates, re-ranking, overlap.
         excluded: first and stop [n] of the ids of each query's own document; None for held-out chunks.
         tokens: chunks [n, m] and lengths [n] of the queries, needed for `max_overlap`.
 
@@ -193,10 +193,10 @@ def _search_once(
         # The index's own order stays; the distances stored are exact all the same.
         ids = np.take_along_axis(ids, np.argsort(ids < 0, axis=1, kind="stable"), 1)
         distances = _exact_distances(queries, ids, train)
-    if depth < settings.k:
-        ids = np.pad(ids, ((0, 0), (0, settings.k - depth)), constant_values=-1)
-        distances = np.pad(distances, ((0, 0), (0, settings.k - depth)), constant_values=np.inf)
-    return ids[:, : settings.k], distances[:, : settings.k]
+    if depth < settings.stored:
+        ids = np.pad(ids, ((0, 0), (0, settings.stored - depth)), constant_values=-1)
+        distances = np.pad(distances, ((0, 0), (0, settings.stored - depth)), constant_values=np.inf)
+    return ids[:, : settings.stored], distances[:, : settings.stored]
 
 
 def _exact_distances(queries: np.ndarray, ids: np.ndarray, train: Split) -> np.ndarray:
@@ -234,7 +234,7 @@ def neighbor_shard(
         split: where the chunks lie, in the datastore of number 0: documents are excluded in that one alone, by id.
         rows: first and stop.
         searched: the indexes.
-        settings: k, candidates, re-ranking, overlap.
+        settings: stored, candidates, re-ranking, overlap.
         before: folder of such files with what was found in other indexes, to be merged with what is found in these.
         advance: told of finished chunks.
 
@@ -245,8 +245,8 @@ def neighbor_shard(
     counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
     known = [open_array(before / f"{name}.npy") for name in ("ids", "distances")] if before else None
     with (
-        NpyWriter(work / "ids.npy", np.int64, (settings.k,)) as id_file,
-        NpyWriter(work / "distances.npy", np.float32, (settings.k,)) as distance_file,
+        NpyWriter(work / "ids.npy", np.int64, (settings.stored,)) as id_file,
+        NpyWriter(work / "distances.npy", np.float32, (settings.stored,)) as distance_file,
     ):
         step = _block_rows(searched)
         for start in range(*rows, step):
@@ -254,13 +254,13 @@ def neighbor_shard(
             found, deeper = _search_block(split, (start, stop), searched, settings)
             if known:
                 found.append((known[0][start - rows[0] : stop - rows[0]], known[1][start - rows[0] : stop - rows[0]]))
-            ids, distances = merge_nearest(found, settings.k)
+            ids, distances = merge_nearest(found, settings.stored)
             id_file.append(ids)
             distance_file.append(distances)
             present = (ids >= 0).sum(axis=1)
             counts["queries"] += len(ids)
             counts["neighbors"] += int(present.sum())
-            counts["short"] += int((present < settings.k).sum())
+            counts["short"] += int((present < settings.stored).sum())
             counts["empty"] += int((present == 0).sum())
             counts["deeper"] += deeper
             advance(len(ids))

@@ -80,11 +80,11 @@ class Retriever:
 
         Args:
             locations: folders or URLs. Ids are those of the first one's stored neighbors (`store/retrieval.py`): the chunks of the
-                datastores of its `neighbors.also` are searched too, and then those of the other locations.
+                datastores of its `neighbors.extra_datastores` are searched too, and then those of the other locations.
             indexes: what searches each datastore of the retrieval set; None opens the indexes that lie in them.
 
         Raises:
-            InputError: one is no datastore, its index is not finished, they do not fit together, or one of `neighbors.also` is gone
+            InputError: one is no datastore, its index is not finished, they do not fit together, or one of `neighbors.extra_datastores` is gone
                 or has changed.
         """
         datastore, *others = map(Datastore.open, locations)

@@ -1,1 +1,1 @@
-"""Layer 0: the artefact format: shards, manifests, fingerprints, atomic writes."""
+"""Layer 0: the artifact format: shards, manifests, fingerprints, atomic writes."""

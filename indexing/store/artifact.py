@@ -1,11 +1,11 @@
-"""An artefact is a finished folder: it has a manifest, and the manifest has a fingerprint.
+"""An artifact is a finished folder: it has a manifest, and the manifest has a fingerprint.
 
     with create(folder, recipe) as (work, counts):   # work = a temporary folder beside `folder`
         np.save(work / "tokens.npy", tokens)
         counts["chunks"] = len(tokens)
     # here every file has been flushed and checksummed, the manifest written, and the folder renamed into place
 
-One rename makes it visible, so a killed stage leaves a temporary folder at most, never half an artefact. A stage asks
+One rename makes it visible, so a killed stage leaves a temporary folder at most, never half an artifact. A stage asks
 `is_finished(folder, recipe)` first: the same recipe means the work is done; another one is refused by name; one that is
 damaged is made again.
 """
@@ -42,13 +42,13 @@ def fingerprint(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an artefact is made of. Two artefacts with equal recipes hold equal bytes.
+    """What an artifact is made of. Two artifacts with equal recipes hold equal bytes.
 
     Attributes:
         stage: the stage that makes it, as on the command line (`chunk`, `embed`, …).
         version: of the stage's code; raised whenever the same settings would give other bytes.
         settings: the settings that the bytes depend on, `section.key` to value.
-        inputs: name to fingerprint of every artefact it is made from.
+        inputs: name to fingerprint of every artifact it is made from.
     """
 
     stage: str
@@ -68,10 +68,10 @@ class Recipe:
 
 
 def is_finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether `folder` holds the finished artefact of this recipe. A damaged one does not: a warning says what is wrong.
+    """Whether `folder` holds the finished artifact of this recipe. A damaged one does not: a warning says what is wrong.
 
     Raises:
-        InputError: it holds the artefact of another recipe; the message names what differs and what rebuilds it.
+        InputError: it holds the artifact of another recipe; the message names what differs and what rebuilds it.
     """
     if not (folder / MANIFEST).exists():
         return False
@@ -110,10 +110,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Make the artefact `folder`: yields a temporary folder to fill and a dictionary of counts for the manifest.
+    """Make the artifact `folder`: yields a temporary folder to fill and a dictionary of counts for the manifest.
 
     On a normal exit the folder is renamed into place with its manifest; on an error the temporary folder is removed and
-    nothing else changes. What a killed process left of it, and a damaged artefact in its place, are removed first. Where
+    nothing else changes. What a killed process left of it, and a damaged artifact in its place, are removed first. Where
     the folder mirrors a URL, everything is uploaded before the rename.
 
     Every maker has a temporary folder of its own: one that is thought dead and still writes (its driver was killed, its
@@ -147,7 +147,7 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
 
 
 def _leftovers(folder: Path) -> Iterator[Path]:
-    """The temporary folders of an artefact."""
+    """The temporary folders of an artifact."""
     for path in folder.parent.iterdir() if folder.parent.exists() else ():
         if re.fullmatch(rf"\.{re.escape(folder.name)}(\.[0-9a-f]{{8}})?\.tmp", path.name):
             yield path
@@ -185,7 +185,7 @@ def write_manifest(folder: Path, recipe: Recipe, counts: Mapping[str, Any]) -> N
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished artefact, after a look at the size of each of its files.
+    """The manifest of a finished artifact, after a look at the size of each of its files.
 
     Of one that mirrors a URL the manifest is fetched, and the files need not be here.
 
@@ -199,7 +199,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parse_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an artefact, whatever its files are like.
+    """The manifest of an artifact, whatever its files are like.
 
     Raises:
         InputError: there is none, it cannot be read, or it is not as it was written.
@@ -219,7 +219,7 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with an artefact as far as manifest and sizes tell, or None; `verify` looks at every byte."""
+    """What is wrong with an artifact as far as manifest and sizes tell, or None; `verify` looks at every byte."""
     remote.fetch_manifest(folder)  # that a URL cannot be asked is no damage
     try:
         return next(wrong_sizes(folder, parse_manifest(folder)), None)
@@ -228,7 +228,7 @@ def damage(folder: Path) -> str | None:
 
 
 def verify(folder: Path) -> list[str]:
-    """Compare every file of an artefact with its manifest; one line for each that is missing or differs."""
+    """Compare every file of an artifact with its manifest; one line for each that is missing or differs."""
     try:
         manifest = parse_manifest(folder)
     except InputError as error:
@@ -239,7 +239,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each file of an artefact that is missing or has another size than its manifest says."""
+    """One line for each file of an artifact that is missing or has another size than its manifest says."""
     for name, expected in manifest["files"].items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
@@ -249,14 +249,14 @@ def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None:
-    """What is said of one file of an artefact whose bytes are not those of its manifest, or None."""
+    """What is said of one file of an artifact whose bytes are not those of its manifest, or None."""
     if checksum(folder / name) == manifest["files"][name]["checksum"]:
         return None
     return f"{folder / name} has changed since it was written (checksum)"
 
 
 def remove(folder: Path) -> None:
-    """Delete an artefact: first its manifest, so that a kill halfway leaves something unfinished, not something false."""
+    """Delete an artifact: first its manifest, so that a kill halfway leaves something unfinished, not something false."""
     remote.remove(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
     if folder.exists():

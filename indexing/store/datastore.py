@@ -8,7 +8,7 @@
       embeddings/00000/             train.npy valid.npy test.npy
       index/trained/  index/00000/  index/tuned/
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
-      materialised/00000/{train,valid,test}/  tokens.npy lengths.npy
+      materialized/00000/{train,valid,test}/  tokens.npy lengths.npy
       appended/00001/               corpus/ of each generation that was appended
       deleted.npy                   chunk ids of deleted documents, once there are any
 
@@ -31,10 +31,10 @@ from indexing.store.errors import InputError
 from indexing.store.files import DAMAGED_ARRAY, read_checked, write_checked
 from indexing.store.ranged_reads import RangedArray, Reading, check_rows
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
 # Keys of the top manifest.
-_KEYS = {"format_version", "chunk_length", "pad_id", "vocab_size", "fingerprints", "splits", "also"}
+_KEYS = {"format_version", "chunk_length", "pad_id", "vocab_size", "fingerprints", "splits", "extra_datastores"}
 
 
 def shard_name(shard: int) -> str:
@@ -182,14 +182,14 @@ class Split:
         return self._array("neighbors", f"{self.name}/distances")
 
     @cached_property
-    def materialised_tokens(self) -> ShardedArray:
+    def materialized_tokens(self) -> ShardedArray:
         """[chunks, s, 2m] uint16 or uint32: the first s stored neighbors with their continuations."""
-        return self._array("materialised", f"{self.name}/tokens")
+        return self._array("materialized", f"{self.name}/tokens")
 
     @cached_property
-    def materialised_lengths(self) -> ShardedArray:
+    def materialized_lengths(self) -> ShardedArray:
         """[chunks, s] uint16 or uint32, real tokens of each."""
-        return self._array("materialised", f"{self.name}/lengths")
+        return self._array("materialized", f"{self.name}/lengths")
 
     @cached_property
     def _offsets(self) -> ShardedArray:
@@ -384,12 +384,12 @@ class Datastore:
 
     @property
     def fingerprint(self) -> str:
-        """One fingerprint over every finished stage but `materialise`, which only repeats what the others hold, and what
+        """One fingerprint over every finished stage but `materialize`, which only repeats what the others hold, and what
         has been deleted."""
         from indexing.store.artifact import fingerprint
 
         stages = {
-            name: value for name, value in self.manifest["fingerprints"].items() if name not in ("materialise", "merge")
+            name: value for name, value in self.manifest["fingerprints"].items() if name not in ("materialize", "merge")
         }
         deleted = deleted_ranges(self.folder).tolist()
         return fingerprint(stages | ({"deleted": deleted} if deleted else {}))

@@ -2,8 +2,8 @@
 
     s3://bucket/wiki/chunks/00000   ⟷   RETRO_CACHE/s3:/bucket/wiki/chunks/00000
 
-    reading:   present(path): fetched on first use, checked against its artefact's manifest, renamed into place
-    building:  create(…) uploads a finished artefact, its manifest last, before it becomes visible here
+    reading:   present(path): fetched on first use, checked against its artifact's manifest, renamed into place
+    building:  create(…) uploads a finished artifact, its manifest last, before it becomes visible here
 
 A path with a part such as `s3:` stands for the URL that follows, wherever the folder lies: that is all that any code needs
 to know, so paths carry URLs (`pathlib` makes `s3:/bucket` of `s3://bucket`, and `url_of` takes it back). The URL is the truth:
@@ -24,7 +24,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, checksum, read_json, write_bytes
 
 _READ_ON_OPEN = (MANIFEST, "deleted.npy")
-_TOP_FILES = (*_READ_ON_OPEN, "report.json", "report.html")  # of a datastore, in no artefact
+_TOP_FILES = (*_READ_ON_OPEN, "report.json", "report.html")  # of a datastore, in no artifact
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]+:")
 # In these a folder is but a name. Asked for one, s3fs makes a missing bucket, which a wrong letter must not do.
 # Where names may not be listed, S3 says of a missing one that it is forbidden.
@@ -71,7 +71,7 @@ def is_away(path: Path) -> bool:
 
 
 def refresh(folder: Path) -> None:
-    """Fetch the top manifest of a mirrored datastore, and what has been deleted. If one has changed, drop the artefacts
+    """Fetch the top manifest of a mirrored datastore, and what has been deleted. If one has changed, drop the artifacts
     that are others now."""
     if url_of(folder) is None:
         return
@@ -91,17 +91,17 @@ def refresh(folder: Path) -> None:
 
 
 def drop_if_changed(folder: Path) -> None:
-    """Remove what is here of a mirrored artefact that is another one at its URL now, or none."""
+    """Remove what is here of a mirrored artifact that is another one at its URL now, or none."""
     path = folder / MANIFEST
     if url_of(folder) and path.exists() and _read(f"{url_of(folder)}/{MANIFEST}", _MISSING) != path.read_bytes():
         shutil.rmtree(folder)
 
 
 def present(path: Path) -> Path:
-    """A finished artefact, or a file of one, on this machine: fetched if it belongs to a URL and is not there yet.
+    """A finished artifact, or a file of one, on this machine: fetched if it belongs to a URL and is not there yet.
 
     Raises:
-        InputError: there is none, the URL cannot be read, or what it gives is not what the artefact's manifest says.
+        InputError: there is none, the URL cannot be read, or what it gives is not what the artifact's manifest says.
     """
     if url_of(path) is None:
         return path
@@ -186,7 +186,7 @@ def pull(folder: Path) -> None:
 
 
 def publish(work: Path, folder: Path) -> None:
-    """Upload an artefact that will be `folder` and lies in `work`: its manifest last, so that it is whole once it is seen."""
+    """Upload an artifact that will be `folder` and lies in `work`: its manifest last, so that it is whole once it is seen."""
     if url_of(folder) is None:
         return
     for name in (*read_json(work / MANIFEST)["files"], MANIFEST):
@@ -194,7 +194,7 @@ def publish(work: Path, folder: Path) -> None:
 
 
 def move(folder: Path, to: Path) -> None:
-    """Rename a finished artefact; at a URL it is copied, then removed."""
+    """Rename a finished artifact; at a URL it is copied, then removed."""
     present(folder)
     publish(folder, to)
     os.rename(folder, to)
@@ -202,7 +202,7 @@ def move(folder: Path, to: Path) -> None:
 
 
 def publish_file(path: Path) -> None:
-    """Upload a file that belongs to no artefact: the top manifest, a report."""
+    """Upload a file that belongs to no artifact: the top manifest, a report."""
     if url_of(path) is not None:
         _put(path, str(url_of(path)))
 

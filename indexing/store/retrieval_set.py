@@ -45,19 +45,19 @@ class RetrievalSet:
             InputError: one of the other datastores is missing, or has changed since it was searched.
         """
         others = []
-        for entry in datastore.manifest.get("also", []):
+        for entry in datastore.manifest.get("extra_datastores", []):
             folder = (datastore.folder.resolve() / entry["folder"]).resolve()
             again = "or search again: `retro index CONFIG --stage neighbors --rebuild`"
             try:
                 other = Datastore.open(folder, datastore.reading)
             except InputError as error:
                 raise InputError(
-                    f"{datastore.folder} has neighbors in {folder} (neighbors.also), which cannot be opened: {error} "
-                    f"Put it back, name its new place in neighbors.also and run `retro index CONFIG`, {again}."
+                    f"{datastore.folder} has neighbors in {folder} (neighbors.extra_datastores), which cannot be opened: {error} "
+                    f"Put it back, name its new place in neighbors.extra_datastores and run `retro index CONFIG`, {again}."
                 ) from error
             if other.manifest["fingerprints"].get("chunk") != entry["chunks"]:
                 raise InputError(
-                    f"{folder} holds other chunks than when {datastore.folder} searched it (neighbors.also). "
+                    f"{folder} holds other chunks than when {datastore.folder} searched it (neighbors.extra_datastores). "
                     f"Put them back, {again}."
                 )
             others.append(other.train)
@@ -148,7 +148,7 @@ class RetrievalSet:
 # --- what fits together ----------------------------------------------------------------------------------------------
 
 
-def check_searchable(datastore: Datastore, other: Datastore, key: str = "neighbors.also") -> None:
+def check_searchable(datastore: Datastore, other: Datastore, key: str = "neighbors.extra_datastores") -> None:
     """Raise InputError, naming the setting `key`, unless the chunks of one datastore may be neighbors of another's."""
     if datastore.chunk_length != other.chunk_length:
         raise InputError(

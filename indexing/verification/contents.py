@@ -1,6 +1,6 @@
 """Do the arrays and indexes of one shard hold what the counts promise?
 
-Each check is a generator of what is wrong with the artefact of one shard, the file first. It is given a datastore whose
+Each check is a generator of what is wrong with the artifact of one shard, the file first. It is given a datastore whose
 files have passed their checksums, so what it finds was written wrong, or the manifest was made to fit.
 """
 
@@ -23,7 +23,7 @@ Check = Callable[[Datastore, int], Iterator[str]]
 
 
 def check_of(name: str) -> Check | None:
-    """The check for an artefact (`chunks/00003`, `index/trained`), or None where checksums are all there is to ask."""
+    """The check for an artifact (`chunks/00003`, `index/trained`), or None where checksums are all there is to ask."""
     if name == "index/trained":
         return check_trained
     stage, _, shard = name.partition("/")
@@ -32,7 +32,7 @@ def check_of(name: str) -> Check | None:
         "embeddings": check_embeddings,
         "index": check_index,
         "neighbors": check_neighbors,
-        "materialised": check_materialised,
+        "materialized": check_materialized,
     }
     return checks.get(stage) if shard.isdigit() else None
 
@@ -142,7 +142,7 @@ def ids_of(index: Any) -> np.ndarray:
 def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:
     """Ids of the retrieval set, none of the chunk's own document; a distance where there is an id, infinity elsewhere."""
     folder = datastore.folder / "neighbors" / shard_name(shard)
-    k = parse_manifest(folder)["recipe"]["settings"]["neighbors.k"]
+    k = parse_manifest(folder)["recipe"]["settings"]["neighbors.stored"]
     num_chunks = np.array([split.num_chunks for split in RetrievalSet.of(datastore).splits], dtype=np.int64)
     for split in map(datastore.split, datastore.split_names):
         rows, first = split.chunk_rows[shard], int(split.tokens.starts[shard])
@@ -162,11 +162,11 @@ def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:
                 break
 
 
-def check_materialised(datastore: Datastore, shard: int) -> Iterator[str]:
+def check_materialized(datastore: Datastore, shard: int) -> Iterator[str]:
     """Shapes, tokens of the vocabulary, as many real ones as two chunks hold, and the promised number of neighbors."""
-    folder = datastore.folder / "materialised" / shard_name(shard)
+    folder = datastore.folder / "materialized" / shard_name(shard)
     manifest = parse_manifest(folder)
-    wanted = manifest["recipe"]["settings"]["neighbors.materialised"]
+    wanted = manifest["recipe"]["settings"]["neighbors.materialized"]
     for split in map(datastore.split, datastore.split_names):
         rows, width = split.chunk_rows[shard], 2 * split.chunk_length
         paths = [folder / split.name / f"{name}.npy" for name in ("tokens", "lengths")]

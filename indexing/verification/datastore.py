@@ -1,6 +1,6 @@
 """Is everything in a datastore as it was written, and does it fit together?
 
-    manifests ─► sizes and checksums of every file ─► recipes name the artefacts that are there
+    manifests ─► sizes and checksums of every file ─► recipes name the artifacts that are there
               ─► the datastore's manifest says what the shards say ─► arrays hold what the counts promise
 
 What is broken is named with the file and with how to mend it. Only what is whole is asked further, so that one cause is
@@ -33,15 +33,15 @@ from indexing.verification.recipes import (
     strange,
 )
 
-# Artefacts in the order in which they are made, each from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialised", "index/merged")  # fmt: skip
+# Artifacts in the order in which they are made, each from some of those before it.
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialized", "index/merged")  # fmt: skip
 _OF_STAGE = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
     "train-index": ("index/trained",),
     "add": ("index/*", "index/tuned"),
     "neighbors": ("neighbors/*",),
-    "materialise": ("materialised/*",),
+    "materialize": ("materialized/*",),
     "merge": ("index/merged",),
 }
 
@@ -53,26 +53,26 @@ class Problem:
     """Something that is broken.
 
     Attributes:
-        artefact: what must be made again (`embeddings/00003`); `manifest.json` is the datastore's own; empty: nothing
+        artifact: what must be made again (`embeddings/00003`); `manifest.json` is the datastore's own; empty: nothing
             in this datastore.
         found: the file, and what was found.
         file: the file whose bytes are wrong, where it is that.
         gone: whether there is nothing left to remove.
     """
 
-    artefact: str
+    artifact: str
     found: str
     file: Path | None = None
     gone: bool = False
 
     def __str__(self) -> str:
-        if self.artefact == MANIFEST:
+        if self.artifact == MANIFEST:
             return f"{self.found}: `retro index CONFIG` writes it again."
-        command = "retro index CONFIG" + (" --append" if stage_of(self.artefact) == "appended" else "")
+        command = "retro index CONFIG" + (" --append" if stage_of(self.artifact) == "appended" else "")
         if self.gone:
             return f"{self.found}: `{command}` makes it again."
-        if self.artefact:
-            return f"{self.found}: remove {self.artefact} (--mend does), and `{command}` makes it again."
+        if self.artifact:
+            return f"{self.found}: remove {self.artifact} (--mend does), and `{command}` makes it again."
         return self.found
 
 
@@ -81,14 +81,14 @@ class Verified:
     """What was looked at, and what was found.
 
     Attributes:
-        artefacts: how many.
+        artifacts: how many.
         files: in them.
         bytes: of these files.
         stages: those that are finished.
         problems: everything that is broken, in the order in which it is made.
     """
 
-    artefacts: int
+    artifacts: int
     files: int
     bytes: int
     stages: tuple[str, ...]
@@ -128,16 +128,16 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
         problems += _check_deleted(datastore, problems)
     problems += _made_from_broken(folder, manifests, problems)
     return Verified(
-        artefacts=len(manifests),
+        artifacts=len(manifests),
         files=sum(len(manifest["files"]) for manifest in manifests.values()),
         bytes=sum(sizes.values()),
         stages=tuple(stage for stage in _OF_STAGE if stage in (top or {}).get("fingerprints", ())),
-        problems=tuple(sorted(problems, key=lambda problem: (_rank(problem.artefact), problem.artefact))),
+        problems=tuple(sorted(problems, key=lambda problem: (_rank(problem.artifact), problem.artifact))),
     )
 
 
 def mend(folder: Path, verified: Verified) -> list[str]:
-    """Remove every artefact that is broken, so that `retro index CONFIG` makes it again; returns their names."""
+    """Remove every artifact that is broken, so that `retro index CONFIG` makes it again; returns their names."""
     names = sorted(_broken(verified.problems) - {MANIFEST, ""}, key=lambda name: (_rank(name), name))
     for name in reversed(names):
         remove(folder / name)
@@ -145,11 +145,11 @@ def mend(folder: Path, verified: Verified) -> list[str]:
 
 
 def _broken(problems: Sequence[Problem]) -> set[str]:
-    return {problem.artefact for problem in problems}
+    return {problem.artifact for problem in problems}
 
 
 def _rank(name: str) -> int:
-    """The place of an artefact in the order in which they are made; what is none comes last."""
+    """The place of an artifact in the order in which they are made; what is none comes last."""
     kinds = {"index/*"} if shard_of(name, "index") is not None else {name, name.rpartition("/")[0]}
     return next((place for place, one in enumerate(_ORDER) if one in kinds), len(_ORDER))
 
@@ -178,7 +178,7 @@ def _listed(top: Mapping[str, Any] | None) -> int:
 
 
 def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[Problem]) -> Manifests:
-    """The manifest of every artefact by name, in order; one that a finished stage lacks, or that is broken, is a problem."""
+    """The manifest of every artifact by name, in order; one that a finished stage lacks, or that is broken, is a problem."""
     depths = ("*", "*/*", "dedup/*/*")
     there = [path.parent.relative_to(folder) for depth in depths for path in folder.glob(f"{depth}/{MANIFEST}")]
     names = {path.as_posix() for path in there if not path.name.startswith(".")}
@@ -237,8 +237,8 @@ def _made_from_broken(folder: Path, manifests: Manifests, problems: Sequence[Pro
     def finished(name: str) -> int:
         return (folder / name / MANIFEST).stat().st_mtime_ns
 
-    changed = [(_rank(each.artefact), each.file, each.file.stat().st_mtime_ns, each) for each in problems if each.file]
-    changed = [entry for entry in changed if entry[2] > finished(entry[3].artefact)]
+    changed = [(_rank(each.artifact), each.file, each.file.stat().st_mtime_ns, each) for each in problems if each.file]
+    changed = [entry for entry in changed if entry[2] > finished(entry[3].artifact)]
     for name in manifests.keys() - _broken(problems):
         source = next((file for rank, file, at, _ in changed if rank < _rank(name) and at < finished(name)), None)
         if source:
@@ -249,7 +249,7 @@ def _made_from_broken(folder: Path, manifests: Manifests, problems: Sequence[Pro
 
 
 def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed: int) -> Iterator[Problem]:
-    """Every artefact that was not made from those that are there; one that was made from such a stranger is none itself.
+    """Every artifact that was not made from those that are there; one that was made from such a stranger is none itself.
 
     `listed` is how many shards the datastore's manifest lists.
     """
@@ -262,7 +262,7 @@ def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed:
 
 
 def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, broken: set[str]) -> Iterator[Problem]:
-    """The datastore's manifest against the shards. What a broken artefact should say is not asked."""
+    """The datastore's manifest against the shards. What a broken artifact should say is not asked."""
     if top is None:
         return
     path = folder / MANIFEST
@@ -270,7 +270,7 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
     if 0 < num_shards_of(manifests) < _listed(top):  # a part of the corpus is missing
         return
     single = {"train-index": "index/trained", "add": "index/tuned", "merge": "index/merged"}
-    joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialise": "materialised"}
+    joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialize": "materialized"}
     for stage, found in top["fingerprints"].items():
         name = single.get(stage, "")
         expected = (
@@ -282,7 +282,7 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
             known = all(shard in manifests for shard in shards)
             expected = fingerprint([expected, *(manifests[s]["fingerprint"] for s in shards)]) if known else None
         if expected is not None and found != expected:
-            yield Problem(MANIFEST, f"{path} gives stage '{stage}' the fingerprint {found}, its artefacts {expected}")
+            yield Problem(MANIFEST, f"{path} gives stage '{stage}' the fingerprint {found}, its artifacts {expected}")
     chunks = [manifest for name, manifest in manifests.items() if shard_of(name, "chunks") is not None]
     if not generations or len(chunks) != num_shards_of(manifests):
         return
@@ -304,7 +304,7 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
 
 
 def _contents(datastore: Datastore, manifests: Manifests, problems: list[Problem]) -> Iterator[tuple[str, Check]]:
-    """The artefacts whose arrays can be looked at, in order."""
+    """The artifacts whose arrays can be looked at, in order."""
     readable = True
     if datastore.has("neighbors"):
         try:
@@ -337,8 +337,8 @@ def _check_contents(
 
 
 def _check_deleted(datastore: Datastore, problems: Sequence[Problem]) -> Iterator[Problem]:
-    """The deleted documents, if the chunks are whole. They belong to no artefact, so `retro index` cannot restore them."""
-    if any(stage_of(problem.artefact) == "chunks" for problem in problems):
+    """The deleted documents, if the chunks are whole. They belong to no artifact, so `retro index` cannot restore them."""
+    if any(stage_of(problem.artifact) == "chunks" for problem in problems):
         return
     try:
         yield from (Problem("", found) for found in check_deleted(datastore))

@@ -1,6 +1,6 @@
-"""What the recipes of a datastore's artefacts say of each other: which artefacts must be there, and which were made from others.
+"""What the recipes of a datastore's artifacts say of each other: which artifacts must be there, and which were made from others.
 
-A recipe names the fingerprints of its inputs. Here they are compared with those of the artefacts that are there.
+A recipe names the fingerprints of its inputs. Here they are compared with those of the artifacts that are there.
 """
 
 import itertools
@@ -17,12 +17,12 @@ Manifests = Mapping[str, dict[str, Any]]
 
 
 def stage_of(name: str) -> str:
-    """The folder of an artefact: `chunks`, `dedup`, …"""
+    """The folder of an artifact: `chunks`, `dedup`, …"""
     return name.partition("/")[0]
 
 
 def shard_of(name: str, stage: str) -> int | None:
-    """The number of an artefact among the shards of this stage, or None where it is none of them."""
+    """The number of an artifact among the shards of this stage, or None where it is none of them."""
     folder, _, shard = name.partition("/")
     return int(shard) if folder == stage and shard.isdigit() else None
 
@@ -60,7 +60,7 @@ def _searched(manifests: Manifests, number: int) -> str | None:
 
 
 def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
-    """What the recipe of an artefact must say of others in the same datastore; None where that is not known."""
+    """What the recipe of an artifact must say of others in the same datastore; None where that is not known."""
 
     def print_of(other: str) -> str | None:
         return manifests[other]["fingerprint"] if other in manifests else None
@@ -91,13 +91,13 @@ def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
         "tokenizer": {"corpus": print_of("corpus")},
         "embedder": {"chunks": joint_fingerprint(manifests, "chunks", first)},
         "embeddings": {"chunks": print_of(f"chunks/{shard}"), "embedder": print_of("embedder")},
-        "materialised": {"neighbors": print_of(f"neighbors/{shard}")},
+        "materialized": {"neighbors": print_of(f"neighbors/{shard}")},
         "index": {"trained": print_of("index/trained"), "embeddings": print_of(f"embeddings/{shard}")},
     }.get(stage, {})
 
 
 def dedup_names(manifests: Manifests) -> set[str]:
-    """The artefacts that `dedup/` must hold, because the chunks or the list of removed documents were made from them."""
+    """The artifacts that `dedup/` must hold, because the chunks or the list of removed documents were made from them."""
 
     def made_from(name: str, stage: str) -> bool:
         return any(name in found["recipe"]["inputs"] for other, found in manifests.items() if stage_of(other) == stage)
@@ -114,12 +114,12 @@ def dedup_names(manifests: Manifests) -> set[str]:
 
 
 def strange(folder: Path, name: str, known: Manifests, listed: int) -> Iterator[str]:
-    """Why an artefact does not belong to the others.
+    """Why an artifact does not belong to the others.
 
     Args:
         folder: of the datastore.
-        name: of the artefact, which is one of `known`.
-        known: the manifests of all artefacts that do.
+        name: of the artifact, which is one of `known`.
+        known: the manifests of all artifacts that do.
         listed: how many shards the datastore's manifest lists.
     """
     inputs, settings = (known[name]["recipe"][key] for key in ("inputs", "settings"))
@@ -131,7 +131,7 @@ def strange(folder: Path, name: str, known: Manifests, listed: int) -> Iterator[
     held = settings.get("shard", shard)
     if (shard.isdigit() or stage == "dedup") and (shard_name(held) if isinstance(held, int) else held) != shard:
         yield f"holds shard {held}"
-    in_stage = stage in ("chunks", "embeddings", "index", "neighbors", "materialised")
+    in_stage = stage in ("chunks", "embeddings", "index", "neighbors", "materialized")
     # Of shards that are listed, the part of the corpus may be missing: that is the problem then.
     if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= max(num_shards_of(known), listed):
         yield "is no shard of this corpus"

@@ -28,8 +28,8 @@ log = logging.getLogger("retro")
 class IndexOptions(Config):
     """Build a datastore, or bring it up to date. What is finished is kept, so a stopped run goes on where it was."""
 
-    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialise", "merge"] = "all"
-    """One stage only; `all` runs them in order (`materialise` where neighbors.materialised asks for it)."""
+    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialize", "merge"] = "all"
+    """One stage only; `all` runs them in order (`materialize` where neighbors.materialized asks for it)."""
     rebuild: bool = False
     """First remove what this stage and the ones after it have made."""
     append: bool = False
@@ -267,7 +267,7 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         removed = mend(folder, found) if options.mend else []
     for problem in found.problems:
         echo(problem)
-    size = f"{found.artefacts:,} artefacts, {found.files:,} files, {human_bytes(found.bytes)}"
+    size = f"{found.artifacts:,} artifacts, {found.files:,} files, {human_bytes(found.bytes)}"
     if not found.problems:
         echo(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
         return 0

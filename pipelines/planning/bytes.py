@@ -1,4 +1,4 @@
-"""Bytes of every artefact of a datastore, and of memory while it is made: they follow from the format (docs/reference/file-formats.md)."""
+"""Bytes of every artifact of a datastore, and of memory while it is made: they follow from the format (docs/reference/file-formats.md)."""
 
 import math
 import re
@@ -18,8 +18,8 @@ _MANIFEST_BYTES = {
     "embeddings": 630,
     "index": 430,
     "neighbors": 1360,
-    "materialised": 1360,
-}  # of a shard's artefact, about
+    "materialized": 1360,
+}  # of a shard's artifact, about
 _BLOCK = 32  # vectors of a fast-scan list are stored in blocks
 
 
@@ -86,8 +86,8 @@ class Layout:
         chunk_length: m.
         token_bytes: 2 or 4.
         dimension: d of the embeddings.
-        k: neighbors stored.
-        materialised: of them, with their tokens.
+        stored: neighbors stored for each chunk.
+        materialized: of them, with their tokens.
         document_bytes: of a document's row in `documents.parquet`.
         parquet_bytes: of such a file without rows.
     """
@@ -95,8 +95,8 @@ class Layout:
     chunk_length: int
     token_bytes: int
     dimension: int
-    k: int
-    materialised: int
+    stored: int
+    materialized: int
     document_bytes: float
     parquet_bytes: float
 
@@ -159,7 +159,7 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def artefact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
+def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
     """Bytes of the folders of a datastore that grow with it."""
     code, trained = index_bytes(size.key, layout.dimension)
     files = size.shards * SPLITS
@@ -170,11 +170,11 @@ def artefact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
         "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
         "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
         "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
-        "neighbors": (8.0 + 4.0) * layout.k * size.chunks + 2 * files * _NPY_HEADER,
+        "neighbors": (8.0 + 4.0) * layout.stored * size.chunks + 2 * files * _NPY_HEADER,
     }
-    if layout.materialised:
+    if layout.materialized:
         neighbor = 2 * layout.chunk_length * layout.token_bytes + 4  # with its continuation, and its length
-        arrays["materialised"] = layout.materialised * neighbor * size.chunks + 2 * files * _NPY_HEADER
+        arrays["materialized"] = layout.materialized * neighbor * size.chunks + 2 * files * _NPY_HEADER
     return {name: value + size.shards * _MANIFEST_BYTES[name] for name, value in arrays.items()}
 
 

@@ -251,7 +251,7 @@ class _Bench:
             shard_bytes=2 * size if shards == 1 else size // shards,
             split=self.config.corpus.split,
         )
-        neighbors = replace(self.config.neighbors, also=())
+        neighbors = replace(self.config.neighbors, extra_datastores=())
         return replace(self.config, datastore=folder / "datastore", corpus=corpus, neighbors=neighbors)
 
 

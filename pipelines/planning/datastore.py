@@ -1,7 +1,7 @@
-"""What a datastore takes: bytes of every artefact, seconds of every step, memory and cost, from a calibration.
+"""What a datastore takes: bytes of every artifact, seconds of every step, memory and cost, from a calibration.
 
     Observation (what this machine did, at two sizes or more) ─┐
-    Workload (the datastore that is planned) ──────────────────┴─► artefact_bytes, step_seconds, memory ──► Plan
+    Workload (the datastore that is planned) ──────────────────┴─► artifact_bytes, step_seconds, memory ──► Plan
 
 docs/explanation/plan.md explains how. Nothing here measures anything.
 """
@@ -17,7 +17,7 @@ from indexing.index.build import sample_size
 from indexing.neighbors.search_cost import Method, Searched, cheapest, compared_centroids
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
-from pipelines.planning.bytes import SPLITS, Layout, Workload, artefact_bytes, index_bytes, key_for, memory_bytes
+from pipelines.planning.bytes import SPLITS, Layout, Workload, artifact_bytes, index_bytes, key_for, memory_bytes
 from pipelines.planning.seconds import (
     UNKNOWN,
     Observation,
@@ -119,7 +119,7 @@ class Plan:
 
     Attributes:
         size: of it and of its index.
-        bytes: of every artefact.
+        bytes: of every artifact.
         steps: in order.
         settings: those that have to differ from what was given, by name.
         calibrated_nprobe: the one that reached the recall target in the largest sample.
@@ -232,8 +232,8 @@ def plan_for(
         chunk_length=config.chunks.chunk_length,
         token_bytes=4 if paper else calibration.token_bytes,
         dimension=calibration.dimension,
-        k=config.neighbors.k,
-        materialised=config.neighbors.materialised,
+        stored=config.neighbors.stored,
+        materialized=config.neighbors.materialized,
         document_bytes=document_bytes,
         parquet_bytes=parquet_bytes,
     )
@@ -243,7 +243,7 @@ def plan_for(
     changed = {"index.memory": index.memory} if index.memory != config.index.memory else {}
     return Plan(
         size=size,
-        bytes=artefact_bytes(size, layout),
+        bytes=artifact_bytes(size, layout),
         steps=_steps(config, calibration, size, layout, machines, price),
         settings=changed | ({"corpus.shard_bytes": str(config.corpus.shard_bytes)} if paper else {}),
         calibrated_nprobe=less.visited,

@@ -33,8 +33,8 @@ def plan_tables(
         ["neighbors", _search(size)],
         *([["needs", ", ".join(f"{key} = {value}" for key, value in plan.settings.items())]] if plan.settings else []),
     ]
-    artefacts = [
-        ["artefact", "bytes", "a chunk"],
+    artifacts = [
+        ["artifact", "bytes", "a chunk"],
         *([name, human_bytes(value), f"{value / size.chunks:.0f} B"] for name, value in plan.bytes.items()),
         ["all", human_bytes(total), f"{total / size.chunks:.0f} B"],
     ]
@@ -47,7 +47,7 @@ def plan_tables(
     work = long_time(sum(step.seconds for step in plan.steps))
     costs = [f"{sum(step.cost for step in plan.steps):,.2f}"] if price else []
     steps.append(["all", work, f"{machines:,}", long_time(plan.wall_seconds), "", *costs])
-    return [what, artefacts, steps, _needs(plan, calibration, days)]
+    return [what, artifacts, steps, _needs(plan, calibration, days)]
 
 
 def _search(size: Workload) -> str:

@@ -77,7 +77,7 @@ def append(config: Config, executor: Executor) -> None:
     if config.dedup.is_on:
         raise InputError(
             "--append and [dedup] do not go together yet: near copies are looked for in the whole corpus at once. Build "
-            "another datastore of the new files and name it in neighbors.also, or build everything anew."
+            "another datastore of the new files and name it in neighbors.extra_datastores, or build everything anew."
         )
     if damage(config.datastore / "corpus"):
         raise InputError(
@@ -122,7 +122,7 @@ def _by_generation(
 def look_through(
     folder: Path, settings: CorpusSettings, files: list[CorpusFile], executor: Executor, key: str = "corpus.paths"
 ) -> None:
-    """Make the artefact `folder` unless it is finished: files, plan of shards, problems. `key` is what named the files.
+    """Make the artifact `folder` unless it is finished: files, plan of shards, problems. `key` is what named the files.
 
     Raises:
         InputError: the files or settings differ from those of the finished one, or there is no text.

@@ -1,8 +1,8 @@
-"""The `materialise` stage: chunks and neighbors → the tokens of each chunk's first neighbors, beside it."""
+"""The `materialize` stage: chunks and neighbors → the tokens of each chunk's first neighbors, beside it."""
 
 from pathlib import Path
 
-from indexing.neighbors.materialize import materialise_shard
+from indexing.neighbors.materialize import materialize_shard
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
@@ -12,32 +12,32 @@ from pipelines.executors import Advance, Executor
 from pipelines.stages.shards import fingerprint_of, run_tasks, shard_counts, shard_task, shards
 
 
-def run_materialise(config: Config, executor: Executor) -> str:
+def run_materialize(config: Config, executor: Executor) -> str:
     """Chunks and neighbors → the tokens of each chunk's first neighbors.
 
     Raises:
         InputError: the settings ask for none, or a datastore that neighbors come from has changed.
     """
-    folder, wanted = config.datastore, config.neighbors.materialised
+    folder, wanted = config.datastore, config.neighbors.materialized
     if not wanted:
         raise InputError(
-            "neighbors.materialised = 0: say how many neighbors of each chunk are written, say data.k + 2."
+            "neighbors.materialized = 0: say how many neighbors of each chunk are written, say data.k + 2."
         )
     todo, counts = [], shard_counts(folder)
     for shard, source in enumerate(shards(folder, "neighbors")):
         # The recipe of the neighbors names all chunks that they were found among.
         inputs = {"neighbors": fingerprint_of(source)}
-        recipe = Recipe("materialise", 1, {"neighbors.materialised": wanted, "shard": shard}, inputs)
-        out = folder / "materialised" / shard_name(shard)
+        recipe = Recipe("materialize", 1, {"neighbors.materialized": wanted, "shard": shard}, inputs)
+        out = folder / "materialized" / shard_name(shard)
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in counts[shard].values())
             todo.append(shard_task(out, recipe, folder, shard, wanted, size=size))
     # It reads as the search does, so it runs on the workers of the search.
-    run_tasks("neighbors", "chunks", materialise_task, todo, executor, name="materialise")
-    return fingerprint([fingerprint_of(path) for path in shards(folder, "materialised")])
+    run_tasks("neighbors", "chunks", materialize_task, todo, executor, name="materialize")
+    return fingerprint([fingerprint_of(path) for path in shards(folder, "materialized")])
 
 
-def materialise_task(
+def materialize_task(
     out: Path, recipe: Recipe, folder: Path, shard: int, num_neighbors: int, *, advance: Advance
 ) -> None:
     """Write the neighbors of one shard's chunks, all splits."""
@@ -47,6 +47,6 @@ def materialise_task(
         for split in map(datastore.split, datastore.split_names):
             starts = split.tokens.starts
             rows = (int(starts[shard]), int(starts[shard + 1]))
-            counts[split.name] = materialise_shard(
+            counts[split.name] = materialize_shard(
                 work / split.name, split, rows, retrieval, num_neighbors, advance=advance
             )

@@ -82,10 +82,10 @@ def run_neighbors(config: Config, executor: Executor) -> str:
 def _warn_of_few_chunks(config: Config) -> None:
     datastores = (Datastore.open(config.datastore), *sharing.retrieved_from(config))
     num_chunks = sum(datastore.train.num_chunks for datastore in datastores)
-    if config.neighbors.k > num_chunks:
+    if config.neighbors.stored > num_chunks:
         log.warning(
-            "neighbors.k = %s, but there are only %s chunks to retrieve: the other neighbors of each chunk are stored as -1",
-            f"{config.neighbors.k:,}",
+            "neighbors.stored = %s, but there are only %s chunks to retrieve: the other neighbors of each chunk are stored as -1",
+            f"{config.neighbors.stored:,}",
             f"{num_chunks:,}",
         )
 
@@ -112,10 +112,11 @@ def _recipe(config: Config, shard: int, own: list[Part], others: list[Part]) -> 
     return Recipe(
         stage="neighbors",
         version=4,
-        settings=prefixed("neighbors", config.neighbors, without=("also", "materialised")) | {"shard": shard},
+        settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized"))
+        | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
         # not the folder: a datastore that was moved is the same
-        | {f"neighbors.also[{number}]": part.fingerprint for number, part in enumerate(others)},
+        | {f"neighbors.extra_datastores[{number}]": part.fingerprint for number, part in enumerate(others)},
     )
 
 
@@ -129,7 +130,7 @@ def _set_aside(out: Path, recipes: list[Recipe]) -> int:
     made = [recipe.fingerprint for recipe in recipes[:-1]]
     if not damage(out) and parse_manifest(out)["fingerprint"] in made:
         remove(_before(out))
-        remove(out.parent.with_name("materialised") / out.name)  # written out of these, and made anew of the next
+        remove(out.parent.with_name("materialized") / out.name)  # written out of these, and made anew of the next
         remote.move(out, _before(out))
     if damage(_before(out)):
         return 0

@@ -13,16 +13,18 @@ from pipelines.config import Config
 
 
 def retrieved_from(config: Config) -> list[Datastore]:
-    """The datastores of `neighbors.also`, in order.
+    """The datastores of `neighbors.extra_datastores`, in order.
 
     Raises:
         InputError: one is not there, not searchable, named twice, or embeds otherwise.
     """
     own, found = Datastore.open(config.datastore), list[Datastore]()
-    for folder in config.neighbors.also:
+    for folder in config.neighbors.extra_datastores:
         other = Datastore.open(folder)
         if other.folder.resolve() in [known.folder.resolve() for known in (own, *found)]:
-            raise InputError(f"neighbors.also names {folder} twice, or the datastore itself: name each other one once.")
+            raise InputError(
+                f"neighbors.extra_datastores names {folder} twice, or the datastore itself: name each other one once."
+            )
         other.require("add")
         check_searchable(own, other)
         found.append(other)

@@ -17,7 +17,7 @@ from pipelines.terminal import progress
 
 
 def shards(folder: Path, stage: str) -> list[Path]:
-    """The artefact of every shard of a stage (`chunks`, `embeddings`, …), finished or not."""
+    """The artifact of every shard of a stage (`chunks`, `embeddings`, …), finished or not."""
     return [folder / stage / shard_name(shard) for generation in generations(folder) for shard in generation]
 
 
@@ -32,7 +32,7 @@ def shard_counts(folder: Path) -> list[dict[str, Any]]:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """The fingerprint of a finished artefact."""
+    """The fingerprint of a finished artifact."""
     return read_manifest(folder)["fingerprint"]
 
 
@@ -43,7 +43,7 @@ def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> d
 
 
 def shard_task(out: Path, recipe: Recipe, *arguments: Any, size: int) -> Task:
-    """The task that makes the artefact `out` of this recipe: its first two arguments."""
+    """The task that makes the artifact `out` of this recipe: its first two arguments."""
     return Task(f"{out.parent.name}/{out.name}", (out, recipe, *arguments), size)
 
 

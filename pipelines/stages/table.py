@@ -1,8 +1,8 @@
 """The stage table: what is made from what, and which of it is still to do.
 
-    chunk → embed → train-index → add → neighbors (→ materialise, merge)
+    chunk → embed → train-index → add → neighbors (→ materialize, merge)
 
-Each stage looks at the manifests before it, writes a recipe for every artefact of its own, skips those that are finished
+Each stage looks at the manifests before it, writes a recipe for every artifact of its own, skips those that are finished
 and maps a plain function of `indexing/` over the rest. Nothing here knows where the tasks run.
 """
 
@@ -27,7 +27,7 @@ from pipelines.stages import other_datastores as sharing
 from pipelines.stages.chunk import run_chunk
 from pipelines.stages.embed import run_embed
 from pipelines.stages.index import run_add, run_merge, run_train_index
-from pipelines.stages.materialize import run_materialise
+from pipelines.stages.materialize import run_materialize
 from pipelines.stages.neighbors import run_neighbors
 from pipelines.stages.shards import shard_counts
 from pipelines.terminal import StagesView
@@ -40,8 +40,8 @@ class Stage:
     """A row of the stage table.
 
     Attributes:
-        run: makes every unfinished artefact of the stage and returns the stage's fingerprint.
-        outputs: globs of the artefacts, relative to the datastore: what `--rebuild` removes.
+        run: makes every unfinished artifact of the stage and returns the stage's fingerprint.
+        outputs: globs of the artifacts, relative to the datastore: what `--rebuild` removes.
         wanted: whether it is one of `all` under these settings.
         needs: the stage that must be finished; empty: the one before in the table.
     """
@@ -72,7 +72,7 @@ def build(
         view: shows the stages, and afterwards holds what was done and how long it took.
 
     Raises:
-        InputError: a finished artefact was made with other settings, an earlier stage is missing, the input is bad, or
+        InputError: a finished artifact was made with other settings, an earlier stage is missing, the input is bad, or
             another process is building the same datastore.
     """
     folder = remote.local_folder(config.datastore)
@@ -180,7 +180,9 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
         },
     }
     if "neighbors" in fingerprints:
-        manifest["also"] = sharing.manifest_entries(config) if name == "neighbors" else old.get("also", [])
+        manifest["extra_datastores"] = (
+            sharing.manifest_entries(config) if name == "neighbors" else old.get("extra_datastores", [])
+        )
     if manifest != {key: value for key, value in old.items() if key != "format_version"}:
         write_datastore_manifest(folder, manifest)
 
@@ -191,6 +193,6 @@ STAGES: dict[str, Stage] = {
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html")),
-    "materialise": Stage(run_materialise, ("materialised/*",), lambda config: config.neighbors.materialised > 0),
+    "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
 }

@@ -1,4 +1,4 @@
-"""Checkpoints: finished folders like every other artefact, of safetensors and JSON; nothing in them is ever unpickled.
+"""Checkpoints: finished folders like every other artifact, of safetensors and JSON; nothing in them is ever unpickled.
 
     run/checkpoints/00000200/   model.safetensors  optimizer.safetensors  state.json  manifest.json
     run/checkpoints/best.json   step, metric and value of the best evaluation

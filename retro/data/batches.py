@@ -279,15 +279,15 @@ def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) 
 def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, asked: str) -> None:
     stored = use.k and use.source == "nearest"
     datastore.require("neighbors" if stored else "chunk")
-    if use.k and use.materialised and not datastore.has("materialise"):
+    if use.k and use.materialized and not datastore.has("materialize"):
         raise InputError(
-            f"data.materialised: {datastore.folder} has no materialised neighbors. Make them: set neighbors.materialised "
-            "and run `retro index CONFIG --stage materialise`."
+            f"data.materialized: {datastore.folder} has no materialized neighbors. Make them: set neighbors.materialized "
+            "and run `retro index CONFIG --stage materialize`."
         )
     if datastore.train.num_chunks == 0:
         raise InputError(f"{datastore.folder} holds no training chunks.")
     if stored and (found := datastore.train.neighbor_ids.row_shape[0]) < use.k:
-        raise InputError(f"{asked}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.k).")
+        raise InputError(f"{asked}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.stored).")
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:
             raise InputError(

@@ -30,7 +30,7 @@ class NeighborUse:
         max_overlap: neighbors are skipped that share a longer run of tokens with the chunk, or with the one after it,
             than this share of its length; 1 skips none.
         seed: of the random draws, which differ from epoch to epoch.
-        materialised: whether their text is read from beside the chunk, where it stands there.
+        materialized: whether their text is read from beside the chunk, where it stands there.
         found: [chunks, s] int64 ids, nearest first, of each chunk of the split: what was found by another search, in
             place of what is stored.
     """
@@ -39,7 +39,7 @@ class NeighborUse:
     source: Source = "nearest"
     max_overlap: float = 1.0
     seed: int = 0
-    materialised: bool = False
+    materialized: bool = False
     found: np.ndarray | None = field(default=None, repr=False, compare=False)
 
 
@@ -85,9 +85,9 @@ def text_reader(split: Split, retrieval: RetrievalSet, queries: Queries, use: Ne
 
     Both give the same. Beside a chunk stand the first of its stored neighbors; others are read from where they lie.
     """
-    if not use.materialised:
+    if not use.materialized:
         return lambda rows, ids: retrieval.with_continuation(ids)
-    held = split.materialised_lengths.row_shape[0]
+    held = split.materialized_lengths.row_shape[0]
     stored = split.neighbor_ids.gather(queries.ids)[:, :held]
 
     def read(rows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -97,8 +97,8 @@ def text_reader(split: Split, retrieval: RetrievalSet, queries: Queries, use: Ne
         lengths = np.empty(len(ids), dtype=np.int64)
         asking, of_asking = np.unique(rows[beside], return_inverse=True)
         places = (of_asking.ravel(), same[beside].argmax(axis=1))
-        tokens[beside] = split.materialised_tokens.gather(queries.ids[asking])[places]
-        lengths[beside] = split.materialised_lengths.gather(queries.ids[asking])[places]
+        tokens[beside] = split.materialized_tokens.gather(queries.ids[asking])[places]
+        lengths[beside] = split.materialized_lengths.gather(queries.ids[asking])[places]
         tokens[~beside], lengths[~beside] = retrieval.with_continuation(ids[~beside])
         return tokens, lengths
 

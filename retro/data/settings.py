@@ -36,8 +36,8 @@ class DataSettings:
     reading: Reading = "mmap"
     """How files are read, the batches are the same: `mmap` maps them into memory (of a URL: fetches them to the local cache
     first); `pread` reads only the ranges of bytes asked for, for network file systems (of a URL: by range requests)."""
-    materialised: bool = False
-    """Read neighbors from where the stage `materialise` has written them beside each chunk, as far as they stand there."""
+    materialized: bool = False
+    """Read neighbors from where the stage `materialize` has written them beside each chunk, as far as they stand there."""
 
     def __post_init__(self) -> None:
         for key in ("weights", "token_budgets"):
@@ -66,4 +66,4 @@ class DataSettings:
 
     def neighbor_use(self, k: int) -> NeighborUse:
         """How k neighbors of each chunk are chosen under these settings."""
-        return NeighborUse(k, self.neighbors, self.max_overlap, self.seed, self.materialised)
+        return NeighborUse(k, self.neighbors, self.max_overlap, self.seed, self.materialized)

@@ -58,7 +58,7 @@ def search_shares(
     Held-out documents are in no training split, so a chunk has no own document to leave out.
 
     Args:
-        evaluation_set: its datastore's embeddings are searched, and those of `neighbors.also`.
+        evaluation_set: its datastore's embeddings are searched, and those of `neighbors.extra_datastores`.
         num_chunks: n; the first so many chunks of the set ask.
         k: neighbors of each.
         shares: of the documents, above 0 and at most 1, in any order.
@@ -99,7 +99,7 @@ def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
     if datastore.has("neighbors"):
         recipe = read_manifest(datastore.folder / "neighbors" / shard_name(0))["recipe"]
         max_overlap = recipe["settings"].get("neighbors.max_overlap", 1.0)
-    return NeighborSettings(k=k, candidates=4 * k + 16, max_overlap=max_overlap)
+    return NeighborSettings(stored=k, candidates=4 * k + 16, max_overlap=max_overlap)
 
 
 def _parts(train: Split, number: int, low: float, high: float, seed: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -132,4 +132,4 @@ def _search_part(
         queries = to_float32(split.embeddings.read(*bounds))
         near, far, _ = neighbors_of(queries, index, train, settings, tokens=tokens)
         found = [(ids[block], distances[block]), (neighbor_ids(number, near), far)]
-        ids[block], distances[block] = merge_nearest(found, settings.k)
+        ids[block], distances[block] = merge_nearest(found, settings.stored)

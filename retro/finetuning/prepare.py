@@ -1,6 +1,6 @@
 """Files of examples → what batches are made of, once for a run: tokens and labels in chunks, and their neighbors.
 
-    RUN/examples/1a2b…/  shards.json   00000/  00001/ …                                                  each an artefact:
+    RUN/examples/1a2b…/  shards.json   00000/  00001/ …                                                  each an artifact:
         tokens.npy [chunks, m]   labels.npy [chunks, m]   neighbors.npy [chunks, k]       neighbor = row of the two arrays below,
         neighbor_tokens.npy [rows, 2m]   neighbor_lengths.npy [rows]                      -1 = none
         lengths.npy   first_labels.npy   places.npy [examples]   lines.npy [examples, 2]

@@ -36,7 +36,7 @@ _FREE = {
         "monitor_every",
         "on_nan",
     ],
-    "data": ["datastores", "reading", "materialised"],
+    "data": ["datastores", "reading", "materialized"],
     # Fingerprints tell of the contents of these files, and `train.steps` of the epochs.
     "finetune": ["examples", "template", "epochs"],
 }

@@ -39,7 +39,7 @@ def test_starved_queries_are_searched_deeper(tiny_datastore: Datastore) -> None:
     """With six candidates nearly all are of the own document where a document repeats itself; k must be found all the same."""
     train = tiny_datastore.train
     index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
-    settings = NeighborSettings(k=6, candidates=6)
+    settings = NeighborSettings(stored=6, candidates=6)
     longest = max(range(train.num_documents), key=lambda n: train.chunk_range(n)[1] - train.chunk_range(n)[0])
     first, stop = train.chunk_range(longest)
     queries = train.embeddings.read(first, stop).astype(np.float32)
@@ -56,7 +56,7 @@ def test_near_copies_are_left_out_where_asked(tiny_datastore: Datastore) -> None
     tokens = (valid.tokens.read(0, 60), valid.lengths.read(0, 60))
 
     def worst(max_overlap: float) -> float:
-        settings = NeighborSettings(k=6, candidates=24, max_overlap=max_overlap)
+        settings = NeighborSettings(stored=6, candidates=24, max_overlap=max_overlap)
         ids, _, _ = neighbors_of(queries, index, train, settings, tokens=tokens)
         rows, columns = np.nonzero(ids >= 0)
         found, lengths = train.with_continuation(ids[rows, columns])
@@ -69,7 +69,7 @@ def test_near_copies_are_left_out_where_asked(tiny_datastore: Datastore) -> None
 def test_without_reranking_the_index_order_stays(tiny_datastore: Datastore) -> None:
     train, valid = tiny_datastore.train, tiny_datastore.valid
     index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
-    settings = replace(NeighborSettings(k=6, candidates=24), rerank=False)
+    settings = replace(NeighborSettings(stored=6, candidates=24), rerank=False)
     queries = valid.embeddings.read(0, 20).astype(np.float32)
     ids, distances, _ = neighbors_of(queries, index, train, settings)
     assert np.array_equal(ids, index.search(queries, 24)[:, :6])
@@ -78,4 +78,4 @@ def test_without_reranking_the_index_order_stays(tiny_datastore: Datastore) -> N
 
 def test_fewer_candidates_than_neighbors_is_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"neighbors\.candidates = 3"):
-        NeighborSettings(k=4, candidates=3)
+        NeighborSettings(stored=4, candidates=3)

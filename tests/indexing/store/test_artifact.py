@@ -1,4 +1,4 @@
-"""Artefacts: whole or absent, and refused by name when they are made of something else."""
+"""Artifacts: whole or absent, and refused by name when they are made of something else."""
 
 import re
 
@@ -70,7 +70,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_artefact_is_refused_by_readers_and_made_again_by_its_maker(tmp_path, caplog, damage) -> None:
+def test_a_damaged_artifact_is_refused_by_readers_and_made_again_by_its_maker(tmp_path, caplog, damage) -> None:
     folder = tmp_path / "a"
     make(folder, recipe())
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -117,7 +117,7 @@ def test_verify_finds_a_changed_byte(tmp_path) -> None:
     assert "data.bin" in verify(tmp_path / "a")[0]
 
 
-def test_removed_artefact_is_unfinished(tmp_path) -> None:
+def test_removed_artifact_is_unfinished(tmp_path) -> None:
     make(tmp_path / "a", recipe())
     remove(tmp_path / "a")
     assert not is_finished(tmp_path / "a", recipe())

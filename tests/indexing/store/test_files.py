@@ -42,7 +42,7 @@ def test_failed_json_write_leaves_the_old_file(tmp_path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
 
 
-VALUE = {"counts": {"documents": 12, "recall": 0.1}, "files": {"caf\udce9 文.npy": "0" * 32}, "also": []}
+VALUE = {"counts": {"documents": 12, "recall": 0.1}, "files": {"caf\udce9 文.npy": "0" * 32}, "extra_datastores": []}
 
 
 def test_a_checked_object_reads_back_and_any_other_byte_is_found(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Artefacts at URLs: whole or absent on both sides, fetched once, checked, and dropped when they are others now."""
+"""Artifacts at URLs: whole or absent on both sides, fetched once, checked, and dropped when they are others now."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ def recipe(**settings) -> Recipe:
 
 
 def make(url: str, made_of: Recipe | None = None, rows: np.ndarray = ROWS) -> Path:
-    """An artefact with two files and the top manifest of its datastore; returns the artefact's local folder."""
+    """An artifact with two files and the top manifest of its datastore; returns the artifact's local folder."""
     folder = remote.local_folder(url)
     with create(folder / "chunks" / "00000", made_of or recipe()) as (work, counts):
         (work / "train").mkdir()

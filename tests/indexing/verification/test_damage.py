@@ -33,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Config:
     evaluation = write_corpus(folder / "evaluation.jsonl", 4, seed=3)
     config = tiny_config(folder, corpus, dedup=DedupSettings(within=True, paths=(str(evaluation),)))
     reading = CorpusSettings(paths=(str(corpus),), shard_bytes=40_000, split=(800, 200, 0))
-    config = replace(config, corpus=reading, neighbors=replace(config.neighbors, materialised=2))
+    config = replace(config, corpus=reading, neighbors=replace(config.neighbors, materialized=2))
     build_local(config)
     return config
 
@@ -94,20 +94,20 @@ def damages(path: Path) -> list[Damage]:
 
 
 def trials(folder: Path) -> Iterator[list[Damage]]:
-    """Every damage of every file once. Those of different artefacts are done together, to be fast."""
-    of_artefact: dict[Path, list[Damage]] = {}
+    """Every damage of every file once. Those of different artifacts are done together, to be fast."""
+    of_artifact: dict[Path, list[Damage]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in UNCHECKED:
             os.utime(path, ns=(TIME, TIME))
-            artefact = next(parent for parent in path.parents if (parent / "manifest.json").exists())
-            together = of_artefact.setdefault(artefact, [])
+            artifact = next(parent for parent in path.parents if (parent / "manifest.json").exists())
+            together = of_artifact.setdefault(artifact, [])
             for damage in damages(path):
                 # What is missing is known from other manifests, so those are whole then; so is the datastore's own.
-                if artefact == folder or (damage.after is None and path.name == "manifest.json"):
+                if artifact == folder or (damage.after is None and path.name == "manifest.json"):
                     yield [damage]
                 else:
                     together.append(damage)
-    for group in itertools.zip_longest(*of_artefact.values()):
+    for group in itertools.zip_longest(*of_artifact.values()):
         yield [damage for damage in group if damage]
 
 
@@ -130,7 +130,7 @@ def test_a_flip_a_cut_and_a_deletion_of_any_file_is_found(request, kind: str) ->
 
 
 def break_all(folders: set[Path], victim: str) -> None:
-    """Damage one file in each of these folders, artefacts or the datastore itself."""
+    """Damage one file in each of these folders, artifacts or the datastore itself."""
     for folder in sorted(folders):
         path = folder / "manifest.json"
         if victim == "file":
@@ -143,7 +143,7 @@ def break_all(folders: set[Path], victim: str) -> None:
 
 @pytest.mark.parametrize("victim", ["file", "manifest", "newline"])
 @pytest.mark.parametrize("kind", ["built", "grown", "appended"])
-def test_mend_and_index_restore_the_bytes_of_all_artefacts(request, capsys, kind: str, victim: str) -> None:
+def test_mend_and_index_restore_the_bytes_of_all_artifacts(request, capsys, kind: str, victim: str) -> None:
     config = request.getfixturevalue("built" if kind == "built" else "grown")
     whole = contents(config.datastore)
     folders = {path.parent for path in config.datastore.rglob("manifest.json")}

@@ -49,14 +49,14 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:
     write_checked(path, value)
 
 
-def rewrite(folder: Path, artefact: str, file: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
+def rewrite(folder: Path, artifact: str, file: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
     """Change an array and make its manifest fit, as a faulty program would: no checksum tells."""
-    path = folder / artefact / file
+    path = folder / artifact / file
     array = np.load(path)
     changed = change(array)
     np.save(path, array if changed is None else changed)
     told = {"bytes": path.stat().st_size, "checksum": checksum(path)}
-    edit(folder / artefact / "manifest.json", lambda manifest: manifest["files"].update({file: told}))
+    edit(folder / artifact / "manifest.json", lambda manifest: manifest["files"].update({file: told}))
 
 
 def test_a_whole_datastore_has_no_problem_and_is_not_touched(folder) -> None:
@@ -64,7 +64,7 @@ def test_a_whole_datastore_has_no_problem_and_is_not_touched(folder) -> None:
     found = verify(folder)
     assert found.problems == ()
     shards = len(Datastore.open(folder).train.chunk_rows)
-    assert found.artefacts == 5 + 4 * shards
+    assert found.artifacts == 5 + 4 * shards
     assert found.stages == ("chunk", "embed", "train-index", "add", "neighbors")
     assert found.bytes == sum(
         path.stat().st_size for path in folder.glob("*/**/*") if path.is_file() and path.name != "manifest.json"
@@ -72,12 +72,12 @@ def test_a_whole_datastore_has_no_problem_and_is_not_touched(folder) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_materialised_neighbors_are_verified_like_the_rest(tmp_path, folder, tiny_corpus) -> None:
+def test_materialized_neighbors_are_verified_like_the_rest(tmp_path, folder, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
-    config = replace(config, datastore=folder, neighbors=replace(config.neighbors, materialised=3))
+    config = replace(config, datastore=folder, neighbors=replace(config.neighbors, materialized=3))
     build_local(config)
     assert verify(folder).problems == ()
-    assert verify(folder).stages[-1] == "materialise"
+    assert verify(folder).stages[-1] == "materialize"
     for change, file, words in (
         (lambda a: a[:, :2], "lengths.npy", "instead of"),
         (lambda a: np.put(a, 4, 33), "lengths.npy", "holds length 33, more than 32"),
@@ -85,16 +85,16 @@ def test_materialised_neighbors_are_verified_like_the_rest(tmp_path, folder, tin
         (lambda a: np.put(a, 0, 60_000), "tokens.npy", "holds token 60000"),
     ):
         before = contents(folder)
-        rewrite(folder, "materialised/00001", f"train/{file}", change)
+        rewrite(folder, "materialized/00001", f"train/{file}", change)
         found = lines(folder)
         assert len(found) == 1, found
-        assert found[0].startswith(f"materialised/00001/train/{file}")
+        assert found[0].startswith(f"materialized/00001/train/{file}")
         assert words in found[0]
         for name, data in before.items():
             (folder / name).write_bytes(data)
-    edit(folder / "materialised" / "00001" / "manifest.json", other_neighbors)
-    assert "materialised/00001 was made from another 'neighbors'" in lines(folder)[0]
-    assert mend(folder, verify(folder)) == ["materialised/00001"]
+    edit(folder / "materialized" / "00001" / "manifest.json", other_neighbors)
+    assert "materialized/00001 was made from another 'neighbors'" in lines(folder)[0]
+    assert mend(folder, verify(folder)) == ["materialized/00001"]
     build_local(config)
     assert {name: data for name, data in contents(folder).items() if name in before} == before
 
@@ -172,7 +172,7 @@ def test_what_was_made_after_a_change_goes_too_and_then_all_bytes_are_right(
     assert contents(config.datastore) != contents(tiny_datastore.folder)
     found = verify(config.datastore)
     assert str(found.problems[0]).startswith(f"{victim} has changed")
-    assert {problem.artefact for problem in found.problems} >= {
+    assert {problem.artifact for problem in found.problems} >= {
         "chunks/00001",
         "embedder",
         "embeddings/00001",
@@ -185,7 +185,7 @@ def test_what_was_made_after_a_change_goes_too_and_then_all_bytes_are_right(
     assert verify(config.datastore).problems == ()
 
 
-def test_an_artefact_of_another_build_is_found_by_the_fingerprints(tmp_path, folder, tiny_corpus) -> None:
+def test_an_artifact_of_another_build_is_found_by_the_fingerprints(tmp_path, folder, tiny_corpus) -> None:
     config = tiny_config(tmp_path / "other", tiny_corpus)
     other = build_local(replace(config, embedder=replace(config.embedder, dimension=16))).folder
     shutil.rmtree(folder / "embeddings/00001")
@@ -232,11 +232,11 @@ CONTENTS = {
 
 @pytest.mark.parametrize("case", CONTENTS)
 def test_arrays_that_do_not_hold_what_the_counts_promise(folder, case) -> None:
-    artefact, file, change, words = CONTENTS[case]
-    rewrite(folder, artefact, file, change)
+    artifact, file, change, words = CONTENTS[case]
+    rewrite(folder, artifact, file, change)
     found = lines(folder)
     assert len(found) == 1, found
-    assert found[0].startswith(f"{artefact}/{file}")
+    assert found[0].startswith(f"{artifact}/{file}")
     assert re.search(words, found[0]), found
 
 
@@ -274,12 +274,12 @@ def test_neighbors_in_another_datastore_are_looked_up_there(tmp_path, tiny_corpu
     other = shutil.copytree(tiny_datastore.folder, tmp_path / "other")
     embedder = replace(config.embedder, path=str(other))
     tokenizer = replace(config.tokenizer, kind="sentencepiece", path=str(other / "tokenizer" / "sentencepiece.model"))
-    also = NeighborSettings(k=6, candidates=24, also=(other,))
-    datastore = build_local(replace(config, embedder=embedder, tokenizer=tokenizer, neighbors=also))
+    extra = NeighborSettings(stored=6, candidates=24, extra_datastores=(other,))
+    datastore = build_local(replace(config, embedder=embedder, tokenizer=tokenizer, neighbors=extra))
     assert verify(datastore.folder).problems == ()
     last = (1 << 40) + tiny_datastore.train.num_chunks
     rewrite(datastore.folder, "neighbors/00000", "train/ids.npy", lambda a: np.put(a, 0, last))
-    assert [problem.artefact for problem in verify(datastore.folder).problems] == ["neighbors/00000"]
+    assert [problem.artifact for problem in verify(datastore.folder).problems] == ["neighbors/00000"]
     other.rename(tmp_path / "moved")
     (problem,) = verify(datastore.folder).problems
     assert "cannot be opened" in str(problem)

@@ -19,7 +19,7 @@ from pipelines.planning import calibration as module
 from pipelines.planning.bytes import (
     Layout,
     Workload,
-    artefact_bytes,
+    artifact_bytes,
     index_bytes,
     key_for,
     memory_bytes,
@@ -56,7 +56,7 @@ SIZE = Workload(
     tune_queries=500,
 )
 LAYOUT = Layout(
-    chunk_length=64, token_bytes=2, dimension=32, k=16, materialised=0, document_bytes=100.0, parquet_bytes=3000.0
+    chunk_length=64, token_bytes=2, dimension=32, stored=16, materialized=0, document_bytes=100.0, parquet_bytes=3000.0
 )
 
 
@@ -73,7 +73,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def planned_bytes(datastore: Datastore, k: int, materialised: int = 0) -> dict[str, float]:
+def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> dict[str, float]:
     """What the formulas say of a finished datastore; of it only counts are known to them, and the sizes of its Parquet files."""
     rows = [
         (sum(totals["chunks"]), sum(totals["documents"]), sum(totals["tokens"]), sum(totals["bytes"]))
@@ -88,9 +88,9 @@ def planned_bytes(datastore: Datastore, k: int, materialised: int = 0) -> dict[s
     parquet = sum(path.stat().st_size for path in datastore.folder.glob("chunks/*/*/*.parquet"))
     dtype = datastore.train.tokens.shard(0).dtype
     layout = Layout(
-        datastore.chunk_length, dtype.itemsize, index["dimension"], k, materialised, parquet / documents, 0.0
+        datastore.chunk_length, dtype.itemsize, index["dimension"], stored, materialized, parquet / documents, 0.0
     )
-    return artefact_bytes(size, layout)
+    return artifact_bytes(size, layout)
 
 
 def assert_bytes_meet(datastore: Datastore, planned: dict[str, float]) -> None:
@@ -99,7 +99,7 @@ def assert_bytes_meet(datastore: Datastore, planned: dict[str, float]) -> None:
 
 
 def test_bytes_of_a_datastore_with_an_exact_index_are_met(tiny_datastore: Datastore) -> None:
-    planned = planned_bytes(tiny_datastore, k=6)
+    planned = planned_bytes(tiny_datastore, stored=6)
     assert_bytes_meet(tiny_datastore, planned)
     assert set(planned) == {"chunks", "embeddings", "index", "neighbors"}
 
@@ -117,30 +117,30 @@ def test_bytes_of_a_datastore_with_an_exact_index_are_met(tiny_datastore: Datast
 def test_bytes_of_a_datastore_with_inverted_lists_are_met(tmp_path, tiny_corpus, key: str) -> None:
     config = tiny_config(tmp_path, tiny_corpus, index=IndexSettings(factory=key, tune_queries=50))
     datastore = build_local(config)
-    assert_bytes_meet(datastore, planned_bytes(datastore, k=6))
+    assert_bytes_meet(datastore, planned_bytes(datastore, stored=6))
 
 
-def test_bytes_of_materialised_neighbors_are_met(tmp_path, tiny_corpus) -> None:
+def test_bytes_of_materialized_neighbors_are_met(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
-    datastore = build_local(replace(config, neighbors=replace(config.neighbors, materialised=2)))
-    planned = planned_bytes(datastore, k=6, materialised=2)
-    assert "materialised" in planned
+    datastore = build_local(replace(config, neighbors=replace(config.neighbors, materialized=2)))
+    planned = planned_bytes(datastore, stored=6, materialized=2)
+    assert "materialized" in planned
     assert_bytes_meet(datastore, planned)
 
 
 def test_bytes_of_a_chunk_are_those_of_the_format() -> None:
     """docs/reference/file-formats.md: tokens and a length; float16; a code and an id; an id and a distance for each neighbor."""
     small, large = (
-        artefact_bytes(SIZE, LAYOUT),
-        artefact_bytes(replace(SIZE, chunks=17_000, train_chunks=16_000), LAYOUT),
+        artifact_bytes(SIZE, LAYOUT),
+        artifact_bytes(replace(SIZE, chunks=17_000, train_chunks=16_000), LAYOUT),
     )
     grown = {name: (large[name] - small[name]) / 1000 for name in small}
     assert grown == pytest.approx({"chunks": 64 * 2 + 2, "embeddings": 2 * 32, "index": 8 + 8, "neighbors": 16 * 12})
 
 
 def test_vocabularies_above_65536_take_four_bytes_a_token() -> None:
-    wide = artefact_bytes(SIZE, replace(LAYOUT, token_bytes=4))
-    assert wide["chunks"] - artefact_bytes(SIZE, LAYOUT)["chunks"] == 2 * 64 * SIZE.chunks
+    wide = artifact_bytes(SIZE, replace(LAYOUT, token_bytes=4))
+    assert wide["chunks"] - artifact_bytes(SIZE, LAYOUT)["chunks"] == 2 * 64 * SIZE.chunks
 
 
 def test_codes_and_quantizers_have_the_bytes_that_faiss_gives_them() -> None:
@@ -343,9 +343,9 @@ def test_the_paper_has_28_billion_full_chunks_of_four_byte_tokens() -> None:
 def test_tables_and_json_tell_the_same(tmp_path) -> None:
     seen = calibrated()
     plan = plan_for(CONFIG, seen, 2e8, machines=2, price=1.0)
-    what, artefacts, steps, needs = plan_tables(plan, seen, 2, 1.0, 30)
+    what, artifacts, steps, needs = plan_tables(plan, seen, 2, 1.0, 30)
     assert what[0][0] == "tokens"
-    assert [row[0] for row in artefacts] == ["artefact", *plan.bytes, "all"]
+    assert [row[0] for row in artifacts] == ["artifact", *plan.bytes, "all"]
     assert [row[0] for row in steps] == ["step", *(step.name for step in plan.steps), "all"]
     assert steps[0][-1] == "cost"
     assert needs[0][0] == "machines for 30 days"
@@ -391,10 +391,10 @@ def test_of_a_large_corpus_some_files_are_read_and_the_rest_estimated(tmp_path, 
 
 def test_a_calibrated_plan_meets_the_bytes_of_the_real_datastore(tmp_path, tiny_corpus, tiny_datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
-    more = replace(config, neighbors=replace(config.neighbors, materialised=2))
+    more = replace(config, neighbors=replace(config.neighbors, materialized=2))
     seen = calibrate(more, sample_bytes=60_000)
     assert not config.datastore.exists()
-    assert "materialise" in seen.observations[-1].seconds
+    assert "materialize" in seen.observations[-1].seconds
     plan = plan_for(config, seen, corpus_tokens(config, seen))
     assert plan.size.key == "Flat"
     assert plan.size.shards == len(tiny_datastore.train.chunk_rows)

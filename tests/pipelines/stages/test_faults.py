@@ -23,7 +23,7 @@ from pipelines.executors import ExecutorSettings, LocalExecutor
 from pipelines.stages.shards import run_tasks, shard_task
 from tests.conftest import build_local, contents, tiny_config
 
-ARTEFACTS = ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"]  # fmt: skip
+ARTIFACTS = ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"]  # fmt: skip
 
 
 @pytest.fixture
@@ -49,15 +49,15 @@ def times(folder: Path) -> dict[str, int]:
     }
 
 
-# --- damaged artefacts -----------------------------------------------------------------------------------------------
+# --- damaged artifacts -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["cut short", "missing", "manifest"])
-@pytest.mark.parametrize("artefact", ARTEFACTS)
-def test_a_damaged_artefact_is_named_and_made_again_and_nothing_else_is(
-    config, tiny_datastore, caplog, artefact: str, damage: str
+@pytest.mark.parametrize("artifact", ARTIFACTS)
+def test_a_damaged_artifact_is_named_and_made_again_and_nothing_else_is(
+    config, tiny_datastore, caplog, artifact: str, damage: str
 ) -> None:
-    folder = config.datastore / artefact
+    folder = config.datastore / artifact
     victim = folder / "manifest.json" if damage == "manifest" else largest_file(folder)
     victim.unlink() if damage == "missing" else cut_short(victim)
     before = times(config.datastore)
@@ -66,15 +66,15 @@ def test_a_damaged_artefact_is_named_and_made_again_and_nothing_else_is(
     assert str(victim) in warning
     assert contents(config.datastore) == contents(tiny_datastore.folder)
     changed = {name for name, time in times(config.datastore).items() if before.get(name) != time} - {".lock"}
-    assert changed == {f"{artefact}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
+    assert changed == {f"{artifact}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
 
 
 def test_everything_damaged_at_once(config, tiny_datastore, caplog) -> None:
-    for artefact in ARTEFACTS:
-        cut_short(largest_file(config.datastore / artefact))
+    for artifact in ARTIFACTS:
+        cut_short(largest_file(config.datastore / artifact))
     cut_short(config.datastore / "manifest.json")
     build_local(config)
-    assert caplog.text.count("is made again") == len(ARTEFACTS)
+    assert caplog.text.count("is made again") == len(ARTIFACTS)
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
@@ -170,10 +170,10 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 def nothing_half_written(folder: Path) -> bool:
-    """Every artefact is finished and there are no temporary files."""
-    artefacts = {path.parent for path in folder.rglob("manifest.json")}
+    """Every artifact is finished and there are no temporary files."""
+    artifacts = {path.parent for path in folder.rglob("manifest.json")}
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
-    return all(artefacts & {path.parent, path.parent.parent} for path in files) and not list(folder.rglob("*.tmp"))
+    return all(artifacts & {path.parent, path.parent.parent} for path in files) and not list(folder.rglob("*.tmp"))
 
 
 def first_failure(config: Config) -> str:

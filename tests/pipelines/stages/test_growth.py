@@ -118,14 +118,14 @@ def test_what_was_there_is_not_made_again(tmp_path) -> None:
     assert not any("before" in name for name in after)
 
 
-def test_materialised_neighbors_follow_what_is_appended(tmp_path) -> None:
+def test_materialized_neighbors_follow_what_is_appended(tmp_path) -> None:
     files = corpora(tmp_path)
     configs = [config_of(tmp_path, files[:count]) for count in (1, 2)]
-    configs = [replace(each, neighbors=replace(each.neighbors, materialised=2)) for each in configs]
+    configs = [replace(each, neighbors=replace(each.neighbors, materialized=2)) for each in configs]
     build_local(configs[0])
     grown = build_local(configs[1], append=True)
     before = contents(grown.folder)
-    assert grown.has("materialise")
+    assert grown.has("materialize")
     build_local(configs[1], only="neighbors", rebuild=True)
     build_local(configs[1])
     assert contents(grown.folder) == before

@@ -41,11 +41,11 @@ def other(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_data
     return config
 
 
-def with_also(folder: Path, tiny_corpus: Path, tiny_datastore: Datastore, *also: Path) -> Config:
+def with_extra(folder: Path, tiny_corpus: Path, tiny_datastore: Datastore, *extra: Path) -> Config:
     """A copy of the tiny datastore that retrieves from others too."""
     config = tiny_config(folder, tiny_corpus)
     shutil.copytree(tiny_datastore.folder, config.datastore)
-    config = replace(config, neighbors=replace(config.neighbors, also=also))
+    config = replace(config, neighbors=replace(config.neighbors, extra_datastores=extra))
     build_local(config, only="neighbors", rebuild=True)
     return config
 
@@ -53,7 +53,7 @@ def with_also(folder: Path, tiny_corpus: Path, tiny_datastore: Datastore, *also:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory, tiny_corpus, tiny_datastore, other: Config) -> Config:
     """The tiny datastore with the other one in its retrieval set. Read only."""
-    return with_also(tmp_path_factory.mktemp("both"), tiny_corpus, tiny_datastore, other.datastore)
+    return with_extra(tmp_path_factory.mktemp("both"), tiny_corpus, tiny_datastore, other.datastore)
 
 
 @pytest.mark.parametrize("split_name", ["train", "valid"])
@@ -141,24 +141,24 @@ def test_a_datastore_that_is_gone_or_has_changed_is_refused_and_one_that_was_mov
     tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, other: Config
 ) -> None:
     copy = shutil.copytree(other.datastore, tmp_path / "first")
-    config = with_also(tmp_path, tiny_corpus, tiny_datastore, copy)
+    config = with_extra(tmp_path, tiny_corpus, tiny_datastore, copy)
     options = DataSettings(sequence_length=64, k=2)
     assert TrainingData([config.datastore], options, retrieval=True).batch(range(2)).neighbors is not None
     moved = copy.rename(tmp_path / "second")
-    with pytest.raises(InputError, match=r"neighbors in .*first.*neighbors\.also.*cannot be opened"):
+    with pytest.raises(InputError, match=r"neighbors in .*first.*neighbors\.extra_datastores.*cannot be opened"):
         RetrievalSet.of(Datastore.open(config.datastore))
     TrainingData([config.datastore], options, retrieval=False)  # a baseline needs none of them
     before = (config.datastore / "neighbors" / "00000" / "train" / "ids.npy").stat().st_mtime_ns
-    config = replace(config, neighbors=replace(config.neighbors, also=(moved,)))
+    config = replace(config, neighbors=replace(config.neighbors, extra_datastores=(moved,)))
     build_local(config)
     assert (config.datastore / "neighbors" / "00000" / "train" / "ids.npy").stat().st_mtime_ns == before
     TrainingData([config.datastore], options, retrieval=True)
 
     changed = replace(other, datastore=moved, corpus=replace(other.corpus, split=(700, 300, 0)))
     build_local(changed, rebuild=True)
-    with pytest.raises(InputError, match=r"second holds other chunks.*neighbors\.also"):
+    with pytest.raises(InputError, match=r"second holds other chunks.*neighbors\.extra_datastores"):
         TrainingData([config.datastore], options, retrieval=True)
-    with pytest.raises(InputError, match=r"'neighbors\.also\[0\]' has changed"):
+    with pytest.raises(InputError, match=r"'neighbors\.extra_datastores\[0\]' has changed"):
         build_local(config)
 
 
@@ -169,18 +169,20 @@ def test_datastores_that_do_not_fit_are_refused_by_name(
 
     def refused(folder: Path, message: str) -> None:
         with pytest.raises(InputError, match=message):
-            build_local(replace(config, neighbors=replace(config.neighbors, also=(folder,))), only="neighbors")
+            build_local(
+                replace(config, neighbors=replace(config.neighbors, extra_datastores=(folder,))), only="neighbors"
+            )
 
-    refused(tiny_datastore.folder, r"neighbors\.also names .* the datastore itself")
+    refused(tiny_datastore.folder, r"neighbors\.extra_datastores names .* the datastore itself")
     corpus = write_corpus(tmp_path / "c.jsonl", 30, seed=2)
     strange = tiny_config(tmp_path / "strange", corpus)
     build_local(strange)
-    refused(strange.datastore, r"neighbors\.also: .* different tokenizers")
+    refused(strange.datastore, r"neighbors\.extra_datastores: .* different tokenizers")
     with pytest.raises(InputError, match=r"data\.datastores: .* different tokenizers"):
         TrainingData([tiny_datastore.folder, strange.datastore], DataSettings(sequence_length=64), retrieval=False)
     vectors = replace(strange, datastore=tmp_path / "vectors", tokenizer=other.tokenizer)
     build_local(vectors)
-    refused(vectors.datastore, r"neighbors\.also: the embedders .* different vectors")
+    refused(vectors.datastore, r"neighbors\.extra_datastores: the embedders .* different vectors")
     build_local(replace(other, datastore=tmp_path / "unfinished"), only="chunk")
     refused(tmp_path / "unfinished", "no finished 'add' stage")
 

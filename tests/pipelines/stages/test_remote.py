@@ -102,7 +102,7 @@ class ElsewhereExecutor:
             self.go()
             yield function(*task.arguments, advance=advance)
             self.monkeypatch.setenv("RETRO_CACHE", self.here)
-            if isinstance(task.arguments[0], Path):  # the artefact that was made: not here, on that machine
+            if isinstance(task.arguments[0], Path):  # the artifact that was made: not here, on that machine
                 shutil.rmtree(task.arguments[0])
 
 
@@ -151,8 +151,8 @@ def test_what_is_finished_is_not_made_again_and_little_is_fetched_to_know_it(
 
 def test_a_changed_setting_is_refused_by_name_on_a_machine_that_has_nothing(config, another_machine) -> None:
     another_machine()
-    with pytest.raises(InputError, match=r"neighbors\.k was 6, now 4"):
-        build_local(replace(config, neighbors=replace(config.neighbors, k=4)))
+    with pytest.raises(InputError, match=r"neighbors\.stored was 6, now 4"):
+        build_local(replace(config, neighbors=replace(config.neighbors, stored=4)))
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_a_stage_rebuilt_elsewhere_replaces_what_lies_at_the_url(
 ) -> None:
     first = build_local(config)
     cache = another_machine()
-    changed = replace(config, neighbors=replace(config.neighbors, k=4, materialised=2))
+    changed = replace(config, neighbors=replace(config.neighbors, stored=4, materialized=2))
     build_local(changed, only="neighbors", rebuild=True)
     assert "documents.parquet" not in fetched(cache)  # only what the search reads
     build_local(changed)
@@ -220,14 +220,14 @@ def test_documents_are_deleted_at_the_url_and_everyone_sees_it(url, another_mach
 
 
 @pytest.mark.parametrize("reading", ["mmap", "pread"])
-@pytest.mark.parametrize("materialised", [False, True])
+@pytest.mark.parametrize("materialized", [False, True])
 def test_batches_from_a_url_are_those_of_the_local_datastore(
-    config, url, tiny_datastore, another_machine, reading: str, materialised: bool
+    config, url, tiny_datastore, another_machine, reading: str, materialized: bool
 ) -> None:
-    if materialised:
-        build_local(replace(config, neighbors=replace(config.neighbors, materialised=3)))
+    if materialized:
+        build_local(replace(config, neighbors=replace(config.neighbors, materialized=3)))
     cache = another_machine()
-    settings = DataSettings(sequence_length=64, k=2, reading=reading, materialised=materialised)  # type: ignore[arg-type]
+    settings = DataSettings(sequence_length=64, k=2, reading=reading, materialized=materialized)  # type: ignore[arg-type]
     local = TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, k=2), retrieval=True)
     away = TrainingData([Path(url)], settings, retrieval=True)
     assert away.fingerprints == local.fingerprints
@@ -278,11 +278,11 @@ def test_a_datastore_at_a_url_retrieves_from_another_one(
         embedder=replace(config.embedder, path=url),
     )
     build_local(other)
-    config = replace(config, neighbors=replace(config.neighbors, also=(other.datastore,)))
+    config = replace(config, neighbors=replace(config.neighbors, extra_datastores=(other.datastore,)))
     build_local(config, only="neighbors", rebuild=True)
     another_machine()
     opened = Datastore.open(url)
-    assert opened.manifest["also"][0]["folder"] == "../deeper/other"
+    assert opened.manifest["extra_datastores"][0]["folder"] == "../deeper/other"
     retrieval = RetrievalSet.of(opened)
     assert [split.num_chunks for split in retrieval.splits] == [opened.train.num_chunks] * 2
     ids = opened.train.neighbor_ids.read(0, 50)

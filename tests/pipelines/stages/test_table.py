@@ -77,7 +77,7 @@ def test_a_second_run_writes_nothing(tmp_path, tiny_corpus) -> None:
         ("embedder", {"dimension": 16}, "embedder.dimension was 32, now 16"),
         ("index", {"factory": "IVF4,Flat"}, "index.factory was '', now 'IVF4,Flat'"),
         ("index", {"recall_target": 0.5}, "index.recall_target was 0.8, now 0.5"),
-        ("neighbors", {"k": 4}, "neighbors.k was 6, now 4"),
+        ("neighbors", {"stored": 4}, "neighbors.stored was 6, now 4"),
     ],
 )
 def test_a_changed_setting_is_refused_by_name(tmp_path, tiny_corpus, tiny_datastore, section, change, named) -> None:
@@ -176,10 +176,10 @@ def test_sigkill_at_any_moment_and_running_again_gives_the_same_datastore(
 
 
 @pytest.mark.parametrize("stage", ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"])  # fmt: skip
-def test_a_kill_in_the_middle_of_any_artefact_leaves_nothing_that_counts(
+def test_a_kill_in_the_middle_of_any_artifact_leaves_nothing_that_counts(
     tmp_path, tiny_corpus, tiny_datastore, stage: str
 ) -> None:
-    """What a SIGKILL inside `create` leaves: earlier artefacts, and a temporary folder half full."""
+    """What a SIGKILL inside `create` leaves: earlier artifacts, and a temporary folder half full."""
     config = tiny_config(tmp_path, tiny_corpus)
     shutil.copytree(tiny_datastore.folder, config.datastore)
     order = [
@@ -351,8 +351,8 @@ def test_files_with_odd_names_go_through_every_stage_and_are_verified(tmp_path, 
 
 def test_more_neighbors_than_chunks_are_warned_of(tmp_path, caplog) -> None:
     config = tiny_config(tmp_path, write_corpus(tmp_path / "c.jsonl", 4))
-    config = replace(config, neighbors=replace(config.neighbors, k=4096, candidates=4096))
+    config = replace(config, neighbors=replace(config.neighbors, stored=4096, candidates=4096))
     with caplog.at_level(logging.WARNING, "retro"):
         build_local(config)
-    (warning,) = [record.message for record in caplog.records if "neighbors.k" in record.message]
-    assert re.search(r"neighbors\.k = 4,096, but there are only \d+ chunks to retrieve", warning)
+    (warning,) = [record.message for record in caplog.records if "neighbors.stored" in record.message]
+    assert re.search(r"neighbors\.stored = 4,096, but there are only \d+ chunks to retrieve", warning)

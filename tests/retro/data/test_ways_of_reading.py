@@ -1,4 +1,4 @@
-"""Batches are the same however they are read: memory-mapped, by ranges of bytes, or with materialised neighbors."""
+"""Batches are the same however they are read: memory-mapped, by ranges of bytes, or with materialized neighbors."""
 
 import subprocess
 import sys
@@ -19,14 +19,14 @@ from retro.data.settings import DataSettings
 from retro.evaluation.windows import window_batches, windows
 from tests.conftest import build_local, tiny_config, write_corpus
 
-WAYS = ({"reading": "pread"}, {"materialised": True}, {"reading": "pread", "materialised": True})
+WAYS = ({"reading": "pread"}, {"materialized": True}, {"reading": "pread", "materialized": True})
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Config:
-    """The tiny datastore with three of its six stored neighbors materialised. Read only."""
-    config = tiny_config(tmp_path_factory.mktemp("materialised"), tiny_corpus)
-    config = replace(config, neighbors=replace(config.neighbors, materialised=3))
+    """The tiny datastore with three of its six stored neighbors materialized. Read only."""
+    config = tiny_config(tmp_path_factory.mktemp("materialized"), tiny_corpus)
+    config = replace(config, neighbors=replace(config.neighbors, materialized=3))
     build_local(config)
     return config
 
@@ -36,7 +36,7 @@ def starved(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A smaller one with near copies left out of the stored neighbors, so that many are missing. Read only."""
     folder = tmp_path_factory.mktemp("starved")
     config = tiny_config(folder, write_corpus(folder / "corpus.jsonl", 40))
-    config = replace(config, neighbors=replace(config.neighbors, materialised=3, max_overlap=0.05))
+    config = replace(config, neighbors=replace(config.neighbors, materialized=3, max_overlap=0.05))
     build_local(config)
     return config
 
@@ -69,27 +69,27 @@ def test_batches_are_equal_in_every_way_of_reading(config: Config, starved: Conf
                 assert same(mapped.batch(samples, dropped=0.2), other.batch(samples, dropped=0.2))
 
 
-def test_held_out_documents_have_materialised_neighbors_too(config: Config) -> None:
+def test_held_out_documents_have_materialized_neighbors_too(config: Config) -> None:
     datastore = Datastore.open(config.datastore)
     wanted, retrieval = list(windows(datastore.valid, 4, 2)), RetrievalSet.of(datastore)
-    uses = [NeighborUse(4, materialised=materialised) for materialised in (False, True)]
+    uses = [NeighborUse(4, materialized=materialized) for materialized in (False, True)]
     batches = [list(window_batches(datastore.valid, retrieval, wanted, 3, use)) for use in uses]
     assert all(same(one[1], other[1]) for one, other in zip(*batches, strict=True))
 
 
-def test_what_is_materialised_are_the_first_stored_neighbors(starved: Config) -> None:
+def test_what_is_materialized_are_the_first_stored_neighbors(starved: Config) -> None:
     train = Datastore.open(starved.datastore).train
     ids = train.neighbor_ids.read(0, train.num_chunks)[:, :3]
     assert 0 < (ids < 0).mean() < 1  # some are missing
     tokens, lengths = train.with_continuation(ids.ravel())
-    assert np.array_equal(train.materialised_tokens.read(0, train.num_chunks).reshape(tokens.shape), tokens)
-    assert np.array_equal(train.materialised_lengths.read(0, train.num_chunks).ravel(), lengths)
-    assert train.materialised_tokens.shard(0).dtype == train.tokens.shard(0).dtype
+    assert np.array_equal(train.materialized_tokens.read(0, train.num_chunks).reshape(tokens.shape), tokens)
+    assert np.array_equal(train.materialized_lengths.read(0, train.num_chunks).ravel(), lengths)
+    assert train.materialized_tokens.shard(0).dtype == train.tokens.shard(0).dtype
 
 
 def test_few_neighbors_are_read_from_where_they_lie(config: Config, monkeypatch) -> None:
     """What training gains by it: nearly all text of neighbors comes from beside the chunk."""
-    settings = DataSettings(sequence_length=2048, k=2, materialised=True)
+    settings = DataSettings(sequence_length=2048, k=2, materialized=True)
     data, elsewhere = TrainingData([config.datastore], settings, retrieval=True), []
     read = RetrievalSet.with_continuation
 
@@ -103,48 +103,48 @@ def test_few_neighbors_are_read_from_where_they_lie(config: Config, monkeypatch)
     assert 0 < sum(elsewhere) < 0.15 * (lengths > 0).sum()
 
 
-def test_materialising_changes_nothing_else(config: Config, tiny_datastore: Datastore) -> None:
+def test_materializing_changes_nothing_else(config: Config, tiny_datastore: Datastore) -> None:
     datastore = Datastore.open(config.datastore)
     assert datastore.fingerprint == tiny_datastore.fingerprint  # a run goes on with it or without
     stages = {**datastore.manifest["fingerprints"]}
-    assert stages.pop("materialise")
+    assert stages.pop("materialize")
     assert stages == tiny_datastore.manifest["fingerprints"]
     for path in tiny_datastore.folder.glob("neighbors/**/*.*"):
         assert path.read_bytes() == (config.datastore / path.relative_to(tiny_datastore.folder)).read_bytes()
 
 
 def test_another_number_of_them_is_refused_by_name_and_none_is_asked_for_by_name(config: Config, tiny_corpus) -> None:
-    with pytest.raises(InputError, match=r"neighbors\.materialised was 3, now 2(.|\n)*--stage materialise --rebuild"):
-        build_local(replace(config, neighbors=replace(config.neighbors, materialised=2)))
-    none = replace(config, neighbors=replace(config.neighbors, materialised=0))
+    with pytest.raises(InputError, match=r"neighbors\.materialized was 3, now 2(.|\n)*--stage materialize --rebuild"):
+        build_local(replace(config, neighbors=replace(config.neighbors, materialized=2)))
+    none = replace(config, neighbors=replace(config.neighbors, materialized=0))
     build_local(none)  # those that are there stay
-    assert Datastore.open(config.datastore).has("materialise")
-    with pytest.raises(InputError, match=r"neighbors\.materialised = 0"):
-        build_local(none, only="materialise")
+    assert Datastore.open(config.datastore).has("materialize")
+    with pytest.raises(InputError, match=r"neighbors\.materialized = 0"):
+        build_local(none, only="materialize")
     with pytest.raises(
-        InputError, match=r"neighbors\.materialised = 9: must be between 0 \(none\) and neighbors\.k = 6"
+        InputError, match=r"neighbors\.materialized = 9: must be between 0 \(none\) and neighbors\.stored = 6"
     ):
-        replace(config.neighbors, materialised=9)
+        replace(config.neighbors, materialized=9)
 
 
-def test_without_materialised_neighbors_they_are_refused_by_name(tiny_datastore: Datastore) -> None:
-    settings = DataSettings(sequence_length=64, materialised=True)
-    with pytest.raises(InputError, match=r"data\.materialised.*neighbors\.materialised.*--stage materialise"):
+def test_without_materialized_neighbors_they_are_refused_by_name(tiny_datastore: Datastore) -> None:
+    settings = DataSettings(sequence_length=64, materialized=True)
+    with pytest.raises(InputError, match=r"data\.materialized.*neighbors\.materialized.*--stage materialize"):
         TrainingData([tiny_datastore.folder], settings, retrieval=True)
     TrainingData([tiny_datastore.folder], settings, retrieval=False)  # a baseline reads none
 
 
-def test_neighbors_that_are_searched_again_take_the_materialised_ones_with_them(tmp_path, tiny_corpus) -> None:
+def test_neighbors_that_are_searched_again_take_the_materialized_ones_with_them(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
-    config = replace(config, neighbors=replace(config.neighbors, materialised=2))
+    config = replace(config, neighbors=replace(config.neighbors, materialized=2))
     build_local(config)
-    again = replace(config, neighbors=replace(config.neighbors, k=4))
+    again = replace(config, neighbors=replace(config.neighbors, stored=4))
     build_local(again, only="neighbors", rebuild=True)
-    assert not Datastore.open(config.datastore).has("materialise")
-    assert not list((config.datastore / "materialised").iterdir())
+    assert not Datastore.open(config.datastore).has("materialize")
+    assert not list((config.datastore / "materialized").iterdir())
     build_local(again)
-    assert Datastore.open(config.datastore).has("materialise")
-    manifest = read_json(config.datastore / "materialised" / "00000" / "manifest.json")
+    assert Datastore.open(config.datastore).has("materialize")
+    manifest = read_json(config.datastore / "materialized" / "00000" / "manifest.json")
     assert manifest["counts"]["train"]["chunks"] == Datastore.open(config.datastore).train.chunk_rows[0]
 
 
