@@ -188,9 +188,9 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def _facts(service: "Service", token: bool, options: ServeOptions) -> list[str]:
     """What is served, for the terminal."""
-    from retro.server.datastore_facts import datastore_facts
+    from retro.server.datastore_info import datastore_info
 
-    facts = datastore_facts(service)
+    facts = datastore_info(service)
     lines = [f"datastore: {each['name']}, {each['chunks']:,} chunks" for each in facts["datastores"]]
     model = facts["model"]
     if model:

@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class GeneratedToken:
     """A token of one row.
 
     Attributes:
@@ -44,7 +44,7 @@ class Piece:
 
 def generate(
     decoder: Decoder, prompts: Sequence[np.ndarray], settings: GenerationSettings, *, decode: Decode, eos_id: int
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[GeneratedToken]]:
     """Continue prompts: after every step the new token of each row that is not finished, in their order.
 
     Args:
@@ -81,7 +81,7 @@ class _Row:
         self.text = TextStream(decode, prompt, settings.stop)
         self.random = torch.Generator().manual_seed(settings.seed)
 
-    def piece(self, token: int, log_probability: float, top: tuple[tuple[int, float], ...]) -> Piece:
+    def piece(self, token: int, log_probability: float, top: tuple[tuple[int, float], ...]) -> GeneratedToken:
         """Go on by a token."""
         self.left -= 1
         shown = "" if token == self.eos_id else self.text.add(token)
@@ -91,7 +91,7 @@ class _Row:
         if finish:
             shown += self.text.rest()
             finish = "stop" if self.text.stopped else finish
-        return Piece(self.number, token, shown, log_probability, finish, top)
+        return GeneratedToken(self.number, token, shown, log_probability, finish, top)
 
 
 Drawn = tuple[int, float, tuple[tuple[int, float], ...]]

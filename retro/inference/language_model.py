@@ -15,7 +15,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder, Given, Retrieve
-from retro.inference.generation import Piece, generate
+from retro.inference.generation import GeneratedToken, generate
 from retro.inference.scoring import Scores, score
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
@@ -119,7 +119,7 @@ class LanguageModel:
         k: int = 0,
         given: Given | None = None,
         check: Callable[[], None] = lambda: None,
-    ) -> Iterator[list[Piece]]:
+    ) -> Iterator[list[GeneratedToken]]:
         """Continue prompts together: after every step a piece for each row that is not finished.
 
         Args:

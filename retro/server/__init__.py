@@ -1,1 +1,1 @@
-"""The HTTP side of a datastore and a checkpoint."""
+"""HTTP server for a datastore and, optionally, a checkpoint."""

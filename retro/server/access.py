@@ -1,8 +1,8 @@
-"""Who may ask: whoever has the token; without a token, requests that no web page of another site can have sent.
+"""Access control: check the bearer token, or, on a server without a token, the `Host` header.
 
-A page of another site can let a name of its own point to this machine (DNS rebinding). To a browser the server then belongs to
-that site, and neither CORS nor the content type keeps the page from reading answers. But the browser sends the site's name as
-`Host`, which a server without a token does not accept.
+The `Host` check prevents DNS rebinding: a web page of another site points a host name of that site to this machine. The browser
+then treats the server as part of that site, so neither CORS nor the content type protects the answers. But the browser sends
+the site's name as `Host`, and a server without a token rejects unknown names.
 """
 
 import hmac
@@ -18,11 +18,11 @@ _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")  # a name, an IPv4 address or
 
 
 class Access:
-    """Checks requests.
+    """Checks the token or the host of each request.
 
     Args:
-        token: that requests must bear; empty = none.
-        allowed_hosts: names by which a server without a token may be called, besides `localhost` and IP addresses; `*` = any.
+        token: the bearer token that requests must send; empty = none.
+        allowed_hosts: host names that a server without a token accepts in addition to `localhost` and IP addresses; `*` = any.
     """
 
     def __init__(self, token: str, allowed_hosts: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ class Access:
         self._hosts = {"", "localhost", *(name.lower() for name in allowed_hosts)}
 
     def check(self, scope: Scope) -> None:
-        """Raise ApiError where a request may not ask."""
+        """Raise ApiError if the request is not allowed."""
         if self._token:
             self._check_token(scope)
         elif "*" not in self._hosts:
@@ -41,8 +41,8 @@ class Access:
         given = header(scope, b"authorization")
         scheme, _, token = given.partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
-            said = "the bearer token is wrong" if given else "a bearer token is needed"
-            message = f"{said}: send the header `Authorization: Bearer TOKEN` with the one the server was started with."
+            problem = "the bearer token is wrong" if given else "a bearer token is required"
+            message = f"{problem}: send the header `Authorization: Bearer TOKEN` with the server's token."
             raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer", "Connection": "close"})
 
     def _check_host(self, host: str) -> None:
@@ -50,14 +50,14 @@ class Access:
         name = matched[1].removesuffix(".") if matched else host
         if name not in self._hosts and not _is_address(name.strip("[]")):
             message = (
-                f"Host = {name!r}: a server without a token accepts localhost, IP addresses and the names of --allowed-hosts. "
-                "Start it with that option, or with a token."
+                f"Host = {name!r}: a server without a token accepts localhost, IP addresses and the names in --allowed-hosts. "
+                "Start the server with that option or with a token."
             )
             raise ApiError(403, message, headers={"Connection": "close"})
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """The first value of a request's header; empty if there is none."""
+    """Return the first value of a request header; empty if the header is missing."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 

@@ -1,10 +1,10 @@
-"""The HTTP application of a datastore and, where there is one, a checkpoint.
+"""The HTTP application for a datastore and, optionally, a checkpoint.
 
-    request ─► CORS (if set) ─► Limits ─► Direct ───────────► endpoint with JSON ─┬─► Service ─► Retriever, LanguageModel
-                                             └─► FastAPI ─┬─► other endpoint ─────┘
-                                                          └─► a file of the page
+    request ─► CORS (if set) ─► Limits ─► DirectJson ──────────► endpoint with JSON ─┬─► Service ─► Retriever, LanguageModel
+                                              └─► FastAPI ─┬─► other endpoint ───────┘
+                                                           └─► file of the web page
 
-It holds no state of the process: several apps live side by side, and an app is what uvicorn or Ray Serve runs.
+The application has no global state, so one process can hold several. uvicorn and Ray Serve both run it.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -23,11 +23,11 @@ from starlette.staticfiles import StaticFiles
 from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import LanguageModel
 from retro.server import docs_page, model_api, schemas, search_api
-from retro.server.errors import ApiError, declared, raise_errors
-from retro.server.json_route import Direct
+from retro.server.errors import ApiError, error_responses, reraise_errors
+from retro.server.json_route import DirectJson
 from retro.server.limits import Limits
 from retro.server.openai import api as openai_api
-from retro.server.service import Service, Serving
+from retro.server.service import Service, ServiceDependency
 from retro.server.settings import ServeSettings
 
 PAGE = Path(__file__).parent / "page"
@@ -38,13 +38,13 @@ router = APIRouter(tags=["server"])
 def make_app(
     retriever: Retriever, language_model: LanguageModel | None, settings: ServeSettings, *, token: str = ""
 ) -> FastAPI:
-    """The application, ready for requests.
+    """Create the application.
 
     Args:
-        retriever: what is searched.
-        language_model: what scores and generates; None = those endpoints answer 404.
+        retriever: searches the datastore.
+        language_model: scores and generates; None = those endpoints answer 404.
         settings: limits and name.
-        token: that every request must bear, but for health, readiness, the page and the description of the API; empty = none.
+        token: bearer token that requests must send, except to /health, /ready, /docs and the web page; empty = none.
     """
     service = Service.of(retriever, language_model, settings)
 
@@ -56,7 +56,7 @@ def make_app(
     app = FastAPI(
         title=f"retro: {service.name}",
         version=version("retro"),
-        description="Search in a datastore, and a language model that reads what it finds.",
+        description="Search a datastore, and score or generate text with a language model that reads the neighbors.",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -66,13 +66,13 @@ def make_app(
     routers = (router, search_api.router, model_api.router, openai_api.router, docs_page.router)
     for each in routers:
         app.include_router(each)
-    # A route for each file of the page: what is mounted at / would answer every path that has no GET.
+    # One route for each file of the page: a mount at / would answer every path that has no GET.
     page_paths = _page_paths()
     if page_paths:
         files = StaticFiles(directory=PAGE, html=True)
         app.router.routes.extend(Route(path, files, methods=["GET", "HEAD"]) for path in sorted(page_paths))
-    raise_errors(app)
-    app.add_middleware(Direct, routes=[route for each in routers for route in each.routes])
+    reraise_errors(app)
+    app.add_middleware(DirectJson, routes=[route for each in routers for route in each.routes])
     app.add_middleware(
         Limits,
         settings=settings,
@@ -92,7 +92,7 @@ def make_app(
 
 
 def _page_paths() -> set[str]:
-    """Paths at which the page's files are, `/` for its index."""
+    """Paths of the page's files; `/` is its index."""
     if not PAGE.is_dir():
         return set()
     return {"/"} | {"/" + path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file()}
@@ -100,13 +100,13 @@ def _page_paths() -> set[str]:
 
 @router.get("/health", response_model=schemas.Status)
 async def health() -> Mapping[str, str]:
-    """Whether the process answers."""
+    """Report that the process answers."""
     return {"status": "ok"}
 
 
-@router.get("/ready", response_model=schemas.Status, responses={503: declared()[503]})
-async def ready(service: Serving) -> Mapping[str, str]:
-    """Whether it takes requests: 503 while it shuts down."""
+@router.get("/ready", response_model=schemas.Status, responses={503: error_responses()[503]})
+async def ready(service: ServiceDependency) -> Mapping[str, str]:
+    """Report whether the server accepts requests; 503 while it shuts down."""
     if service.admission.draining:
         raise ApiError(503, "the server is shutting down.")
     return {"status": "ready"}
@@ -115,8 +115,8 @@ async def ready(service: Serving) -> Mapping[str, str]:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={**declared(), 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    responses={**error_responses(), 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-async def metrics(service: Serving) -> Response:
-    """Counts for Prometheus."""
+async def metrics(service: ServiceDependency) -> Response:
+    """Metrics in the text format of Prometheus."""
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)

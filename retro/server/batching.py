@@ -1,16 +1,16 @@
-"""Concurrent requests become few calls: while a worker is busy requests gather, and it takes all that are there.
+"""Dynamic batching: requests that arrive while a worker is busy are processed together in its next call.
 
-    requests ──► queue ──► one thread: what has gathered, by key ──► work(key, items) ──► each request its own results
+    requests ──► queue ──► one thread: all waiting requests, by key ──► work(key, items) ──► results of each request
 
-A request that finds the worker free is worked on at once and alone. Requests with the same key are worked on together, and a
-key holds all that the answer depends on, so that no answer depends on the company. A batch is limited by the cost of its items:
-a large request does not hold back small ones that could have been answered before it. Long work asks `wanted` from time to time
-and leaves out items whose client is gone or has been answered 504.
+If the worker is free, it processes a request at once and alone. Requests with the same key share a call. A key contains
+everything that an answer depends on, so no answer depends on the other requests of its batch. The total cost of its items
+limits a batch, so a large request does not delay small ones that arrived before it. Long work calls `wanted` between its parts
+and skips items whose client has disconnected or was answered 504.
 
-Clients that have just been answered often ask again at once. Were what has waited meanwhile worked on without them, batches
-would be half as large as they could be. So the worker waits a moment, a third of the time that it has just worked, until as
-many requests are there as were at the end of that work, answered and waiting. A lone client is all that there were, and who
-asks for something else than those just answered waits for nobody.
+A client that was just answered can join the next batch: it often sends its next request at once. Without these clients the next
+batch would hold about half of the possible requests. So the worker waits up to a third of the duration of its last call, until
+as many requests are present as there were at the end of that call (answered plus waiting). A single client never waits, and
+neither does a request with another key.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Wanted = Callable[[int], bool]
-"""Number of an item of a batch → whether a client still waits for it."""
+"""Number of an item in a batch → True if a client still waits for its result."""
 
 _IDLE_SECONDS = 5.0
-_SHARE_WAITED = 1 / 3  # of the time that the last requests took
+_WAIT_RATIO = 1 / 3  # longest wait for further requests, relative to the duration of the last call
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class _Request(Generic[K, T, R]):
 
 
 @dataclass(frozen=True)
-class _Company(Generic[K]):
-    """Requests that were there when some had been worked on: these, and those that waited.
+class _LastBatch(Generic[K]):
+    """What `Batcher` remembers of its last call.
 
     Attributes:
-        key: of the ones worked on.
-        num_requests: of both.
-        until: how long who has been answered may take to come back, in seconds of `time.monotonic`.
+        key: of the answered requests.
+        num_requests: answered requests plus those that were waiting at that moment.
+        until: time until which the next batch waits for further requests, in seconds of `time.monotonic`.
     """
 
     key: K
@@ -57,17 +57,17 @@ class _Company(Generic[K]):
 
 
 class Batcher(Generic[K, T, R]):
-    """`await batcher(key, items)` returns what `work(key, items, wanted)` does, called for several requests at once.
+    """`await batcher(key, items)` returns the results of `work(key, items, wanted)`, which is called for several requests at once.
 
-    Works from any number of event loops. The thread starts with a request, and ends when none has come for a while.
+    It can be used from any number of event loops. The thread starts with the first request and ends after some idle time.
 
     Args:
-        name: of the thread.
-        work: (key, items, wanted) → a result for each item, in their order, anything for items that are not wanted any more.
+        name: name of the thread.
+        work: (key, items, wanted) → a result for each item, in order; the results of items that are no longer wanted are ignored.
             Called on one thread, one call at a time.
-        max_batch: cost of one call, unless a single request costs more.
+        max_batch: largest total cost of a call, unless a single request costs more.
         on_batch: called with the number of items of each call.
-        cost: of an item with a key.
+        cost: (key, item) → cost of the item.
     """
 
     def __init__(
@@ -80,17 +80,19 @@ class Batcher(Generic[K, T, R]):
     ) -> None:
         self._work, self._max_batch, self._on_batch, self._cost = work, max_batch, on_batch, cost
         self._waiting: queue.SimpleQueue[_Request[K, T, R]] = queue.SimpleQueue()
-        self._next: _Request[K, T, R] | None = None  # taken from the queue, and too large for the batch before it
+        self._next: _Request[K, T, R] | None = None  # taken from the queue, but too large for the previous batch
         self._name, self._running = name, False
-        self._last: _Company[K] | None = None
-        self._lock = threading.Lock()  # of `_running`, and so that no request comes between the last look and the end
+        self._last: _LastBatch[K] | None = None
+        self._lock = (
+            threading.Lock()
+        )  # guards `_running`: no request is added between the thread's last check and its end
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return self._waiting.qsize() + (self._next is not None)
 
     async def __call__(self, key: K, items: Sequence[T]) -> list[R]:
-        """Results of the items in their order. Cancelled before its turn, a request is never worked on."""
+        """Return the results of the items in order. A request that is cancelled while it waits is never processed."""
         if not items:
             return []
         request = _Request[K, T, R](key, items, asyncio.get_running_loop().create_future())
@@ -112,20 +114,20 @@ class Batcher(Generic[K, T, R]):
                         return
                 continue
             by_key: dict[K, list[_Request[K, T, R]]] = {}
-            for request in self._gathered(first):
+            for request in self._gather(first):
                 if not request.answer.cancelled():
                     by_key.setdefault(request.key, []).append(request)
             for key, requests in by_key.items():
                 self._answer(key, requests)
 
-    def _gathered(self, first: _Request[K, T, R]) -> list[_Request[K, T, R]]:
-        """A request and those that wait behind it or come in a moment, up to a batch."""
+    def _gather(self, first: _Request[K, T, R]) -> list[_Request[K, T, R]]:
+        """Return the first request and those that wait behind it or arrive shortly, up to a full batch."""
         self._next, gathered, size = None, [first], self._cost_of(first)
-        company = self._last if self._last and self._last.key == first.key else _Company(first.key, 0, 0.0)
+        last = self._last if self._last and self._last.key == first.key else _LastBatch(first.key, 0, 0.0)
         while size < self._max_batch:
-            patience = company.until - time.monotonic() if len(gathered) < company.num_requests else 0
+            timeout = last.until - time.monotonic() if len(gathered) < last.num_requests else 0
             try:
-                request = self._waiting.get(timeout=max(0, patience))
+                request = self._waiting.get(timeout=max(0, timeout))
             except queue.Empty:
                 break
             size += self._cost_of(request)
@@ -139,7 +141,7 @@ class Batcher(Generic[K, T, R]):
         return sum(self._cost(request.key, item) for item in request.items)
 
     def _answer(self, key: K, requests: list[_Request[K, T, R]]) -> None:
-        """Work on requests with one key together; where that fails, on each alone, so that one fails only itself."""
+        """Process requests with the same key together. If that fails, process each alone, so that only the faulty one fails."""
         items = [item for request in requests for item in request.items]
         request_of = [request for request in requests for _ in request.items]
         self._on_batch(len(items))
@@ -154,16 +156,16 @@ class Batcher(Generic[K, T, R]):
                 return
             answers = [error]
         ended = time.monotonic()
-        # Before anybody can come back, who would be counted twice.
-        self._last = _Company(key, len(requests) + len(self), ended + _SHARE_WAITED * (ended - started))
+        # Count before the answers are sent: a client that returned already would be counted twice.
+        self._last = _LastBatch(key, len(requests) + len(self), ended + _WAIT_RATIO * (ended - started))
         _hand_over(requests, answers)
 
 
 def _hand_over(requests: Sequence[_Request[K, T, R]], answers: Sequence[list[R] | Exception]) -> None:
-    """Give requests their answers, all of a loop at once: to wake it takes as long as a short search."""
+    """Send the answers to the requests. Each event loop is woken once: that takes as long as a short search."""
     for loop in {request.answer.get_loop() for request in requests}:
         mine = [each for each in zip(requests, answers, strict=True) if each[0].answer.get_loop() is loop]
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
             loop.call_soon_threadsafe(_resume, mine)
 
 

@@ -1,4 +1,4 @@
-"""`GET /docs`: the OpenAPI description as a page for people, with a command to try for each endpoint; nothing is fetched for it."""
+"""`GET /docs`: the OpenAPI description as an HTML page with an example command for each endpoint. It loads nothing else."""
 
 import base64
 import hashlib
@@ -18,7 +18,7 @@ _TEMPLATE = Path(__file__).parent / "templates" / "docs.html"
 
 @router.get("/docs")
 def docs(request: Request) -> Response:
-    """The page."""
+    """Description of the API as an HTML page."""
     html = docs_html(request.app.openapi(), str(request.base_url).rstrip("/"))
     style = re.search("<style>(.*?)</style>", html, re.DOTALL)
     assert style is not None
@@ -28,7 +28,7 @@ def docs(request: Request) -> Response:
 
 
 def docs_html(openapi: dict[str, Any], base_url: str) -> str:
-    """An OpenAPI description as HTML."""
+    """Render an OpenAPI description as HTML."""
     import jinja2
 
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -44,7 +44,7 @@ def docs_html(openapi: dict[str, Any], base_url: str) -> str:
 def _operation(
     openapi: dict[str, Any], base_url: str, method: str, path: str, operation: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the template shows of one endpoint."""
+    """Return the values that the template shows for one endpoint."""
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     schema = _resolved(openapi, body)
     command = f"curl {shlex.quote(base_url + path)}" if "{" not in path else ""
@@ -83,7 +83,7 @@ def _resolved(openapi: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words, with its default."""
+    """Describe a JSON schema in a few words, with its default."""
     kind = schema.get("type", "")
     if "enum" in schema:
         kind = " | ".join(map(json.dumps, schema["enum"]))

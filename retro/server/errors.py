@@ -1,9 +1,9 @@
-"""Everything that can go wrong as JSON with a reason, in the form that OpenAI's clients know: never a stack trace.
+"""Errors as JSON in the format of OpenAI's API. An answer never contains a stack trace.
 
-    a handler raises ApiError, InputError (a user's mistake) or pydantic's ─► {"error": {message, type, param, code}}
-    anything else ─► 500 with an id that stands in the log beside the trace
+    ApiError, InputError (a user's mistake), pydantic's errors ─► {"error": {message, type, param, code}}
+    any other exception ─► 500 with an id; the log has the stack trace under the same id
 
-A request that cannot be understood is 422, under /v1 it is 400 as there.
+The status of an invalid request is 422; under /v1 it is 400, as in OpenAI's API.
 """
 
 import json
@@ -38,18 +38,18 @@ _TYPES = {
     503: "unavailable",
     504: "timeout",
 }
-_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's, where it has one for all errors of a status
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's codes for all errors of a status
 _REASONS = {
-    400: "The request is not valid, or asks for what is not supported.",
+    400: "The request is invalid or not supported.",
     401: "The bearer token is missing or wrong.",
-    403: "The server has no token, and the request's `Host` is not a name that it accepts.",
-    404: "There is no such thing here.",
+    403: "The server has no token and does not accept the request's `Host`.",
+    404: "Not found.",
     408: "The request's body did not arrive in time.",
     413: "The request has more bytes than the server allows.",
-    422: "The request is not valid, or asks for more than the server allows.",
-    429: "Too many requests are waiting; `Retry-After` says when to try again.",
-    431: "The request's address and headers have more bytes than the server allows.",
-    500: "A fault of the server; the id stands in its log.",
+    422: "The request is invalid or exceeds a limit of the server.",
+    429: "Too many requests are waiting; retry after the time in `Retry-After`.",
+    431: "The request's URL and headers have more bytes than the server allows.",
+    500: "Internal error; the server's log has details under the id in the message.",
     503: "The server is starting or shutting down.",
     504: "The request took longer than the server allows.",
 }
@@ -58,15 +58,15 @@ _TYPE_NAMES = {"str", "int", "float", "bool"}
 
 
 class ApiError(Exception):
-    """An answer other than the one that was asked for.
+    """An error answer.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         message: what was found and what is accepted.
-        param: the field of the request, if it is one's fault.
-        type: a word for programs; None = that of the status.
-        code: a narrower one, as OpenAI has them; None = that of the status, if there is one.
-        headers: of the answer.
+        param: the field of the request that caused the error; None if no single field did.
+        type: kind of error, for programs; None = the kind of the status.
+        code: OpenAI's more specific code; None = the code of the status, if it has one.
+        headers: additional headers of the answer.
     """
 
     def __init__(
@@ -85,74 +85,74 @@ class ApiError(Exception):
         self.headers = headers
 
 
-class Refused(ApiError):
-    """A request that says something impossible: 422, under /v1 400."""
+class InvalidRequest(ApiError):
+    """An invalid request: 422, or 400 under /v1."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(422, message, param=param, code=code)
 
 
-def took_too_long(seconds: float) -> ApiError:
-    """A request that passed the time limit."""
+def time_limit_error(seconds: float) -> ApiError:
+    """Return the error of a request that exceeded the time limit."""
     return ApiError(504, f"the request took longer than {seconds:g} s (request_seconds).")
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """The answer that tells an error to who asked for `path`."""
+    """Return the HTTP response for an error of a request to `path`."""
     status = 400 if error.status == 422 and path.startswith("/v1/") else error.status
     return Response(error_json(error), status, error.headers, media_type="application/json")
 
 
 def error_json(error: ApiError) -> bytes:
-    """`{"error": …}`; ASCII, as a message may quote half a character of the request."""
+    """Return `{"error": …}` as JSON. It is ASCII, because a message may quote a lone surrogate of the request."""
     body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return json.dumps({"error": body}).encode()
 
 
-def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of an endpoint for OpenAPI, with those that any may have."""
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return OpenAPI's `responses` of an endpoint: the given statuses and those that every endpoint can return."""
     every = sorted({*statuses, 401, 403, 408, 429, 431, 500, 503, 504})
     return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in every}
 
 
-def raise_errors(app: FastAPI) -> None:
-    """Let what FastAPI would answer in its own way be raised; `Limits` answers everything that is."""
+def reraise_errors(app: FastAPI) -> None:
+    """Reraise exceptions that FastAPI would answer in its own format, so that `Limits` answers them."""
 
-    async def raise_on(_: Request, error: Exception) -> Response:
+    async def reraise(_: Request, error: Exception) -> Response:
         raise error
 
     for kind in (RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, raise_on)
+        app.add_exception_handler(kind, reraise)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What was raised, as the answer to it; of what nobody expected, the log has the trace and the client an id."""
+    """Convert an exception to an error answer. Unexpected exceptions are logged with their stack trace under an id."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        return _as_refused(error.errors()[0])
+        return _as_invalid_request(error.errors()[0])
     if isinstance(error, NotFound):
         return ApiError(404, str(error))
     if isinstance(error, InputError):
-        return Refused(str(error))
+        return InvalidRequest(str(error))
     if isinstance(error, HTTPException):
         missing = error.status_code == 404
-        message = "there is nothing at this path; GET /docs lists what there is." if missing else error.detail
+        message = "unknown path; GET /docs lists all endpoints." if missing else error.detail
         return ApiError(error.status_code, message, headers=error.headers)
     number = uuid.uuid4().hex[:12]
     log.error("error %s", number, exc_info=error)
-    return ApiError(500, f"a fault of the server, which stands in its log as error {number}.")
+    return ApiError(500, f"internal error {number}; the server's log has the details.")
 
 
-def _as_refused(problem: Mapping[str, Any]) -> Refused:
-    """A problem that pydantic has found, with the field it lies in.
+def _as_invalid_request(problem: Mapping[str, Any]) -> InvalidRequest:
+    """Convert a validation error of pydantic, with the name of the field.
 
-    Its place begins with the part of the request (`body`, `path`, `query`). Of a field that may be of several types it also
-    names the one that was tried, which says nothing to a client: `body.vectors.0.list[float].3`.
+    The error's location begins with the part of the request (`body`, `path`, `query`). For a field with several types it also
+    contains the type that pydantic tried, e.g. `body.vectors.0.list[float].3`. The name leaves both out.
     """
     _, *places = map(str, problem["loc"])
     unknown = problem["type"] == "extra_forbidden"
-    sent = {0, len(places) - 1 if unknown else 0}  # places of names that can only be the client's
+    sent = {0, len(places) - 1 if unknown else 0}  # these names always come from the client
     named = [
         each
         for number, each in enumerate(places)
@@ -160,6 +160,6 @@ def _as_refused(problem: Mapping[str, Any]) -> Refused:
     ]
     param, message = ".".join(named), str(problem["msg"]).removeprefix("Value error, ")
     if unknown:
-        message = f"there is no such field here; accepted are {', '.join(problem['ctx']['accepted'])}."
+        message = f"unknown field; accepted are {', '.join(problem['ctx']['accepted'])}."
     code = _FIELD_CODES.get(problem["type"])
-    return Refused(f"{param}: {message}" if param else message, param=param or None, code=code)
+    return InvalidRequest(f"{param}: {message}" if param else message, param=param or None, code=code)

@@ -1,8 +1,8 @@
-"""Generation for many clients: a few threads draw tokens, and each client gets its own piece by piece.
+"""Generation for many clients: a few threads generate, and each client receives its tokens one by one.
 
-    a request ─► waits for a thread ─► LanguageModel.generate ─► pieces ─► the event loop that asked
+    request ─► waits for a thread ─► LanguageModel.generate ─► tokens ─► event loop of the request
 
-A client that goes away stops its generation at the next token, or at the next window of its prompt.
+When a client disconnects, its generation stops at the next token or at the next window of its prompt.
 """
 
 import asyncio
@@ -13,55 +13,55 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from retro.inference.generation import Piece
+from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
-from retro.server.errors import ApiError, took_too_long
+from retro.server.errors import ApiError, time_limit_error
 from retro.server.metrics import Metrics
 
 
 class _Stopped(Exception):
-    """Nobody waits for the generation any more."""
+    """No client waits for the generation any longer."""
 
 
-class Generations:
-    """Runs generations side by side, as many as there are threads.
+class GenerationQueue:
+    """Runs one generation on each of its threads.
 
     Args:
-        language_model: what generates.
-        threads: generations at once; others wait.
-        metrics: where tokens and the time that they take are counted.
+        language_model: the model that generates.
+        threads: number of generations at once; others wait.
+        metrics: counts tokens and measures their latency.
     """
 
     def __init__(self, language_model: LanguageModel, threads: int, metrics: Metrics) -> None:
         self._language_model, self._metrics = language_model, metrics
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="generate")
         self._waiting = set[object]()
-        self._tell = set[Callable[[Exception], None]]()  # of each request, waiting or not
+        self._senders = set[Callable[[Exception], None]]()  # one for each request, waiting or running
 
     def __len__(self) -> int:
-        """Requests that wait for a thread."""
+        """Number of requests that wait for a thread."""
         return len(self._waiting)
 
     def cut_off(self) -> None:
-        """Let every generation end with an error, streams too: the server stops."""
-        for tell in self._tell:
-            tell(ApiError(503, "the server was stopped before the generation was finished."))
+        """End every generation with an error, streams included, because the server stops."""
+        for send in self._senders:
+            send(ApiError(503, "the server was stopped before the generation was finished."))
 
-    async def pieces(
+    async def generate(
         self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, seconds: float
-    ) -> AsyncIterator[list[Piece]]:
-        """What `LanguageModel.generate` yields, step by step.
+    ) -> AsyncIterator[list[GeneratedToken]]:
+        """Yield the steps of `LanguageModel.generate`.
 
         Raises:
-            ApiError: it is not done after so many seconds.
+            ApiError: the generation takes longer than `seconds`.
             InputError: at the first step; see `LanguageModel.generate`.
         """
-        loop, ticket, asked = asyncio.get_running_loop(), object(), time.perf_counter()
-        steps: asyncio.Queue[list[Piece] | Exception | None] = asyncio.Queue()
+        loop, ticket, accepted = asyncio.get_running_loop(), object(), time.perf_counter()
+        steps: asyncio.Queue[list[GeneratedToken] | Exception | None] = asyncio.Queue()
         stopped = threading.Event()
 
-        def tell(step: list[Piece] | Exception | None) -> None:
+        def send(step: list[GeneratedToken] | Exception | None) -> None:
             if not stopped.is_set():
                 loop.call_soon_threadsafe(steps.put_nowait, step)
 
@@ -73,21 +73,21 @@ class Generations:
             self._waiting.discard(ticket)
             try:
                 check()
-                since, first = asked, True
+                since, first = accepted, True
                 for step in self._language_model.generate(prompts, settings, k, check=check):
                     check()
                     now = time.perf_counter()
                     self._metrics.count_step(len(step), now - since, first=first)
                     since, first = now, False
-                    tell(step)
-                tell(None)
+                    send(step)
+                send(None)
             except _Stopped:
                 pass
             except Exception as error:
-                tell(error)
+                send(error)
 
         self._waiting.add(ticket)
-        self._tell.add(tell)
+        self._senders.add(send)
         job, until = self._pool.submit(work), loop.time() + seconds
         try:
             while True:
@@ -95,7 +95,7 @@ class Generations:
                     async with asyncio.timeout_at(until):
                         step = await steps.get()
                 except TimeoutError as error:
-                    raise took_too_long(seconds) from error
+                    raise time_limit_error(seconds) from error
                 if step is None:
                     return
                 if isinstance(step, Exception):
@@ -103,6 +103,6 @@ class Generations:
                 yield step
         finally:
             stopped.set()
-            self._tell.discard(tell)
+            self._senders.discard(send)
             job.cancel()
             self._waiting.discard(ticket)

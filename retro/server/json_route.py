@@ -1,9 +1,9 @@
-"""How a request's body becomes its model: JSON and model in one step, where FastAPI takes three; and the answer as JSON.
+"""Fast routes for JSON requests: parse and validate the body in one step, call the endpoint, return JSON.
 
-    bytes ─► pydantic ─► endpoint(request, service) ─► a Response, or a model that becomes one
+    bytes ─► pydantic ─► endpoint(request, service) ─► a Response, or a model that is converted to one
 
-FastAPI still makes the OpenAPI description from the endpoint's parameters, and answers every other request. It would also
-answer these, and in the same way: but its layers, each of which can do more than is needed here, are much of what a request costs.
+FastAPI creates the OpenAPI description from the endpoints' parameters and answers all other requests. It would answer JSON
+requests in the same way, but its layers take a large part of the time of a request.
 """
 
 from collections.abc import Callable, Coroutine, Iterable
@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def as_json(model: BaseModel) -> Response:
-    """An answer that is not validated again."""
+    """Return a model as a JSON response without validating it again."""
     return Response(model.model_dump_json(), media_type="application/json")
 
 
 class JsonRoute(APIRoute):
-    """A route whose endpoint takes the body `request` and the `service`. Routes without a body are as FastAPI has them."""
+    """A route whose endpoint takes the body `request` and the `service`. Routes without a body use FastAPI's handler."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See `APIRoute`."""
@@ -48,23 +48,27 @@ class JsonRoute(APIRoute):
         return model
 
     async def answer(self, scope: Scope, body: bytes) -> Response:
-        """The answer to a request; raises RequestValidationError, and what the endpoint raises."""
-        # A browser sends JSON to another origin only after asking: so no page but the server's own can ask.
+        """Answer a request.
+
+        Raises:
+            RequestValidationError: the body is not JSON or does not match the request's model.
+        """
+        # Browsers send JSON to another origin only after a preflight request, so pages of other sites cannot use the API.
         kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
         if kind.partition(b";")[0].strip().lower() != b"application/json":
             problem = "the body must be JSON: send the header Content-Type: application/json"
             raise RequestValidationError([{"type": "content_type", "loc": ("body",), "msg": problem}])
         try:
-            asked = self._request_model.model_validate_json(body)
+            received = self._request_model.model_validate_json(body)
         except ValidationError as error:
             problems = error.errors(include_url=False, include_input=False)
             raise RequestValidationError([_located(self._request_model, each) for each in problems]) from error
-        answer = await self.endpoint(request=asked, service=scope["app"].state.service)
+        answer = await self.endpoint(request=received, service=scope["app"].state.service)
         return answer if isinstance(answer, Response) else as_json(answer)
 
 
 def _located(model: type[BaseModel], problem: ErrorDetails) -> dict[str, Any]:
-    """A problem of a body as FastAPI would place it; of a field that does not exist, `ctx` has those that do."""
+    """Return a validation error with FastAPI's location; for an unknown field, `ctx` lists the accepted fields."""
     *parents, _ = problem["loc"] or [""]
     for name in parents:
         field = model.model_fields.get(str(name))
@@ -74,10 +78,10 @@ def _located(model: type[BaseModel], problem: ErrorDetails) -> dict[str, Any]:
     return {**problem, "loc": ("body", *problem["loc"]), "ctx": problem.get("ctx", {}) | accepted}
 
 
-class Direct:
-    """ASGI middleware behind which FastAPI's layers begin: a request with JSON goes to its route, all others on to `app`.
+class DirectJson:
+    """ASGI middleware that sends JSON requests directly to their routes and all others through FastAPI's layers (`app`).
 
-    It stands right behind `Limits`, which hands the body on in one piece and answers what is raised.
+    It must follow `Limits`, which passes on the body in one piece and answers exceptions.
     """
 
     def __init__(self, app: ASGIApp, *, routes: Iterable[BaseRoute]) -> None:

@@ -1,10 +1,10 @@
-"""What stands before every endpoint: who may ask, how much a request may hold, how long it may take.
+"""Checks and limits in front of every endpoint: access, size of a request, number of requests, time.
 
-    request ─► headers too long? 431 ─► may not ask? 401, 403 ─► shutting down? 503 ─► too many? 429
+    request ─► headers too long? 431 ─► not allowed? 401, 403 ─► shutting down? 503 ─► too many requests? 429
             ─► body too long? 413; too slow? 408 ─► counted as under way
-            ─► the app, until it has answered, the client is gone, the time is over (504) or the server stops (503)
+            ─► the application, until it has answered, the client disconnects, the time is over (504) or the server stops (503)
 
-What the app raises is answered as `errors.py` says.
+`errors.py` converts the application's exceptions to answers.
 """
 
 import asyncio
@@ -18,34 +18,34 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retro.server.access import Access, header
-from retro.server.errors import ApiError, as_api_error, error_response, took_too_long
+from retro.server.errors import ApiError, as_api_error, error_response, time_limit_error
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
 
 access_log = logging.getLogger("retro.access")
 
-_WHATEVER_HAPPENS = "/metrics"  # needs the token, but is answered under any load and while shutting down
+_ALWAYS_ANSWERED = "/metrics"  # requires the token, but is answered under any load and during shutdown
 _SECURITY_HEADERS = [
     (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"),
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
 ]
-_CLIENT_GONE = 499  # what nginx writes into its log for a client that did not wait for the answer
+_CLIENT_GONE = 499  # nginx logs this status for a client that disconnected before the answer
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-_UNREAD_BODIES = 64  # bodies of full length that may be in memory before they are whole
+_UNREAD_BODIES = 64  # number of incomplete bodies of maximum length that may be in memory
 _CLOSE = {"Connection": "close"}
 
 
 @dataclass
 class Admission:
-    """How many requests are under way, and whether more are taken.
+    """Number of requests under way, and whether the server accepts more.
 
     Attributes:
-        under_way: requests that have arrived whole and have not been answered.
-        draining: set once the server is told to stop: what was accepted is finished, new requests are answered 503.
-        unread_bytes: of bodies that have not arrived whole.
-        unanswered: what works on requests whose answers have not begun.
+        under_way: requests that have arrived completely and have not been answered.
+        draining: True once the server stops: accepted requests are finished, new ones are answered 503.
+        unread_bytes: bytes in memory of bodies that have not arrived completely.
+        unanswered: tasks of requests whose answers have not begun.
     """
 
     under_way: int = 0
@@ -54,21 +54,21 @@ class Admission:
     unanswered: set[asyncio.Task[object]] = field(default_factory=set)
 
     def cut_off(self) -> None:
-        """Stop what is under way: it is answered 503. Streams are not touched; see `Generations.cut_off`."""
+        """Cancel requests under way; they are answered 503. Streams continue; see `GenerationQueue.cut_off`."""
         self.draining = True
         for task in self.unanswered:
             task.cancel()
 
 
 class _Answer:
-    """Sends an answer with the headers that all have, and remembers how far it is."""
+    """Sends an answer with the common headers, and records its status and whether it has begun."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send, self._headers = send, [*_SECURITY_HEADERS, (b"x-request-id", request_id)]
         self.status, self.begun = _CLIENT_GONE, False
 
     async def send(self, message: Message) -> None:
-        """See ASGI."""
+        """Send a message of ASGI."""
         if message["type"] == "http.response.start":
             self.status, self.begun = message["status"], True
             named = {name.lower() for name, _ in message["headers"]}
@@ -77,15 +77,15 @@ class _Answer:
 
 
 class Limits:
-    """The ASGI middleware; see the module.
+    """ASGI middleware that applies the limits; see the module.
 
     Args:
-        app: what it stands before.
+        app: the next ASGI application.
         settings: the limits.
-        admission: shared with who asks whether the server is ready.
-        metrics: where answers are counted.
-        token: that requests must bear; empty = none.
-        public: paths that are always answered, and need no token: health, readiness, the page, the description of the API.
+        admission: shared with the endpoint `/ready` and the metrics.
+        metrics: counts the answers.
+        token: bearer token that requests must send; empty = none.
+        public: paths that need no token and are always answered: health, readiness, the page, the description of the API.
     """
 
     def __init__(
@@ -122,7 +122,11 @@ class Limits:
                 )  # fmt: skip
 
     async def _limited(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        """Let the app answer; raises ApiError where a limit is passed before the answer begins."""
+        """Let the application answer.
+
+        Raises:
+            ApiError: the request exceeds a limit before the answer begins.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._admission.unanswered.add(task)
@@ -142,7 +146,7 @@ class Limits:
         public = scope["path"] in self._public
         if not public:
             self._access.check(scope)
-        if public or scope["path"] == _WHATEVER_HAPPENS:
+        if public or scope["path"] == _ALWAYS_ANSWERED:
             if (body := await self._read(scope, receive, 0)) is not None:
                 await self._answered(scope, receive, answer, body)
             return
@@ -150,7 +154,7 @@ class Limits:
         body = await self._read(scope, receive, self._settings.max_body_bytes)
         if body is None:
             return
-        self._check_load()  # others may have come meanwhile
+        self._check_load()  # other requests may have arrived meanwhile
         self._admission.under_way += 1
         try:
             await self._answered(scope, receive, answer, body)
@@ -167,11 +171,15 @@ class Limits:
         if self._admission.draining:
             raise ApiError(503, "the server is shutting down.", headers={"Retry-After": "5"} | _CLOSE)
         if self._admission.under_way >= self._settings.max_requests:
-            message = f"{self._admission.under_way:,} requests are under way, as many as are taken (max_requests)."
+            message = f"{self._admission.under_way:,} requests are under way, which is the limit (max_requests)."
             raise ApiError(429, message, headers={"Retry-After": "1"})
 
     async def _answered(self, scope: Scope, receive: Receive, answer: _Answer, body: bytes) -> None:
-        """Let the app answer a request that has arrived; raises ApiError where the time is over before the answer begins."""
+        """Let the application answer a request that has arrived.
+
+        Raises:
+            ApiError: the application raised an exception, or the time limit passed, before the answer began.
+        """
         gone = False
         task = asyncio.current_task()
         assert task is not None
@@ -185,7 +193,7 @@ class Limits:
 
         async def send(message: Message) -> None:
             if not answer.begun:
-                deadline.reschedule(None)  # a stream looks at the time itself
+                deadline.reschedule(None)  # a stream checks the time itself
                 self._admission.unanswered.discard(task)
             await answer.send(message)
 
@@ -196,7 +204,7 @@ class Limits:
         except TimeoutError as error:
             if answer.begun or not deadline.expired():
                 raise
-            raise took_too_long(self._settings.request_seconds) from error
+            raise time_limit_error(self._settings.request_seconds) from error
         except asyncio.CancelledError:
             if not gone:
                 raise
@@ -211,10 +219,10 @@ class Limits:
             watcher.cancel()
 
     async def _read(self, scope: Scope, receive: Receive, limit: int) -> bytes | None:
-        """The body; None where the client went away meanwhile.
+        """Return the body; None if the client disconnects.
 
         Raises:
-            ApiError: it has more bytes than the limit, or does not arrive in time.
+            ApiError: the body has more bytes than the limit, or does not arrive in time.
         """
         if int(header(scope, b"content-length") or 0) > limit:
             raise _too_long(limit)
@@ -241,34 +249,32 @@ class Limits:
 
 
 def head_too_long(limit: int) -> ApiError:
-    """Address and headers that pass the limit."""
+    """Return the error of a request whose URL and headers exceed the limit."""
     return ApiError(
-        431, f"the request's address and headers are longer than {limit:,} bytes (max_head_bytes).", headers=_CLOSE
+        431, f"the request's URL and headers are longer than {limit:,} bytes (max_head_bytes).", headers=_CLOSE
     )
 
 
 def read_too_slowly(seconds: float) -> ApiError:
-    """A request that does not arrive in time."""
+    """Return the error of a request that does not arrive in time."""
     return ApiError(408, f"the request did not arrive within {seconds:g} s (read_seconds).", headers=_CLOSE)
 
 
 def _too_long(limit: int) -> ApiError:
     message = (
-        f"the request is longer than {limit:,} bytes (max_body_bytes)."
-        if limit
-        else "nothing is accepted as a body here."
+        f"the request is longer than {limit:,} bytes (max_body_bytes)." if limit else "this endpoint accepts no body."
     )
     return ApiError(413, message, headers=_CLOSE)
 
 
 def _request_id(scope: Scope) -> bytes:
-    """The client's own, where it is one, or a new one."""
+    """Return the client's request id if it is valid, else a new one."""
     given = header(scope, b"x-request-id")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 def _replay(body: bytes) -> Receive:
-    """A body that was read, for the app; after it nothing comes, as who watches for the client's going cancels the app."""
+    """Return a `receive` that yields the body once and then waits: the watcher cancels the application on a disconnect."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus. Each app has a registry of its own, so that several live in one process."""
+"""Metrics for Prometheus. Each application has its own registry, so one process can hold several."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,32 +9,32 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """Counts of one app."""
+    """Metrics of one application."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         own = {"registry": self._registry}
         self._requests = Counter("retro_requests", "Requests answered.", ["method", "path", "status"], **own)
         self._seconds = Histogram(
-            "retro_request_seconds", "From a request's first byte to the last of its answer.", ["path"],
+            "retro_request_seconds", "Time from a request's first byte to the last byte of its answer.", ["path"],
             buckets=_SECONDS, **own,
         )  # fmt: skip
-        self._batches = Histogram("retro_batch_size", "Items worked on at once.", ["work"], buckets=_SIZES, **own)
+        self._batches = Histogram("retro_batch_size", "Items processed at once.", ["work"], buckets=_SIZES, **own)
         self._tokens = Counter("retro_generated_tokens", "Tokens generated.", **own)
         self._first_token = Histogram(
-            "retro_first_token_seconds", "From a request to its first generated token.", buckets=_SECONDS, **own
+            "retro_first_token_seconds", "Time to a request's first generated token.", buckets=_SECONDS, **own
         )
         self._next_token = Histogram(
-            "retro_next_token_seconds", "From one generated token of a request to the next.", buckets=_SECONDS, **own
+            "retro_next_token_seconds", "Time between two generated tokens of a request.", buckets=_SECONDS, **own
         )
         ProcessCollector(registry=self._registry)
 
     def watch(self, waiting: Mapping[str, Callable[[], int]], under_way: Callable[[], int]) -> None:
-        """Tell with the counts what is the case when they are asked for.
+        """Add gauges that are read when the metrics are requested.
 
         Args:
-            waiting: for each kind of work, a function that tells how many requests wait for it.
-            under_way: tells how many requests have been accepted and not been answered.
+            waiting: for each kind of work, a function that returns the number of waiting requests.
+            under_way: returns the number of requests that were accepted and not answered yet.
         """
         gauge = Gauge("retro_waiting", "Requests that wait for a worker.", ["work"], registry=self._registry)
         for work, count in waiting.items():
@@ -43,27 +43,27 @@ class Metrics:
         accepted.set_function(under_way)
 
     def count_request(self, method: str, path: str, status: int, seconds: float) -> None:
-        """Count an answer; `path` is the route's template, so that there are few."""
+        """Count an answer. `path` is the route's template, so that there are few label values."""
         self._requests.labels(method, path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
     def count_batch(self, work: str) -> Callable[[int], None]:
-        """A function that counts the sizes of batches of one kind of work."""
+        """Return a function that records the sizes of batches of one kind of work."""
         observe: Callable[[int], None] = self._batches.labels(work).observe
         return observe
 
     def count_step(self, tokens: int, seconds: float, *, first: bool) -> None:
-        """Count tokens that were generated side by side, one for each prompt of a request.
+        """Count the tokens of one generation step, one for each unfinished prompt of a request.
 
         Args:
-            tokens: how many.
-            seconds: since the request was accepted, where they are its first; else since the step before.
-            first: whether they are the request's first.
+            tokens: number of tokens.
+            seconds: time since the request was accepted for the first step, else since the previous step.
+            first: True for the request's first step.
         """
         self._tokens.inc(tokens)
         (self._first_token if first else self._next_token).observe(seconds)
 
     def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """Return all metrics in the text format of Prometheus."""
         exposition: bytes = generate_latest(self._registry)
         return exposition

@@ -1,9 +1,8 @@
-"""What uvicorn is told, and what it does not limit by itself: how long a request's headers may be, and how slowly they may come.
+"""Configuration of uvicorn, with limits that it lacks: size of the headers and time until they arrive.
 
-    bytes ─► Protocol: too many, or too late? 431, 408 ─► httptools ─► the app, whose `Limits` count exactly
+    bytes ─► Protocol: too many? 431; too late? 408 ─► httptools ─► the application, whose `Limits` count exactly
 
-httptools keeps a header of any length until it is whole. (h11 has a limit, but takes two to four times the processor time
-for a request.)
+httptools buffers headers of any length. (h11 has a limit, but needs two to four times the CPU time for a request.)
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from retro.server.settings import ServeSettings
 
 
 def uvicorn_config(app: FastAPI, **options: Any) -> uvicorn.Config:
-    """How uvicorn runs an app of `make_app`; `options` are further ones of uvicorn's."""
+    """Return the configuration of uvicorn for an application of `make_app`; `options` are further options of uvicorn."""
     protocol: Any = partial(Protocol, settings=app.state.service.settings)
     return uvicorn.Config(
         app,
@@ -35,13 +34,13 @@ def uvicorn_config(app: FastAPI, **options: Any) -> uvicorn.Config:
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits for what it reads before the app knows of a request."""
+    """uvicorn's protocol with limits for the bytes that it reads before it calls the application."""
 
     def __init__(self, *args: Any, settings: ServeSettings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settings = settings
-        self._unread_bytes = 0  # since headers were whole or a part of a body was read
-        self._late: asyncio.TimerHandle | None = None  # runs while headers are awaited
+        self._unread_bytes = 0  # since the headers were complete or a part of a body was read
+        self._late: asyncio.TimerHandle | None = None  # runs while headers arrive
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
@@ -50,7 +49,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._head_is_there()
+        self._head_is_complete()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -70,7 +69,7 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """See `httptools.HttpRequestParser`."""
         self._unread_bytes = 0
-        self._head_is_there()
+        self._head_is_complete()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -84,7 +83,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP."""
+        """Answer a request that is not HTTP."""
         self._refuse(ApiError(400, msg))
 
     def _await_head(self) -> None:
@@ -92,13 +91,13 @@ class Protocol(HttpToolsProtocol):
         if self._late is None:
             self._late = self.loop.call_later(seconds, lambda: self._refuse(read_too_slowly(seconds)))
 
-    def _head_is_there(self) -> None:
+    def _head_is_complete(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, unless nothing was asked or an answer is under way, and hang up."""
+        """Close the connection, with an answer if a request has begun and no other answer is being sent."""
         if self.transport.is_closing():
             return
         if self._unread_bytes and (self.cycle is None or self.cycle.response_complete):

@@ -1,7 +1,7 @@
-"""Every request and every answer of our part of the HTTP API; FastAPI makes the OpenAPI description of them.
+"""Requests and answers of the HTTP API. FastAPI creates the OpenAPI description from these classes.
 
-What existing clients know from OpenAI stands in `openai_schemas.py`. A field that a request does not have is an error, and so is
-a number that is written as a string, or is none (NaN). What the server's settings limit further, `GET /datastore` tells.
+`openai/schemas.py` has those of OpenAI's API. Unknown fields are errors, and so are numbers written as strings and NaN.
+`GET /datastore` returns the limits that the server's settings add.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,11 +14,11 @@ TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Value = str | Integer | float | bool
 Vector = list[float] | str
-"""Numbers, or the base64 of their bytes as little-endian float32, which is read and written much faster."""
+"""Numbers, or their little-endian float32 bytes in base64, which are much faster to read and write."""
 
 
 class Request(BaseModel):
-    """What all requests share: unknown fields are refused."""
+    """Base of all requests: rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -33,7 +33,7 @@ Filters = dict[str, Value | list[Value]]
 
 
 class SearchRequest(Request):
-    """Texts, token ids or vectors, exactly one of the three; all are searched in one batch."""
+    """Queries: exactly one of texts, token ids and vectors. All are searched in one batch."""
 
     model_config = _example(texts=["how do I open a file"], k=2)
 
@@ -41,16 +41,17 @@ class SearchRequest(Request):
     tokens: list[list[TokenId]] | None = None
     vectors: list[Vector] | None = Field(
         None,
-        description="Each a list of numbers, or the base64 of their bytes as little-endian float32, which costs less.",
+        description="Each is a list of numbers, or their little-endian float32 bytes in base64, which is faster.",
     )
     k: int = Field(5, ge=1)
     filters: Filters = Field(
         default_factory=dict,
-        description="Column of the documents' metadata → the value it must have, or a list of values.",
+        description="Column of the documents' metadata → the required value, or a list of accepted values.",
     )
     rerank: Rerank = "embeddings"
     text: bool = Field(
-        True, description="Whether hits say more than id, score and distance; that takes most of the time of a search."
+        True,
+        description="If false, hits have only id, score and distance: the other fields take most of a search's time.",
     )
 
     @model_validator(mode="after")
@@ -62,10 +63,10 @@ class SearchRequest(Request):
 
 
 class Hit(BaseModel):
-    """A retrieved chunk, as `indexing.retrieval.retriever.Hit`; `overlaps` only where spans were asked for."""
+    """A retrieved chunk with its document's metadata."""
 
     chunk_id: int
-    score: float = Field(description="What hits are ordered by, larger is nearer; its scale is that of `rerank`.")
+    score: float = Field(description="Hits are ordered by it; larger is nearer. Its scale depends on `rerank`.")
     distance: float = Field(description="Squared L2 distance of the unit vectors, 0 to 4.")
     text: str
     continuation: str
@@ -79,12 +80,12 @@ class SearchResponse(BaseModel):
     """Hits of each query, nearest first."""
 
     results: list[list[Hit]]
-    partial: bool = Field(False, description="Whether a part of the index did not answer.")
-    missing: list[str] = Field(default_factory=list, description="The parts that did not answer.")
+    partial: bool = Field(False, description="True if a part of the index did not answer.")
+    missing: list[str] = Field(default_factory=list, description="Parts of the index that did not answer.")
 
 
 class NeighborsRequest(Request):
-    """A text whose chunks are searched one by one, as in training."""
+    """A text to cut into chunks; each chunk is a query, as in training."""
 
     model_config = _example(text="with open(path) as file:\n    return file.read()\n", k=2)
 
@@ -95,9 +96,9 @@ class NeighborsRequest(Request):
 
 
 class Span(BaseModel):
-    """A run of tokens that a chunk shares with a neighbor, as [start, stop) of characters of both texts.
+    """A run of tokens that a chunk shares with a neighbor, as character ranges [start, stop) in both texts.
 
-    `neighbor` counts in `text + continuation` of the hit.
+    `neighbor` is a range in `text + continuation` of the hit.
     """
 
     chunk: tuple[int, int]
@@ -106,16 +107,16 @@ class Span(BaseModel):
 
 
 class NeighborHit(Hit):
-    """A neighbor of a chunk and what they share, longest run first, of at least 3 tokens."""
+    """A neighbor of a chunk and the token runs that both share: at least 3 tokens, longest first."""
 
     overlap: float = Field(
-        description="Longest common run of tokens over the chunk's length, r of the paper's section 2.7."
+        description="Length of the longest common token run divided by the chunk's length: r in section 2.7 of the paper."
     )
     spans: list[Span]
 
 
 class Chunk(BaseModel):
-    """One chunk of the text that was asked about."""
+    """One chunk of the request's text."""
 
     text: str
     tokens: int
@@ -131,25 +132,25 @@ class NeighborsResponse(BaseModel):
 
 
 class NeighborTokensRequest(Request):
-    """Whole chunks as token ids, for a model that lies elsewhere: it reads what its own server would read."""
+    """Whole chunks as token ids, for a model that runs outside this server."""
 
     model_config = _example(chunks=[], k=2)
 
-    chunks: list[list[TokenId]] = Field(description="Each of `chunk_length` token ids, as `GET /datastore` tells it.")
+    chunks: list[list[TokenId]] = Field(description="Each has `chunk_length` token ids; see `GET /datastore`.")
     k: int = Field(2, ge=1)
 
 
 class NeighborTokensResponse(BaseModel):
-    """The neighbors of each chunk, nearest first, with their continuations: k rows of 2 chunk_length token ids."""
+    """The neighbors of each chunk with their continuations, nearest first: k rows of 2 · chunk_length token ids."""
 
     tokens: list[list[list[int]]]
-    lengths: list[list[int]] = Field(description="How many of the ids are real, the others fill up; 0 = no neighbor.")
+    lengths: list[list[int]] = Field(description="Number of ids that are not padding; 0 = no neighbor.")
     partial: bool = False
     missing: list[str] = Field(default_factory=list)
 
 
 class StoredChunk(BaseModel):
-    """A chunk of the datastore by id, with where it stands."""
+    """A chunk of the datastore with its document and the ids of its neighbors in the document."""
 
     chunk_id: int
     text: str
@@ -163,7 +164,7 @@ class StoredChunk(BaseModel):
 
 
 class StoredDocument(BaseModel):
-    """A document of the datastore by id: `chunks` from `first` on, as many as were asked for."""
+    """A document of the datastore with a range of its chunks, which begins at chunk number `first`."""
 
     document_id: str
     title: str
@@ -184,24 +185,24 @@ class EmbedRequest(Request):
 
 
 class EmbedResponse(BaseModel):
-    """A unit vector for each text, as numbers or, where asked for, the base64 of their bytes as little-endian float32."""
+    """A unit vector for each text in the requested encoding: numbers, or their little-endian float32 bytes in base64."""
 
     vectors: list[Vector]
 
 
 class DatastoreResponse(BaseModel):
-    """What is served: totals of the datastores, what the report measured of the index, and the checkpoint, if there is one."""
+    """Totals of the datastores, measurements of the index, the checkpoint if there is one, and the server's limits."""
 
     datastores: list[dict[str, Any]] = Field(
-        description="`name`, `fingerprint`, `documents`, `chunks`, `tokens`, `bytes`, `index`, `recall` … of each."
+        description="Fields of each: `name`, `fingerprint`, `documents`, `chunks`, `tokens`, `bytes`, `index`, `recall`."
     )
     chunk_length: int
     vocab_size: int
     embedder: str
     dimension: int
-    filters: list[str] = Field(description="Columns of the metadata that `filters` may name.")
+    filters: list[str] = Field(description="Metadata columns that `filters` accepts.")
     model: dict[str, Any] | None = Field(
-        description="`name`, `fingerprint`, `step`, `parameters`, `context`, `retrieval`."
+        description="Fields: `name`, `fingerprint`, `step`, `parameters`, `context`, `retrieval`. Null without a model."
     )
     limits: dict[str, int | float]
 
@@ -210,7 +211,7 @@ class DatastoreResponse(BaseModel):
 
 
 class ScoreRequest(Request):
-    """A text to score token by token, retrieval ON with k neighbors and OFF."""
+    """A text to score token by token, with retrieval ON (k neighbors) and OFF."""
 
     model_config = _example(text="import os\nimport sys\n", k=2)
 
@@ -219,9 +220,9 @@ class ScoreRequest(Request):
 
 
 class TokenScore(BaseModel):
-    """A token and its log-probabilities in nats. `difference` = on − off: above 0 retrieval helped.
+    """A token and its log-probabilities in nats. `difference` = on − off: above 0, retrieval helped.
 
-    Tokens that are parts of one character stand together as one, with the sums of their log-probabilities.
+    Tokens that are parts of one character are one entry with the sum of their log-probabilities.
     """
 
     text: str
@@ -231,7 +232,7 @@ class TokenScore(BaseModel):
 
 
 class ScoreResponse(BaseModel):
-    """`tokens` in order; their texts joined are the text that was scored."""
+    """Scores of the tokens in order. The concatenated token texts are the scored text."""
 
     tokens: list[TokenScore]
     bits_per_byte_on: float | None
@@ -239,7 +240,7 @@ class ScoreResponse(BaseModel):
 
 
 class GenerateRequest(Request):
-    """A prompt to continue; `stream` answers with server-sent events, one `GenerateEvent` each."""
+    """A prompt to continue. With `stream`, the answer is a stream of server-sent events with one `GenerateEvent` each."""
 
     model_config = _example(prompt="import os\n", max_tokens=16, temperature=0, stream=False)
 
@@ -247,10 +248,8 @@ class GenerateRequest(Request):
     retrieval: bool = True
     k: int = Field(2, ge=1)
     max_tokens: int = Field(128, ge=1)
-    temperature: float = Field(
-        0.8, ge=0, le=100, description="0 takes the likeliest token, and so does what is below 0.001."
-    )
-    top_k: int = Field(50, ge=0, lt=2**31, description="Only the likeliest this many; 0 = all.")
+    temperature: float = Field(0.8, ge=0, le=100, description="Below 0.001, the likeliest token is chosen.")
+    top_k: int = Field(50, ge=0, lt=2**31, description="Sample from the k likeliest tokens; 0 = all.")
     top_p: float = Field(0.95, gt=0, le=1)
     seed: Seed = 0
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
@@ -258,7 +257,7 @@ class GenerateRequest(Request):
 
 
 class GenerateResponse(BaseModel):
-    """The continuation without the prompt. `finish_reason`: `stop` (end of document or a stop string) or `length`."""
+    """The continuation without the prompt. `finish_reason` is `stop` (end of document or a stop string) or `length`."""
 
     text: str
     tokens: int
@@ -266,23 +265,23 @@ class GenerateResponse(BaseModel):
 
 
 class GenerateEvent(BaseModel):
-    """A piece of text; the last event has a `finish_reason`."""
+    """New text of the continuation; the last event has a `finish_reason`."""
 
     text: str
     finish_reason: Literal["stop", "length"] | None = None
 
 
 class ErrorResponse(BaseModel):
-    """Every error of the API: a reason for people, and a word for programs."""
+    """An error with a message for people and a type for programs."""
 
     model_config = _example(
         error={"message": "k = 1000: at most 100.", "type": "invalid_request_error", "param": "k", "code": None}
     )
 
-    error: dict[str, Any] = Field(description="`message`, `type`, `param`, `code`, as OpenAI's clients expect.")
+    error: dict[str, Any] = Field(description="Fields: `message`, `type`, `param`, `code`, as in OpenAI's API.")
 
 
 class Status(BaseModel):
-    """`ok`, `ready`."""
+    """State of the server: `ok` or `ready`."""
 
     status: str

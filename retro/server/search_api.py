@@ -1,7 +1,7 @@
-"""Endpoints over the datastores: search, neighbors of a text's chunks, chunks and documents by id, vectors of texts.
+"""Endpoints of the datastores: search, neighbors of a text's chunks, chunks and documents by id, embeddings of texts.
 
 texts | token ids | vectors ─► Service.search (batched) ─► hits ─► JSON
-a text ─► its chunks, as training cuts them ─► search ─► hits with what they share with their chunk
+text ─► chunks, as in training ─► search ─► hits with the token runs that they share with their chunk
 """
 
 import base64
@@ -20,10 +20,10 @@ from indexing.overlap import overlap
 from indexing.retrieval.results import Hit, StoredChunk
 from indexing.retrieval.retriever import Retriever
 from retro.server import schemas
-from retro.server.datastore_facts import datastore_facts
-from retro.server.errors import Refused, declared
+from retro.server.datastore_info import datastore_info
+from retro.server.errors import InvalidRequest, error_responses
 from retro.server.json_route import JsonRoute, as_json
-from retro.server.service import BareHit, Found, Kind, Search, Service, Serving
+from retro.server.service import BareHit, QueryKind, SearchKey, SearchResult, Service, ServiceDependency
 from retro.server.spans import characters, shared_runs, token_ends
 
 router = APIRouter(route_class=JsonRoute)
@@ -38,22 +38,22 @@ _NO_TEXT = {
 # --- search ----------------------------------------------------------------------------------------------------------
 
 
-@router.post("/search", response_model=schemas.SearchResponse, responses=declared(413, 422), tags=["search"])
-async def search(request: schemas.SearchRequest, service: Serving) -> Response:
-    """The nearest chunks of texts, token ids or vectors; requests that come together are searched together."""
-    found = await found_for(service, request)
+@router.post("/search", response_model=schemas.SearchResponse, responses=error_responses(413, 422), tags=["search"])
+async def search(request: schemas.SearchRequest, service: ServiceDependency) -> Response:
+    """Find the nearest chunks of texts, token ids or vectors."""
+    found = await search_for(service, request)
     results = [[_hit_fields(hit) for hit in each.hits] for each in found]
-    # Written as it is, without a model for each hit: that would cost more than a search.
+    # Without a pydantic model for each hit, which would take longer than the search.
     return Response(to_json({"results": results} | _missing(found)), media_type="application/json")
 
 
-async def found_for(service: Service, request: schemas.SearchRequest) -> list[Found]:
-    """What a search has found, query by query.
+async def search_for(service: Service, request: schemas.SearchRequest) -> list[SearchResult]:
+    """Return the result of each query of a request.
 
     Raises:
-        ApiError: the request passes a limit, or its vectors cannot be read.
+        ApiError: the request exceeds a limit, or its vectors are invalid.
     """
-    kind: Kind
+    kind: QueryKind
     queries: Any
     if request.texts is not None:
         kind, queries = "texts", request.texts
@@ -63,41 +63,41 @@ async def found_for(service: Service, request: schemas.SearchRequest) -> list[Fo
         service.check_input([len(row) for row in queries], "tokens")
     else:
         assert request.vectors is not None
-        kind, queries = "vectors", vectors_of(request.vectors, service.retriever.embedder.dimension)
+        kind, queries = "vectors", decoded_vectors(request.vectors, service.retriever.embedder.dimension)
     service.check_queries(len(queries), kind)
     service.check_candidates(len(queries), service.check_k(request.k), request.rerank)
     filters = json.dumps(request.filters, sort_keys=True)
-    search = Search(kind, request.k, filters, request.rerank, request.text)
+    search = SearchKey(kind, request.k, filters, request.rerank, request.text)
     return await service.search(search, queries)
 
 
-def vectors_of(given: Sequence[schemas.Vector], dimension: int) -> list[np.ndarray]:
-    """Vectors [d] float32 of a request.
+def decoded_vectors(received: Sequence[schemas.Vector], dimension: int) -> list[np.ndarray]:
+    """Return the vectors [d] float32 of a request.
 
     Raises:
-        ApiError: one has another width, is no base64, or holds what is no number.
+        ApiError: a vector has another dimension, is not base64, or has a number that is not finite.
     """
     vectors = []
-    for number, vector in enumerate(given):
+    for number, vector in enumerate(received):
         if isinstance(vector, str):
             try:
                 row = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4")
             except (binascii.Error, ValueError) as error:
                 message = f"vectors[{number}]: not the base64 of little-endian float32 ({error})."
-                raise Refused(message, param="vectors") from error
+                raise InvalidRequest(message, param="vectors") from error
         else:
-            with np.errstate(over="ignore"):  # told below
+            with np.errstate(over="ignore"):  # rejected below
                 row = np.array(vector, dtype=np.float32)
         if len(row) != dimension:
-            message = f"vectors[{number}] has {len(row)} numbers, the embedder's vectors have {dimension}."
-            raise Refused(message, param="vectors")
+            message = f"vectors[{number}] has {len(row)} numbers; the embedder's vectors have {dimension}."
+            raise InvalidRequest(message, param="vectors")
         if not np.isfinite(row).all():
-            raise Refused(f"vectors[{number}] holds a number that is not finite in float32.", param="vectors")
+            raise InvalidRequest(f"vectors[{number}] has a number that is not finite in float32.", param="vectors")
         vectors.append(row)
     return vectors
 
 
-def _missing(found: Iterable[Found]) -> dict[str, Any]:
+def _missing(found: Iterable[SearchResult]) -> dict[str, Any]:
     names = sorted({name for each in found for name in each.missing})
     return {"partial": bool(names), "missing": names}
 
@@ -124,9 +124,9 @@ def _hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
     }
 
 
-@router.post("/embed", response_model=schemas.EmbedResponse, responses=declared(413, 422), tags=["search"])
-async def embed(request: schemas.EmbedRequest, service: Serving) -> Response:
-    """Unit vectors of texts, by the datastore's own embedder."""
+@router.post("/embed", response_model=schemas.EmbedResponse, responses=error_responses(413, 422), tags=["search"])
+async def embed(request: schemas.EmbedRequest, service: ServiceDependency) -> Response:
+    """Embed texts with the datastore's embedder; returns unit vectors."""
     service.check_queries(len(request.texts), "texts")
     service.check_characters(request.texts, "texts")
     vectors = await service.embed("texts", request.texts)
@@ -134,7 +134,7 @@ async def embed(request: schemas.EmbedRequest, service: Serving) -> Response:
 
 
 def encoded(vector: np.ndarray, encoding: str | None) -> schemas.Vector:
-    """A vector [d] as numbers, or as `base64` of little-endian float32."""
+    """Return a vector [d] as numbers or, for `base64`, as its little-endian float32 bytes in base64."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     numbers: list[float] = vector.tolist()
@@ -144,38 +144,45 @@ def encoded(vector: np.ndarray, encoding: str | None) -> schemas.Vector:
 # --- neighbors of a text ---------------------------------------------------------------------------------------------
 
 
-@router.post("/neighbors", response_model=schemas.NeighborsResponse, responses=declared(413, 422), tags=["search"])
-async def neighbors(request: schemas.NeighborsRequest, service: Serving) -> Response:
-    """The chunks of a text, as training cuts it, each with its neighbors and the runs of tokens that they share."""
+@router.post(
+    "/neighbors", response_model=schemas.NeighborsResponse, responses=error_responses(413, 422), tags=["search"]
+)
+async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependency) -> Response:
+    """Cut a text into chunks as in training, and find each chunk's neighbors and the token runs that they share with it."""
     retriever = service.retriever
     tokens = (await service.encoded([request.text], "text"))[0]
-    tokens = np.concatenate([[retriever.tokenizer.bos_id], tokens])  # a text begins a document
+    tokens = np.concatenate([[retriever.tokenizer.bos_id], tokens])  # the text is the beginning of a document
     m = retriever.datastore.chunk_length
     rows = [tokens[start : start + m] for start in range(0, len(tokens), m)]
     service.check_queries(len(rows), "chunks of text")
     service.check_candidates(len(rows), service.check_k(request.k), request.rerank)
     service.check_neighbors([len(rows) * m], request.k, "text")
-    search = Search("tokens", request.k, json.dumps(request.filters, sort_keys=True), request.rerank)
+    search = SearchKey("tokens", request.k, json.dumps(request.filters, sort_keys=True), request.rerank)
     found = await service.search(search, rows)
-    # Chunk by chunk, so that nothing goes on when the client is gone or the time is over.
+    # Chunk by chunk, so that the work stops when the client disconnects or the time is over.
     texts = NeighborTexts(retriever)
     chunks = [await run_in_threadpool(_chunk, retriever, texts, *each) for each in zip(rows, found, strict=True)]
     return as_json(schemas.NeighborsResponse(chunks=chunks, **_missing(found)))
 
 
 @router.post(
-    "/neighbors/tokens", response_model=schemas.NeighborTokensResponse, responses=declared(413, 422), tags=["search"]
+    "/neighbors/tokens",
+    response_model=schemas.NeighborTokensResponse,
+    responses=error_responses(413, 422),
+    tags=["search"],
 )
-async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: Serving) -> Response:
-    """What a model reads of the datastore: token ids of the neighbors of whole chunks, with their continuations."""
+async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: ServiceDependency) -> Response:
+    """Find the neighbors of whole chunks and return their token ids with continuations, as a model reads them."""
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
     service.check_queries(len(request.chunks), "chunks")
     service.check_input([len(row) for row in request.chunks], "chunks")
     for number, row in enumerate(request.chunks):
         if len(row) != m:
-            raise Refused(f"chunks[{number}] has {len(row)} tokens, the datastore's chunks have {m}.", param="chunks")
+            raise InvalidRequest(
+                f"chunks[{number}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
+            )
     service.check_candidates(len(request.chunks), service.check_k(request.k), "embeddings")
-    search = Search("tokens", request.k, "{}", "embeddings", text=False)
+    search = SearchKey("tokens", request.k, "{}", "embeddings", text=False)
     found = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
     ids = np.full((len(found), request.k), -1, dtype=np.int64)
     for number, each in enumerate(found):
@@ -191,14 +198,14 @@ async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: Servi
 
 
 class NeighborTexts:
-    """Characters of the tokens of neighbors, for one request: a chunk that several chunks have found is decoded once."""
+    """Character positions of neighbors' tokens for one request: decodes each neighbor once, even if several chunks have it."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._decode, self._m = retriever.tokenizer.decode_batch, retriever.datastore.chunk_length
         self._ends: dict[int, list[int]] = {}
 
     def ends(self, chunk_id: int, tokens: np.ndarray) -> list[int]:
-        """`token_ends` of a chunk and its continuation, decoded apart, as the hit's two texts were."""
+        """Return `token_ends` of a chunk and its continuation, decoded separately like the two texts of a hit."""
         if chunk_id not in self._ends:
             text, ends = token_ends(self._decode, tokens[: self._m])
             _, later = token_ends(self._decode, tokens[self._m :])
@@ -206,8 +213,8 @@ class NeighborTexts:
         return self._ends[chunk_id]
 
 
-def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, found: Found) -> schemas.Chunk:
-    """A chunk [≤ m] of the text with its neighbors."""
+def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, found: SearchResult) -> schemas.Chunk:
+    """Return a chunk [≤ m] of the text with its neighbors."""
     text, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
     ids = np.array([hit.chunk_id for hit in found.hits], dtype=np.int64)
     stored, lengths = retriever.retrieval.with_continuation(ids)  # [k, 2m], [k]
@@ -229,32 +236,39 @@ def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, found
 # --- by id -----------------------------------------------------------------------------------------------------------
 
 
-@router.get("/chunks/{chunk_id}", response_model=schemas.StoredChunk, responses=declared(404, 422), tags=["by id"])
-def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: Serving) -> Response:
-    """A chunk by the id that a hit has, with the ids of the ones before and after it in its document."""
+@router.get(
+    "/chunks/{chunk_id}", response_model=schemas.StoredChunk, responses=error_responses(404, 422), tags=["by id"]
+)
+def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> Response:
+    """Return a chunk by its id, with the ids of the previous and the next chunk of its document."""
     return as_json(_stored_chunk(service.retriever.chunk(chunk_id)))
 
 
-First = Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Place of the first chunk, from 0.")]
-Count = Annotated[int, Query(ge=0, le=1024, description="Chunks at most.")]
+First = Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Number of the first chunk, from 0.")]
+Count = Annotated[int, Query(ge=0, le=1024, description="Largest number of chunks to return.")]
 
 
-@router.get("/documents", response_model=schemas.StoredDocument, responses=declared(404, 422), tags=["by id"])
-def document_of_any_id(
-    id: Annotated[str, Query(description="Any id, also one that no path can hold: `..`, line breaks.")],
-    service: Serving,
+@router.get("/documents", response_model=schemas.StoredDocument, responses=error_responses(404, 422), tags=["by id"])
+def document_by_query(
+    id: Annotated[
+        str, Query(description="Document id, also one that a path cannot contain, e.g. `..` or line breaks.")
+    ],
+    service: ServiceDependency,
     first: First = 0,
     count: Count = 8,
 ) -> Response:
-    """A document by the id that a hit has, with some of its chunks."""
+    """Return a document by its id, with a range of its chunks."""
     return document(id, service, first, count)
 
 
 @router.get(
-    "/documents/{document_id:path}", response_model=schemas.StoredDocument, responses=declared(404, 422), tags=["by id"]
+    "/documents/{document_id:path}",
+    response_model=schemas.StoredDocument,
+    responses=error_responses(404, 422),
+    tags=["by id"],
 )
-def document(document_id: str, service: Serving, first: First = 0, count: Count = 8) -> Response:
-    """The same by a path, which most ids can be part of."""
+def document(document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8) -> Response:
+    """Return a document by its id in the path, with a range of its chunks."""
     found = service.retriever.document(document_id, first, count)
     return as_json(
         schemas.StoredDocument(
@@ -280,7 +294,7 @@ def _stored_chunk(chunk: StoredChunk) -> schemas.StoredChunk:
     )
 
 
-@router.get("/datastore", response_model=schemas.DatastoreResponse, responses=declared(), tags=["server"])
-def datastore(service: Serving) -> Mapping[str, Any]:
-    """What is served, and what a request may ask for."""
-    return datastore_facts(service)
+@router.get("/datastore", response_model=schemas.DatastoreResponse, responses=error_responses(), tags=["server"])
+def datastore(service: ServiceDependency) -> Mapping[str, Any]:
+    """Return totals of the datastores, the model, and the limits of a request."""
+    return datastore_info(service)

@@ -1,4 +1,4 @@
-"""What the endpoints share: the retriever and the model, each behind what gathers requests for it, and the limits.
+"""The service behind the endpoints: batched access to retriever and model, and the limits of a request.
 
 endpoints ─► Service.search, embed ─► one thread each ─► Retriever
           ─► Service.score, generations ─► threads ─► LanguageModel
@@ -16,12 +16,12 @@ from fastapi import Depends, Request
 
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import CANDIDATES, Rerank, Retriever
-from retro.inference.generation import Piece
+from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel, Scores
 from retro.inference.settings import GenerationSettings
 from retro.server.batching import Batcher, Wanted
-from retro.server.errors import ApiError, Refused
-from retro.server.generation_queue import Generations
+from retro.server.errors import ApiError, InvalidRequest
+from retro.server.generation_queue import GenerationQueue
 from retro.server.limits import Admission
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
@@ -29,16 +29,16 @@ from retro.server.settings import ServeSettings
 Query = str | np.ndarray
 """A text, token ids [t] int64, or a vector [d] float32."""
 
-_COST_BY_WORDS = 16  # of a query that is ranked by words, in queries by vectors alone
-_TICKS_TO_ANSWER = 20  # of 0.05 s each, in which requests that are cut off are answered
+_COST_WITH_BM25 = 16  # of a query that BM25 ranks too; a query ranked by vectors alone costs 1
+_TICKS_TO_ANSWER = 20  # of 0.05 s each: time to answer requests that are cut off
 
-Kind = Literal["texts", "tokens", "vectors"]
+QueryKind = Literal["texts", "tokens", "vectors"]
 
 
-class Search(NamedTuple):
-    """All but the queries that an answer depends on."""
+class SearchKey(NamedTuple):
+    """Everything except the queries that the results of a search depend on."""
 
-    kind: Kind
+    kind: QueryKind
     k: int
     filters: str
     rerank: Rerank
@@ -46,15 +46,15 @@ class Search(NamedTuple):
 
 
 class BareHit(NamedTuple):
-    """A hit without text. `Hit` would do, but takes longer to make, and meanwhile no search runs."""
+    """A hit without text. Unlike `Hit`, it is cheap to create; the search thread is blocked meanwhile."""
 
     chunk_id: int
     score: float
     distance: float
 
 
-class Found(NamedTuple):
-    """What a search has found for one query, bare where `text` was not asked for, and the parts of the index that did not answer."""
+class SearchResult(NamedTuple):
+    """Hits of one query (`BareHit` if `SearchKey.text` is False), and the parts of the index that did not answer."""
 
     hits: Sequence[Hit | BareHit]
     missing: tuple[str, ...]
@@ -62,15 +62,15 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Service:
-    """A retriever and perhaps a language model, ready for many clients.
+    """A retriever and optionally a language model, ready for many clients.
 
     Attributes:
-        name: of the model, or of the datastore where there is none.
-        search: queries of one `Search` → what was found for each.
-        embed: texts or token ids → unit vectors.
-        score: (k, likeliest tokens at each place) and token ids → their scores; None without a model.
+        name: name of the model, or of the datastore without a model.
+        search: (`SearchKey`, queries) → a result for each query.
+        embed: ("texts" | "tokens", texts or token ids) → unit vectors [d].
+        score: ((k, number of likeliest tokens), token ids) → scores; None without a model.
         generations: None without a model.
-        started: seconds since 1970.
+        started: time of the start in seconds since 1970.
     """
 
     retriever: Retriever
@@ -79,15 +79,15 @@ class Service:
     name: str
     admission: Admission
     metrics: Metrics
-    search: Batcher[Search, Query, Found]
+    search: Batcher[SearchKey, Query, SearchResult]
     embed: Batcher[str, Query, np.ndarray]
     score: Batcher[tuple[int, int], np.ndarray, Scores] | None
-    generations: Generations | None
+    generations: GenerationQueue | None
     started: int
 
     @classmethod
     def of(cls, retriever: Retriever, language_model: LanguageModel | None, settings: ServeSettings) -> "Service":
-        """A service of what is open."""
+        """Create the batchers, queues and metrics for an open retriever and model."""
         admission, metrics = Admission(), Metrics()
         search = Batcher(
             "search", _search_with(retriever), settings.max_batch, metrics.count_batch("search"), _cost_of_search
@@ -102,7 +102,7 @@ class Service:
                 metrics.count_batch("score"),
                 lambda key, sequence: len(sequence) * (1 + 2 * key[0]),
             )
-            generations = Generations(language_model, settings.max_generations, metrics)
+            generations = GenerationQueue(language_model, settings.max_generations, metrics)
         queues: dict[str, Sized | None] = {"search": search, "embed": embed, "score": score, "generate": generations}
         metrics.watch(
             {work: each.__len__ for work, each in queues.items() if each is not None}, lambda: admission.under_way
@@ -123,16 +123,18 @@ class Service:
         )
 
     def warm_up(self) -> None:
-        """Ask once for everything that the first request would otherwise wait for."""
+        """Run one search and one scoring, so that the first request does not wait for initialization."""
         self.retriever.search(["warm up"], 1, rerank="hybrid")
         if self.language_model is not None:
             self.language_model.score([np.array([self.retriever.tokenizer.bos_id] * 2)])
 
     async def cut_off(self) -> int:
-        """Stop what is under way, at the end of the time for shutting down: each request is answered 503, a stream ends with that error.
+        """Stop all requests under way when the time for shutdown is over.
+
+        Each request is answered 503; a stream ends with the same error.
 
         Returns:
-            How many requests that were.
+            the number of these requests.
         """
         number = self.admission.under_way
         if self.generations is not None:
@@ -148,13 +150,15 @@ class Service:
 
     @property
     def retrieves(self) -> bool:
-        """Whether there is a model and it reads neighbors."""
+        """True if there is a model and it reads neighbors."""
         return self.language_model is not None and self.language_model.retriever is not None
 
     def model(self) -> LanguageModel:
-        """The language model; raises ApiError where there is none."""
+        """Return the language model; raise ApiError if there is none."""
         if self.language_model is None:
-            message = "this server has no model: it was started without --checkpoint. Searching and embedding work."
+            message = (
+                "this server was started without --checkpoint, so it has no model. Only search and embedding work."
+            )
             raise ApiError(404, message, type="no_model", code="model_not_found")
         return self.language_model
 
@@ -166,81 +170,81 @@ class Service:
 
     def generate(
         self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int
-    ) -> AsyncIterator[list[Piece]]:
-        """See `Generations.pieces`."""
+    ) -> AsyncIterator[list[GeneratedToken]]:
+        """See `GenerationQueue.generate`."""
         self.model()
         assert self.generations is not None
-        return self.generations.pieces(prompts, settings, k, self.settings.request_seconds)
+        return self.generations.generate(prompts, settings, k, self.settings.request_seconds)
 
     # --- limits -----------------------------------------------------------------------------------------------------
 
     def check_k(self, k: int) -> int:
-        """k of a search; raises ApiError where it is too large."""
+        """Return k of a search; raise ApiError if it is too large."""
         return self._checked(k, "max_k", "k")
 
     def check_model_k(self, k: int) -> int:
-        """k of the model; raises ApiError where it is too large."""
+        """Return k of the model; raise ApiError if it is too large."""
         return self._checked(k, "max_model_k", "k")
 
     def check_neighbors(self, lengths: Sequence[int], k: int, param: str) -> None:
-        """Raise ApiError where the neighbors of texts of these lengths are more tokens than may be read for one request."""
+        """Raise ApiError if the neighbors of texts of these lengths have more tokens than allowed for one request."""
         m = self.retriever.datastore.chunk_length
         number, limit = sum(length // m for length in lengths) * k * 2 * m, self.settings.max_neighbor_tokens
         if number > limit:
             message = (
-                f"{param}: with k = {k} the neighbors are {number:,} tokens, at most {limit:,} (max_neighbor_tokens)."
+                f"{param}: with k = {k} the neighbors have {number:,} tokens; at most {limit:,} (max_neighbor_tokens)."
             )
-            raise Refused(f"{message} Ask for fewer neighbors or less text.", param=param)
+            raise InvalidRequest(f"{message} Ask for fewer neighbors or less text.", param=param)
 
     def check_candidates(self, queries: int, k: int, rerank: Rerank) -> None:
-        """Raise ApiError where a search would put more candidates in order than one request may."""
+        """Raise ApiError if a search would rank more candidates than allowed for one request."""
         number, limit = queries * max(k, CANDIDATES[rerank]), self.settings.max_candidates
         if number > limit:
-            message = f"{queries:,} queries with k = {k} and {rerank} have {number:,} candidates, at most {limit:,} (max_candidates)."
-            raise Refused(f"{message} Send fewer queries in a request.")
+            message = f"{queries:,} queries with k = {k} and {rerank} have {number:,} candidates; at most {limit:,} (max_candidates)."
+            raise InvalidRequest(f"{message} Send fewer queries in a request.")
 
     def check_characters(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError where texts are longer than one request may bring."""
+        """Raise ApiError if the texts have more characters than allowed for one request."""
         number, limit = sum(map(len, texts)), self.settings.max_characters
         if number > limit:
-            raise Refused(f"{param}: {number:,} characters, at most {limit:,} (max_characters).", param=param)
+            raise InvalidRequest(f"{param}: {number:,} characters; at most {limit:,} (max_characters).", param=param)
 
     def check_generation(self, prompts: Sequence[np.ndarray], max_tokens: int, k: int, param: str) -> None:
-        """Raise ApiError where prompts [t], or they and what is generated, need more than the model sees or may read."""
+        """Raise ApiError if a prompt [t] exceeds the context, or prompts and generated text would read too many neighbor tokens."""
         self.check_context(prompts, param)
-        # Of more than the context, what is generated drops the oldest.
+        # A generation longer than the context drops the oldest tokens.
         context = self.model().context
         self.check_neighbors([min(len(prompt) + max_tokens, context) for prompt in prompts], k, param)
 
     def check_context(self, prompts: Sequence[np.ndarray], param: str) -> None:
-        """Raise ApiError where the model does not see a whole prompt [t], with the token that begins a document."""
+        """Raise ApiError if a prompt [t], with the beginning-of-document token, is longer than the model's context."""
         context, longest = self.model().context, max(map(len, prompts))
         if longest > context:
-            # The words of OpenAI's and vLLM's, which clients look for.
+            # Clients search for these words of OpenAI's and vLLM's message.
             message = (
                 f"This model's maximum context length is {context} tokens. However, {param} has {longest}. Shorten it."
             )
-            raise Refused(message, param=param, code="context_length_exceeded")
+            raise InvalidRequest(message, param=param, code="context_length_exceeded")
 
     def check_queries(self, number: int, param: str) -> None:
-        """Raise ApiError where a request holds too many texts, token lists or vectors."""
+        """Raise ApiError if a request has too many texts, token lists or vectors."""
         self._checked(number, "max_queries", param)
 
     def check_max_tokens(self, number: int) -> int:
-        """How many tokens to generate; raises ApiError where they are too many."""
+        """Return the number of tokens to generate; raise ApiError if it is too large."""
         return self._checked(number, "max_tokens", "max_tokens")
 
     def _checked(self, number: int, setting: str, param: str) -> int:
         limit = getattr(self.settings, setting)
         if number > limit:
-            raise Refused(f"{param} = {number:,}: at most {limit:,} ({setting}).", param=param)
+            raise InvalidRequest(f"{param} = {number:,}: at most {limit:,} ({setting}).", param=param)
         return number
 
     async def encoded(self, texts: Sequence[str], param: str) -> list[np.ndarray]:
-        """Token ids [t] int64 of texts, without begin and end of document.
+        """Return the token ids [t] int64 of texts, without beginning and end of document.
 
         Raises:
-            ApiError: they are more than one request may bring.
+            ApiError: the texts have more characters or tokens than allowed for one request.
         """
         self.check_characters(texts, param)
         rows = await asyncio.to_thread(self.retriever.tokenizer.encode_batch, list(texts))
@@ -248,38 +252,41 @@ class Service:
         return [row.astype(np.int64) for row in rows]
 
     def check_input(self, lengths: Sequence[int], param: str) -> None:
-        """Raise ApiError where token lists of these lengths are more than one request may bring."""
+        """Raise ApiError if token lists of these lengths have more tokens than allowed for one request."""
         limit = self.settings.max_input_tokens
         if sum(lengths) > limit:
-            raise Refused(f"{param}: {sum(lengths):,} tokens, at most {limit:,} (max_input_tokens).", param=param)
+            raise InvalidRequest(
+                f"{param}: {sum(lengths):,} tokens; at most {limit:,} (max_input_tokens).", param=param
+            )
 
 
 async def service_of(request: Request) -> Service:
-    """The service of the app that a request came to. (`async`: FastAPI takes what is not to another thread.)"""
+    """Return the service of a request's application. (`async`, because FastAPI runs other functions on another thread.)"""
     service: Service = request.app.state.service
     return service
 
 
-Serving = Annotated[Service, Depends(service_of)]
-"""A parameter of an endpoint."""
+ServiceDependency = Annotated[Service, Depends(service_of)]
+"""Type of the parameter `service` of an endpoint."""
 
 
-def _cost_of_search(search: Search, query: Query) -> int:
-    """Of one query, in queries by vectors alone."""
-    return 1 if search.rerank == "embeddings" else _COST_BY_WORDS
+def _cost_of_search(search: SearchKey, query: Query) -> int:
+    """Return the cost of one query; a query ranked by vectors alone costs 1."""
+    return 1 if search.rerank == "embeddings" else _COST_WITH_BM25
 
 
-def _search_with(retriever: Retriever) -> Callable[[Search, list[Query], Wanted], list[Found]]:
-    def work(search: Search, queries: list[Query], wanted: Wanted) -> list[Found]:
-        asked: Any = np.stack(queries) if search.kind == "vectors" else queries
+def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query], Wanted], list[SearchResult]]:
+    def work(search: SearchKey, queries: list[Query], wanted: Wanted) -> list[SearchResult]:
+        received: Any = np.stack(queries) if search.kind == "vectors" else queries
         filters = json.loads(search.filters)
         if search.text:
-            results = retriever.search(asked, search.k, filters=filters, rerank=search.rerank)
-            return [Found(hits, results.missing) for hits in results.hits]
-        ranked = retriever.rank(asked, search.k, filters=filters, rerank=search.rerank)
+            results = retriever.search(received, search.k, filters=filters, rerank=search.rerank)
+            return [SearchResult(hits, results.missing) for hits in results.hits]
+        ranked = retriever.rank(received, search.k, filters=filters, rerank=search.rerank)
         rows = zip(ranked.ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
         return [
-            Found([BareHit(*each) for each in zip(*row, strict=True) if each[0] >= 0], ranked.missing) for row in rows
+            SearchResult([BareHit(*each) for each in zip(*row, strict=True) if each[0] >= 0], ranked.missing)
+            for row in rows
         ]
 
     return work
@@ -294,7 +301,7 @@ def _score_with(language_model: LanguageModel) -> Callable[[tuple[int, int], lis
 
 
 def _name_of(retriever: Retriever, language_model: LanguageModel | None) -> str:
-    """The folder of the checkpoint's run, or an exported file's name; without a model the datastore's folder."""
+    """Return the folder name of the checkpoint's run or the name of an exported file; without a model, the datastore's folder."""
     if language_model is None:
         return retriever.datastore.folder.resolve().name
     path = language_model.checkpoint.path.resolve()

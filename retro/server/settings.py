@@ -1,10 +1,10 @@
-"""What a server of a datastore allows. Every limit has an error that names it (`errors.py`)."""
+"""Limits and options of the server. Every limit has an error that names it (`errors.py`)."""
 
 from dataclasses import dataclass, fields
 
 from indexing.store.errors import InputError
 
-_TOLD = (
+_PUBLISHED = (
     "max_body_bytes", "max_queries", "max_k", "max_model_k", "max_neighbor_tokens", "max_candidates", "max_characters",
     "max_input_tokens", "max_tokens", "request_seconds",
 )  # fmt: skip
@@ -12,50 +12,50 @@ _TOLD = (
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How much a request may ask for, and how many may be under way."""
+    """Limits of the server: size, number and duration of requests, and who may send them."""
 
     name: str = ""
-    """Name of the model for clients of /v1; empty: that of the checkpoint's run, without a checkpoint the datastore's."""
+    """Name of the model for clients of /v1. Empty = the name of the checkpoint's run, or of the datastore without a checkpoint."""
     max_head_bytes: int = 2**16
-    """Bytes of a request's address and headers; longer ones are answered 431."""
+    """Largest size of a request's URL and headers, in bytes. Larger requests are answered 431."""
     max_body_bytes: int = 4 * 2**20
-    """Bytes of a request's body; longer ones are answered 413."""
+    """Largest size of a request's body, in bytes. Larger requests are answered 413."""
     max_queries: int = 256
-    """Texts, token lists or vectors in one request."""
+    """Largest number of texts, token lists or vectors in a request."""
     max_k: int = 100
-    """Neighbors of each query of a search."""
+    """Largest number of neighbors of each query of a search."""
     max_model_k: int = 16
-    """Neighbors of each chunk that the model reads."""
+    """Largest number of neighbors of each chunk that the model reads."""
     max_neighbor_tokens: int = 2**16
-    """Tokens of all neighbors that the model or `/neighbors` reads for a request: chunks × k × 2 chunk lengths."""
+    """Largest number of neighbor tokens for a request that the model or `/neighbors` reads: chunks × k × 2 chunk lengths."""
     max_candidates: int = 2**14
-    """Candidates that a search puts in order for all queries of a request: 64 for each, 256 with `bm25` and `hybrid`, or k if that is more."""
+    """Largest number of candidates that a search ranks for all queries of a request. A query has 64, or 256 with `bm25` and `hybrid`, or k if k is larger."""
     max_characters: int = 2**18
-    """Characters of all texts of a request together."""
+    """Largest number of characters in all texts of a request."""
     max_input_tokens: int = 16384
-    """Tokens of all texts of a request together."""
+    """Largest number of tokens in all texts of a request."""
     max_tokens: int = 1024
-    """Tokens that one request may generate for each prompt."""
+    """Largest number of tokens that a request generates for each prompt."""
     read_seconds: float = 30.0
-    """Time for a request's headers to arrive, and for its body; then it is answered 408."""
+    """Time limit for receiving a request's headers, and for receiving its body. Later requests are answered 408."""
     request_seconds: float = 60.0
-    """Time for a request once it is there: it is then answered 504, and a stream ends with an error."""
+    """Time limit for answering a request. Then it is answered 504; a stream ends with an error."""
     max_requests: int = 256
-    """Requests in work and waiting; one more is answered 429."""
+    """Largest number of requests being processed or waiting. Further requests are answered 429."""
     max_batch: int = 1024
-    """Queries of waiting requests that are searched at once."""
+    """Largest number of queries that are searched at once."""
     max_score_tokens: int = 2**15
-    """Tokens of waiting requests that are scored together, those of neighbors included."""
+    """Largest number of tokens that are scored at once, neighbors included."""
     max_generations: int = 2
-    """Requests that generate side by side; others wait."""
+    """Number of requests that generate at the same time; others wait."""
     shutdown_seconds: float = 30.0
-    """After SIGTERM, time to finish what was accepted."""
+    """Time after SIGTERM to finish accepted requests."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask this server from a browser; none: only its own page."""
+    """Origins of web pages that may use this server from a browser. Empty = only the server's own page."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names by which a server without a token may be called, besides `localhost`, `--host` and IP addresses; `*` = any."""
+    """Host names that a server without a token accepts, in addition to `localhost`, `--host` and IP addresses; `*` = any."""
     access_log: bool = False
-    """Write a line for each request to standard error."""
+    """Write one line for each request to standard error."""
 
     def __post_init__(self) -> None:
         for field in fields(ServeSettings):
@@ -65,5 +65,5 @@ class ServeSettings:
 
     @property
     def limits(self) -> dict[str, int | float]:
-        """What a client should know before it asks."""
-        return {name: getattr(self, name) for name in _TOLD}
+        """Limits that `GET /datastore` returns to clients."""
+        return {name: getattr(self, name) for name in _PUBLISHED}

@@ -1,9 +1,9 @@
-"""Which characters a token stands for, and which a chunk shares with a neighbor.
+"""Character ranges of tokens, and of token runs that a chunk shares with a neighbor.
 
-    tokens ─► texts of their beginnings ─► [start, stop) in characters of each token ─► runs that two rows of tokens share
+    tokens ─► texts of their prefixes ─► character range [start, stop) of each token ─► runs that two rows of tokens share
 
-A token may be a part of a character (a byte of 中), or need the one before it to be written right. So the text of a token is
-what the text gains once the token is there and all characters are whole; parts of a character gain it together, at the last.
+A token may be a part of a character (one byte of 中), and its text may depend on the token before it. So the text of a token is
+what the decoded prefix gains with it, counted in whole characters. The last part of a character has the character.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ import numpy as np
 
 DecodeBatch = Callable[[Sequence[np.ndarray]], list[str]]
 
-_BLOCK = 64  # tokens whose beginnings are decoded together
-_BEFORE = 8  # tokens in front of them, as a token's text may depend on those before it
-_AFTER = 4  # tokens after them: the parts of the last character
+_BLOCK = 64  # tokens whose prefixes are decoded together
+_BEFORE = 8  # tokens before a block: the text of a token may depend on them
+_AFTER = 4  # tokens after a block: remaining parts of its last character
 
 
 def token_ends(decode_batch: DecodeBatch, tokens: np.ndarray) -> tuple[str, list[int]]:
-    """The text of tokens [t], and for each token the number of characters that are whole once it is there: [t] ascending.
+    """Return the text of tokens [t] and, for each token, the number of whole characters up to its end: [t] ascending.
 
-    The last one is the length of the text. A token that ends within a character has the number of the one before.
+    The last number is the length of the text. A token that ends inside a character has the number of the token before it.
     """
     text, ends, start = "", list[int](), 0
     while start < len(tokens):
@@ -36,7 +36,7 @@ def token_ends(decode_batch: DecodeBatch, tokens: np.ndarray) -> tuple[str, list
             if len(prefix) >= known and whole.startswith(prefix):
                 known = len(prefix)
             block.append(known)
-        # The next block begins where characters are whole: after the last token that finished one.
+        # The next block begins at a character: after the last token that completed one.
         clean = [number for number, prefix in enumerate(prefixes) if whole.startswith(prefix)]
         taken = clean[-1] + 1 if clean else len(prefixes)
         ends += [len(text) + end - len(before) for end in block[:taken]]
@@ -46,30 +46,30 @@ def token_ends(decode_batch: DecodeBatch, tokens: np.ndarray) -> tuple[str, list
 
 
 def character_groups(ends: Sequence[int]) -> list[tuple[int, int]]:
-    """Tokens [start, stop) that belong together: each with the parts of a character that come before its last."""
+    """Group tokens into ranges [start, stop): the tokens that are parts of one character form one group."""
     groups, start = [], 0
     for stop, (before, end) in enumerate(pairwise([0, *ends]), start=1):
         if end > before:
             groups.append((start, stop))
             start = stop
-    if start < len(ends):  # what has no text at the end
+    if start < len(ends):  # tokens without text at the end join the last group
         groups = [*groups[:-1], (groups[-1][0], len(ends))] if groups else [(0, len(ends))]
     return groups
 
 
 def characters(ends: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """The characters [start, stop) of tokens [start, stop), with the whole of a character of which they have a part."""
+    """Return the characters [start, stop) of tokens [start, stop). A character is included if one of them is a part of it."""
     begin = ends[start - 1] if start else 0
     end = ends[stop - 1]
-    if end == (ends[stop - 2] if stop > 1 else 0):  # it ends within a character
+    if end == (ends[stop - 2] if stop > 1 else 0):  # the last token ends inside a character
         end = next((later for later in ends[stop:] if later > end), ends[-1])
     return begin, end
 
 
 def shared_runs(first: np.ndarray, second: np.ndarray, least: int = 3) -> list[tuple[int, int, int]]:
-    """Runs of tokens that stand in both rows, [s] and [t]: (place in the first, place in the second, tokens), longest first.
+    """Find token runs common to two rows [s] and [t]: (position in the first, position in the second, length), longest first.
 
-    The longest run is taken, then the longest of what touches none that was taken, in either row, and so on.
+    Greedy: take the longest run, then the longest one that overlaps no taken run in either row, and so on.
     """
     equal = first[:, None] == second[None, :]  # [s, t]; runs are along its diagonals
     rows, columns = (max(0, size - least + 1) for size in equal.shape)
@@ -86,6 +86,6 @@ def shared_runs(first: np.ndarray, second: np.ndarray, least: int = 3) -> list[t
 
 
 def _run_length(equal: np.ndarray, row: int, column: int) -> int:
-    """How far a diagonal of [s, t] bool is true from here on."""
+    """Return how many entries of a diagonal of [s, t] bool are true from this one on."""
     diagonal = equal.diagonal(column - row)[min(row, column) :]
     return len(diagonal) if diagonal.all() else int(diagonal.argmin())

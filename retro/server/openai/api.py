@@ -1,9 +1,9 @@
-"""/v1 as OpenAI's clients know it, so that they work unchanged, and the tokenizer for those that ask a server for it (lm-eval).
+"""OpenAI-compatible endpoints under /v1, and the tokenizer endpoints that lm-eval uses.
 
-    model NAME ─► retrieval ON      NAME:off ─► the same weights, OFF      NAME:embedder ─► /v1/embeddings
+    model NAME ─► retrieval ON      NAME:off ─► the same weights, retrieval OFF      NAME:embedder ─► /v1/embeddings
 
-A prompt is always the beginning of a document: the token that begins one stands before it unless the client has sent it, and
-is never echoed. So the first token has a log-probability too.
+A prompt is always the beginning of a document: the server puts the beginning-of-document token in front unless the client has
+sent it, and never echoes it. So the first token of a text has a log-probability too.
 """
 
 import secrets
@@ -18,13 +18,13 @@ from starlette.responses import Response
 
 from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
-from retro.server.errors import ApiError, Refused, declared
+from retro.server.errors import ApiError, InvalidRequest, error_responses
 from retro.server.json_route import JsonRoute, as_json
-from retro.server.model_api import begun, document_of, event_stream, temperature_of
+from retro.server.model_api import as_document, effective_temperature, event_stream, with_first_step
 from retro.server.openai import schemas
-from retro.server.openai.completions import Parts, joined, special_names
+from retro.server.openai.completions import CompletionBuilder, join_choices, special_names
 from retro.server.search_api import encoded
-from retro.server.service import Service, Serving
+from retro.server.service import Service, ServiceDependency
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
@@ -39,15 +39,15 @@ def _model_names(service: Service) -> list[str]:
     return [*names, *(name + _OFF for name in names if service.retrieves), service.name + _EMBEDDER]
 
 
-@router.get("/v1/models", response_model=schemas.ModelList, responses=declared())
-def models(service: Serving) -> schemas.ModelList:
-    """The names that `model` may have."""
+@router.get("/v1/models", response_model=schemas.ModelList, responses=error_responses())
+def models(service: ServiceDependency) -> schemas.ModelList:
+    """List the models."""
     return schemas.ModelList(data=[_model(service, name) for name in _model_names(service)])
 
 
-@router.get("/v1/models/{model}", response_model=schemas.Model, responses=declared(404))
-def model(model: str, service: Serving) -> schemas.Model:
-    """One of them."""
+@router.get("/v1/models/{model}", response_model=schemas.Model, responses=error_responses(404))
+def model(model: str, service: ServiceDependency) -> schemas.Model:
+    """Return one model."""
     _check_model(service, model, _model_names(service))
     return _model(service, model)
 
@@ -59,7 +59,7 @@ def _model(service: Service, name: str) -> schemas.Model:
 
 def _check_model(service: Service, name: str, accepted: Sequence[str]) -> None:
     if name not in accepted:
-        message = f"model = {name!r}: accepted here are {', '.join(accepted)}."
+        message = f"model = {name!r}: accepted are {', '.join(accepted)}."
         raise ApiError(404, message, param="model", type="invalid_request_error", code="model_not_found")
 
 
@@ -70,15 +70,15 @@ def _check_model(service: Service, name: str, accepted: Sequence[str]) -> None:
     "/v1/completions",
     response_model=schemas.CompletionResponse,
     responses={
-        **declared(400, 404, 413),
+        **error_responses(400, 404, 413),
         200: {
-            "description": "Continuations; with `stream`, events `data: {CompletionResponse}` and a last one `data: [DONE]`.",
+            "description": "Continuations. With `stream`: events `data: {CompletionResponse}`, and `data: [DONE]` at the end.",
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
         },
     },
 )
-async def completions(request: schemas.CompletionRequest, service: Serving) -> Response:
-    """Continue prompts; with `echo` and `logprobs`, score them too."""
+async def completions(request: schemas.CompletionRequest, service: ServiceDependency) -> Response:
+    """Continue prompts. With `echo` and `logprobs`, the answer also has the log-probabilities of the prompts."""
     service.model()
     _check_model(service, request.model, [name for name in _model_names(service) if not name.endswith(_EMBEDDER)])
     _check_supported(request)
@@ -86,8 +86,8 @@ async def completions(request: schemas.CompletionRequest, service: Serving) -> R
     k = service.check_model_k(request.k) if service.retrieves and not request.model.endswith(_OFF) else 0
     prompts = await _token_rows(service, request.prompt, "prompt")
     _check_lengths(service, prompts, settings, k)
-    parts = Parts(service.retriever.tokenizer, request.logprobs)
-    steps = await begun(_steps(service, request, prompts, settings, k, parts))
+    builder = CompletionBuilder(service.retriever.tokenizer, request.logprobs)
+    steps = await with_first_step(_steps(service, request, prompts, settings, k, builder))
     answer = schemas.CompletionResponse.model_construct(
         id=f"cmpl-{uuid.uuid4().hex}",
         created=int(time.time()),
@@ -95,19 +95,19 @@ async def completions(request: schemas.CompletionRequest, service: Serving) -> R
         system_fingerprint=service.model().checkpoint.fingerprint,
     )
     if request.stream:
-        return event_stream(_events(request, answer, steps, prompts, parts))
-    choices = joined([part async for step in steps for part in step], request.logprobs)
-    return as_json(answer.model_copy(update={"choices": choices, "usage": _usage(prompts, parts.generated)}))
+        return event_stream(_events(request, answer, steps, prompts, builder))
+    choices = join_choices([part async for step in steps for part in step], request.logprobs)
+    return as_json(answer.model_copy(update={"choices": choices, "usage": _usage(prompts, builder.generated)}))
 
 
 def _check_lengths(
     service: Service, prompts: Sequence[np.ndarray], settings: GenerationSettings | None, k: int
 ) -> None:
-    """Raise ApiError where prompts do not fit into the context, or read too many neighbors."""
-    rows = [document_of(service, prompt) for prompt in prompts]
+    """Raise ApiError if a prompt does not fit into the context, or the prompts would read too many neighbor tokens."""
+    rows = [as_document(service, prompt) for prompt in prompts]
     if settings is not None:
         service.check_generation(rows, settings.max_tokens, k, "prompt")
-    else:  # scored, by as many windows as it takes
+    else:  # prompts are only scored, in any number of windows
         service.check_neighbors([len(row) for row in rows], k, "prompt")
 
 
@@ -117,20 +117,20 @@ async def _steps(
     prompts: Sequence[np.ndarray],
     settings: GenerationSettings | None,
     k: int,
-    parts: Parts,
+    builder: CompletionBuilder,
 ) -> AsyncIterator[list[schemas.CompletionChoice]]:
-    """The parts of the answer, step by step; without settings nothing is generated."""
-    rows = [document_of(service, prompt) for prompt in prompts]
+    """Yield the parts of the answer step by step. Without settings, generate nothing."""
+    rows = [as_document(service, prompt) for prompt in prompts]
     if request.echo:
         scores: Sequence[Scores | None] = [None] * len(rows)
         if request.logprobs is not None:
             scores = await service.scores(rows, k, request.logprobs)
-        yield [parts.echo(*each) for each in zip(range(len(rows)), prompts, scores, strict=True)]
+        yield [builder.echo(*each) for each in zip(range(len(rows)), prompts, scores, strict=True)]
     if settings is None:
-        yield [parts.end(index) for index in range(len(rows))]
+        yield [builder.end(index) for index in range(len(rows))]
         return
-    async for pieces in service.generate(rows, settings, k):
-        yield [parts.add(piece) for piece in pieces]
+    async for step in service.generate(rows, settings, k):
+        yield [builder.add(token) for token in step]
 
 
 async def _events(
@@ -138,26 +138,26 @@ async def _events(
     answer: schemas.CompletionResponse,
     steps: AsyncIterator[list[schemas.CompletionChoice]],
     prompts: Sequence[np.ndarray],
-    parts: Parts,
+    builder: CompletionBuilder,
 ) -> AsyncIterator[str]:
-    """The events of a stream as JSON."""
+    """Yield the events of a stream as JSON."""
     async for step in steps:
         for part in step:
             yield answer.model_copy(update={"choices": [part]}).model_dump_json()
     if request.stream_options and request.stream_options.include_usage:
-        usage = _usage(prompts, parts.generated)
+        usage = _usage(prompts, builder.generated)
         yield answer.model_copy(update={"choices": [], "usage": usage}).model_dump_json()
 
 
 def _generation_settings(service: Service, request: schemas.CompletionRequest) -> GenerationSettings | None:
-    """How to draw; None where nothing is to be generated."""
+    """Return the settings of the generation; None if the request generates nothing."""
     max_tokens = service.check_max_tokens(16 if request.max_tokens is None else request.max_tokens)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if max_tokens == 0:
         return None
     return GenerationSettings(
         max_tokens=max_tokens,
-        temperature=temperature_of(1.0 if request.temperature is None else request.temperature),
+        temperature=effective_temperature(1.0 if request.temperature is None else request.temperature),
         top_k=request.top_k,
         top_p=1.0 if request.top_p is None else request.top_p,
         seed=secrets.randbits(32) if request.seed is None else request.seed,
@@ -167,28 +167,28 @@ def _generation_settings(service: Service, request: schemas.CompletionRequest) -
 
 
 def _check_supported(request: schemas.CompletionRequest) -> None:
-    """Raise ApiError where a request wants what there is only in the protocol."""
+    """Raise ApiError if a request uses a feature of OpenAI's API that this server does not have."""
     only: dict[str, Any] = {"n": 1, "best_of": 1, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0}
     for name, accepted in (only | {"logit_bias": None}).items():
-        given = getattr(request, name)
-        if given is not None and given != accepted and given != {}:
-            raise Refused(f"{name} = {given!r} is not supported here; leave it out.", param=name)
+        received = getattr(request, name)
+        if received is not None and received != accepted and received != {}:
+            raise InvalidRequest(f"{name} = {received!r} is not supported; remove it.", param=name)
 
 
 def _usage(prompts: Sequence[np.ndarray], generated: int = 0) -> schemas.Usage:
-    asked = sum(map(len, prompts))
-    return schemas.Usage(prompt_tokens=asked, completion_tokens=generated, total_tokens=asked + generated)
+    received = sum(map(len, prompts))
+    return schemas.Usage(prompt_tokens=received, completion_tokens=generated, total_tokens=received + generated)
 
 
 async def _token_rows(service: Service, prompt: schemas.Prompt, param: str) -> list[np.ndarray]:
-    """Token ids [t] int64 of one or several prompts.
+    """Return the token ids [t] int64 of one or several prompts.
 
     Raises:
-        ApiError: there is none, or too many, they are too long, or hold ids that the tokenizer does not have.
+        ApiError: there are no prompts or too many, they are too long, or an id is not in the tokenizer.
     """
     several: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
     if not several:
-        raise Refused(f"{param} is an empty list.", param=param)
+        raise InvalidRequest(f"{param} is an empty list.", param=param)
     service.check_queries(len(several), param)
     if isinstance(several[0], str):
         return await service.encoded(several, param)
@@ -197,20 +197,22 @@ async def _token_rows(service: Service, prompt: schemas.Prompt, param: str) -> l
     size = service.retriever.tokenizer.vocab_size
     for number, row in enumerate(rows):
         if len(row) and row.max() >= size:
-            raise Refused(f"{param}[{number}] holds the token id {row.max()}: they are 0 to {size - 1}.", param=param)
+            raise InvalidRequest(
+                f"{param}[{number}] has the token id {row.max()}: accepted are 0 to {size - 1}.", param=param
+            )
     return rows
 
 
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/embeddings", response_model=schemas.EmbeddingResponse, responses=declared(400, 404, 413))
-async def embeddings(request: schemas.EmbeddingRequest, service: Serving) -> Response:
-    """Unit vectors of texts or token ids."""
+@router.post("/v1/embeddings", response_model=schemas.EmbeddingResponse, responses=error_responses(400, 404, 413))
+async def embeddings(request: schemas.EmbeddingRequest, service: ServiceDependency) -> Response:
+    """Embed texts or token ids; returns unit vectors."""
     _check_model(service, request.model, [service.name + _EMBEDDER])
     dimension = service.retriever.embedder.dimension
     if request.dimensions not in (None, dimension):
-        raise Refused(f"dimensions = {request.dimensions}: this embedder has {dimension}.", param="dimensions")
+        raise InvalidRequest(f"dimensions = {request.dimensions}: the embedder has {dimension}.", param="dimensions")
     rows = await _token_rows(service, request.input, "input")
     vectors = await service.embed("tokens", rows)
     data = [
@@ -223,9 +225,9 @@ async def embeddings(request: schemas.EmbeddingRequest, service: Serving) -> Res
 # --- tokenizer -------------------------------------------------------------------------------------------------------
 
 
-@router.get("/tokenizer_info", response_model=schemas.TokenizerInfo, responses=declared(), tags=["tokenizer"])
-def tokenizer_info(service: Serving) -> schemas.TokenizerInfo:
-    """What the special tokens are called."""
+@router.get("/tokenizer_info", response_model=schemas.TokenizerInfo, responses=error_responses(), tags=["tokenizer"])
+def tokenizer_info(service: ServiceDependency) -> schemas.TokenizerInfo:
+    """Return the names of the special tokens and the size of the vocabulary."""
     tokenizer = service.retriever.tokenizer
     names = special_names(tokenizer)
     return schemas.TokenizerInfo(
@@ -236,9 +238,11 @@ def tokenizer_info(service: Serving) -> schemas.TokenizerInfo:
     )
 
 
-@router.post("/tokenize", response_model=schemas.TokenizeResponse, responses=declared(413, 422), tags=["tokenizer"])
-async def tokenize(request: schemas.TokenizeRequest, service: Serving) -> schemas.TokenizeResponse:
-    """Token ids of a text."""
+@router.post(
+    "/tokenize", response_model=schemas.TokenizeResponse, responses=error_responses(413, 422), tags=["tokenizer"]
+)
+async def tokenize(request: schemas.TokenizeRequest, service: ServiceDependency) -> schemas.TokenizeResponse:
+    """Convert a text to token ids. The name of a special token is converted to its id."""
     tokenizer = service.retriever.tokenizer
     special = {name: token for token, name in special_names(tokenizer).items()}
     if request.prompt in special:
@@ -251,8 +255,10 @@ async def tokenize(request: schemas.TokenizeRequest, service: Serving) -> schema
     return schemas.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=context)
 
 
-@router.post("/detokenize", response_model=schemas.DetokenizeResponse, responses=declared(413, 422), tags=["tokenizer"])
-async def detokenize(request: schemas.DetokenizeRequest, service: Serving) -> schemas.DetokenizeResponse:
-    """The text of token ids."""
+@router.post(
+    "/detokenize", response_model=schemas.DetokenizeResponse, responses=error_responses(413, 422), tags=["tokenizer"]
+)
+async def detokenize(request: schemas.DetokenizeRequest, service: ServiceDependency) -> schemas.DetokenizeResponse:
+    """Convert token ids to text."""
     rows = await _token_rows(service, [request.tokens], "tokens")
     return schemas.DetokenizeResponse(prompt=service.retriever.tokenizer.decode(rows[0]))

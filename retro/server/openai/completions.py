@@ -1,7 +1,7 @@
-"""The answer to a completion request, as it grows: a stream sends the parts one by one, other answers join them.
+"""The answer to a completion request in parts: a stream sends the parts one by one, other answers join them.
 
 prompt, if echoed ─┐
-pieces ────────────┴► parts: (number of the prompt, text, log-probabilities, finish reason) ─► events, or one response
+generated tokens ──┴► parts: (number of the prompt, text, log-probabilities, finish reason) ─► events, or one response
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,23 +11,23 @@ from itertools import pairwise
 import numpy as np
 
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.inference.generation import Piece
+from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
 from retro.server.openai.schemas import CompletionChoice, Logprobs
 from retro.server.spans import token_ends
 
-Top = Sequence[tuple[int, float]]
-"""The likeliest tokens with their log-probabilities, likeliest first."""
+LikeliestTokens = Sequence[tuple[int, float]]
+"""Token ids with log-probabilities, likeliest first."""
 
 
 @dataclass
-class Parts:
-    """Makes the parts of an answer; remembers how long each text is already.
+class CompletionBuilder:
+    """Creates the parts of an answer and counts the characters and tokens so far.
 
     Attributes:
-        tokenizer: whose tokens they are.
-        logprobs: likeliest tokens to tell with each token, 0 = only its own log-probability; None = nothing.
-        generated: tokens so far, of all prompts.
+        tokenizer: the model's tokenizer.
+        logprobs: number of likeliest tokens to return for each token; 0 = only its own log-probability; None = none at all.
+        generated: number of generated tokens of all prompts so far.
     """
 
     tokenizer: Tokenizer
@@ -36,11 +36,11 @@ class Parts:
     _lengths: dict[int, int] = field(default_factory=dict)
 
     def echo(self, index: int, prompt: np.ndarray, scores: Scores | None) -> CompletionChoice:
-        """The prompt [t] itself; `scores` are those of its last tokens: all, or all but the first."""
+        """Return the prompt [t] as a part; `scores` belong to its last tokens: all, or all except the first."""
         text, ends = token_ends(self.tokenizer.decode_batch, prompt)
         texts = [text[start:stop] for start, stop in pairwise([0, *ends])]
         values: list[float | None] = []
-        tops: list[Top | None] = []
+        tops: list[LikeliestTokens | None] = []
         if scores is not None:
             unscored = len(prompt) - len(scores.log_probabilities)
             values = [None] * unscored + scores.log_probabilities.tolist()
@@ -50,15 +50,13 @@ class Parts:
             ]
         return self._part(index, texts, prompt.tolist(), values, tops, None)
 
-    def add(self, piece: Piece) -> CompletionChoice:
-        """A token that was generated."""
+    def add(self, new: GeneratedToken) -> CompletionChoice:
+        """Return a generated token as a part."""
         self.generated += 1
-        return self._part(
-            piece.row, [piece.text], [piece.token], [piece.log_probability], [piece.top], piece.finish_reason
-        )
+        return self._part(new.row, [new.text], [new.token], [new.log_probability], [new.top], new.finish_reason)
 
     def end(self, index: int) -> CompletionChoice:
-        """The end of an answer that generates nothing."""
+        """Return the end of an answer without generated tokens."""
         return self._part(index, [], [], [], [], "length")
 
     def _part(
@@ -67,7 +65,7 @@ class Parts:
         texts: list[str],
         tokens: list[int],
         values: list[float | None],
-        tops: Sequence[Top | None],
+        tops: Sequence[LikeliestTokens | None],
         finish_reason: str | None,
     ) -> CompletionChoice:
         start = self._lengths.get(index, 0)
@@ -81,44 +79,44 @@ class Parts:
             index=index, text="".join(texts), logprobs=logprobs, finish_reason=finish_reason
         )
 
-    def _named(self, token: int, value: float | None, top: Top | None) -> dict[str, float] | None:
-        """The likeliest tokens by their text, and the token itself in any case."""
+    def _named(self, token: int, value: float | None, top: LikeliestTokens | None) -> dict[str, float] | None:
+        """Return log-probabilities of the likeliest tokens and of the token itself, by text."""
         if value is None:
             return None
         return {self._name(each): theirs for each, theirs in top or ()} | {self._name(token): value}
 
     def _name(self, token: int) -> str:
         name = special_names(self.tokenizer).get(token) or self.tokenizer.decode([token])
-        return f"token:{token}" if not name or "\ufffd" in name else name  # a part of a character
+        return f"token:{token}" if not name or "\ufffd" in name else name  # part of a character
 
 
-def joined(parts: Iterable[CompletionChoice], logprobs: int | None) -> list[CompletionChoice]:
-    """The parts of each prompt as one."""
+def join_choices(parts: Iterable[CompletionChoice], logprobs: int | None) -> list[CompletionChoice]:
+    """Join the parts of each prompt."""
     by_index: dict[int, list[CompletionChoice]] = {}
     for part in parts:
         by_index.setdefault(part.index, []).append(part)
     choices = []
-    for index, mine in sorted(by_index.items()):
+    for index, own in sorted(by_index.items()):
         whole = None
         if logprobs is not None:
-            told = [part.logprobs for part in mine if part.logprobs is not None]
+            with_logprobs = [part.logprobs for part in own if part.logprobs is not None]
             whole = Logprobs(
-                tokens=[each for part in told for each in part.tokens],
-                token_logprobs=[each for part in told for each in part.token_logprobs],
-                top_logprobs=[each for part in told for each in part.top_logprobs or ()] if logprobs else None,
-                text_offset=[each for part in told for each in part.text_offset],
+                tokens=[each for part in with_logprobs for each in part.tokens],
+                token_logprobs=[each for part in with_logprobs for each in part.token_logprobs],
+                top_logprobs=[each for part in with_logprobs for each in part.top_logprobs or ()] if logprobs else None,
+                text_offset=[each for part in with_logprobs for each in part.text_offset],
             )
         choices.append(
             CompletionChoice(
                 index=index,
-                text="".join(part.text for part in mine),
+                text="".join(part.text for part in own),
                 logprobs=whole,
-                finish_reason=mine[-1].finish_reason,
+                finish_reason=own[-1].finish_reason,
             )
         )
     return choices
 
 
 def special_names(tokenizer: Tokenizer) -> dict[int, str]:
-    """How special tokens, which have no text, are called."""
+    """Return names for the special tokens, which have no text."""
     return {tokenizer.pad_id: "<pad>", tokenizer.bos_id: "<s>", tokenizer.eos_id: "</s>"}

@@ -1,7 +1,7 @@
-"""Requests and answers of /v1, as existing clients of OpenAI's completions, embeddings and models know them.
+"""Requests and answers of OpenAI's completions, embeddings and models under /v1, and of the tokenizer endpoints.
 
-What they may say and this server cannot do stands here too, with the one value that is accepted: another one is refused by name,
-not passed over.
+Fields that OpenAI's API has and this server does not support are included with the single accepted value: other values are
+errors and are never ignored.
 """
 
 from typing import Annotated, Literal
@@ -11,17 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from retro.server.schemas import Request, Seed, TokenId
 
 Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
-"""A text, several, the token ids of one, or of several."""
+"""One or several prompts, each a text or a list of token ids."""
 
 
 class StreamOptions(Request):
-    """`include_usage`: a last event with the numbers of tokens."""
+    """Options of a stream. With `include_usage`, its last event has the numbers of tokens."""
 
     include_usage: bool = False
 
 
 class CompletionRequest(Request):
-    """OpenAI's request; `k` and `top_k` are ours. The model says whether retrieval is ON (`NAME`) or OFF (`NAME:off`)."""
+    """OpenAI's request with two additional fields, `k` and `top_k`. Model `NAME` has retrieval ON, `NAME:off` has it OFF."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -40,8 +40,8 @@ class CompletionRequest(Request):
     stream_options: StreamOptions | None = None
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=5)
-    k: int = Field(2, ge=1, description="Neighbors of each chunk, where retrieval is ON.")
-    top_k: int = Field(0, ge=0, lt=2**31, description="Only the likeliest this many; 0 = all.")
+    k: int = Field(2, ge=1, description="Neighbors of each chunk; used if retrieval is ON.")
+    top_k: int = Field(0, ge=0, lt=2**31, description="Sample from the k likeliest tokens; 0 = all.")
     user: str | None = None
     n: int | None = Field(1, description="Only 1.")
     best_of: int | None = Field(1, description="Only 1.")
@@ -52,9 +52,9 @@ class CompletionRequest(Request):
 
 
 class Logprobs(BaseModel):
-    """One entry for each token; the texts joined are the choice's text.
+    """One entry for each token. The concatenated token texts are the choice's text.
 
-    A token that is a part of a character has an empty text, and the last part has the character.
+    A token that is a part of a character has an empty text; the last part has the character.
     """
 
     tokens: list[str]
@@ -64,7 +64,7 @@ class Logprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """The continuation of one prompt, with `echo` after the prompt itself."""
+    """The continuation of one prompt. With `echo`, the text begins with the prompt."""
 
     index: int
     text: str
@@ -93,7 +93,7 @@ class CompletionResponse(BaseModel):
 
 
 class EmbeddingRequest(Request):
-    """OpenAI's request; the model is `NAME:embedder`."""
+    """OpenAI's request. The model is `NAME:embedder`."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model": "retro:embedder", "input": ["how do I open a file"]}]}
@@ -102,12 +102,12 @@ class EmbeddingRequest(Request):
     model: str
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = Field(None, description="Only null, or that of the embedder.")
+    dimensions: int | None = Field(None, description="Only null or the embedder's dimension.")
     user: str | None = None
 
 
 class Embedding(BaseModel):
-    """A unit vector, as numbers or as the base64 of their bytes as little-endian float32."""
+    """A unit vector as numbers, or as its little-endian float32 bytes in base64."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -115,7 +115,7 @@ class Embedding(BaseModel):
 
 
 class EmbeddingResponse(BaseModel):
-    """Vectors in the order of the inputs."""
+    """Embeddings in the order of the inputs."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
@@ -124,29 +124,29 @@ class EmbeddingResponse(BaseModel):
 
 
 class Model(BaseModel):
-    """A name that `model` may have."""
+    """A model that requests can name."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "retro"
-    max_model_len: int | None = Field(None, description="Tokens that the model sees at most; null of an embedder.")
+    max_model_len: int | None = Field(None, description="Context length in tokens; null for an embedder.")
 
 
 class ModelList(BaseModel):
-    """All of them."""
+    """All models."""
 
     object: Literal["list"] = "list"
     data: list[Model]
 
 
 class TokenizeRequest(Request):
-    """A text whose token ids are asked for; one that is the name of a special token gives its id."""
+    """A text to tokenize. The name of a special token is converted to its id."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "import os\n"}]})
 
     prompt: str
-    add_special_tokens: bool = Field(False, description="Whether the id that begins a document stands first.")
+    add_special_tokens: bool = Field(False, description="If true, the beginning-of-document id comes first.")
     model: str | None = None
 
 
@@ -155,11 +155,11 @@ class TokenizeResponse(BaseModel):
 
     tokens: list[int]
     count: int
-    max_model_len: int | None = Field(description="Tokens that the model sees at most; null without a model.")
+    max_model_len: int | None = Field(description="Context length in tokens; null without a model.")
 
 
 class DetokenizeRequest(Request):
-    """Token ids whose text is asked for."""
+    """Token ids to convert to text."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [5, 6, 7]}]})
 
@@ -174,7 +174,7 @@ class DetokenizeResponse(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """Names of the special tokens, by which `POST /tokenize` knows them."""
+    """Names of the special tokens, as `POST /tokenize` accepts them, and the size of the vocabulary."""
 
     bos_token: str
     eos_token: str

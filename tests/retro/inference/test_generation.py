@@ -7,7 +7,7 @@ import torch
 from indexing.store.errors import InputError
 from retro.device import choose_placement
 from retro.inference.decoder import Decoder
-from retro.inference.generation import Piece, draw, generate
+from retro.inference.generation import GeneratedToken, draw, generate
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -38,7 +38,7 @@ def model() -> Retro:
     ).eval()
 
 
-def pieces(model: Retro, prompts, retrieve=None, context=64, eos_id=-1, **settings) -> list[list[Piece]]:
+def pieces(model: Retro, prompts, retrieve=None, context=64, eos_id=-1, **settings) -> list[list[GeneratedToken]]:
     """The pieces of each of some prompts."""
     settings = GenerationSettings(**{"max_tokens": 12, **settings})
     decoder, rows = Decoder(model, FLOAT32, context, retrieve), [[] for _ in prompts]

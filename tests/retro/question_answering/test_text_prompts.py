@@ -11,7 +11,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.decoder import Given
-from retro.inference.generation import Piece
+from retro.inference.generation import GeneratedToken
 from retro.inference.settings import GenerationSettings
 from retro.question_answering.question_sets import Question
 from retro.question_answering.text_prompts import Prompts, answer, room_for_prompts
@@ -79,13 +79,13 @@ class Speaker:
 
     def generate(
         self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, given: Given | None = None
-    ) -> Iterator[list[Piece]]:
+    ) -> Iterator[list[GeneratedToken]]:
         assert settings.temperature == 0
         assert settings.stop == ("\n",)
         assert k == 2 if given is None else len(given) == len(prompts)
         for step in range(settings.max_tokens):
             pieces = [
-                Piece(row, 0, self.spoken[len(prompt)][step], 0.0)
+                GeneratedToken(row, 0, self.spoken[len(prompt)][step], 0.0)
                 for row, prompt in enumerate(prompts)
                 if step < len(self.spoken[len(prompt)])
             ]

@@ -175,13 +175,13 @@ def sizes_with(clients: int, requests: int, seconds: float = 0.01) -> list[int]:
 
 
 def test_a_lone_client_never_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_SHARE_WAITED", 1e6)  # any wait would be for hours
+    monkeypatch.setattr(batching, "_WAIT_RATIO", 1e6)  # any wait would be for hours
     assert sizes_with(1, 5) == [1] * 5
 
 
 def test_what_has_another_key_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One client may ask for two things at once, as `/score` does."""
-    monkeypatch.setattr(batching, "_SHARE_WAITED", 1e6)
+    monkeypatch.setattr(batching, "_WAIT_RATIO", 1e6)
     work = Work()
     batcher = Batcher("test", work, 100)
     answers = asyncio.run(asyncio.wait_for(gathered(batcher, work, [("a", [1])]), PATIENCE))
@@ -189,7 +189,7 @@ def test_what_has_another_key_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_those_just_answered_join_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_SHARE_WAITED", 100)  # a second: long enough for any machine; waited only at the end
+    monkeypatch.setattr(batching, "_WAIT_RATIO", 100)  # a second: long enough for any machine; waited only at the end
     first, *others = sizes_with(6, 5)
     together = others[: others.index(6) + 4] if 6 in others else others
     assert together[-4:] == [6] * 4, (first, others)
@@ -197,5 +197,5 @@ def test_those_just_answered_join_those_who_wait(monkeypatch: pytest.MonkeyPatch
 
 def test_who_does_not_come_is_waited_for_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three go and one stays, who is answered all the same."""
-    monkeypatch.setattr(batching, "_SHARE_WAITED", 0.5)
+    monkeypatch.setattr(batching, "_WAIT_RATIO", 0.5)
     assert sum(sizes_with(4, 1)) == 4

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from retro.server.json_route import Direct
+from retro.server.json_route import DirectJson
 from tests.retro.server.conftest import TEXT, Make
 
 TOKEN = {"Authorization": "Bearer right"}
@@ -62,7 +62,7 @@ BAD = {
 def both(app_with: Make) -> Iterator[list[TestClient]]:
     """Clients of an app, and of the same without the short way."""
     direct, layers = (app_with(token="right", max_body_bytes=1000) for _ in range(2))
-    layers.user_middleware = [each for each in layers.user_middleware if each.cls is not Direct]
+    layers.user_middleware = [each for each in layers.user_middleware if each.cls is not DirectJson]
     assert len(layers.user_middleware) == len(direct.user_middleware) - 1
     with (
         TestClient(direct, follow_redirects=False) as one,
@@ -97,7 +97,7 @@ def test_they_are_counted_alike(both: list[TestClient]) -> None:
 def test_the_short_way_is_gone_by_every_request_with_json(app_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """No route with a body is left to FastAPI's layers."""
     app = app_with()
-    (direct,) = (each for each in app.user_middleware if each.cls is Direct)
-    app_behind = Direct(app.router, **direct.kwargs)
+    (direct,) = (each for each in app.user_middleware if each.cls is DirectJson)
+    app_behind = DirectJson(app.router, **direct.kwargs)
     with_body = {path for path, methods in app.openapi()["paths"].items() if "post" in methods}
     assert set(app_behind._routes) == with_body

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from retro.inference.generation import Piece
+from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.server.errors import ApiError
 from retro.server.limits import Admission, Limits
@@ -214,11 +214,11 @@ def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason
 ) -> None:
     go_on = threading.Event()
 
-    def one_token(*_, **options) -> Iterator[list[Piece]]:
-        yield [Piece(0, 5, "one", -1.0)]
+    def one_token(*_, **options) -> Iterator[list[GeneratedToken]]:
+        yield [GeneratedToken(0, 5, "one", -1.0)]
         assert go_on.wait(PATIENCE)
         options["check"]()
-        yield [Piece(0, 6, "two", -1.0)]
+        yield [GeneratedToken(0, 6, "two", -1.0)]
 
     monkeypatch.setattr(LanguageModel, "generate", one_token)
     with TestClient(app_with(request_seconds=3)) as client:  # a stream begins with its first token
@@ -256,7 +256,7 @@ def test_a_fault_has_an_id_that_stands_in_the_log(caplog: pytest.LogCaptureFixtu
         (response,) = asked(limited(broken), {})
     assert reason(response) == (500, "internal_error")
     assert "secret" not in response.text
-    number = re.search(r"error (\w+)\.", response.json()["error"]["message"])
+    number = re.search(r"error (\w+);", response.json()["error"]["message"])
     assert number is not None
     assert number[1] in caplog.text
     assert "secret details" in caplog.text
@@ -311,7 +311,7 @@ def test_another_method_is_told_those_that_there_are(client: TestClient, method:
 def test_a_field_that_does_not_exist_is_named_and_those_that_do(client: TestClient, name: str) -> None:
     error = client.post("/search", json={"texts": ["a"], name: "a"}).json()["error"]
     assert (error["param"], error["code"]) == (name, "unknown_parameter")
-    assert error["message"].startswith(f"{name}: there is no such field")
+    assert error["message"].startswith(f"{name}: unknown field")
     assert "texts, tokens, vectors, k," in error["message"]
     options = {"model": "tiny", "prompt": "a", "stream_options": {name: True}}
     error = client.post("/v1/completions", json=options).json()["error"]

@@ -221,7 +221,7 @@ def test_a_model_that_is_another(api: openai.OpenAI) -> None:
         lambda: api.embeddings.create(model="tiny", input="a"),
         lambda: api.completions.create(model="tiny:embedder", prompt="a"),
     ):
-        with pytest.raises(openai.NotFoundError, match="accepted here are"):
+        with pytest.raises(openai.NotFoundError, match="accepted are"):
             call()
 
 

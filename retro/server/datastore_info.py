@@ -1,4 +1,4 @@
-"""What is served, told from manifests, reports and the checkpoint: the answer of `GET /datastore`."""
+"""The answer of `GET /datastore`: information from the manifests, the reports and the checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from retro.model.presets import count_parameters
 from retro.server.service import Service
 
 
-def datastore_facts(service: Service) -> dict[str, Any]:
-    """The fields of `schemas.DatastoreResponse`."""
+def datastore_info(service: Service) -> dict[str, Any]:
+    """Return the fields of `schemas.DatastoreResponse`."""
     retriever = service.retriever
     embedder = read_manifest(retriever.datastore.folder / "embedder")["recipe"]["settings"]["embedder.kind"]
     return {
@@ -30,15 +30,15 @@ def datastore_facts(service: Service) -> dict[str, Any]:
 def _datastore(folder: Path) -> dict[str, Any]:
     datastore = Datastore.open(folder)
     totals = datastore.manifest["splits"]["train"]
-    facts: dict[str, Any] = {"name": url_of(folder) or "/".join(folder.resolve().parts[-2:])}
-    facts["fingerprint"] = datastore.fingerprint
-    facts |= {key: sum(totals[key]) for key in ("documents", "chunks", "tokens", "bytes")}
+    info: dict[str, Any] = {"name": url_of(folder) or "/".join(folder.resolve().parts[-2:])}
+    info["fingerprint"] = datastore.fingerprint
+    info |= {key: sum(totals[key]) for key in ("documents", "chunks", "tokens", "bytes")}
     report = present(folder / "report.json")
     if report.exists():
         measured = read_json(report)["index"]
-        facts["index"] = f"{measured['key']}, nprobe {measured['nprobe']}"
-        facts["recall"] = {key: value for key, value in measured.items() if key.startswith("recall")}
-    return facts
+        info["index"] = f"{measured['key']}, nprobe {measured['nprobe']}"
+        info["recall"] = {key: value for key, value in measured.items() if key.startswith("recall")}
+    return info
 
 
 def _model(service: Service) -> dict[str, Any] | None:
