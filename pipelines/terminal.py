@@ -254,9 +254,9 @@ def print_rows(rows: list[list[str]]) -> None:
     echo("\n".join(aligned(rows)))
 
 
-def print_groups(groups: Mapping[str, list[list[str]]]) -> None:
-    """Rows of text under headings, a blank line between two groups."""
-    echo("\n\n".join("\n".join([heading, *(f"  {row}" for row in aligned(rows))]) for heading, rows in groups.items()))
+def grouped(groups: Mapping[str, list[list[str]]]) -> str:
+    """Rows of text under headings, with a blank line between two groups."""
+    return "\n\n".join("\n".join([heading, *(f"  {row}" for row in aligned(rows))]) for heading, rows in groups.items())
 
 
 def echo(text: object = "", file: TextIO | None = None) -> None:

@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=500, help="of each set, the first ones")
     parser.add_argument("--no-quality", action="store_true")
     parser.add_argument("--rounds", type=int, default=3, help="of timing; 0 for none")
-    parser.add_argument("--out", type=Path, default=Path("benchmark-dedup.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-dedup.json"))
     options = parser.parse_args()
     truths = [Truth(options.data, name, options.documents) for name in SETS]
     results: dict[str, Any] = {"documents": {truth.name: len(truth.texts) for truth in truths}}
@@ -272,7 +272,7 @@ def main() -> None:
             for row in speed(truth.texts[:1000], truth.pattern, options.rounds)
         ]
         show(results["speed"])
-    write(options.out, results)
+    write(options.output, results)
 
 
 if __name__ == "__main__":

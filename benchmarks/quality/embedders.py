@@ -1,6 +1,6 @@
 """Which weights should the lexical embedder give its n-grams? What neighbors tell of the next chunk, and what IVF finds.
 
-    python -m benchmarks.quality.embedders DATASTORE [--out results.json]
+    python -m benchmarks.quality.embedders DATASTORE [--output results.json]
 
 For every variant: `gain`, the share of the next chunk's token bigrams that stand in the two nearest neighbors with their
 continuations (exact search; what RETRO can copy), and recall@10 of an IVF-PQ index at 1/8 of its lists after re-ranking.
@@ -56,7 +56,7 @@ def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-embedders.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-embedders.json"))
     options = parser.parse_args()
     datastore = Datastore.open(options.datastore)
     train, valid = datastore.train, datastore.valid
@@ -75,7 +75,7 @@ def main() -> None:
         weights[:vocabulary][is_special] = 0
         weights[vocabulary:] *= bigram
         embedder = LexicalEmbedder(weights.astype(np.float32), is_special, 256, 0)
-        array = embeddings_of(embedder, train, options.out.with_suffix(".vectors.npy"))
+        array = embeddings_of(embedder, train, options.output.with_suffix(".vectors.npy"))
         vectors = embedder.embed(valid.tokens.gather(queries), valid.lengths.gather(queries))
         exact_distances, exact_ids = exact_search(vectors, array, 10)
         index = faiss.index_factory(256, "IVF1024,PQ128x4fs")
@@ -92,8 +92,8 @@ def main() -> None:
         }
         rows.append(row)
         print("  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
-    options.out.with_suffix(".vectors.npy").unlink()
-    write(options.out, {"rows": rows})
+    options.output.with_suffix(".vectors.npy").unlink()
+    write(options.output, {"rows": rows})
 
 
 if __name__ == "__main__":

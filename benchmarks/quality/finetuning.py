@@ -1,9 +1,9 @@
 """Question answering before and after fine-tuning: exact match and F1, closed book, with passages as neighbors, and in prompts.
 
-python -m benchmarks.quality.finetuning build DATA --out runs/finetuning     files and datastores of squad_v11_dev and cmrc2018
-python -m benchmarks.quality.finetuning pretrain --out runs/finetuning       a small RETRO of each language
-python -m benchmarks.quality.finetuning finetune --out runs/finetuning       on cloze and other questions, then on the set's own
-python -m benchmarks.quality.finetuning score --out runs/finetuning          `retro eval qa` of all three, and a table
+python -m benchmarks.quality.finetuning build DATA --output runs/finetuning     files and datastores of squad_v11_dev and cmrc2018
+python -m benchmarks.quality.finetuning pretrain --output runs/finetuning       a small RETRO of each language
+python -m benchmarks.quality.finetuning finetune --output runs/finetuning       on cloze and other questions, then on the set's own
+python -m benchmarks.quality.finetuning score --output runs/finetuning          `retro eval qa` of all three, and a table
 
 DATA is a folder with a folder for each set, as for `questions.py`. What is learned and what is asked: `qa_data.py`. Every part goes
 on where it was stopped; `--sets` names one of the two. The defaults of --steps and --questions try the script out, in minutes:
@@ -154,17 +154,17 @@ def score(folder: Path, name: str, k: int, questions: int) -> None:
             continue
         arguments = {
             "passages": str(folder / "passages"),
-            "qa.k": "0",
-            "qa.max-questions": str(questions),
-            "qa.neighbor-passages": str(k),
-            "qa.rerank": "hybrid",
-            "qa.language": SETS[name].language,
-            "qa.max-tokens": "48",  # answers in Chinese are long
-            "qa.batch-size": "32",
-            "json": str(out),
+            "k": "0",
+            "max-questions": str(questions),
+            "neighbor-passages": str(k),
+            "rerank": "hybrid",
+            "language": SETS[name].language,
+            "max-tokens": "48",  # answers in Chinese are long
+            "batch-size": "32",
+            "output": str(out),
         }
         options = [part for key, value in arguments.items() for part in (f"--{key}", value)]
-        retro("eval", "qa", str(folder / phase), str(folder / "test.jsonl"), "--qa.gold", *options)
+        retro("eval", "qa", str(folder / phase), str(folder / "test.jsonl"), "--gold", *options)
 
 
 def table(folder: Path, name: str) -> list[str]:
@@ -200,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["build", "pretrain", "finetune", "score"])
     parser.add_argument("data", nargs="?", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("runs/finetuning"))
+    parser.add_argument("--output", type=Path, default=Path("runs/finetuning"))
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--clozes", type=int, default=1, help="cloze questions of a passage of about 60 words")
     parser.add_argument("--corpus-bytes", type=int, default=6_000_000, help="of the corpora beside the passages")
@@ -214,7 +214,7 @@ def main() -> None:
         parser.error("build needs DATA")
     say(measured_on())
     for name in options.sets:
-        folder = options.out / name
+        folder = options.output / name
         say(f"{name}: {options.part}")
         if options.part == "build":
             build(options.data, folder, name, options.clozes, options.corpus_bytes)

@@ -1,6 +1,6 @@
 """Does a search find the passage that answers a question? hit@1, hit@5 and MRR by embedder and by what orders candidates.
 
-    python -m benchmarks.quality.passage_retrieval DATA [--sets cmrc2018 …] [--embedders lexical-1024 …] [--work FOLDER] [--out results.json]
+    python -m benchmarks.quality.passage_retrieval DATA [--sets cmrc2018 …] [--embedders lexical-1024 …] [--work FOLDER] [--output results.json]
 
 DATA is a folder with a folder for each set: passages (`id`, `text`, `title`) and questions (`question`, `positive_ids`), as JSON
 Lines. The datastores are built in `--work` with all settings at their defaults but the embedder and an exact index (what an
@@ -176,14 +176,14 @@ def main() -> None:
     parser.add_argument("--embedders", nargs="+", default=["lexical"], choices=list(EMBEDDERS))
     parser.add_argument("--weights", nargs="+", type=float, default=[])
     parser.add_argument("--work", type=Path, default=Path("benchmark-questions"))
-    parser.add_argument("--out", type=Path, default=Path("benchmark-questions.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-questions.json"))
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in options.sets:
         say(name, file=sys.stderr)
         rows += measure_weights(options, name) if options.weights else measure_set(options, name)
         print("\n".join(table(rows, options.sets)), flush=True)
-        write(options.out, {"rows": rows})
+        write(options.output, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Does retrieval pay? Two baselines and three RETROs with the same tokens and seeds, on one corpus, with controls; and a RETROfit.
 
-python -m benchmarks.quality.retrieval_gain build CORPUS... --out runs/learning        two datastores of the same chunks: lexical, MiniLM
-python -m benchmarks.quality.retrieval_gain train --out runs/learning [--models baseline lexical minilm random] [--steps 6000] [--k 2]
-python -m benchmarks.quality.retrieval_gain train --out runs/learning --models retrofit [--share 0.03]
-python -m benchmarks.quality.retrieval_gain score --out runs/learning                  held-out bits per byte by leakage, and curves
+python -m benchmarks.quality.retrieval_gain build CORPUS... --output runs/learning        two datastores of the same chunks: lexical, MiniLM
+python -m benchmarks.quality.retrieval_gain train --output runs/learning [--models baseline lexical minilm random] [--steps 6000] [--k 2]
+python -m benchmarks.quality.retrieval_gain train --output runs/learning --models retrofit [--share 0.03]
+python -m benchmarks.quality.retrieval_gain score --output runs/learning                  held-out bits per byte by leakage, and curves
 
 `baseline` has as many parameters as the RETROs (encoder and cross-attention are added to its FFW width), `decoder` is their
 decoder alone, the paper's baseline. The control is
@@ -116,8 +116,8 @@ def score(out: Path) -> None:
     for name in runs[1:]:
         to = ("--evaluation.k", "1", "2", "4", "8") if name not in ("baseline", "plain", "decoder") else ()
         to += ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
-        retro("eval", "perplexity", str(out / f"run-{name}"), *to, "--json", str(out / f"score-{name}.json"))
-    retro("report", *(str(out / f"run-{name}") for name in runs), "--out", str(out / "learning.html"))
+        retro("eval", "perplexity", str(out / f"run-{name}"), *to, "--output", str(out / f"score-{name}.json"))
+    retro("report", *(str(out / f"run-{name}") for name in runs), "--output", str(out / "learning.html"))
     for name in runs:
         lines = [json.loads(line) for line in (out / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
         for line in lines:
@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["build", "train", "score"])
     parser.add_argument("corpus", nargs="*")
-    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--output", type=Path, default=Path("runs/learning"))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *ABLATIONS])
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
@@ -156,11 +156,11 @@ def main() -> None:
     options = parser.parse_args()
     say(measured_on())
     if options.part == "build":
-        build(options.out, options.corpus, options.vocab_size, options.chunk_length)
+        build(options.output, options.corpus, options.vocab_size, options.chunk_length)
     elif options.part == "train":
-        train(options.out, options)
+        train(options.output, options)
     else:
-        score(options.out)
+        score(options.output)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Does an extended vocabulary pay? Tokens per byte of both languages, and a small model's first steps in the new one.
 
 python -m benchmarks.quality.vocabulary tokenizers --old ENGLISH... --new CHINESE... [--kinds bpe huggingface unigram]
-python -m benchmarks.quality.vocabulary model --old ENGLISH... --new CHINESE... --out FOLDER [--steps 300] [--pieces 2000]
+python -m benchmarks.quality.vocabulary model --old ENGLISH... --new CHINESE... --output FOLDER [--steps 300] [--pieces 2000]
 
 `tokenizers`: a tokenizer of the old corpus, the same with new pieces, and one trained on both from scratch with as many; on
 held-out documents of each corpus. `model`: a plain decoder is trained on the old corpus, then on the new one, three times with
@@ -144,7 +144,7 @@ def model(old: list[str], new: list[str], out: Path, base_steps: int, steps: int
     run(out, "base", old, TokenizerSettings(vocab_size=vocab_size), base_steps)
     if not (out / "extended").exists():
         arguments = ("--corpus.paths", *new, "--pieces", str(pieces), "--sample-bytes", str(8 * 2**20))
-        retro("extend-vocabulary", str(out / "run-base"), *arguments, "--to", str(out / "extended"))
+        retro("extend-vocabulary", str(out / "run-base"), *arguments, "--output", str(out / "extended"))
     draw_rows(out / "extended" / "model.safetensors", out / "random.safetensors", vocab_size)
     extended = TokenizerSettings(kind="sentencepiece", path=str(out / "extended/tokenizer/sentencepiece.model"))
     before = TokenizerSettings(kind="sentencepiece", path=str(out / "base/tokenizer/sentencepiece.model"))
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("part", choices=("tokenizers", "model"))
     parser.add_argument("--old", nargs="+", required=True, help="files of the language that the base knows")
     parser.add_argument("--new", nargs="+", required=True, help="files of the other one")
-    parser.add_argument("--out", type=Path, help="folder of `model`")
+    parser.add_argument("--output", type=Path, help="folder of `model`")
     parser.add_argument("--kinds", nargs="+", default=["bpe", "huggingface", "unigram"])
     parser.add_argument("--pieces", nargs="+", type=int, default=[2000])
     parser.add_argument("--vocab-size", type=int, default=8192)

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     add_precision(parser)
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the checkpoints are written, and removed")
-    parser.add_argument("--out", type=Path, default=Path("benchmark-checkpoints.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-checkpoints.json"))
     options = parser.parse_args()
     torch.manual_seed(0)
     placed = placement(options.precision, join())
@@ -122,7 +122,7 @@ def main() -> None:
         "ratio": ratio,
     }
     facts |= {"processes": count, "save_seconds": thread[1::2]}
-    write(options.out, {**facts, "first_touch_seconds": first_touch, "rows": rows})
+    write(options.output, {**facts, "first_touch_seconds": first_touch, "rows": rows})
 
 
 def join() -> str:

@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-data-path.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-data-path.json"))
     options = parser.parse_args()
     data = {
         name: TrainingData([options.datastore], DataSettings(sequence_length=LENGTH, **case), retrieval=True)
@@ -49,7 +49,7 @@ def main() -> None:
         share = statistics.median(one / floor for one, floor in zip(values, rates["floor"], strict=True))
         rows.append({"case": name, "tokens_per_second": rate, "sequences_per_second": rate / LENGTH, "of_floor": share})
         say(f"{name:22} {rate:12,.0f} tokens/s  {rate / LENGTH:8,.0f} sequences/s  {share:6.3f} of the floor")
-    write(options.out, {"rows": rows})
+    write(options.output, {"rows": rows})
 
 
 def batches(data: TrainingData, number: int) -> float:

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
     add_precision(parser)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-generation.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-generation.json"))
     options = parser.parse_args()
     chosen = {
         name: run
@@ -147,7 +147,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['case']:26}{row['batch']:6}{row['tokens_per_second']:11,.0f}{row['ratio']:8.2f}×")
     precision = str(placement(options.precision).dtype)
-    write(options.out, {"tokens": options.tokens, "k": K, "precision": precision, "rows": rows})
+    write(options.output, {"tokens": options.tokens, "k": K, "precision": precision, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -339,15 +339,15 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=int, default=[25_000, 100_000, 400_000])
     parser.add_argument("--shards", nargs="*", type=int, default=[4])
     parser.add_argument("--dimension", type=int, default=256)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-indexing.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-indexing.json"))
     options = parser.parse_args()
     if options.part == "one":
         print(json.dumps(one(options.sizes[0], options.dimension, options.shards[0])))
     elif options.part == "growth":
-        write(options.out, growth(options.sizes, options.dimension, options.shards))
+        write(options.output, growth(options.sizes, options.dimension, options.shards))
     else:
         config = load(Config, options.config, [], verb="index")
-        write(options.out, stages(config, options.rounds, options.queries))
+        write(options.output, stages(config, options.rounds, options.queries))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4, help="of 512 tokens with 2 neighbors for each chunk")
     add_precision(parser)
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("benchmark-memory.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-memory.json"))
     options = parser.parse_args()
     if options.table:
         print_sizes()
@@ -53,7 +53,7 @@ def main() -> None:
             say(
                 f"  {what:12} predicted {predicted / 1e6:9.3f} MB   measured {found / 1e6:9.3f} MB   ratio {predicted / found:.3f}"
             )
-    write(options.out, {"rows": rows})
+    write(options.output, {"rows": rows})
 
 
 def measured(preset: str, num_sequences: int, precision: str) -> dict[str, Any]:

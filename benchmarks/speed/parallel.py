@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps of a round")
     add_precision(parser)
     parser.add_argument("--modes", nargs="*", default=[], help="only those whose name holds one of these")
-    parser.add_argument("--out", type=Path, default=Path("benchmark-parallel.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-parallel.json"))
     options = parser.parse_args()
     count = options.processes or torch.cuda.device_count() or min(4, max(2, len(os.sched_getaffinity(0))))
     if "WORLD_SIZE" not in os.environ:  # start them, each with this same command
@@ -365,7 +365,7 @@ def main() -> None:
             }
             on = f"{count} GPUs" if cuda else f"{len(os.sched_getaffinity(0))} cores"
             print(f"{count} processes on {on}, {placed.dtype}; {told}", *table(rows), sep="\n", flush=True)
-            write(options.out, {"processes": count, "on": on, "precision": str(placed.dtype), **told, "rows": rows})
+            write(options.output, {"processes": count, "on": on, "precision": str(placed.dtype), **told, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What `retro plan datastore` predicts against what a real build takes: calibrate, predict, build, compare.
 
-    python -m benchmarks.speed.plan CONFIG [--sample-bytes 8388608] [--out benchmark-plan.json]
+    python -m benchmarks.speed.plan CONFIG [--sample-bytes 8388608] [--output benchmark-plan.json]
 
 CONFIG names a corpus; the datastore is built in a temporary folder and removed. The machine should be quiet: calibration and build run
 one after the other.
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--sample-bytes", type=int, default=8 * 2**20)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-plan.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-plan.json"))
     options = parser.parse_args()
     setup_logging()
     config = load(Config, options.config, [], verb="index")
@@ -75,7 +75,7 @@ def main() -> None:
         f"nprobe {plan.size.nprobe} predicted, {nprobe} found; neighbors by {plan.size.search} predicted, {search} chosen"
     )
     found = {"seconds": measured, "wall_seconds": wall, "bytes": sizes, "nprobe": nprobe, "search": search}
-    write(options.out, {"calibration": asdict(calibration), "predicted": asdict(plan), "measured": found})
+    write(options.output, {"calibration": asdict(calibration), "predicted": asdict(plan), "measured": found})
 
 
 def _ratio(predicted: float, measured: float) -> str:

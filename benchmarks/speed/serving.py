@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--k", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-serving.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-serving.json"))
     options = parser.parse_args()
     folder = options.datastore
     if folder.suffix == ".toml":
@@ -82,7 +82,7 @@ def main() -> None:
             say(f"case {number + 1} of {len(cases)}", file=sys.stderr)
             requests = requests_of(kind, texts, vectors, options.k, queries)
             rows.append(measured(kind, clients, queries, server, requests, call, options))
-    write(options.out, {"chunks": retriever.retrieval.num_chunks, "k": options.k, "rows": rows})
+    write(options.output, {"chunks": retriever.retrieval.num_chunks, "k": options.k, "rows": rows})
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def main() -> None:
     add_precision(parser)
     parser.add_argument("--datastore", type=Path, help="measure the data path on it")
     parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
-    parser.add_argument("--out", type=Path, default=Path("benchmark-training.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-training.json"))
     options = parser.parse_args()
     placed = placement(options.precision)
     device = placed.device.type
@@ -254,7 +254,7 @@ def main() -> None:
         print(f"data path alone, one process: {rate:,.0f} tokens/s, {rate / fastest:.0f} times the fastest case")
     if device == "cpu":
         print("No CUDA device: on a machine with one the same command measures 172m and 1.5b at n = 2048.")
-    write(options.out, found)
+    write(options.output, found)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
     add_precision(parser)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-tuning.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-tuning.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     methods = {name: steps_of(method, options) for name, method in METHODS.items()}
@@ -104,7 +104,7 @@ def main() -> None:
             f" {kept / 1e6:9.0f} MB ({kept / methods['all'][1]['kept']:4.0%}) {states / 1e6:9.1f} MB"
         )
     rows = {name: {**facts, "seconds": seconds[name]} for name, (_, facts) in methods.items()}
-    write(options.out, {"precision": str(placement(options.precision, "cpu").dtype), "rows": rows})
+    write(options.output, {"precision": str(placement(options.precision, "cpu").dtype), "rows": rows})
 
 
 if __name__ == "__main__":

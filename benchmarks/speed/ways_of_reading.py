@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--k", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-reading.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-reading.json"))
     options = parser.parse_args()
     datastore = Datastore.open(options.datastore)
     names = [name for name, case in CASES.items() if datastore.has("materialize") or not case.get("materialized")]
@@ -91,7 +91,7 @@ def main() -> None:
     print(f"still cached before a cold run: {100 * max(cached):.1f}% at most")
     settings = {key: value for key, value in vars(options).items() if key not in ("datastore", "out")}
     facts = {"bytes_of_files": sum(file.stat().st_size for file in files), "still_cached": max(cached)}
-    write(options.out, {"settings": settings, **facts, "rows_read": rows, "bytes_read": total, "rows": table})
+    write(options.output, {"settings": settings, **facts, "rows_read": rows, "bytes_read": total, "rows": table})
 
 
 def files_of(datastore: Datastore, *, with_materialized: bool) -> list[Path]:

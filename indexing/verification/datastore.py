@@ -72,7 +72,7 @@ class Problem:
         if self.gone:
             return f"{self.found}: `{command}` makes it again."
         if self.artifact:
-            return f"{self.found}: remove {self.artifact} (--mend does), and `{command}` makes it again."
+            return f"{self.found}: remove {self.artifact} (--repair does), and `{command}` makes it again."
         return self.found
 
 

@@ -1,25 +1,25 @@
 """What each verb on datastores does with its settings: a few lines of calls into the layers below."""
 
-import json
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from indexing.retrieval.results import Rerank
+from indexing.retrieval.results import Hit, Rerank
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.deletions import deleted_ranges
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
+from indexing.store.files import read_json
 from indexing.store.remote import present
 from indexing.tokenization.tokenizer import read_meta
 from pipelines.config import Config
-from pipelines.terminal import StagesView, echo, human_bytes, one_line, print_groups, print_rows, progress
+from pipelines.results import Format, ResultOptions, print_result
+from pipelines.terminal import StagesView, aligned, echo, grouped, human_bytes, one_line, print_rows, progress
 
 log = logging.getLogger("retro")
 
@@ -61,8 +61,8 @@ def index(options: IndexOptions) -> int:
 
 
 @dataclass(frozen=True)
-class PlanOptions(Config):
-    """What a datastore takes in bytes, time, memory and money, from a calibration of about a minute on this machine."""
+class PlanOptions(Config, ResultOptions):
+    """Estimate size, time, memory and cost of a datastore from a calibration of about a minute on this machine."""
 
     tokens: float = 0.0
     """Tokens of the datastore (2e12); 0 = those of `corpus.paths`."""
@@ -76,10 +76,10 @@ class PlanOptions(Config):
     """Inverted lists that a search visits; 0 = extrapolated from what the recall target took in the calibration."""
     sample_bytes: int = 8 * 2**20
     """Text that the calibration builds: more takes longer and tells more."""
-    json: str = ""
-    """File to write the calibration and the plans to, in bytes and seconds."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        ResultOptions.__post_init__(self)
         for key, least in (("tokens", 0), ("price", 0), ("nprobe", 0), ("machines", 1), ("sample_bytes", 10**6)):
             if not least <= getattr(self, key) < float("inf"):
                 raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least:,}.")
@@ -107,14 +107,13 @@ def plan(options: PlanOptions) -> int:
         "planned": "This datastore",
         "paper": "The paper's 2 trillion tokens: 28 billion full chunks of 64 tokens of 4 bytes, with this embedder",
     }
-    print_rows(calibration_rows(calibration))
+    blocks = ["\n".join(aligned(calibration_rows(calibration)))]
     for name, each in plans.items():
-        echo(f"\n{titles[name]}")
-        for rows in plan_tables(each, calibration, machines, price, options.days):
-            print_rows(rows)
-            echo()
-    if options.json:
-        write_json(Path(options.json), as_json(calibration, plans))
+        first, *others = (
+            "\n".join(aligned(rows)) for rows in plan_tables(each, calibration, machines, price, options.days)
+        )
+        blocks += [f"{titles[name]}\n{first}", *others]
+    options.deliver(as_json(calibration, plans), "\n\n".join(blocks))
     return 0
 
 
@@ -128,29 +127,29 @@ class SearchOptions:
     """What candidates are ordered by: exact distances of the `embeddings`, `bm25`, or both (`hybrid`)."""
     filters: tuple[str, ...] = ()
     """`COLUMN=VALUE`: only chunks of documents with that value; several values of a column are alternatives."""
-    also: tuple[str, ...] = ()
-    """Further datastores, searched with the first as one."""
-    json: bool = False
-    """Print JSON, which holds the exact text. Otherwise control characters are shown as `\\u001b`."""
+    extra_datastores: tuple[str, ...] = ()
+    """More datastores to search together with the first one."""
+    format: Format = "text"
+    """Print `text`, in which control characters are shown as `\\u001b`, or `json` with the exact texts."""
 
 
 def search(datastore: str, text: str, options: SearchOptions) -> int:
     """`retro search DATASTORE "text"`."""
-    from dataclasses import asdict
-
     from indexing.retrieval.retriever import Retriever
 
-    retriever = Retriever.open(datastore, *options.also)
+    retriever = Retriever.open(datastore, *options.extra_datastores)
     filters = parse_filters(options.filters)
     hits = retriever.search([text], options.k, filters=filters, rerank=options.rerank).hits[0]
-    if options.json:
-        echo(json.dumps([asdict(hit) for hit in hits], ensure_ascii=False, indent=1))
-        return 0
-    for rank, hit in enumerate(hits, start=1):
-        figures = f"score {hit.score:.3f}  distance {hit.distance:.3f}"
-        echo(f"{rank}. {figures}  {one_line(hit.document_id)}  (chunk {hit.chunk_id})")
-        echo(indented(hit.text) + (f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else "") + "\n")
+    text = "\n".join(_hit_text(rank, hit) for rank, hit in enumerate(hits, start=1))
+    print_result([asdict(hit) for hit in hits], text, options.format)
     return 0
+
+
+def _hit_text(rank: int, hit: Hit) -> str:
+    figures = f"score {hit.score:.3f}  distance {hit.distance:.3f}"
+    continuation = f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else ""
+    name = f"{one_line(hit.document_id)}  (chunk {hit.chunk_id})"
+    return f"{rank}. {figures}  {name}\n{indented(hit.text)}{continuation}\n"
 
 
 def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
@@ -194,40 +193,54 @@ def delete(datastore: str, options: DeleteOptions) -> int:
     return 0
 
 
-def inspect_datastore(folder: Path) -> int:
-    """Totals, stages, problems of the corpus, near copies removed and, where it has been measured, the report."""
+def inspect_datastore(folder: Path, form: Format) -> int:
+    """Print totals, stages, problems of the corpus, near copies removed and, once it is measured, the report."""
+    from pipelines.stages import dedup as dedup_stage
+
     datastore = Datastore.open(folder)
     folder = datastore.folder
-    meta = read_meta(folder / "tokenizer")
-    rows = [
-        ["fingerprint", datastore.fingerprint],
-        ["finished stages", ", ".join(datastore.manifest["fingerprints"])],
-        ["tokenizer", f"{meta.kind}, {meta.vocab_size:,} tokens, {'lossless' if meta.lossless else 'not lossless'}"],
-        ["chunk length", str(datastore.chunk_length)],
-        ["deleted", f"{len(deleted_ranges(folder)):,} documents"],
-        ["on disk", human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))],
-    ]
-    groups = {str(folder): rows, "corpus": _corpus_rows(datastore)}
-    if (folder / "report.json").exists():
-        groups |= _measured_groups(read_json(folder / "report.json"))
-    print_groups(groups)
+    totals = {
+        name: {key: sum(counts) for key, counts in split.items()} | {"shards": len(split["chunks"])}
+        for name, split in datastore.manifest["splits"].items()
+    }
+    deduplicated = "dedup" in read_manifest(folder / "chunks" / shard_name(0))["recipe"]["inputs"]
+    facts = {
+        "path": str(folder),
+        "fingerprint": datastore.fingerprint,
+        "stages": list(datastore.manifest["fingerprints"]),
+        "tokenizer": asdict(read_meta(folder / "tokenizer")),
+        "chunk_length": datastore.chunk_length,
+        "deleted_documents": len(deleted_ranges(folder)),
+        "disk_bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+        "splits": totals,
+        "problems": read_json(present(folder / "corpus" / "problems.json"))["counts"],
+        "dedup": dedup_stage.summary(folder / dedup_stage.FOLDER / "removed") if deduplicated else None,
+        "report": read_json(folder / "report.json") if (folder / "report.json").exists() else None,
+    }
+    print_result(facts, grouped(_datastore_groups(facts)), form)
     return 0
 
 
-def _corpus_rows(datastore: Datastore) -> list[list[str]]:
-    """What each split holds, and what was left out."""
-    from pipelines.stages import dedup as dedup_stage
-
-    rows, folder = [], datastore.folder
-    for name in datastore.split_names:
-        totals = datastore.manifest["splits"][name]
-        parts = (f"{sum(totals[key]):,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))
-        rows.append([name, ", ".join(parts) + f", in {len(totals['chunks'])} shards"])
-    problems = read_json(present(folder / "corpus" / "problems.json"))["counts"]
-    rows.append(["problems", ", ".join(f"{kind}: {count:,}" for kind, count in problems.items()) or "none"])
-    if "dedup" in read_manifest(folder / "chunks" / shard_name(0))["recipe"]["inputs"]:
-        rows.append(["dedup", dedup_stage.summary(folder / dedup_stage.FOLDER / "removed")])
-    return rows
+def _datastore_groups(facts: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The rows of `retro inspect DATASTORE` under their headings."""
+    tokenizer = facts["tokenizer"]
+    lossless = "lossless" if tokenizer["lossless"] else "not lossless"
+    rows = [
+        ["fingerprint", facts["fingerprint"]],
+        ["finished stages", ", ".join(facts["stages"])],
+        ["tokenizer", f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, {lossless}"],
+        ["chunk length", str(facts["chunk_length"])],
+        ["deleted", f"{facts['deleted_documents']:,} documents"],
+        ["on disk", human_bytes(facts["disk_bytes"])],
+    ]
+    corpus = []
+    for name, totals in facts["splits"].items():
+        parts = (f"{totals[key]:,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))
+        corpus.append([name, ", ".join(parts) + f", in {totals['shards']} shards"])
+    problems = ", ".join(f"{kind}: {count:,}" for kind, count in facts["problems"].items())
+    corpus.append(["problems", problems or "none"])
+    corpus += [["dedup", facts["dedup"]]] if facts["dedup"] else []
+    return {facts["path"]: rows, "corpus": corpus} | (_measured_groups(facts["report"]) if facts["report"] else {})
 
 
 def _measured_groups(measured: dict[str, Any]) -> dict[str, list[list[str]]]:
@@ -252,7 +265,7 @@ class VerifyOptions:
     """Compare every byte with its checksum: of a datastore, and every cross-reference in it; of a checkpoint, a run (all its
     checkpoints) or an exported file. One line for each thing that is broken, with how to repair it."""
 
-    mend: bool = False
+    repair: bool = False
     """Remove the broken parts of a datastore, so that `retro index CONFIG` makes them again."""
 
 
@@ -262,9 +275,9 @@ def verify(datastore: str, options: VerifyOptions) -> int:
     from pipelines.stages.table import lock
 
     folder = Path(datastore)
-    with lock(folder) if options.mend and (folder / ".lock").exists() else nullcontext():
+    with lock(folder) if options.repair and (folder / ".lock").exists() else nullcontext():
         found = verify_datastore(folder, progress)
-        removed = mend(folder, found) if options.mend else []
+        removed = mend(folder, found) if options.repair else []
     for problem in found.problems:
         echo(problem)
     size = f"{found.artifacts:,} artifacts, {found.files:,} files, {human_bytes(found.bytes)}"
@@ -272,7 +285,7 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         echo(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
         return 0
     echo(f"{folder}: {size}: {len(found.problems)} broken")
-    if options.mend:
+    if options.repair:
         append = " --append" if any(name.startswith("appended/") for name in removed) else ""
         echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` makes it again")
     return 1

@@ -24,7 +24,6 @@ from pipelines.launch.in_process import run_training
 from pipelines.reports import html as report
 from pipelines.terminal import echo, one_line, print_rows
 from retro.evaluation.settings import EvaluationSettings
-from retro.inference.settings import GenerationSettings
 
 if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import Result
@@ -40,7 +39,7 @@ class DemoOptions:
     """Files, folders, globs or URLs of text; empty: the documentation and sources that Python itself carries."""
     minutes: float = 2.5
     """Minutes of training for the two models together; the rest of the demo takes one or two more."""
-    out: Path = Path("retro-demo")
+    output: Path = Path("retro-demo")
     """Folder for everything that the demo leaves."""
     seed: int = 0
     """Of everything random."""
@@ -103,23 +102,23 @@ def demo(options: DemoOptions) -> int:
     _print_examples(examples)
 
     prompt = _first_words(retriever, datastore)
-    options_for_text = GenerateOptions(prompt=(prompt,), k=config.data.k, generation=GenerationSettings(max_tokens=150))
+    options_for_text = GenerateOptions(prompt=(prompt,), k=config.data.k, max_tokens=150)
     language_model = LanguageModel.open(outcomes["retro"].checkpoint, retriever, config.train.device)
     (text,) = generate_texts(language_model, options_for_text)
     echo(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(prompt + text)}")
 
-    path = options.out / "report.html"
+    path = options.output / "report.html"
     _write_html(path, retriever, measured, outcomes, table, verdict, examples, prompt, text, tokens)
     summary = {
         "results": {name: [result.as_json() for result in rows] for name, rows in results.items()},
         "verdict": verdict,
     }
-    write_json(options.out / "results.json", summary)
+    write_json(options.output / "results.json", summary)
     echo(f'\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} "open a file"')
     echo(f"checkpoint: {outcomes['retro'].checkpoint}")
-    echo(f"page:       retro serve {config.datastore} --checkpoint {options.out / 'retro'}")
+    echo(f"page:       retro serve {config.datastore} --checkpoint {options.output / 'retro'}")
     echo(
-        f"settings:   {options.out / 'demo.toml'}   change them and run: retro train {options.out / 'demo.toml'} --run NEW"
+        f"settings:   {options.output / 'demo.toml'}   change them and run: retro train {options.output / 'demo.toml'} --run NEW"
     )
     return 0
 
@@ -135,11 +134,11 @@ def _config(options: DemoOptions) -> Config:
     from retro.model.settings import ModelSettings
     from retro.training.settings import TrainSettings
 
-    out = options.out
+    out = options.output
     asked = {"corpus": list(options.corpus), "seed": options.seed}
     stored = out / "demo.json"
     if stored.exists() and {key: read_json(stored).get(key) for key in asked} != asked:
-        raise InputError(f"{out} holds a demo of another corpus or seed ({stored}); name another folder: --out NEW.")
+        raise InputError(f"{out} holds a demo of another corpus or seed ({stored}); name another folder: --output NEW.")
     out.mkdir(parents=True, exist_ok=True)
     paths = options.corpus or (str(write_python_corpus(out / "corpus")),)
     write_json(stored, (read_json(stored) if stored.exists() else {}) | asked)
@@ -172,7 +171,7 @@ def _config(options: DemoOptions) -> Config:
 
 def _with_steps(config: Config, options: DemoOptions) -> Config:
     """As many steps as fit into the minutes, from a short trial of both models; remembered, so that a rerun resumes."""
-    stored = options.out / "demo.json"
+    stored = options.output / "demo.json"
     remembered = read_json(stored)
     if remembered.get("minutes") != options.minutes:
         for run in runs_of(config).values():
@@ -184,8 +183,8 @@ def _with_steps(config: Config, options: DemoOptions) -> Config:
     steps = read_json(stored)["steps"]
     train = replace(config.train, steps=steps, checkpoint_every=max(1, steps // 4), warmup_steps=max(1, steps // 20))
     config = replace(config, train=replace(train, eval_every=-(-steps // 5), eval_tokens=20_000))
-    write_bytes(options.out / "demo.toml", to_toml(config).encode())
-    return load(Config, options.out / "demo.toml", [], verb="train")
+    write_bytes(options.output / "demo.toml", to_toml(config).encode())
+    return load(Config, options.output / "demo.toml", [], verb="train")
 
 
 def _seconds_per_step(config: Config) -> float:

@@ -8,10 +8,11 @@ import re
 import shutil
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
-from pipelines.terminal import echo, human_bytes
+from pipelines.results import Format, print_result
+from pipelines.terminal import human_bytes
 
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "autofaiss": "autofaiss",
@@ -41,10 +42,13 @@ class Finding:
 class DoctorOptions:
     """Versions, builds, devices, threads and known conflicts on this machine."""
 
+    format: Format = "text"
+    """Print `text` or `json`."""
+
 
 def doctor(options: DoctorOptions) -> int:
     """`retro doctor`."""
-    return print_findings(examine())
+    return print_findings(examine(), options.format)
 
 
 def examine() -> list[Finding]:
@@ -219,11 +223,12 @@ def check_machine() -> list[Finding]:
     return [*findings, Finding(level, "disk", f"{human_bytes(free)} free here", action)]
 
 
-def print_findings(findings: list[Finding]) -> int:
-    """Print a line for each; returns 1 if there is an error among them, else 0."""
-    width = max(len(finding.topic) for finding in findings)
+def print_findings(findings: list[Finding], form: Format = "text") -> int:
+    """Print a line for each finding, or all as JSON; returns 1 if there is an error among them, else 0."""
+    width, lines = max(len(finding.topic) for finding in findings), []
     for finding in findings:
         sign = {"ok": "  ", "warning": "! ", "error": "✗ "}[finding.level]
         action = f"  →  {finding.action}" if finding.action else ""
-        echo(f"{sign}{finding.topic.ljust(width)}  {finding.message}{action}")
+        lines.append(f"{sign}{finding.topic.ljust(width)}  {finding.message}{action}")
+    print_result([asdict(finding) for finding in findings], "\n".join(lines), form)
     return int(any(finding.level == "error" for finding in findings))

@@ -2,13 +2,13 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import write_json
 from pipelines.evaluation.settings import QaSettings
-from pipelines.terminal import echo, print_rows
+from pipelines.results import ResultOptions
+from pipelines.terminal import aligned
 from retro.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(ResultOptions):
     """Bits-per-byte of held-out documents, retrieval OFF and ON."""
 
     against: str = ""
@@ -28,10 +28,8 @@ class EvalOptions:
     """Datastore of the same chunks whose nearest neighbors say what leaks; empty: that of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    json: str = ""
-    """File to write the results to, with the fingerprints of checkpoints and datastores."""
-    html: str = ""
-    """File to write a page with plots to; empty: beside `json`, if that is given."""
+    output: str = ""
+    """JSON file to write the results to, `NAME.json`; a page with plots is written next to it, `NAME.html`."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
@@ -67,14 +65,13 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         if settings.datastore_shares:
             shares += eval_shares.measure_shares(opened, each, rows, settings, options.device)
     table = eval_report.results_table([each for rows in measured for each in rows])
-    print_rows([table.header, *table.rows])
-    echo("\n".join(eval_report.change_lines(levels)))
+    text = [*aligned([table.header, *table.rows]), *eval_report.change_lines(levels)]
     tables = [eval_shares.shares_table(shares)] if shares else []
     if statistics:
         labels = [each.label for each in measured[0]]
         tables = [eval_report.leakage_table(levels, labels), eval_report.overlap_table(statistics), *tables]
     for table in tables:
-        print_rows([[], table.header, *table.rows])
+        text += ["", *aligned([table.header, *table.rows])]
     results = {
         "fingerprints": {
             **dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False)),
@@ -84,11 +81,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         **eval_report.as_json(levels, statistics),
         **eval_shares.as_json(shares),
     }
-    if options.json:
-        write_json(Path(options.json), results)
-    if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
-        write_eval_page(Path(page), results)
-        echo(f"report: {page}")
+    options.deliver(results, "\n".join(text), write_eval_page)
     return 0
 
 
@@ -102,7 +95,7 @@ def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
 
 
 @dataclass(frozen=True)
-class EvalQaOptions:
+class EvalQaOptions(QaSettings, ResultOptions):
     """Exact match and F1 of a model's answers to questions: closed book, with passages in the prompt or as neighbors, with
     retrieval ON."""
 
@@ -111,11 +104,12 @@ class EvalQaOptions:
     empty: retrieval ON reads the datastore of the training run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    json: str = ""
-    """File to write the results and all answers to, with the fingerprints of checkpoint and datastores."""
-    html: str = ""
-    """File to write a page with the table and some answers to; empty: beside `json`, if that is given."""
-    qa: QaSettings = field(default_factory=QaSettings)
+    output: str = ""
+    """JSON file to write the results and all answers to, `NAME.json`; a page is written next to it, `NAME.html`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ResultOptions.__post_init__(self)
 
 
 def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
@@ -125,31 +119,25 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     from pipelines.evaluation.question_answering_page import write_qa_page
     from retro.question_answering.question_sets import read_questions
 
-    settings, path = options.qa, Path(questions)
-    shots, asked = eval_qa.select(read_questions(path), settings, path)
-    language = eval_qa.language_for(asked, settings)
-    model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, settings, options.device)
-    found = found_passages(retriever, asked, settings) if retriever else None
-    modes = all_modes(model, asked, settings, language=language, shots=shots, found=found)
-    rows = eval_qa.measure_answers(model, modes, asked, settings, language)
+    path = Path(questions)
+    shots, asked = eval_qa.select(read_questions(path), options, path)
+    language = eval_qa.language_for(asked, options)
+    model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, options, options.device)
+    found = found_passages(retriever, asked, options) if retriever else None
+    modes = all_modes(model, asked, options, language=language, shots=shots, found=found)
+    rows = eval_qa.measure_answers(model, modes, asked, options, language)
     prints = {"checkpoint": model.checkpoint.fingerprint}
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
     prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
-    told = {"checkpoint": checkpoint, "questions": questions, "passages": options.passages, "language": language}
-    results: dict[str, Any] = {"fingerprints": prints, "settings": asdict(settings) | told}
-    results |= eval_qa.as_json(rows, asked, settings.seed)
+    settings = asdict(options) | {"checkpoint": checkpoint, "questions": questions, "language": language}
+    results = {"fingerprints": prints, "settings": settings} | eval_qa.as_json(rows, asked, options.seed)
     table = eval_qa.answers_table(results["results"])
-    print_rows([table.header, *table.rows])
-    if options.json:
-        write_json(Path(options.json), results)
-    if page := options.html or (options.json and Path(options.json).with_suffix(".html")):
-        write_qa_page(Path(page), results)
-        echo(f"report: {page}")
+    options.deliver(results, "\n".join(aligned([table.header, *table.rows])), write_qa_page)
     return 0
 
 
 @dataclass(frozen=True)
-class EvalHarnessOptions:
+class EvalHarnessOptions(ResultOptions):
     """Tasks of EleutherAI's lm-eval, retrieval ON or OFF. Its own command line: `python -m retro.inference.lm_eval_adapter --help`."""
 
     tasks: tuple[str, ...] = ()
@@ -170,8 +158,6 @@ class EvalHarnessOptions:
     """Sequences that are read together."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    json: str = ""
-    """File to write the results to, with the fingerprints of checkpoint and datastore."""
 
 
 def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
@@ -213,9 +199,7 @@ def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
         log_samples=False,
     )
     assert results is not None  # only other processes of a group get none
-    echo(make_table(results))
-    if options.json:
-        told = {"checkpoint": checkpoint} | asdict(options)
-        kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
-        write_json(Path(options.json), {**model.get_model_info(), "settings": told, **kept})
+    settings = {"checkpoint": checkpoint} | asdict(options)
+    kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
+    options.deliver({**model.get_model_info(), "settings": settings, **kept}, make_table(results))
     return 0

@@ -1,7 +1,7 @@
 """What each verb on models and runs does with its settings: a few lines of calls into the layers below."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from pipelines.commands import datastore as datastore_verbs
 from pipelines.commands.datastore import VerifyOptions
 from pipelines.config import Config
 from pipelines.launch.in_process import Learning, finetune_quietly, run_training, train_quietly
-from pipelines.terminal import echo, human_bytes, print_groups, print_rows, progress
+from pipelines.results import Format, print_result
+from pipelines.terminal import echo, grouped, human_bytes, print_rows, progress
 from retro.inference.settings import GenerationSettings
 
 log = logging.getLogger("retro")
@@ -57,8 +58,8 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
 class ReportOptions:
     """What training runs did, on one page: curves, held-out figures, settings. Also of a run that still goes on."""
 
-    out: str = ""
-    """HTML file to write; empty: `report.html` in the run's folder, for several runs `comparison.html` in the first one's."""
+    output: str = ""
+    """HTML file to write; empty: `report.html` in the run's folder, or for several runs `comparison.html` in the first one."""
 
 
 def report(runs: list[str], options: ReportOptions) -> int:
@@ -66,14 +67,16 @@ def report(runs: list[str], options: ReportOptions) -> int:
     from pipelines.reports.training_runs import write_run_report
 
     folders = [Path(run) for run in runs]
-    path = Path(options.out) if options.out else folders[0] / ("comparison.html" if folders[1:] else "report.html")
+    path = (
+        Path(options.output) if options.output else folders[0] / ("comparison.html" if folders[1:] else "report.html")
+    )
     print_rows(write_run_report(folders, path))
     echo(f"report: {path}")
     return 0
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(GenerationSettings):
     """Continue a prompt, with retrieval at every chunk boundary."""
 
     prompt: tuple[str, ...] = ("",)
@@ -88,7 +91,8 @@ class GenerateOptions:
     """Datastore to search; empty: the one of the training run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    generation: GenerationSettings = field(default_factory=GenerationSettings)
+    format: Format = "text"
+    """Print the texts, or `json` with prompts and texts."""
 
 
 def generate(checkpoint: str, options: GenerateOptions) -> int:
@@ -100,7 +104,8 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     )
     texts = generate_texts(language_model, options)
     between = "\n" if options.chat else ""
-    echo("\n───\n".join(prompt + between + text for prompt, text in zip(options.prompt, texts, strict=True)))
+    made = [{"prompt": prompt, "text": text} for prompt, text in zip(options.prompt, texts, strict=True)]
+    print_result(made, "\n───\n".join(each["prompt"] + between + each["text"] for each in made), options.format)
     return 0
 
 
@@ -109,8 +114,8 @@ def generate_texts(language_model: Any, options: GenerateOptions) -> list[str]:
     prompts = _prompts(language_model, options)
     k = options.k if language_model.retriever is not None else 0
     texts = [""] * len(prompts)
-    with progress("generate", total=len(prompts) * options.generation.max_tokens, unit="tokens") as advance:
-        for pieces in language_model.generate(prompts, options.generation, k):
+    with progress("generate", total=len(prompts) * options.max_tokens, unit="tokens") as advance:
+        for pieces in language_model.generate(prompts, options, k):
             for piece in pieces:
                 texts[piece.row] += piece.text
             advance(len(pieces))
@@ -133,12 +138,15 @@ def _prompts(language_model: Any, options: GenerateOptions) -> list[np.ndarray]:
 class InspectOptions:
     """What a datastore or a checkpoint holds."""
 
+    format: Format = "text"
+    """Print `text` or `json`."""
+
 
 def inspect(path: str, options: InspectOptions) -> int:
     """`retro inspect DATASTORE|CHECKPOINT`."""
     if is_checkpoint(Path(path)):
-        return inspect_checkpoint(Path(path))
-    return datastore_verbs.inspect_datastore(Path(path))
+        return inspect_checkpoint(Path(path), options.format)
+    return datastore_verbs.inspect_datastore(Path(path), options.format)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -147,8 +155,8 @@ def is_checkpoint(path: Path) -> bool:
     return named or (path / "state.json").exists() or (path / "checkpoints").is_dir()
 
 
-def inspect_checkpoint(path: Path) -> int:
-    """Step, sizes and parameters, then the settings by section."""
+def inspect_checkpoint(path: Path, form: Format) -> int:
+    """Print step, sizes and parameters, then the settings by section."""
     import torch
 
     from retro.checkpoints.checkpoint import open_checkpoint
@@ -158,28 +166,42 @@ def inspect_checkpoint(path: Path) -> int:
     opened = open_checkpoint(path)
     with torch.device("meta"):
         model = Retro(opened.model)
-    rows = [["fingerprint", opened.fingerprint], ["step", f"{opened.step:,}"], ["tokens", f"{opened.tokens:,}"]]
-    rows.append(
-        ["parameters", f"{count_parameters(model):,} and {count_parameters(model, embeddings=True):,} with embeddings"]
-    )
-    if opened.model.num_experts:
-        rows.append(["parameters of a token", f"{count_active_parameters(model):,}"])
-    rows.append(["datastores", ", ".join(opened.settings["data"]["datastores"])])
+    facts = {
+        "path": str(opened.path),
+        "fingerprint": opened.fingerprint,
+        "step": opened.step,
+        "tokens": opened.tokens,
+        "parameters": count_parameters(model),
+        "parameters_with_embeddings": count_parameters(model, embeddings=True),
+        "active_parameters": count_active_parameters(model),
+        "datastores": opened.settings["data"]["datastores"],
+        "settings": opened.settings,
+    }
+    print_result(facts, grouped(_checkpoint_groups(facts)), form)
+    return 0
+
+
+def _checkpoint_groups(facts: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The rows of `retro inspect CHECKPOINT` under their headings."""
+    rows = [["fingerprint", facts["fingerprint"]], ["step", f"{facts['step']:,}"], ["tokens", f"{facts['tokens']:,}"]]
+    rows.append(["parameters", f"{facts['parameters']:,} and {facts['parameters_with_embeddings']:,} with embeddings"])
+    if facts["active_parameters"] != facts["parameters"]:
+        rows.append(["parameters of a token", f"{facts['active_parameters']:,}"])
+    rows.append(["datastores", ", ".join(facts["datastores"])])
     sections = {
         f"[{section}]": [[key, str(value)] for key, value in values.items()]
-        for section, values in opened.settings.items()
+        for section, values in facts["settings"].items()
     }
-    print_groups({str(opened.path): rows, **sections})
-    return 0
+    return {facts["path"]: rows, **sections}
 
 
 def verify(path: str, options: VerifyOptions) -> int:
     """`retro verify DATASTORE|CHECKPOINT`: 0 = all is as written, 1 = something is broken."""
     if not is_checkpoint(Path(path)):
         return datastore_verbs.verify(path, options)
-    if options.mend:
+    if options.repair:
         raise InputError(
-            f"--mend applies only to datastores, and {path} is not one. Remove a broken checkpoint yourself."
+            f"--repair applies only to datastores, and {path} is not one. Remove a broken checkpoint yourself."
         )
     return verify_checkpoints(Path(path))
 
@@ -208,7 +230,7 @@ class ExportOptions:
     """Write a checkpoint's weights, settings and fingerprints as one file, which then serves as CHECKPOINT too, or as a folder
     that transformers opens."""
 
-    to: Path
+    output: Path
     """The file, `NAME.safetensors`; or a folder in Hugging Face's format, any other name."""
     datastore: str = ""
     """With a folder: datastore whose tokenizer goes into it; empty: that of the training run."""
@@ -221,26 +243,26 @@ class ExportOptions:
 
 
 def export(checkpoint: str, options: ExportOptions) -> int:
-    """`retro export CHECKPOINT --to FILE.safetensors|FOLDER`."""
+    """`retro export CHECKPOINT --output FILE.safetensors|FOLDER`."""
     from retro.checkpoints.checkpoint import open_checkpoint
     from retro.checkpoints.single_file import export as write_file
 
-    if options.to.suffix in _WEIGHTS:
+    if options.output.suffix in _WEIGHTS:
         raise InputError(
-            f"to = {str(options.to)!r}: a file must end in .safetensors, and a folder not like one of weights."
+            f"output = {str(options.output)!r}: a file must end in .safetensors, and a folder not like one of weights."
         )
-    check_target(options.to, options.overwrite)
+    check_target(options.output, options.overwrite)
     opened = open_checkpoint(Path(checkpoint))
-    if options.to.suffix == ".safetensors":
-        write_file(opened, options.to)
-        size = options.to.stat().st_size
+    if options.output.suffix == ".safetensors":
+        write_file(opened, options.output)
+        size = options.output.stat().st_size
     else:
         from retro.huggingface.export import export_folder
 
         names = {"datastore": options.datastore, "tokenizer": options.tokenizer}
-        export_folder(opened, options.to, **names, max_shard_size=options.max_shard_size)
-        size = sum(file.stat().st_size for file in options.to.iterdir())
-    echo(f"{options.to}: {human_bytes(size)}, step {opened.step:,} of {opened.path}")
+        export_folder(opened, options.output, **names, max_shard_size=options.max_shard_size)
+        size = sum(file.stat().st_size for file in options.output.iterdir())
+    echo(f"{options.output}: {human_bytes(size)}, step {opened.step:,} of {opened.path}")
     return 0
 
 
@@ -251,4 +273,4 @@ def check_target(file: Path, overwrite: bool) -> None:
         InputError: it exists.
     """
     if file.is_file() and not overwrite:
-        raise InputError(f"to = {str(file)!r} exists already. Name another file, or replace it with --overwrite.")
+        raise InputError(f"output = {str(file)!r} exists already. Name another file, or replace it with --overwrite.")

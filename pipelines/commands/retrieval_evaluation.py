@@ -4,19 +4,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from indexing.store.datastore import Datastore
-from indexing.store.files import write_json
-from pipelines.terminal import print_rows, progress
+from pipelines.results import ResultOptions
+from pipelines.terminal import aligned, progress
 from retro.question_answering.retrieval_metrics import RetrievalResult, RetrievalSettings
 
 
 @dataclass(frozen=True)
-class EvalRetrievalOptions(RetrievalSettings):
+class EvalRetrievalOptions(RetrievalSettings, ResultOptions):
     """hit@k, recall@k and MRR of a question set, over documents, for every way of ordering what is found."""
 
-    also: tuple[str, ...] = ()
-    """Further datastores, searched with the first as one."""
-    json: str = ""
-    """File to write the results to, with the fingerprints of the datastores."""
+    extra_datastores: tuple[str, ...] = ()
+    """More datastores to search together with the first one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ResultOptions.__post_init__(self)
 
 
 def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOptions) -> int:
@@ -25,7 +27,7 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
     from retro.question_answering.question_sets import read_questions
     from retro.question_answering.retrieval_metrics import measure, right_documents
 
-    retriever = Retriever.open(datastore, *options.also)
+    retriever = Retriever.open(datastore, *options.extra_datastores)
     asked = read_questions(Path(questions))
     asked = asked[: options.max_questions or len(asked)]
     right = right_documents(retriever.retrieval, asked)
@@ -33,13 +35,12 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
     for rerank in options.rerank:
         with progress(f"eval retrieval {rerank}", total=len(asked), unit="questions") as advance:
             results.append(measure(retriever, asked, right, rerank, options, advance))
-    print_rows(results_rows(results))
-    if options.json:
-        settings = asdict(options) | {"datastore": datastore, "questions": questions}
-        prints = {"datastore": retriever.datastore.fingerprint}
-        prints |= {folder: Datastore.open(folder).fingerprint for folder in options.also}
-        rows = [asdict(each) for each in results]
-        write_json(Path(options.json), {"fingerprints": prints, "settings": settings, "results": rows})
+    settings = asdict(options) | {"datastore": datastore, "questions": questions}
+    prints = {"datastore": retriever.datastore.fingerprint}
+    prints |= {folder: Datastore.open(folder).fingerprint for folder in options.extra_datastores}
+    rows = [asdict(each) for each in results]
+    text = "\n".join(aligned(results_rows(results)))
+    options.deliver({"fingerprints": prints, "settings": settings, "results": rows}, text)
     return 0
 
 

@@ -38,8 +38,8 @@ class ServeOptions(ServeSettings):
 
     checkpoint: str = ""
     """Checkpoint to score and generate with; empty: only search, embeddings and the page."""
-    also: tuple[str, ...] = ()
-    """Further datastores, searched with the first as one."""
+    extra_datastores: tuple[str, ...] = ()
+    """More datastores to search together with the first one."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 = all of this machine's."""
     port: int = 8080
@@ -68,9 +68,9 @@ def serve(datastore: str, options: ServeOptions) -> int:
     token = _token(options)
     options = replace(options, allowed_hosts=(*options.allowed_hosts, options.host))
     if options.on == "ray":
-        return _serve_on_ray((datastore, *options.also), options, token)
+        return _serve_on_ray((datastore, *options.extra_datastores), options, token)
     with _bound(options.host, options.port) as listening:
-        retriever = Retriever.open(datastore, *options.also)
+        retriever = Retriever.open(datastore, *options.extra_datastores)
         language_model = None
         if options.checkpoint:
             language_model = LanguageModel.open(options.checkpoint, retriever, options.device)

@@ -33,7 +33,7 @@ _VERSION = 1
 class ExtendVocabularyOptions:
     """Add pieces that are learnt on a corpus to a tokenizer, and rows for them to a model. Old ids and rows stay as they are."""
 
-    to: Path
+    output: Path
     """A new folder for `tokenizer/`, `model.safetensors` and `figures.json`."""
     pieces: int = 8000
     """New pieces, at most."""
@@ -65,8 +65,8 @@ def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
     from retro.checkpoints.checkpoint import locate, open_checkpoint
     from retro.checkpoints.extend_vocabulary import check_tables, extend_tables
 
-    if options.to.exists():
-        raise InputError(f"to = {str(options.to)!r} exists already. Name a new folder, or remove this one.")
+    if options.output.exists():
+        raise InputError(f"output = {str(options.output)!r} exists already. Name a new folder, or remove this one.")
     checkpoint = open_checkpoint(Path(path)) if locate(Path(path)) else None
     if checkpoint is None:
         if options.tokenizer:
@@ -83,7 +83,7 @@ def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
     inputs["tokenizer"] = fingerprint([asdict(base.tokenizer.meta), base.checksum])
     inputs |= {"checkpoint": checkpoint.fingerprint} if checkpoint else {}
     recipe = Recipe("extend-vocabulary", _VERSION, {name: getattr(options, name) for name in names}, inputs)
-    with create(options.to, recipe) as (work, counts):
+    with create(options.output, recipe) as (work, counts):
         (work / "tokenizer").mkdir()
         extension = _extend(base, samples, options, work / "tokenizer")
         figures = _measure(extension, samples)
@@ -91,11 +91,11 @@ def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
             extend_tables(checkpoint, extension.old.vocab_size, extension.cuts, work / "model.safetensors")
         write_json(work / "figures.json", {name: asdict(figure) for name, figure in figures.items()})
         counts.update({"old_ids": extension.old.vocab_size, "pieces": len(extension.pieces)})
-        place = options.to / extension.path.relative_to(work)
+        place = options.output / extension.path.relative_to(work)
     print_rows(_rows(extension, figures))
     echo(f'tokenizer: tokenizer.kind = "{extension.kind}", tokenizer.path = "{place}"')
     if checkpoint is not None:
-        echo(f"model: {options.to / 'model.safetensors'}")
+        echo(f"model: {options.output / 'model.safetensors'}")
     return 0
 
 

@@ -65,9 +65,7 @@ def open_model(
     """
     opened = open_checkpoint(checkpoint)
     if settings.neighbor_passages and passages is None and opened.model.cca_layers:
-        raise InputError(
-            f"qa.neighbor_passages = {settings.neighbor_passages}: name the datastore to search, --passages."
-        )
+        raise InputError(f"neighbor_passages = {settings.neighbor_passages}: name the datastore to search, --passages.")
     retrieval = bool(settings.k and opened.model.cca_layers)
     if passages is None:
         return LanguageModel.open(checkpoint, None, device, retrieval=retrieval), None
@@ -79,9 +77,7 @@ def open_model(
 
 
 def _check_readable(checkpoint: Checkpoint, passages: Datastore) -> None:
-    again = (
-        "Build it with the model's tokenizer and chunk length, or set --qa.k 0: passages are then in the prompt only."
-    )
+    again = "Build it with the model's tokenizer and chunk length, or set --k 0: passages are then in the prompt only."
     ids, m = int(passages.manifest["vocab_size"]), passages.chunk_length
     compared = [("vocab_size", checkpoint.num_ids, ids, checkpoint.reads(ids))]
     compared += [("chunk_length", checkpoint.model.chunk_length, m, checkpoint.model.chunk_length == m)]
@@ -148,9 +144,7 @@ def select(questions: Sequence[Question], settings: QaSettings, path: Path) -> t
     shots, asked = questions[: settings.shots], questions[settings.shots :]
     asked = asked[: settings.max_questions or None]
     if not asked:
-        raise InputError(
-            f"{path} has {len(questions)} questions: with qa.shots = {settings.shots} none is left to ask."
-        )
+        raise InputError(f"{path} has {len(questions)} questions: with shots = {settings.shots} none is left to ask.")
     return list(shots), list(asked)
 
 

@@ -39,6 +39,8 @@ class QaSettings:
         least = {"k": 0, "prompt_passages": 0, "neighbor_passages": 0, "shots": 0, "max_questions": 0}
         for key, number in (least | {"max_tokens": 1, "batch_size": 1}).items():
             if getattr(self, key) < number:
-                raise InputError(f"qa.{key} = {getattr(self, key)}: must be at least {number}.")
+                raise InputError(f"{key} = {getattr(self, key)}: must be at least {number}.")
         if self.gold and not self.neighbor_passages:
-            raise InputError("qa.gold needs passages as neighbors: set qa.neighbor_passages, to 20 for example.")
+            raise InputError(
+                "gold needs passages as neighbors: set neighbor_passages, for example --neighbor-passages 20."
+            )

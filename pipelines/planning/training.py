@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
+from indexing.store.files import read_json
 from pipelines.config import Config
 from pipelines.planning.tables import long_time
-from pipelines.terminal import echo, human_bytes, human_count, print_rows
+from pipelines.results import ResultOptions
+from pipelines.terminal import aligned, human_bytes, human_count
 from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings
 from retro.parallel.settings import Checkpointing, ParallelSettings, Zero, num_microbatches
@@ -32,7 +33,7 @@ _RECOMPUTATION: dict[Checkpointing, float] = {"none": 1.0, "selective": 1.0, "fu
 
 
 @dataclass(frozen=True)
-class PlanTrainOptions(Config):
+class PlanTrainOptions(Config, ResultOptions):
     """What a training run takes on devices of some size: memory by ZeRO stage, checkpointing and offload, and time."""
 
     devices: int = 8
@@ -49,11 +50,10 @@ class PlanTrainOptions(Config):
     """Folder of a run on devices of this kind: its `tokens_per_second` takes the place of `peak_tflops` and `mfu`."""
     measured_devices: int = 1
     """Devices that it ran on."""
-    json: str = ""
-    """File to write the plan to, in bytes and seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        ResultOptions.__post_init__(self)
         for key, least in (("devices", 1), ("measured_devices", 1), ("tokens", 0)):
             if not least <= getattr(self, key) < float("inf"):
                 raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least}.")
@@ -124,12 +124,8 @@ class TrainPlan:
 def plan_train(options: PlanTrainOptions) -> int:
     """`retro plan train [CONFIG]`."""
     plan = plan_training(options)
-    for rows in tables(plan, options):
-        print_rows(rows)
-        echo()
-    echo(advice(plan, options))
-    if options.json:
-        write_json(Path(options.json), asdict(plan))
+    blocks = ["\n".join(aligned(rows)) for rows in tables(plan, options)]
+    options.deliver(asdict(plan), "\n\n".join([*blocks, advice(plan, options)]))
     return 0
 
 

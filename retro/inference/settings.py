@@ -27,15 +27,13 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise InputError(f"generation.max_tokens = {self.max_tokens}: must be at least 1.")
+            raise InputError(f"max_tokens = {self.max_tokens}: must be at least 1.")
         if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise InputError(
-                f"generation.temperature = {self.temperature} and generation.top_k = {self.top_k} must be 0 or more, "
-                f"generation.top_p = {self.top_p} in (0, 1]."
+                f"temperature = {self.temperature} and top_k = {self.top_k} must be 0 or more, "
+                f"top_p = {self.top_p} in (0, 1]."
             )
         if self.logprobs < 0 or not 0 <= self.seed < 2**63:
-            raise InputError(
-                f"generation.logprobs = {self.logprobs} and generation.seed = {self.seed}: 0 or more, the seed below 2^63."
-            )
+            raise InputError(f"logprobs = {self.logprobs} and seed = {self.seed}: 0 or more, the seed below 2^63.")
         if "" in self.stop:
-            raise InputError("generation.stop holds an empty text: it would end everything before its first character.")
+            raise InputError("stop holds an empty text: it would end everything before its first character.")

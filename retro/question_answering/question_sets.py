@@ -51,7 +51,7 @@ def _question(where: str, number: int, row: Any) -> Question:
     if not isinstance(row, dict) or not isinstance(row.get("question"), str) or not row["question"].strip():
         raise InputError(
             f'{where} has no "question". Each line is an object with "question" (text) and "answers" (texts); "positive_ids" '
-            "(ids of the documents with an answer) is needed by `retro eval retrieval` and qa.gold."
+            "(ids of the documents with an answer) is needed by `retro eval retrieval` and by `retro eval qa --gold`."
         )
     lists = {}
     for key in ("answers", "positive_ids"):

@@ -11,8 +11,10 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli import VERBS, main
-from pipelines.config_files import to_toml
+from pipelines.config_files import _leaves, to_toml
 from pipelines.reports.datastore import summary_table
+from pipelines.results import Format
+from retro.checkpoints.checkpoint import open_checkpoint
 from tests.conftest import tiny_config
 
 
@@ -46,7 +48,7 @@ def test_training_again_goes_on_from_the_end_and_a_longer_run_is_refused(trained
 
 def test_eval_prints_off_and_on_and_writes_fingerprints(trained: Path, tmp_path, capsys) -> None:
     out = tmp_path / "results.json"
-    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.k", "1", "2", "--json", str(out)]) == 0
+    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.k", "1", "2", "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "OFF" in printed
     assert "ON k=2 against OFF" in printed
@@ -58,7 +60,7 @@ def test_eval_prints_off_and_on_and_writes_fingerprints(trained: Path, tmp_path,
 def test_eval_compares_two_checkpoints_on_every_set_and_by_what_leaks(trained: Path, tmp_path, capsys) -> None:
     out, earlier = tmp_path / "results.json", trained / "run" / "checkpoints" / "00000004"
     sets = ["valid", f"copy={trained / 'datastore'}"]
-    arguments = ["--evaluation.sets", *sets, "--evaluation.leakage", "0", "0.5", "1", "--json", str(out)]
+    arguments = ["--evaluation.sets", *sets, "--evaluation.leakage", "0", "0.5", "1", "--output", str(out)]
     assert main(["eval", "perplexity", str(trained / "run"), "--against", str(earlier), *arguments]) == 0
     printed = capsys.readouterr().out
     assert "copy: 00000008 ON k=2 against 00000004 ON k=2: " in printed
@@ -84,7 +86,7 @@ def test_eval_without_thresholds_measures_no_leakage(trained: Path, capsys) -> N
 
 def test_train_leaves_a_report_and_report_compares_runs(trained: Path, tmp_path, capsys) -> None:
     assert "<svg" in (trained / "run" / "report.html").read_text()
-    assert main(["report", str(trained / "run"), "--out", str(tmp_path / "one.html")]) == 0
+    assert main(["report", str(trained / "run"), "--output", str(tmp_path / "one.html")]) == 0
     assert "8 of 8" in capsys.readouterr().out
     other = Path(shutil.copytree(trained / "run", tmp_path / "other"))
     assert main(["report", str(other), str(trained / "run")]) == 0
@@ -93,7 +95,7 @@ def test_train_leaves_a_report_and_report_compares_runs(trained: Path, tmp_path,
 
 
 def test_generate_continues_the_prompt_with_and_without_retrieval(trained: Path, capsys) -> None:
-    arguments = ["generate", str(trained / "run"), "--prompt", "# Document 检索", "--generation.max-tokens", "40"]
+    arguments = ["generate", str(trained / "run"), "--prompt", "# Document 检索", "--max-tokens", "40"]
     for extra in ([], ["--no-retrieval"]):
         assert main(arguments + extra) == 0
         text = capsys.readouterr().out
@@ -104,12 +106,39 @@ def test_generate_continues_the_prompt_with_and_without_retrieval(trained: Path,
 def test_search_finds_the_chunk_that_holds_the_text(trained: Path, capsys) -> None:
     train = Datastore.open(trained / "datastore").train
     text = Tokenizer.open(trained / "datastore" / "tokenizer").decode(train.tokens.read(100, 101)[0])
-    assert main(["search", str(trained / "datastore"), text, "--k", "3", "--json"]) == 0
+    assert main(["search", str(trained / "datastore"), text, "--k", "3", "--format", "json"]) == 0
     hits = json.loads(capsys.readouterr().out)
     assert len(hits) == 3
     assert text in [hit["text"] for hit in hits]
     assert hits[0]["document"]["title"].startswith("Title ")
     assert [hit["distance"] for hit in hits] == sorted(hit["distance"] for hit in hits)
+
+
+@pytest.mark.parametrize("path", ["run", "datastore"])
+def test_inspect_prints_json_with_plain_values(trained: Path, path: str, capsys) -> None:
+    assert main(["inspect", str(trained / path), "--format", "json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    opened = open_checkpoint(trained / path) if path == "run" else Datastore.open(trained / path)
+    assert facts["fingerprint"] == opened.fingerprint
+    if path == "run":
+        assert facts["step"] == 8
+        assert facts["settings"]["model"]["d_model"] == 32
+    else:
+        assert facts["splits"]["train"]["chunks"] == Datastore.open(trained / path).train.num_chunks
+        assert facts["report"]["index"]["recall_at_10"] > 0
+
+
+def test_json_on_standard_output_is_the_file_that_output_names(trained: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "results.json"
+    arguments = ["--evaluation.max-tokens", "100", "--evaluation.leakage", "--output", str(out), "--format", "json"]
+    assert main(["eval", "perplexity", str(trained / "run"), *arguments]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+    assert out.with_suffix(".html").exists()
+
+
+def test_generate_prints_json_with_prompt_and_text(trained: Path, capsys) -> None:
+    assert main(["generate", str(trained / "run"), "--prompt", "a", "b", "--max-tokens", "4", "--format", "json"]) == 0
+    assert [each["prompt"] for each in json.loads(capsys.readouterr().out)] == ["a", "b"]
 
 
 def groups_of(printed: str) -> dict[str, dict[str, str]]:
@@ -156,7 +185,7 @@ def test_verify_checks_every_byte_of_a_runs_checkpoints_and_of_an_exported_file(
     trained: Path, tmp_path, capsys
 ) -> None:
     run, file = Path(shutil.copytree(trained / "run", tmp_path / "run")), tmp_path / "model.safetensors"
-    assert main(["export", str(run), "--to", str(file)]) == 0
+    assert main(["export", str(run), "--output", str(file)]) == 0
     paths = [run, f"{run}@best", run / "checkpoints" / "00000008", file]
     for path in paths:
         capsys.readouterr()
@@ -170,18 +199,18 @@ def test_verify_checks_every_byte_of_a_runs_checkpoints_and_of_an_exported_file(
         assert main(["verify", str(path)]) == 1
         printed = capsys.readouterr().out
         assert f"{broken if path == file else 'model.safetensors'} has changed" in printed
-    assert main(["verify", str(run), "--mend"]) == 2
-    assert "--mend" in capsys.readouterr().err
+    assert main(["verify", str(run), "--repair"]) == 2
+    assert "--repair" in capsys.readouterr().err
 
 
 def test_export_and_import_replace_a_file_only_when_told(trained: Path, tmp_path, capsys) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"precious")
     for verb, source in (("export", trained / "run"), ("import", tmp_path)):
-        assert main([verb, str(source), "--to", str(file)]) == 2
+        assert main([verb, str(source), "--output", str(file)]) == 2
         assert "--overwrite" in capsys.readouterr().err
         assert file.read_bytes() == b"precious"
-    assert main(["export", str(trained / "run"), "--to", str(file), "--overwrite"]) == 0
+    assert main(["export", str(trained / "run"), "--output", str(file), "--overwrite"]) == 0
     assert main(["verify", str(file)]) == 0
 
 
@@ -189,14 +218,14 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
     trained: Path, tmp_path, capsys
 ) -> None:
     file = tmp_path / "model.safetensors"
-    assert main(["export", f"{trained / 'run'}@best", "--to", str(file)]) == 0
+    assert main(["export", f"{trained / 'run'}@best", "--output", str(file)]) == 0
     assert "step" in capsys.readouterr().out
     printed = []
     for checkpoint in (str(file), f"{trained / 'run'}@best"):
-        for arguments in (["inspect", checkpoint], ["generate", checkpoint, "--generation.max-tokens", "5"]):
+        for arguments in (["inspect", checkpoint], ["generate", checkpoint, "--max-tokens", "5"]):
             assert main(arguments) == 0
         printed.append(capsys.readouterr().out.splitlines()[1:])
-        assert main(["eval", "perplexity", checkpoint, "--json", str(tmp_path / "out.json")]) == 0
+        assert main(["eval", "perplexity", checkpoint, "--output", str(tmp_path / "out.json")]) == 0
         printed[-1].append(json.loads((tmp_path / "out.json").read_text())["fingerprints"])
         capsys.readouterr()
     assert printed[0] == printed[1]
@@ -228,8 +257,8 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
         (["search", "nowhere", "text"], ["nowhere is not a datastore"]),
         (["search", "DATASTORE", "  "], ["empty"]),
         (["eval", "perplexity", "nowhere"], ["nowhere is neither a checkpoint"]),
-        (["export", "RUN"], ["--to", "required"]),
-        (["export", "RUN", "--to", "model.pt"], ["model.pt", ".safetensors"]),
+        (["export", "RUN"], ["--output", "required"]),
+        (["export", "RUN", "--output", "model.pt"], ["model.pt", ".safetensors"]),
         (["train", "CONFIG", "--run", "new", "--train.start-from", "nowhere"], ["nowhere is neither a checkpoint"]),
         (["eval", "perplexity", "RUN", "--evaluation.k", "7"], ["evaluation.k = 7", "stores 6"]),
         (["eval", "perplexity", "RUN", "--evaluation.window", "50"], ["evaluation.window = 50"]),
@@ -276,6 +305,19 @@ def test_the_program_without_a_verb_lists_them(capsys) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {verb} " in printed for verb in VERBS)
+
+
+OTHER_SPELLINGS = {"to", "out", "json", "html", "also", "mend"}
+"""Names that an option has in other programs, or had here: `--output`, `--format`, `--repair`, `--extra-datastores`, `--k`."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_calls_the_same_option_by_the_same_name(verb: str) -> None:
+    options = _leaves(VERBS[verb].load()[1])
+    assert not OTHER_SPELLINGS & set(options)
+    assert options.get("format", Format) is Format
+    if verb.split()[0] in ("eval", "plan"):
+        assert {"output", "format"} <= set(options)
 
 
 @pytest.mark.parametrize("first", ["eval", "plan"])

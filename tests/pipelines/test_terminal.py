@@ -64,7 +64,7 @@ def test_search_shows_what_a_corpus_would_do_to_a_terminal(tmp_path, capsys) -> 
     assert printed.startswith("1. ")
     assert sum(line[:3] in ("1. ", "2. ", "3. ", "4. ", "5. ") for line in printed.splitlines()) == 5
     assert "\\u001b]0;owned" in printed
-    assert main(["search", str(folder), "text of it", "--json"]) == 0
+    assert main(["search", str(folder), "text of it", "--format", "json"]) == 0
     printed = capsys.readouterr().out
     assert controls(printed) == set()
     assert all(hit["document"]["id"].startswith(ATTACK) for hit in json.loads(printed))

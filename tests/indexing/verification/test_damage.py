@@ -151,7 +151,7 @@ def test_mend_and_index_restore_the_bytes_of_all_artifacts(request, capsys, kind
     kept = {"grown": ("appended/00001", "appended/00002"), "appended": ("corpus", "appended/00002")}.get(kind, ())
     folders -= {config.datastore / name for name in kept}
     break_all(folders, victim)
-    assert main(["verify", str(config.datastore), "--mend"]) == 1
+    assert main(["verify", str(config.datastore), "--repair"]) == 1
     printed = capsys.readouterr().out
     assert f": {len(folders)} broken" in printed
     assert printed.splitlines()[-1].endswith(f"`retro index CONFIG{' --append' * (kind == 'appended')}` makes it again")

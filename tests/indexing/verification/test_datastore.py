@@ -147,11 +147,11 @@ def test_missing_short_and_unfinished_are_told_apart(folder) -> None:
     shutil.rmtree(folder / "embeddings/00002")
     (folder / "neighbors/00003/manifest.json").unlink()
     assert lines(folder) == [
-        "chunks/00001/train/lengths.npy is missing: remove chunks/00001 (--mend does), and `retro index CONFIG` makes it again.",
+        "chunks/00001/train/lengths.npy is missing: remove chunks/00001 (--repair does), and `retro index CONFIG` makes it again.",
         "embeddings/00002 is not finished: embeddings/00002/manifest.json is missing: `retro index CONFIG` makes it again.",
         f"index/tuned/tuned.json has 1 bytes instead of {read_json(folder / 'index/tuned/manifest.json')['files']['tuned.json']['bytes']}: "
-        "remove index/tuned (--mend does), and `retro index CONFIG` makes it again.",
-        "neighbors/00003 is not finished: neighbors/00003/manifest.json is missing: remove neighbors/00003 (--mend does), and "
+        "remove index/tuned (--repair does), and `retro index CONFIG` makes it again.",
+        "neighbors/00003 is not finished: neighbors/00003/manifest.json is missing: remove neighbors/00003 (--repair does), and "
         "`retro index CONFIG` makes it again.",
     ]
 

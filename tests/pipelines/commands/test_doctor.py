@@ -15,7 +15,7 @@ from pipelines.commands.doctor import Finding, conflicts, examine, faiss_conflic
         ({"torch": "2.9.1+cu128"}, "torch", "warning"),
     ],
 )
-def test_a_known_conflict_is_found_and_mended_by_a_command(versions, topic, level) -> None:
+def test_a_known_conflict_is_found_and_has_a_command_that_repairs_it(versions, topic, level) -> None:
     (finding,) = conflicts(versions)
     assert (finding.topic, finding.level) == (topic, level)
     assert finding.action.startswith("pip install")
@@ -33,8 +33,8 @@ def test_this_machine_passes(capsys) -> None:
 
 
 def test_an_error_gives_status_1(capsys) -> None:
-    assert print_findings([Finding("error", "x", "broken", "mend it")]) == 1
-    assert "mend it" in capsys.readouterr().out
+    assert print_findings([Finding("error", "x", "broken", "install it")]) == 1
+    assert "install it" in capsys.readouterr().out
 
 
 def test_a_broken_package_is_told_and_the_rest_is_still_examined(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -51,7 +51,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
-    arguments = ["--evaluation.datastore-shares", "0.1", "1", "--evaluation.k", "1", "2", "4", "--json", str(out)]
+    arguments = ["--evaluation.datastore-shares", "0.1", "1", "--evaluation.k", "1", "2", "4", "--output", str(out)]
     assert main(["eval", "perplexity", str(trained / "run"), "--against", str(trained / "baseline"), *arguments]) == 0
     assert re.search(r"0\.1 +\d+ +\d+ +run ON k=1", capsys.readouterr().out)
     written = json.loads(out.read_text())
@@ -77,7 +77,7 @@ def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path:
 
 
 def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path: Path, capsys) -> None:
-    out, page = tmp_path / "results.json", tmp_path / "page.html"
+    out, page = tmp_path / "results.json", tmp_path / "results.html"
     arguments = [
         "--evaluation.datastore-shares",
         "0.2",
@@ -91,10 +91,7 @@ def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path
         "1",
     ]
     sets = ["--evaluation.sets", "valid", f"copy={trained / 'datastore'}"]
-    assert (
-        main(["eval", "perplexity", str(trained / "run"), *arguments, *sets, "--json", str(out), "--html", str(page)])
-        == 0
-    )
+    assert main(["eval", "perplexity", str(trained / "run"), *arguments, *sets, "--output", str(out)]) == 0
     assert f"report: {page}" in capsys.readouterr().out
     html, written = page.read_text(), json.loads(out.read_text())
     for level in (*written["leakage"], *written["datastore_shares"], {"results": written["results"]}):
@@ -109,7 +106,7 @@ def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path
 
 def test_the_page_lies_beside_the_json_file_and_leaves_out_what_was_not_measured(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    assert main(["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage", "--json", str(out)]) == 0
+    assert main(["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage", "--output", str(out)]) == 0
     html = (tmp_path / "results.html").read_text()
     assert "Held-out documents" in html
     assert not any(title in html for title in ("Overlap with neighbors", "By size of the datastore", "Compared"))
@@ -131,8 +128,8 @@ def test_shares_mean_nothing_without_retrieval_or_to_a_control(trained: Path, tm
 
 def test_questions_are_asked_closed_and_open_book(trained: Path, questions: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "qa.json"
-    arguments = ["--passages", str(trained / "datastore"), "--qa.shots", "1", "--qa.max-questions", "5"]
-    arguments += ["--qa.max-tokens", "8", "--qa.prompt-passages", "1", "--qa.k", "1", "--json", str(out)]
+    arguments = ["--passages", str(trained / "datastore"), "--shots", "1", "--max-questions", "5"]
+    arguments += ["--max-tokens", "8", "--prompt-passages", "1", "--k", "1", "--output", str(out)]
     assert main(["eval", "qa", str(trained / "run"), str(questions), *arguments]) == 0
     assert re.search(r"passages in the prompt, ON k=1 +\d+\.\d\d \(", capsys.readouterr().out)
     written = json.loads(out.read_text())
@@ -176,13 +173,13 @@ def test_passages_are_read_as_neighbors_of_the_papers_prompt(
         "qa",
         str(trained / "run"),
         str(tmp_path / "q.jsonl"),
-        "--qa.neighbor-passages",
+        "--neighbor-passages",
         "3",
-        "--qa.gold",
+        "--gold",
     ]
-    few = ["--qa.k", "0", "--qa.prompt-passages", "0", "--qa.max-tokens", "8", "--json", str(out)]
+    few = ["--k", "0", "--prompt-passages", "0", "--max-tokens", "8", "--output", str(out)]
     assert main([*arguments, *few]) == 2
-    assert "qa.neighbor_passages = 3: name the datastore to search, --passages" in capsys.readouterr().err
+    assert "neighbor_passages = 3: name the datastore to search, --passages" in capsys.readouterr().err
     assert main([*arguments, *few, "--passages", str(trained / "datastore")]) == 0
     written = json.loads(out.read_text())
     assert [row["mode"] for row in written["results"]] == [
@@ -234,7 +231,7 @@ def test_what_neighbors_hold_is_what_the_passages_say_and_is_given_to_the_model(
 
 def test_a_baseline_takes_the_papers_prompt_closed_book_alone(trained: Path, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "qa.json"
-    arguments = ["--qa.neighbor-passages", "2", "--qa.max-questions", "2", "--qa.max-tokens", "4", "--json", str(out)]
+    arguments = ["--neighbor-passages", "2", "--max-questions", "2", "--max-tokens", "4", "--output", str(out)]
     assert main(["eval", "qa", str(trained / "baseline"), str(questions), *arguments]) == 0
     written = json.loads(out.read_text())
     assert [row["mode"] for row in written["results"]] == ["closed book", "paper's prompt, closed book"]
@@ -242,8 +239,8 @@ def test_a_baseline_takes_the_papers_prompt_closed_book_alone(trained: Path, que
 
 def test_a_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "qa.json"
-    short = ["--qa.max-questions", "2", "--qa.max-tokens", "4", "--json", str(out)]
-    for arguments in (["eval", "qa", str(trained / "baseline")], ["eval", "qa", str(trained / "run"), "--qa.k", "0"]):
+    short = ["--max-questions", "2", "--max-tokens", "4", "--output", str(out)]
+    for arguments in (["eval", "qa", str(trained / "baseline")], ["eval", "qa", str(trained / "run"), "--k", "0"]):
         assert main([*arguments[:3], str(questions), *arguments[3:], *short]) == 0
         written = json.loads(out.read_text())
         assert [row["mode"] for row in written["results"]] == ["closed book"]
@@ -265,18 +262,20 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
     [
         (["eval", "qa", "RUN"], ["usage: retro eval qa CHECKPOINT QUESTIONS"]),
         (["eval", "qa", "RUN", "nowhere.jsonl"], ["nowhere.jsonl cannot be read"]),
-        (["eval", "qa", "RUN", "QUESTIONS", "--qa.shots", "7"], ["has 7 questions", "none is left to ask"]),
-        (["eval", "qa", "RUN", "QUESTIONS", "--qa.max-tokens", "60"], ["max_tokens = 60", "no room"]),
-        (["eval", "qa", "RUN", "QUESTIONS", "--qa.k", "-1"], ["qa.k = -1"]),
-        (["eval", "qa", "RUN", "QUESTIONS", "--qa.gold"], ["qa.gold", "set qa.neighbor_passages"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--shots", "7"], ["has 7 questions", "none is left to ask"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--max-tokens", "60"], ["max_tokens = 60", "no room"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--k", "-1"], ["k = -1"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--gold"], ["gold needs passages", "set neighbor_passages"]),
         (
-            ["eval", "qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--qa.neighbor-passages", "2", "--qa.gold"],
+            ["eval", "qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--neighbor-passages", "2", "--gold"],
             ["question 'q0'", 'has no "positive_ids"'],
         ),
         (["eval", "qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
         (["eval", "qa", "nowhere", "QUESTIONS"], ["nowhere is neither a checkpoint"]),
         (["eval", "perplexity", "RUN", "--evaluation.datastore-shares", "2"], ["evaluation.datastore_shares = (2.0,)"]),
         (["eval", "harness", "RUN"], ["--tasks is empty"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--output", "qa.html"], ["output = 'qa.html'", "ends in .json"]),
+        (["eval", "perplexity", "RUN", "--output", "results"], ["output = 'results'", "ends in .json"]),
     ],
 )
 def test_a_mistake_is_told_in_one_message(trained: Path, questions: Path, capsys, arguments, words) -> None:
@@ -293,7 +292,7 @@ def test_passages_that_the_model_cannot_read_are_refused_unless_they_stand_in_pr
     folder = Path(shutil.copytree(trained / "datastore", tmp_path / "other"))
     manifest = json.loads((folder / "manifest.json").read_text())
     write_checked(folder / "manifest.json", manifest | {"vocab_size": 999})
-    with pytest.raises(InputError, match=r"--passages .*vocab_size 999.*--qa\.k 0"):
+    with pytest.raises(InputError, match=r"--passages .*vocab_size 999.*--k 0"):
         eval_qa.open_model(trained / "run", folder, QaSettings(), "cpu")
     model, retriever = eval_qa.open_model(trained / "run", folder, QaSettings(k=0), "cpu")
     assert model.retriever is None

@@ -41,7 +41,7 @@ def test_a_model_is_fine_tuned_measured_and_spoken_to(config: Config, tmp_path: 
         "held_out_perplexity_on",
     ):
         assert words in html, words
-    asked = ["--prompt", "which index?", "--generation.max-tokens", "4", "--k", "1"]
+    asked = ["--prompt", "which index?", "--max-tokens", "4", "--k", "1"]
     assert main(["generate", str(config.run), "--chat", *asked]) == 0
     assert capsys.readouterr().out.startswith("which index?\n")
     assert main(["generate", str(tiny_run), "--chat", *asked]) == 2
@@ -57,7 +57,7 @@ def test_questions_are_learned_with_passages_in_rows_of_a_part_of_a_chunk_more(
     config = replace(config, data=replace(config.data, sequence_length=40, k=3), finetune=finetuning)
     assert main(["finetune", saved(config, tmp_path)]) == 0
     assert "held_out_loss_on" in capsys.readouterr().out
-    asked = ["--prompt", "which?", "--generation.max-tokens", "40", "--k", "1"]
+    asked = ["--prompt", "which?", "--max-tokens", "40", "--k", "1"]
     assert main(["generate", str(config.run), *asked]) == 0  # its context is whole chunks
 
 

@@ -50,7 +50,7 @@ def datastore(folder: Path, tiny_corpus: Path, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def imported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("imported") / "base.safetensors"
-    assert main(["import", str(folder), "--to", str(file), "--chunk-length", "16", "--precision", "float32"]) == 0
+    assert main(["import", str(folder), "--output", str(file), "--chunk-length", "16", "--precision", "float32"]) == 0
     return file
 
 
@@ -78,7 +78,7 @@ def test_the_verbs_take_it(imported: Path, datastore: Datastore, capsys: pytest.
     store = ["--datastore", str(datastore.folder), "--device", "cpu"]
     assert main(["eval", "perplexity", str(imported), *store]) == 0
     assert "valid" in capsys.readouterr().out
-    assert main(["generate", str(imported), *store, "--prompt", "The", "--generation.max-tokens", "5"]) == 0
+    assert main(["generate", str(imported), *store, "--prompt", "The", "--max-tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("The")
     assert main(["inspect", str(imported)]) == 0
     assert "\n[imported]\n" in capsys.readouterr().out
@@ -100,9 +100,9 @@ def test_what_cannot_be_written_is_told_before_anything_is_read(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, words in (
-        (["--to", "base.bin"], "must end in .safetensors"),
-        (["--to", str(tmp_path / "a.safetensors"), "--context", "128"], "model.max_positions is 72"),
-        (["--to", str(tmp_path / "a.safetensors"), "--chunk-length", "80"], "fewer than model.chunk_length = 80"),
+        (["--output", "base.bin"], "must end in .safetensors"),
+        (["--output", str(tmp_path / "a.safetensors"), "--context", "128"], "model.max_positions is 72"),
+        (["--output", str(tmp_path / "a.safetensors"), "--chunk-length", "80"], "fewer than model.chunk_length = 80"),
     ):
         assert main(["import", str(folder), "--no-verify", *options]) == 2
         assert words in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_read(
 
 def test_equal_folders_give_equal_weights_and_fingerprints(imported: Path, folder: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.safetensors"
-    assert main(["import", str(folder), "--to", str(again), "--chunk-length", "16", "--no-verify"]) == 0
+    assert main(["import", str(folder), "--output", str(again), "--chunk-length", "16", "--no-verify"]) == 0
     one, two = open_checkpoint(imported), open_checkpoint(again)
     assert one.fingerprint == two.fingerprint
     assert one.model == two.model

@@ -29,7 +29,7 @@ def test_a_question_set_is_measured_with_every_order(
 ) -> None:
     out = tmp_path / "found.json"
     folder = str(tiny_datastore.folder)
-    assert main(["eval", "retrieval", folder, str(questions), "--k", "1", "10", "--json", str(out)]) == 0
+    assert main(["eval", "retrieval", folder, str(questions), "--k", "1", "10", "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"ordered by +hit@1 +hit@10 +recall@1 +recall@10 +MRR +questions", printed)
     written = json.loads(out.read_text())
@@ -55,7 +55,7 @@ def test_only_some_questions_and_orders_where_so_asked(tiny_datastore: Datastore
 def test_search_filters_and_orders(tiny_datastore: Datastore, capsys) -> None:
     folder = str(tiny_datastore.folder)
     filters = ["--filters", "title=Title 42", "title=Title 41", "file=corpus.jsonl"]
-    assert main(["search", folder, "title 42", "--rerank", "hybrid", "--k", "2", *filters, "--json"]) == 0
+    assert main(["search", folder, "title 42", "--rerank", "hybrid", "--k", "2", *filters, "--format", "json"]) == 0
     hits = json.loads(capsys.readouterr().out)
     assert len(hits) == 2
     assert hits[0]["document"]["title"] == "Title 42"
@@ -64,7 +64,7 @@ def test_search_filters_and_orders(tiny_datastore: Datastore, capsys) -> None:
     assert re.match(
         r"1\. score \d+\.\d+  distance \d\.\d+  ", capsys.readouterr().out
     )  # as the API and the page name them
-    assert main(["search", folder, "title 42", "--also", folder, "--k", "1"]) == 0
+    assert main(["search", folder, "title 42", "--extra-datastores", folder, "--k", "1"]) == 0
     assert capsys.readouterr().out.startswith("1. score 0.")
 
 

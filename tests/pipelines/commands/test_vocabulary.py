@@ -34,7 +34,7 @@ def test_a_run_goes_on_with_an_extended_vocabulary(
     tmp_path: Path, tiny_run: Path, tiny_datastore: Datastore, chinese: Path, arguments: list[str], capsys
 ) -> None:
     out = tmp_path / "extended"
-    assert main(["extend-vocabulary", str(tiny_run), *arguments, "--to", str(out)]) == 0
+    assert main(["extend-vocabulary", str(tiny_run), *arguments, "--output", str(out)]) == 0
     said = capsys.readouterr().out
     path = out / "tokenizer" / "sentencepiece.model"
     assert f'tokenizer.kind = "sentencepiece", tokenizer.path = "{path}"' in said
@@ -65,7 +65,7 @@ def test_a_tokenizer_alone_keeps_the_ids_of_other_texts(
 ) -> None:
     out = tmp_path / "extended"
     keep = ["--ascii", "--keep", str(tiny_corpus)]
-    assert main(["extend-vocabulary", str(tiny_datastore.folder), *arguments, *keep, "--to", str(out)]) == 0
+    assert main(["extend-vocabulary", str(tiny_datastore.folder), *arguments, *keep, "--output", str(out)]) == 0
     assert not (out / "model.safetensors").exists()
     kept = json.loads((out / "figures.json").read_text())["keep"]
     assert kept["unchanged"] == kept["texts"] > 10
@@ -77,17 +77,17 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
     tmp_path: Path, tiny_run: Path, tiny_datastore: Datastore, arguments: list[str], capsys
 ) -> None:
     other = tmp_path / "other" / "tokenizer"
-    assert main(["extend-vocabulary", str(tiny_datastore.folder), *arguments, "--to", str(other.parent)]) == 0
+    assert main(["extend-vocabulary", str(tiny_datastore.folder), *arguments, "--output", str(other.parent)]) == 0
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     known = tmp_path / "known.txt"
     known.write_text("Plain words in ASCII. " * 50)
     (tmp_path / "there").mkdir()
     files = sorted(tmp_path.rglob("*"))
-    out = ["--to", str(tmp_path / "out")]
+    out = ["--output", str(tmp_path / "out")]
     same = ["--corpus.paths", str(known), "--corpus.split", "1", "0", "0"]
     for given, message in [
-        ([str(tiny_run), *arguments, "--to", str(tmp_path / "there")], "exists already"),
+        ([str(tiny_run), *arguments, "--output", str(tmp_path / "there")], "exists already"),
         ([str(tiny_run), *arguments, "--tokenizer", str(other), *out], "Name the tokenizer of this model"),
         ([str(tiny_datastore.folder), *arguments, "--tokenizer", str(other), *out], "is no checkpoint"),
         ([str(tiny_run), *same, *out], "nothing new"),

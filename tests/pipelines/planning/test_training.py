@@ -24,7 +24,7 @@ def planned(*arguments: str) -> tuple[PlanTrainOptions, dict]:
 
 def test_the_verb_prints_every_mode_and_writes_them(tmp_path: Path, capsys) -> None:
     out = tmp_path / "plan.json"
-    assert main(["plan", "train", *SMALL, "--tokens", "1e9", "--json", str(out)]) == 0
+    assert main(["plan", "train", *SMALL, "--tokens", "1e9", "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     plan = json.loads(out.read_text())
     assert len(plan["modes"]) == 4 * 3 + 3 * 3  # offload needs ZeRO

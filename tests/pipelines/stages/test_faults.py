@@ -247,7 +247,7 @@ def test_verify_says_what_is_broken_and_mend_and_index_bring_it_back(config, tin
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"{victim} has changed since it was written (checksum): remove embeddings/00002")
     assert said[-1].endswith("1 broken")
-    assert main(["verify", folder, "--mend"]) == 1
+    assert main(["verify", folder, "--repair"]) == 1
     assert "removed embeddings/00002; `retro index CONFIG` makes it again" in capsys.readouterr().out
     build_local(config)
     assert main(["verify", folder]) == 0
@@ -270,7 +270,7 @@ def test_mend_waits_for_no_builder(config, capsys) -> None:
     cut_short(config.datastore / "index/tuned/tuned.json")
     with open(config.datastore / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert main(["verify", str(config.datastore), "--mend"]) == 2
+        assert main(["verify", str(config.datastore), "--repair"]) == 2
         assert "another process" in capsys.readouterr().err
         assert main(["verify", str(config.datastore)]) == 1
     assert read_json(config.datastore / "index/tuned/manifest.json")

@@ -260,7 +260,7 @@ def test_a_datastore_at_a_url_is_searched_inspected_and_trained_from(
         )
         == 0
     )
-    assert main(["generate", str(tmp_path / "run"), "--prompt", "the", "--generation.max-tokens", "4"]) == 0
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "the", "--max-tokens", "4"]) == 0
     with pytest.raises(InputError, match=r"run = 's3://x/run'"):
         replace(config, run=Path("s3://x/run"))
 

@@ -60,7 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path
 def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     """The checkpoint, exported in several files by the command line."""
     to = tmp_path_factory.mktemp("hf") / "tiny-retro"
-    assert main(["export", str(checkpoint), "--to", str(to), "--max-shard-size", "60KB"]) == 0
+    assert main(["export", str(checkpoint), "--output", str(to), "--max-shard-size", "60KB"]) == 0
     assert len(list(to.glob("model-*.safetensors"))) > 2
     return to
 
@@ -225,11 +225,11 @@ def test_logits_and_loss_are_ours_given_neighbors_retrieved_and_without(
 
 def test_it_trains_and_is_saved_and_imported_again(auto: Any, folder: Path, checkpoint: Path, tmp_path: Path) -> None:
     """What was not touched comes back to the bit, a checkpoint file with its fingerprints; what was trained has its own."""
-    assert main(["import", str(folder), "--to", str(tmp_path / "back.safetensors")]) == 0
+    assert main(["import", str(folder), "--output", str(tmp_path / "back.safetensors")]) == 0
     assert (tmp_path / "back.safetensors").read_bytes() == checkpoint.read_bytes()
     model = auto(folder)
     model.save_pretrained(tmp_path / "saved")
-    assert main(["import", str(tmp_path / "saved"), "--to", str(tmp_path / "saved.safetensors")]) == 0
+    assert main(["import", str(tmp_path / "saved"), "--output", str(tmp_path / "saved.safetensors")]) == 0
     assert (tmp_path / "saved.safetensors").read_bytes() == checkpoint.read_bytes()
     again = auto(tmp_path / "saved")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -237,7 +237,7 @@ def test_it_trains_and_is_saved_and_imported_again(auto: Any, folder: Path, chec
     again(ids, labels=ids).loss.backward()
     torch.optim.SGD(again.parameters(), lr=0.1).step()
     again.save_pretrained(tmp_path / "trained")
-    assert main(["import", str(tmp_path / "trained"), "--to", str(tmp_path / "trained.safetensors")]) == 0
+    assert main(["import", str(tmp_path / "trained"), "--output", str(tmp_path / "trained.safetensors")]) == 0
     before, after = open_checkpoint(checkpoint), open_checkpoint(tmp_path / "trained.safetensors")
     assert after.fingerprint != before.fingerprint
     assert (after.settings, after.datastores, after.started_from) == (
@@ -315,8 +315,8 @@ def test_what_cannot_be_is_told(auto: Any, model: Any, folder: Path, tiny_datast
             (broken / file.name).write_bytes(file.read_bytes())
     with pytest.raises(OSError, match=weights.name):
         auto(broken)
-    assert main(["import", str(broken), "--to", str(tmp_path / "x.safetensors")]) == 2
-    assert main(["import", str(tmp_path), "--to", str(tmp_path / "x.safetensors")]) == 2
+    assert main(["import", str(broken), "--output", str(tmp_path / "x.safetensors")]) == 2
+    assert main(["import", str(tmp_path), "--output", str(tmp_path / "x.safetensors")]) == 2
     assert not (tmp_path / "x.safetensors").exists()
 
 
@@ -424,8 +424,8 @@ def test_what_was_imported_is_exported_as_what_it_was(name: str, byte_level: Pat
     save(theirs, base)
     for each in byte_level.iterdir():
         (base / each.name).write_bytes(each.read_bytes())
-    assert main(["import", str(base), "--to", str(file), "--chunk-length", "16", "--no-verify"]) == 0
-    assert main(["export", str(file), "--to", str(out)]) == 0
+    assert main(["import", str(base), "--output", str(file), "--chunk-length", "16", "--no-verify"]) == 0
+    assert main(["export", str(file), "--output", str(out)]) == 0
     assert not list(out.glob("*.py"))
     back = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert type(back) is type(theirs)

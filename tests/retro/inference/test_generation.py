@@ -113,7 +113,7 @@ def test_the_end_of_the_document_ends_the_text(model: Retro) -> None:
 
 
 def test_impossible_settings_are_refused(model: Retro) -> None:
-    with pytest.raises(InputError, match=r"generation\.max_tokens"):
+    with pytest.raises(InputError, match="max_tokens"):
         GenerationSettings(max_tokens=0)
     for setting, value in (
         ("top_p", 0),
@@ -122,7 +122,7 @@ def test_impossible_settings_are_refused(model: Retro) -> None:
         ("seed", -1),
         ("stop", ("a", "")),
     ):
-        with pytest.raises(InputError, match=rf"generation\.{setting}"):
+        with pytest.raises(InputError, match=setting):
             GenerationSettings(**{setting: value})
 
 

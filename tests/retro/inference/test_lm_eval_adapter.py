@@ -251,7 +251,7 @@ def test_what_is_not_accepted_is_refused(run: Path, adapters: dict[str, RetroLM]
 @pytest.mark.slow
 def test_the_verb_prints_a_table_and_writes_fingerprints(run: Path, tasks: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
-    arguments = ["--include-path", str(tasks), "--limit", "2", "--json", str(out), "--device", "cpu"]
+    arguments = ["--include-path", str(tasks), "--limit", "2", "--output", str(out), "--device", "cpu"]
     assert main(["eval", "harness", str(run), "--tasks", "retro_choice", "retro_t*", *arguments]) == 0
     assert "bits_per_byte" in capsys.readouterr().out
     written = json.loads(out.read_text())
