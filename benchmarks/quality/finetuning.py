@@ -60,7 +60,7 @@ class Phase:
 
     Attributes:
         examples: the file of its questions; empty: pretraining.
-        start_from: the phase whose weights it begins with.
+        init_from: the phase whose weights it begins with.
         steps: of 1,024 tokens in pretraining, else of `rows` rows of 512.
         rows: of a step.
         lr: at its peak.
@@ -69,7 +69,7 @@ class Phase:
     """
 
     examples: str
-    start_from: str
+    init_from: str
     steps: int
     rows: int
     lr: float
@@ -126,8 +126,8 @@ def train(folder: Path, name: str, phase: str, steps: int, threads: int, compile
             batch_size=chosen.rows,
             lr=chosen.lr,
             warmup_steps=min(100, steps // 10),
-            start_from=str(folder / chosen.start_from) if chosen.start_from else "",
-            threads=threads,
+            init_from=str(folder / chosen.init_from) if chosen.init_from else "",
+            num_threads=threads,
             compile="yes" if compiled else "no",
             eval_every=max(1, steps // 5),
             eval_tokens=2_000 if chosen.examples else 30_000,  # of answers, or of text

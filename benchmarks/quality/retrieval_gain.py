@@ -79,20 +79,21 @@ def train(out: Path, options: argparse.Namespace) -> None:
         model: ModelSettings = plain.get(name, sizes)
         if retrofit:
             model = replace(plain["baseline"], cca_layers=sizes.cca_layers)
-        neighbors: Literal["random", "nearest"] = "random" if name == "random" else "nearest"
+        source: Literal["random", "nearest"] = "random" if name == "random" else "nearest"
         config = Config(
             datastore=out / ("minilm" if name == "minilm" else "lexical"),
             run=out / f"run-{name}",
             model=model,
-            data=DataSettings(sequence_length=512, k=options.k, neighbors=neighbors),
+            data=DataSettings(
+                sequence_length=512, k=options.k, neighbor_source=source, retrieval_dropout=options.retrieval_dropout
+            ),
             train=TrainSettings(
                 steps=steps,
                 batch_size=2,
                 lr=options.lr,
                 warmup_steps=min(100, steps // 10),
-                retrieval_dropout=options.retrieval_dropout,
-                start_from=str(out / "run-baseline") if retrofit else "",
-                threads=options.threads,
+                init_from=str(out / "run-baseline") if retrofit else "",
+                num_threads=options.threads,
                 compile="yes" if options.compile else "no",
                 eval_every=min(500, max(1, steps // 3)),
                 eval_tokens=30_000,

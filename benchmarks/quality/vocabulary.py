@@ -196,11 +196,11 @@ def run(
             batch_size=4,
             lr=2e-3,
             warmup_steps=min(20, steps),
-            threads=1,
+            num_threads=1,
             eval_every=max(1, steps // 6),
             eval_tokens=20_000,
             checkpoint_every=steps,
-            start_from=start,
+            init_from=start,
         ),
     )
     file = out / f"{name}.toml"

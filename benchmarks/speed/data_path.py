@@ -20,7 +20,7 @@ BATCH, LENGTH, BATCHES = 8, 512, 50
 CASES = {
     "OFF": {"k": 0},
     "k 2": {"k": 2},
-    "k 2, random": {"k": 2, "neighbors": "random"},
+    "k 2, random": {"k": 2, "neighbor_source": "random"},
     "k 2, max_overlap 0.5": {"k": 2, "max_overlap": 0.5},
     "k 10": {"k": 10},
 }

@@ -87,25 +87,27 @@ def modes(n: int) -> Iterator[Mode]:
     yield Mode("one process", alone=True)
     if n == 1:
         for how in ("selective", "full"):
-            yield Mode(f"checkpointing: {how}", ParallelSettings(checkpointing=how))
+            yield Mode(f"checkpointing: {how}", ParallelSettings(activation_checkpointing=how))
         return
     yield Mode("data")
     for zero in (1, 2, 3):
         yield Mode(f"ZeRO-{zero}", ParallelSettings(zero=zero))
-    yield Mode("ZeRO-3, offload", ParallelSettings(zero=3, offload=True))
+    yield Mode("ZeRO-3, offload", ParallelSettings(zero=3, cpu_offload=True))
     for how in ("selective", "full"):
-        yield Mode(f"data, checkpointing: {how}", ParallelSettings(checkpointing=how))
-    yield Mode("ZeRO-3, checkpointing: full", ParallelSettings(zero=3, checkpointing="full"))
+        yield Mode(f"data, checkpointing: {how}", ParallelSettings(activation_checkpointing=how))
+    yield Mode("ZeRO-3, checkpointing: full", ParallelSettings(zero=3, activation_checkpointing="full"))
     yield Mode(f"tensor {n}", ParallelSettings(tensor=n))
     yield Mode(f"pipeline {n}", ParallelSettings(pipeline=n))
-    yield Mode(f"pipeline {n}, interleaved", ParallelSettings(pipeline=n, schedule="interleaved"))
+    yield Mode(f"pipeline {n}, interleaved", ParallelSettings(pipeline=n, pipeline_schedule="interleaved"))
     if n > 2 and n % 2 == 0:
         half = n // 2
         yield Mode(f"tensor 2 × data {half}", ParallelSettings(tensor=2))
         yield Mode(f"tensor 2 × ZeRO-3 {half}", ParallelSettings(tensor=2, zero=3))
         yield Mode(f"pipeline 2 × data {half}", ParallelSettings(pipeline=2))
         yield Mode(f"pipeline 2 × ZeRO-1 {half}", ParallelSettings(pipeline=2, zero=1))
-        yield Mode(f"pipeline 2, interleaved × data {half}", ParallelSettings(pipeline=2, schedule="interleaved"))
+        yield Mode(
+            f"pipeline 2, interleaved × data {half}", ParallelSettings(pipeline=2, pipeline_schedule="interleaved")
+        )
         if half == 2:
             yield Mode("pipeline 2 × tensor 2", ParallelSettings(pipeline=2, tensor=2))
     yield Mode(f"{n} experts: one process", alone=True, experts=n)
@@ -147,7 +149,11 @@ def build(
         part.train()
     optimizer = make_optimizer(passes.parts, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     settings = TrainSettings(
-        lr=1e-4, schedule="constant", batch_size=options.sequences, accumulation=options.accumulation, monitor_every=0
+        lr=1e-4,
+        lr_schedule="constant",
+        batch_size=options.sequences,
+        gradient_accumulation_steps=options.accumulation,
+        monitor_every=0,
     )
     data = placement.put(batch(model, processes.rows(options.sequences), options))
     step = make_step(passes, optimizer, map(dict, repeat(data)), processes, placement, settings)
@@ -361,7 +367,7 @@ def main() -> None:
         if dist_rank() == 0:
             told = {
                 name: getattr(options, name)
-                for name in ("size", "sequences", "tokens", "accumulation", "rounds", "steps")
+                for name in ("size", "sequences", "tokens", "gradient_accumulation_steps", "rounds", "steps")
             }
             on = f"{count} GPUs" if cuda else f"{len(os.sched_getaffinity(0))} cores"
             print(f"{count} processes on {on}, {placed.dtype}; {told}", *table(rows), sep="\n", flush=True)

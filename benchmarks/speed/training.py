@@ -102,7 +102,7 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     data = batch(case, placement)
     both = data.pop("tokens")
     data |= {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
-    settings = TrainSettings(lr=1e-4, schedule="constant", compile="yes" if case.compiled else "no")
+    settings = TrainSettings(lr=1e-4, lr_schedule="constant", compile="yes" if case.compiled else "no")
     processes = Processes(ALONE, placement.device)
     passes = WholeModel(model, processes, placement, compiled=wants_compilation(settings.compile, placement))
     step = make_step(passes, optimizer, map(dict, repeat(data)), processes, placement, settings)

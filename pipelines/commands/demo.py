@@ -192,7 +192,7 @@ def _seconds_per_step(config: Config) -> float:
     from retro.training.trainer import train
 
     trial = replace(
-        config.train, steps=6, warmup_steps=1, log_every=1, eval_every=0, monitor_every=0, eval_tokens=1, log_to=()
+        config.train, steps=6, warmup_steps=1, log_every=1, eval_every=0, monitor_every=0, eval_tokens=1, report_to=()
     )
     run = config.run.with_name(f".trial-{config.run.name}")
     logging.getLogger("retro").setLevel(logging.WARNING)

@@ -62,7 +62,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         levels += eval_report.levels_of(each, rows, settings, leakage)
         if leakage is not None:
             statistics.append(eval_report.statistics_of(each, rows, leakage, settings, source))
-        if settings.datastore_shares:
+        if settings.datastore_fractions:
             shares += eval_shares.measure_shares(opened, each, rows, settings, options.device)
     table = eval_report.results_table([each for rows in measured for each in rows])
     text = [*aligned([table.header, *table.rows]), *eval_report.change_lines(levels)]

@@ -148,8 +148,8 @@ def measure_checkpoints(
                 settings,
                 placement,
                 sequence_length=checkpoints[0].settings["data"]["sequence_length"],
-                source=checkpoint.settings["data"].get("neighbors", "nearest"),  # a control stays one
-                by_chunk=bool(settings.leakage) and (source or each.datastore).has("neighbors"),
+                source=checkpoint.settings["data"].get("neighbor_source", "nearest"),  # a control stays one
+                by_chunk=bool(settings.leakage_thresholds) and (source or each.datastore).has("neighbors"),
             )
             rows += [Measured(name, result) for result in results]
     return measured
@@ -209,7 +209,7 @@ def levels_of(
     yield _level(evaluation_set.name, None, 1.0, measured, settings.seed)
     if leakage is None:
         return
-    filtered = [by_leakage(each.result, leakage, settings.leakage) for each in measured]
+    filtered = [by_leakage(each.result, leakage, settings.leakage_thresholds) for each in measured]
     for row in zip(*filtered, strict=True):
         left = [Measured(each.model, part.result) for each, part in zip(measured, row, strict=True) if part.result]
         yield _level(evaluation_set.name, row[0].threshold, row[0].share, left, settings.seed)

@@ -35,8 +35,8 @@ def write_eval_page(path: Path, results: Mapping[str, Any]) -> None:
         Section(
             "By size of the datastore",
             text=_SHARES,
-            table=_shares(results["datastore_shares"]),
-            plots=_plots_by_share(results["datastore_shares"], sets),
+            table=_shares(results["datastore_fractions"]),
+            plots=_plots_by_share(results["datastore_fractions"], sets),
         ),
         Section("Fingerprints", table=Table(["of", "fingerprint"], setting_rows(results["fingerprints"]))),
         Section("Settings", table=Table(["setting", "value"], setting_rows(results["settings"]))),

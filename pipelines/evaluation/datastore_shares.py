@@ -44,19 +44,19 @@ class ShareLevel:
 def check_shares(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> None:
     """Raise InputError where shares are asked for and no model retrieves, or one was trained with random neighbors."""
     retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.cca_layers]
-    if settings.datastore_shares and not (retrieving and settings.k):
+    if settings.datastore_fractions and not (retrieving and settings.k):
         raise InputError(
-            f"evaluation.datastore_shares = {settings.datastore_shares}: "
+            f"evaluation.datastore_fractions = {settings.datastore_fractions}: "
             + (
                 "evaluation.k is empty."
                 if retrieving
                 else f"{checkpoints[0].path} does not retrieve (model.cca_layers)."
             )
         )
-    for checkpoint in retrieving if settings.datastore_shares else ():
-        if checkpoint.settings["data"].get("neighbors", "nearest") != "nearest":
+    for checkpoint in retrieving if settings.datastore_fractions else ():
+        if checkpoint.settings["data"].get("neighbor_source", "nearest") != "nearest":
             raise InputError(
-                f"evaluation.datastore_shares: {checkpoint.path} was trained with data.neighbors = 'random', "
+                f"evaluation.datastore_fractions: {checkpoint.path} was trained with data.neighbor_source = 'random', "
                 "to which a share of the datastore means nothing."
             )
 
@@ -89,7 +89,7 @@ def measure_shares(
                 evaluation_set,
                 num_chunks,
                 max(settings.k),
-                settings.datastore_shares,
+                settings.datastore_fractions,
                 seed=settings.seed,
                 device=device,
                 advance=advance,
@@ -134,5 +134,5 @@ def shares_table(levels: Sequence[ShareLevel]) -> Table:
 
 
 def as_json(levels: Sequence[ShareLevel]) -> dict[str, Any]:
-    """`datastore_shares`: for each set and share what it holds, results and changes."""
-    return {"datastore_shares": [asdict(level) for level in levels]}
+    """`datastore_fractions`: for each set and share what it holds, results and changes."""
+    return {"datastore_fractions": [asdict(level) for level in levels]}

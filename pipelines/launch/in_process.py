@@ -23,7 +23,7 @@ def run_training(config: Config, name: str, learning: Learning | None = None) ->
 
 def training_progress(config: Config, name: str) -> contextlib.AbstractContextManager[Callable[[int], None]]:
     """The progress bar of a run. How many steps epochs of examples are is known when they have been prepared."""
-    per_step = config.train.batch_size * config.train.accumulation * config.data.sequence_length
+    per_step = config.train.batch_size * config.train.gradient_accumulation_steps * config.data.sequence_length
     total = None if name == "finetune" and config.finetune.epochs else config.train.steps * per_step
     return progress(name, total=total, unit="tokens")
 

@@ -146,7 +146,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     from retro.model.presets import count_parameters, resolve
     from retro.model.retro import Retro
 
-    start = options.train.start_from if options.model.preset == "base" else ""
+    start = options.train.init_from if options.model.preset == "base" else ""
     model = resolve(options.model, open_checkpoint(Path(start)).model if start else None)
     model = replace(model, vocab_size=model.vocab_size or options.tokenizer.vocab_size)
     data, train = options.data, options.train
@@ -157,7 +157,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     with torch.device("meta"):
         made = Retro(model)
     per_token = flops_per_token(model, data, options.tuning)
-    per_step = train.batch_size * train.accumulation * data.sequence_length
+    per_step = train.batch_size * train.gradient_accumulation_steps * data.sequence_length
     rate = (
         measured_flops(Path(options.measured), options.measured_devices)
         if options.measured
@@ -172,10 +172,10 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     budget, modes = 0.9 * _size(options.device_memory), []
     for parallel in modes_of(options):
         memory = memory_of(
-            model, run, parallel, accumulation=train.accumulation, compiled=gpu and train.compile != "no"
+            model, run, parallel, accumulation=train.gradient_accumulation_steps, compiled=gpu and train.compile != "no"
         )
-        seconds = step_seconds * _RECOMPUTATION[parallel.checkpointing]
-        sent = sent_bytes(model, parallel, train.accumulation)
+        seconds = step_seconds * _RECOMPUTATION[parallel.activation_checkpointing]
+        sent = sent_bytes(model, parallel, train.gradient_accumulation_steps)
         days = seconds * tokens / per_step / 86_400
         modes.append(Mode(parallel, memory, sent, seconds, days, memory.device <= budget))
     return TrainPlan(
@@ -195,7 +195,7 @@ def modes_of(options: PlanTrainOptions) -> list[ParallelSettings]:
     data = _num_data(options)
     zeros: tuple[Zero, ...] = get_args(Zero) if data > 1 else (0,)
     return [
-        replace(options.parallel, data=data, zero=zero, offload=offload, checkpointing=checkpointing)
+        replace(options.parallel, data=data, zero=zero, cpu_offload=offload, activation_checkpointing=checkpointing)
         for offload, checkpointing, zero in itertools.product((False, True), get_args(Checkpointing), zeros)
         if zero or not offload
     ]
@@ -242,7 +242,7 @@ def _busy(options: PlanTrainOptions) -> float:
     if parallel.pipeline == 1:
         return 1.0
     runs = num_microbatches(parallel, options.train.batch_size // _num_data(options))
-    runs *= 2 if parallel.schedule == "interleaved" else 1
+    runs *= 2 if parallel.pipeline_schedule == "interleaved" else 1
     return runs / (runs + parallel.pipeline - 1)
 
 
@@ -275,7 +275,7 @@ def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
         ],
         [
             "step",
-            f"{human_count(plan.tokens_per_step)} tokens: {train.accumulation} × {train.batch_size} sequences, "
+            f"{human_count(plan.tokens_per_step)} tokens: {train.gradient_accumulation_steps} × {train.batch_size} sequences, "
             f"{plan.num_sequences} of a device in a pass",
         ],
         ["tokens", f"{plan.tokens:,.0f} in {plan.tokens / plan.tokens_per_step:,.0f} steps"],
@@ -287,7 +287,7 @@ def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
         parts = (memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.activations)
         modes.append(
             [
-                *(str(parallel.zero), parallel.checkpointing, "yes" if parallel.offload else ""),
+                *(str(parallel.zero), parallel.activation_checkpointing, "yes" if parallel.cpu_offload else ""),
                 *map(human_bytes, (*parts, memory.working, memory.device, memory.host, mode.sent_bytes)),
                 *(_short_time(mode.step_seconds), long_time(86_400 * mode.days), "yes" if mode.fits else "no"),
             ]
@@ -302,10 +302,13 @@ def advice(plan: TrainPlan, options: PlanTrainOptions) -> str:
         least = min(plan.modes, key=lambda mode: mode.memory.device)
         return (
             f"Nothing fits into {options.device_memory}: the least is {human_bytes(least.memory.device)}. Lower train.batch_size (and raise "
-            "train.accumulation), share layers (--parallel.tensor, --parallel.pipeline), or take more devices."
+            "train.gradient_accumulation_steps), share layers (--parallel.tensor, --parallel.pipeline), or take more devices."
         )
     parallel = mode.parallel
-    told = f'zero = {parallel.zero}, checkpointing = "{parallel.checkpointing}"' + ", offload = true" * parallel.offload
+    told = (
+        f'zero = {parallel.zero}, activation_checkpointing = "{parallel.activation_checkpointing}"'
+        + ", cpu_offload = true" * parallel.cpu_offload
+    )
     return (
         f"The cheapest that fits: {told}: {human_bytes(mode.memory.device)} on a device, {_short_time(mode.step_seconds)} a step, "
         f"{long_time(86_400 * mode.days)} for all tokens."

@@ -136,7 +136,7 @@ def write(run: Path, state: dict[str, Any], tensors: Tensors, group: dist.Proces
     folder = step_folder(run, state["step"])
     inputs = {str(number): fingerprint for number, fingerprint in enumerate(state["datastores"])}
     if state["started_from"]:
-        inputs["start_from"] = state["started_from"]
+        inputs["init_from"] = state["started_from"]
     recipe = Recipe(
         stage="train",
         version=FORMAT_VERSION,

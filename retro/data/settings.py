@@ -26,13 +26,15 @@ class DataSettings:
     """Neighbors of each chunk in training (paper: 2)."""
     k_choices: tuple[int, ...] = ()
     """Numbers of neighbors of which one is drawn for each batch, 0 for retrieval OFF; empty: always data.k."""
-    neighbors: Source = "nearest"
+    neighbor_source: Source = "nearest"
     """`nearest`, as stored; `random`: a control, chunks drawn uniformly outside the sequence's documents in each epoch."""
+    retrieval_dropout: float = 0.1
+    """Share of the sequences trained with retrieval OFF, so that the model stays good without."""
     max_overlap: float = 1.0
     """Neighbors are skipped that share a longer run of tokens with the chunk or with the next one than this share of its
     length; the next ones stored take their place. 1 skips none."""
     seed: int = 0
-    """Of the order of the sequences, of random neighbors and of the draws from data.k_choices."""
+    """Of the order of the sequences, of random neighbors and of the draws for data.k_choices and data.retrieval_dropout."""
     reading: Reading = "mmap"
     """How files are read, the batches are the same: `mmap` maps them into memory (of a URL: fetches them to the local cache
     first); `pread` reads only the ranges of bytes asked for, for network file systems (of a URL: by range requests)."""
@@ -61,9 +63,11 @@ class DataSettings:
             raise InputError(f"data.k = {self.k}: must be 0 (no retrieval) or more.")
         if any(k < 0 for k in self.k_choices):
             raise InputError(f"data.k_choices = {self.k_choices}: each must be 0 (no retrieval) or more.")
+        if not 0 <= self.retrieval_dropout <= 1:
+            raise InputError(f"data.retrieval_dropout = {self.retrieval_dropout}: must be between 0 and 1.")
         if not 0 <= self.max_overlap <= 1:
             raise InputError(f"data.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 skips no neighbor.")
 
     def neighbor_use(self, k: int) -> NeighborUse:
         """How k neighbors of each chunk are chosen under these settings."""
-        return NeighborUse(k, self.neighbors, self.max_overlap, self.seed, self.materialized)
+        return NeighborUse(k, self.neighbor_source, self.max_overlap, self.seed, self.materialized)

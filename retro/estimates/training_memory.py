@@ -84,7 +84,7 @@ def _memory_of_stage(
     units = parameter_units(settings, parallel, stage)
     states = state_bytes(units, parallel, accumulation)
     own, at_once = _own_pass(run, parallel, stage)
-    checkpointing, tensor = parallel.checkpointing, parallel.tensor
+    checkpointing, tensor = parallel.activation_checkpointing, parallel.tensor
     seen = _trace(_with_own_experts(divided(settings, tensor), parallel), own).only(
         lambda name: _is_held(settings, name, parallel, stage)
     )
@@ -98,7 +98,7 @@ def _memory_of_stage(
         gathered=_gathered_bytes(units, parallel),
         activations=round((kept - shared) * at_once) + shared,
         working=max(forward, again),
-        offloaded=parallel.offload,
+        offloaded=parallel.cpu_offload,
     )
 
 
@@ -244,7 +244,7 @@ def _own_pass(run: Pass, parallel: ParallelSettings, stage: int) -> tuple[Pass, 
         return replace(run, num_sequences=own), 1.0
     microbatches, before = num_microbatches(parallel, own), parallel.pipeline - stage
     at_once = float(min(before, microbatches))
-    if parallel.schedule == "interleaved":  # of two runs of layers, each half of what a process has
+    if parallel.pipeline_schedule == "interleaved":  # of two runs of layers, each half of what a process has
         at_once = min(2 * (before - 1) + parallel.pipeline + 1, 2 * microbatches) / 2
     return replace(run, num_sequences=own // microbatches), at_once
 

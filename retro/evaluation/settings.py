@@ -22,11 +22,11 @@ class EvaluationSettings:
     """Stop after about this many scored tokens of a set; 0 = all held-out documents."""
     batch_size: int = 8
     """Windows in a batch."""
-    leakage: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
+    leakage_thresholds: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
     """Bits-per-byte also over the chunks that share at most these parts of themselves with a neighbor; not while training."""
     leakage_neighbors: int = 10
     """Neighbors of a chunk that count as leaks, the nearest ones (paper: 10)."""
-    datastore_shares: tuple[float, ...] = ()
+    datastore_fractions: tuple[float, ...] = ()
     """Retrieval ON also with these shares of the documents of the datastore, searched anew; a larger share holds the
     smaller ones. E.g. 0.01 0.1 0.5 1; not while training."""
     seed: int = 0
@@ -36,11 +36,13 @@ class EvaluationSettings:
         check_entries(self.sets)
         if any(k < 1 for k in self.k):
             raise InputError(f"evaluation.k = {self.k}: numbers of neighbors, each at least 1.")
-        if any(not 0 <= threshold <= 1 for threshold in self.leakage):
-            raise InputError(f"evaluation.leakage = {self.leakage}: parts of a chunk, each between 0 and 1.")
-        if any(not 0 < share <= 1 for share in self.datastore_shares):
+        if any(not 0 <= threshold <= 1 for threshold in self.leakage_thresholds):
             raise InputError(
-                f"evaluation.datastore_shares = {self.datastore_shares}: each must be above 0 and at most 1."
+                f"evaluation.leakage_thresholds = {self.leakage_thresholds}: parts of a chunk, each between 0 and 1."
+            )
+        if any(not 0 < share <= 1 for share in self.datastore_fractions):
+            raise InputError(
+                f"evaluation.datastore_fractions = {self.datastore_fractions}: each must be above 0 and at most 1."
             )
         for key in ("window", "stride", "max_tokens"):
             if getattr(self, key) < 0:

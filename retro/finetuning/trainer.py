@@ -57,7 +57,7 @@ def finetune(
     Args:
         run: folder of the run.
         datastores: the first has the tokenizer; neighbors, or passages, are found in all of them.
-        model_settings: its sizes; its weights are those of `settings.start_from`.
+        model_settings: its sizes; its weights are those of `settings.init_from`.
         data_settings: sequence length; number of neighbors, 0 = no retrieval; seed.
         settings: steps, unless `finetuning.epochs` says how many.
         evaluation: `batch_size`, of held-out rows.
@@ -96,7 +96,9 @@ def finetune(
             batch_size=evaluation.batch_size,
             max_tokens=settings.eval_tokens,
         )
-        steps = math.ceil(finetuning.epochs * len(data.rows) / (settings.batch_size * settings.accumulation))
+        steps = math.ceil(
+            finetuning.epochs * len(data.rows) / (settings.batch_size * settings.gradient_accumulation_steps)
+        )
         train = replace(settings, steps=steps) if finetuning.epochs else settings
         # The template itself, so that a checkpoint says how it is spoken to.
         told = {**asdict(finetuning), "template": read_template(finetuning.template)}
@@ -112,7 +114,7 @@ def check_settings(data: DataSettings, finetuning: FinetuneSettings) -> None:
     if not finetuning.examples:
         raise InputError("finetune.examples is empty: name the files of examples, JSON Lines.")
     defaults = DataSettings()
-    for key in ("weights", "temperature", "token_budgets", "neighbors", "max_overlap", "materialized"):
+    for key in ("weights", "temperature", "token_budgets", "neighbor_source", "max_overlap", "materialized"):
         if getattr(data, key) != getattr(defaults, key):
             raise InputError(f"data.{key} = {getattr(data, key)!r}: `retro finetune` has no use for it; remove it.")
 

@@ -132,7 +132,7 @@ def _refuse_others(settings: ModelSettings, theirs: ModelSettings, open_fields: 
 def _beside(settings: ModelSettings, base: ModelSettings | None) -> ModelSettings:
     """The decoder of the base, with the encoder and cross-attention that are set, or else those it has, or else usual ones."""
     if base is None:
-        raise InputError("model.preset = 'base': stands for the model of train.start_from; name a trained one there.")
+        raise InputError("model.preset = 'base': stands for the model of train.init_from; name a trained one there.")
     beside = _BESIDE_BASE | (set() if any(base.smeared) else {"smeared_tokens"})
     _refuse_others(settings, base, beside)
     default = ModelSettings()

@@ -129,7 +129,7 @@ class ModelSettings:
     """Let the encoder read the decoder's embedding table, through a projection, instead of one of its own (the paper's)."""
     preset: str = ""
     """A row of the table in `retro/model/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) for all sizes; or
-    `base`: the decoder of the model that `train.start_from` names, all its sizes and options. Then cca_layers and the sizes of
+    `base`: the decoder of the model that `train.init_from` names, all its sizes and options. Then cca_layers and the sizes of
     the encoder may be set; left at their defaults, they are those that it has, or every third layer from 6 (of less than 12,
     every second), and an encoder of two layers as wide as the decoder, up to 896."""
 

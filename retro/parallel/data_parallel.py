@@ -28,7 +28,7 @@ def share_data(model: Retro, root: nn.Module, processes: Processes) -> None:
     """
     settings, mesh = processes.settings, processes.mesh("data")
     if settings.zero:
-        offload = CPUOffloadPolicy(mesh.device_type != "cpu") if settings.offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy()
         share: Callable[..., Any] = partial(
             fully_shard, mesh=mesh, offload_policy=offload, reshard_after_forward=settings.zero == 3
         )

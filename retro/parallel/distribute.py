@@ -50,7 +50,7 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
             parameter.requires_grad_(name not in frozen)
     if (mesh := processes.along("expert")) is not None:
         share_experts(model, mesh)
-    checkpoint_activations(model, settings.checkpointing)
+    checkpoint_activations(model, settings.activation_checkpointing)
     if compiled:
         # One graph for each shape of batch (number of neighbors, borders of documents), and for each kind of block where blocks are
         # compiled. The settings bound the shapes. At the default limit of 8, a ninth graph of a whole model is an error.

@@ -18,19 +18,19 @@ class ParallelSettings:
     """Processes that share the sequences of a batch; 0 = as many as the other ways leave."""
     zero: Zero = 0
     """What is divided over them (ZeRO): 0 nothing, 1 the optimizer's moments, 2 gradients too, 3 parameters too."""
-    offload: bool = False
+    cpu_offload: bool = False
     """Keep the divided parameters, gradients and moments in the host's memory, and step there; with `zero` from 1 on."""
     tensor: int = 1
     """Processes that share heads and feed-forward features of every layer, and the sequence between blocks."""
     pipeline: int = 1
     """Processes that share the layers, one after another."""
-    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
     """Of a pipeline: one run of layers for each process, or two (less waiting, more sending)."""
     microbatches: int = 0
     """Parts that pass through a pipeline one after another; 0 = twice as many as it has processes, if the batch can be cut so."""
     expert: int = 1
     """Data-parallel processes that share the experts of every layer that has some: tokens are sent to where theirs are."""
-    checkpointing: Checkpointing = "none"
+    activation_checkpointing: Checkpointing = "none"
     """Activations computed again in the backward pass: `none`; `selective`: all but matrix products and attention; `full`:
     everything within a block."""
 
@@ -38,9 +38,9 @@ class ParallelSettings:
         for key, least in (("data", 0), ("tensor", 1), ("pipeline", 1), ("microbatches", 0), ("expert", 1)):
             if getattr(self, key) < least:
                 raise InputError(f"parallel.{key} = {getattr(self, key)}: must be {least} or more.")
-        if self.offload and not self.zero:
+        if self.cpu_offload and not self.zero:
             raise InputError(
-                "parallel.offload = true: needs parallel.zero from 1 on, as only what is divided is offloaded."
+                "parallel.cpu_offload = true: needs parallel.zero from 1 on, as only what is divided is offloaded."
             )
 
 
@@ -77,10 +77,10 @@ def num_stages(settings: ParallelSettings, num_layers: int) -> int:
     Raises:
         InputError: there are not as many layers.
     """
-    stages = settings.pipeline * (2 if settings.schedule == "interleaved" and settings.pipeline > 1 else 1)
+    stages = settings.pipeline * (2 if settings.pipeline_schedule == "interleaved" and settings.pipeline > 1 else 1)
     if stages > num_layers:
         raise InputError(
-            f"parallel.pipeline = {settings.pipeline}, parallel.schedule = {settings.schedule!r}: make {stages} stages of "
+            f"parallel.pipeline = {settings.pipeline}, parallel.pipeline_schedule = {settings.pipeline_schedule!r}: make {stages} stages of "
             f"model.num_layers = {num_layers}, one layer each at least."
         )
     return stages

@@ -23,7 +23,7 @@ def name_batch(run: Path, data: Source, settings: TrainSettings, step: int, resu
         step: counted from 1.
         result: of the step.
     """
-    size = settings.batch_size * settings.accumulation
+    size = settings.batch_size * settings.gradient_accumulation_steps
     samples = range((step - 1) * size, step * size)
     path = run / "bad_batches" / f"{step:08d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

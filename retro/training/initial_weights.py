@@ -1,4 +1,4 @@
-"""`train.start_from`: the weights of a new run from those of a trained model.
+"""`train.init_from`: the weights of a new run from those of a trained model.
 
 A RETRO starts from a baseline (encoder and cross-attention are new, and add nothing yet), a baseline from a RETRO (they are left
 out), or either from its like, on other data or with another schedule. An adapter goes on where it was.
@@ -39,16 +39,16 @@ def start_from(checkpoint: Checkpoint, model: Retro, datastores: list[str], tuni
     for name in ours:
         if name in theirs and theirs[name].shape != ours[name].shape:
             shapes = f"{list(theirs[name].shape)} there and {list(ours[name].shape)} in this model"
-            raise InputError(f"train.start_from: {path}: {name} has the shape {shapes}. {advice}")
+            raise InputError(f"train.init_from: {path}: {name} has the shape {shapes}. {advice}")
     left_out = [name for name in theirs if name not in ours]
     foreign = [name for name in left_out if not name.startswith(RETRIEVAL)]
     if foreign:
-        raise InputError(f"train.start_from: {path} has weights that this model lacks: {', '.join(foreign)}. {advice}")
+        raise InputError(f"train.init_from: {path} has weights that this model lacks: {', '.join(foreign)}. {advice}")
     drawn = [name for name in ours if name not in theirs]
     trained = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[tuning.weights]
     if untrained := [name for name in drawn if not name.startswith(trained)]:
         raise InputError(
-            f"train.start_from: {path} lacks weights that this model has and that tuning.weights = {tuning.weights!r} does "
+            f"train.init_from: {path} lacks weights that this model has and that tuning.weights = {tuning.weights!r} does "
             f"not train: {', '.join(untrained)}. {advice}"
         )
     _check_meaning(checkpoint, model)
@@ -83,7 +83,7 @@ def start_adapter(checkpoint: Checkpoint | None, model: Retro, tuning: TuningSet
     for key in ("adapter", "rank", "alpha", "targets") if theirs.adapter == "lora" else ("adapter", "virtual_tokens"):
         if getattr(tuning, key) != getattr(theirs, key):
             raise InputError(
-                f"train.start_from: {checkpoint.path} has tuning.{key} = {getattr(theirs, key)!r}, this run "
+                f"train.init_from: {checkpoint.path} has tuning.{key} = {getattr(theirs, key)!r}, this run "
                 f"{getattr(tuning, key)!r}: set it to {getattr(theirs, key)!r}"
                 + (", or start from a file of `retro export`, which merges LoRA." if theirs.adapter == "lora" else ".")
             )
@@ -107,5 +107,5 @@ def _check_meaning(checkpoint: Checkpoint, model: Retro) -> None:
         theirs, ours = getattr(checkpoint.model, key), getattr(model.settings, key)
         if theirs != ours:
             raise InputError(
-                f"train.start_from: {checkpoint.path} has model.{key} = {theirs!r}, this model {ours!r}; set it to {theirs!r}."
+                f"train.init_from: {checkpoint.path} has model.{key} = {theirs!r}, this model {ours!r}; set it to {theirs!r}."
             )

@@ -83,7 +83,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
-            raise InputError("train.log_to: 'tensorboard' needs pip install 'retro[tensorboard]'.") from error
+            raise InputError("train.report_to: 'tensorboard' needs pip install 'retro[tensorboard]'.") from error
         self._writer = SummaryWriter(str(run / "tensorboard"))
 
     def write(self, values: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as error:
-            raise InputError("train.log_to: 'wandb' needs pip install 'retro[wandb]'.") from error
+            raise InputError("train.report_to: 'wandb' needs pip install 'retro[wandb]'.") from error
         known = run / "wandb.json"
         if step == 0 or not known.exists():
             write_json(known, {"id": secrets.token_hex(6)})
@@ -122,7 +122,7 @@ class WeightsAndBiases:
             )
         except wandb.errors.Error as error:
             raise InputError(
-                f"train.log_to: 'wandb': {error} Or set WANDB_MODE=offline, and run `wandb sync` later."
+                f"train.report_to: 'wandb': {error} Or set WANDB_MODE=offline, and run `wandb sync` later."
             ) from error
 
     def write(self, values: dict[str, Any]) -> None:
@@ -134,12 +134,12 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_loggers(run: Path, step: int, steps: int, log_to: tuple[str, ...]) -> list[Logger]:
+def open_loggers(run: Path, step: int, steps: int, report_to: tuple[str, ...]) -> list[Logger]:
     """The loggers of a run of `steps` that starts, or goes on, at `step`.
 
     Raises:
-        InputError: a package that `log_to` needs is missing.
+        InputError: a package that `report_to` needs is missing.
     """
     makers: dict[str, Callable[[Path, int], Logger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-    extra = [makers[name](run, step) for name in log_to]
+    extra = [makers[name](run, step) for name in report_to]
     return [JsonLines(run / "metrics.jsonl", step), Console(steps), *extra]

@@ -121,7 +121,7 @@ def loop(work: Work, at: Position) -> None:
     """
     settings, first_step, refused_in_a_row = work.settings, at.step + 1, 0
     with contextlib.ExitStack() as stack:
-        loggers = open_loggers(work.run, at.step, settings.steps, settings.log_to) if work.processes.is_first else []
+        loggers = open_loggers(work.run, at.step, settings.steps, settings.report_to) if work.processes.is_first else []
         for logger in loggers:
             stack.callback(logger.close)
         asked_to_stop = stack.enter_context(signals_as_requests())  # before the saver, so that its last write is safe
@@ -189,7 +189,7 @@ def _what_now(settings: TrainSettings, step: int) -> str:
             f"{saved} More than {_MOST_REFUSED} batches in a row were so: train with a lower train.lr in another `run`."
         )
     return (
-        f"{saved} To go on without this batch, run the same command with --train.on_nan skip; to train with a lower "
+        f"{saved} To go on without this batch, run the same command with --train.on-nan skip; to train with a lower "
         "train.lr, choose another `run`."
     )
 

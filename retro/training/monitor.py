@@ -92,7 +92,7 @@ class Monitor:
             self._warn(
                 step,
                 "gradient norm",
-                f"the norm of the gradient is {gradient_norm:.3g}, it was about {usual:.3g}: lower train.lr or train.clip, "
+                f"the norm of the gradient is {gradient_norm:.3g}, it was about {usual:.3g}: lower train.lr or train.max_grad_norm, "
                 "or warm up longer",
             )
         for name, value in figures.items():
@@ -128,7 +128,7 @@ class Monitor:
                 step,
                 "gradient norm of a group",
                 f"{group}: the norm of the gradient is {value:.3g}, it was about {statistics.median(before):.3g}: lower "
-                "train.lr or train.clip, or warm up longer",
+                "train.lr or train.max_grad_norm, or warm up longer",
             )
         self._take_in(name, value)
 

@@ -57,28 +57,35 @@ def decaying(model: nn.Module) -> Iterator[Tensor]:
 
 
 def learning_rate(
-    step: int, *, schedule: Schedule, steps: int, warmup_steps: int, lr: float, min_lr_ratio: float, decay_share: float
+    step: int,
+    *,
+    lr_schedule: Schedule,
+    steps: int,
+    warmup_steps: int,
+    lr: float,
+    min_lr_ratio: float,
+    decay_ratio: float,
 ) -> float:
     """The learning rate of a step, counted from 0: linear warm-up from 1e-7, then the schedule down to `min_lr_ratio`·lr.
 
     Args:
         step: the step to come.
-        schedule: `cosine`, `linear`, `constant`, or `wsd`: constant, then linear over the last `decay_share` of the steps.
+        lr_schedule: `cosine`, `linear`, `constant`, or `wsd`: constant, then linear over the last `decay_ratio` of the steps.
         steps: of the whole run.
         warmup_steps: of the warm-up (paper: 750).
         lr: the peak.
         min_lr_ratio: last learning rate over the peak (paper: 0.1).
-        decay_share: of the steps, for `wsd`.
+        decay_ratio: of the steps, for `wsd`.
     """
     if step < warmup_steps:
         return 1e-7 + (lr - 1e-7) * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-    if schedule == "constant":
+    if lr_schedule == "constant":
         share = 1.0
-    elif schedule == "cosine":
+    elif lr_schedule == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    elif schedule == "linear":
+    elif lr_schedule == "linear":
         share = max(0.0, 1 - progress)
     else:
-        share = min(1.0, max(0.0, (1 - progress) / decay_share))
+        share = min(1.0, max(0.0, (1 - progress) / decay_ratio))
     return lr * (min_lr_ratio + (1 - min_lr_ratio) * share)

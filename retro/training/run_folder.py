@@ -24,15 +24,15 @@ _FREE = {
     "train": [
         "device",
         "compile",
-        "data_workers",
+        "num_workers",
         "peak_tflops",
-        "threads",
+        "num_threads",
         "eval_every",
         "eval_tokens",
         "checkpoint_every",
         "keep_checkpoints",
         "log_every",
-        "log_to",
+        "report_to",
         "monitor_every",
         "on_nan",
     ],
@@ -107,7 +107,7 @@ def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: 
                 if _same_learning_rates(before, values, found.step):
                     continue
                 words += (
-                    f" (under the schedule {values['schedule']!r} the {found.step} steps done would have had other "
+                    f" (under train.lr_schedule = {values['lr_schedule']!r} the {found.step} steps done would have had other "
                     "learning rates; 'constant' and 'wsd', before it decays, can be made longer)"
                 )
             changed.append(words)
@@ -116,7 +116,7 @@ def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: 
 
 def _same_learning_rates(before: dict[str, Any], now: dict[str, Any], steps_done: int) -> bool:
     """Whether the steps that are done had the learning rates that the settings of now would give them."""
-    names = ("schedule", "steps", "warmup_steps", "lr", "min_lr_ratio", "decay_share")
+    names = ("lr_schedule", "steps", "warmup_steps", "lr", "min_lr_ratio", "decay_ratio")
     old, new = ({name: settings[name] for name in names} for settings in (before, now))
     return all(learning_rate(step, **old) == learning_rate(step, **new) for step in range(steps_done))
 

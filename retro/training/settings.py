@@ -20,7 +20,7 @@ class TrainSettings:
     `constant`, and with `wsd` before it decays."""
     batch_size: int = 8
     """Sequences of one forward pass."""
-    accumulation: int = 1
+    gradient_accumulation_steps: int = 1
     """Batches of one optimizer step, a forward and a backward pass each. The loss is the mean over the labels of all."""
     lr: float = 1e-3
     """Peak learning rate (paper: 2e-4 for the sizes from 172M to 1.5B)."""
@@ -28,9 +28,9 @@ class TrainSettings:
     """Last learning rate over the peak."""
     warmup_steps: int = 100
     """Linear warm-up from 1e-7 (paper: 750)."""
-    schedule: Schedule = "cosine"
+    lr_schedule: Schedule = "cosine"
     """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear end)."""
-    decay_share: float = 0.2
+    decay_ratio: float = 0.2
     """Share of the steps in which `wsd` decays."""
     weight_decay: float = 0.1
     """Of matrices and embeddings. Not of gains, biases, Transformer-XL's u and v, and what smears keys and queries."""
@@ -38,15 +38,13 @@ class TrainSettings:
     """Of the first moment."""
     beta2: float = 0.95
     """Of the second moment."""
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     """Largest norm of the gradient; 0 = no clipping."""
-    z_loss: float = 0.0
+    z_loss_weight: float = 0.0
     """Weight of the z-loss, which holds the logits near 0 (PaLM: 1e-4); metrics have it beside `loss`."""
-    retrieval_dropout: float = 0.1
-    """Share of the sequences trained with retrieval OFF, so that the model stays good without."""
     seed: int = 0
     """Of the initial weights and of dropout."""
-    start_from: str = ""
+    init_from: str = ""
     """Weights to begin with: a checkpoint, `RUN`, `RUN@best` or an exported file; empty = random ones. Encoder and
     cross-attention may be missing in it, or be too many."""
     precision: Precision = "auto"
@@ -64,11 +62,11 @@ class TrainSettings:
     compile: Compile = "auto"
     """Compile the model with `torch.compile`: `yes`, `no`, or `auto`: on CUDA. On a CPU it takes about a minute, and a step is
     then a third faster or so: for long runs."""
-    data_workers: int = -1
+    num_workers: int = -1
     """Processes that prepare batches ahead; 0 makes each when it is needed; -1: 2 on CUDA, else 0."""
     peak_tflops: float = 0.0
     """Peak of the device for MFU, in 10^12 operations per second; 0: its maker's figure, or measured (docs/explanation/training-step.md)."""
-    threads: int = 0
+    num_threads: int = 0
     """CPU threads of torch; 0 leaves its own choice."""
     eval_every: int = 500
     """Steps between held-out evaluations, retrieval ON and OFF; 0 = at the end only."""
@@ -80,31 +78,46 @@ class TrainSettings:
     """Checkpoints kept, the newest ones; the best one (`RUN@best`) is kept beside them."""
     log_every: int = 10
     """Steps between lines of `metrics.jsonl`; `loss` and `tokens_per_second` are means over them."""
-    log_to: tuple[str, ...] = ()
+    report_to: tuple[str, ...] = ()
     """More places for metrics: `tensorboard`, `wandb` (without a network: WANDB_MODE=offline)."""
 
     def __post_init__(self) -> None:
-        for key in ("steps", "batch_size", "accumulation", "checkpoint_every", "keep_checkpoints", "log_every"):
+        for key in (
+            "steps",
+            "batch_size",
+            "gradient_accumulation_steps",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "log_every",
+        ):
             if getattr(self, key) < 1:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be at least 1.")
-        not_negative = ("warmup_steps", "eval_every", "eval_tokens", "threads", "clip", "weight_decay", "peak_tflops")
-        for key in (*not_negative, "monitor_every", "z_loss"):
+        not_negative = (
+            "warmup_steps",
+            "eval_every",
+            "eval_tokens",
+            "num_threads",
+            "max_grad_norm",
+            "weight_decay",
+            "peak_tflops",
+        )
+        for key in (*not_negative, "monitor_every", "z_loss_weight"):
             if getattr(self, key) < 0:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be 0 or more.")
-        for key in ("retrieval_dropout", "min_lr_ratio", "beta1", "beta2"):
+        for key in ("min_lr_ratio", "beta1", "beta2"):
             if not 0 <= getattr(self, key) <= 1:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be between 0 and 1.")
-        if self.data_workers < -1:
-            raise InputError(f"train.data_workers = {self.data_workers}: must be 0 or more, or -1 to choose by device.")
+        if self.num_workers < -1:
+            raise InputError(f"train.num_workers = {self.num_workers}: must be 0 or more, or -1 to choose by device.")
         if self.lr <= 0:
             raise InputError(f"train.lr = {self.lr}: must be above 0.")
-        if not 0 < self.decay_share <= 1:
-            raise InputError(f"train.decay_share = {self.decay_share}: must be above 0 and at most 1.")
+        if not 0 < self.decay_ratio <= 1:
+            raise InputError(f"train.decay_ratio = {self.decay_ratio}: must be above 0 and at most 1.")
         if self.warmup_steps > self.steps:
             raise InputError(
                 f"train.warmup_steps = {self.warmup_steps}: must not exceed train.steps = {self.steps}. A short run needs both: "
-                f"--train.warmup_steps {self.steps // 10}, for example."
+                f"--train.warmup-steps {self.steps // 10}, for example."
             )
-        unknown = set(self.log_to) - {"tensorboard", "wandb"}
+        unknown = set(self.report_to) - {"tensorboard", "wandb"}
         if unknown:
-            raise InputError(f"train.log_to has {sorted(unknown)}: accepted are 'tensorboard' and 'wandb'.")
+            raise InputError(f"train.report_to has {sorted(unknown)}: accepted are 'tensorboard' and 'wandb'.")

@@ -64,7 +64,7 @@ def make_step(
     Args:
         passes: of a model in training mode.
         optimizer: of its parameters.
-        batches: this process's rows; `settings.accumulation` of them are taken for each step.
+        batches: this process's rows; `settings.gradient_accumulation_steps` of them are taken for each step.
         processes: that do the step together.
         placement: device and precision.
         settings: schedule, clipping, monitor.
@@ -78,7 +78,7 @@ def make_step(
 
     def forward_backward(scale: float) -> tuple[Tensor, int]:
         """All batches of a step. Their labels are counted first: a mean of the batches' means is not the step's mean."""
-        taken = [next(batches) for _ in range(settings.accumulation)]
+        taken = [next(batches) for _ in range(settings.gradient_accumulation_steps)]
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in taken]
         num_labels = processes.sum(torch.stack(counts).sum(), "data").clamp(min=1)
         num_sequences = sum(len(batch["tokens"]) for batch in taken) * processes.data
@@ -101,7 +101,7 @@ def make_step(
         looking = monitor if monitor and monitor.due(number + 1) else None
         figures = looking.gradients(scale) if looking else {}
         _unscale(scaler, optimizer, processes)
-        clipped = clip_(parameters, settings.clip or math.inf, passes.gradient_norm())
+        clipped = clip_(parameters, settings.max_grad_norm or math.inf, passes.gradient_norm())
         norm, loss, z_loss, *routing = torch.cat((clipped.to(measured).reshape(1), measured)).tolist()  # waits
         metrics = {"loss": loss, "lr": lr, "gradient_norm": norm}
         update = judge(loss, norm, scale if scaler.is_enabled() else None)
@@ -118,7 +118,7 @@ def make_step(
         figures = processes.merged(figures) if looking else {}
         if monitor:
             monitor.watch(number + 1, loss, norm, figures)
-        metrics |= {"z_loss": z_loss} if settings.z_loss else {}
+        metrics |= {"z_loss": z_loss} if settings.z_loss_weight else {}
         metrics |= {"loss_scale": scale} if scaler.is_enabled() else {}
         return StepResult(metrics | routing_metrics(routing, model), figures, num_tokens, update)
 
@@ -129,12 +129,12 @@ def _schedule(number: int, settings: TrainSettings) -> float:
     """The learning rate of a step."""
     return learning_rate(
         number,
-        schedule=settings.schedule,
+        lr_schedule=settings.lr_schedule,
         steps=settings.steps,
         warmup_steps=settings.warmup_steps,
         lr=settings.lr,
         min_lr_ratio=settings.min_lr_ratio,
-        decay_share=settings.decay_share,
+        decay_ratio=settings.decay_ratio,
     )
 
 

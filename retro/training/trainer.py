@@ -142,9 +142,9 @@ def train(
     def open_task(model: ModelSettings) -> Task:
         retrieval = bool(model.cca_layers)
         data = TrainingData(datastores, data_settings, retrieval=retrieval)
-        data.plan(settings.steps * settings.accumulation * settings.batch_size)
+        data.plan(settings.steps * settings.gradient_accumulation_steps * settings.batch_size)
         model = fit_to(model, data.datastores[0])
-        use = NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbors, seed=data_settings.seed)
+        use = NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbor_source, seed=data_settings.seed)
         measure = partial(
             measure_sets,
             sets=open_sets(evaluation.sets, datastores, model, use.k, data_settings.reading),
@@ -226,7 +226,7 @@ def fit(
     for part in passes.parts:
         part.train()
     # A frozen decoder learns nothing from sequences without neighbors.
-    dropped = 0.0 if tuning.retrieval_only else settings.retrieval_dropout
+    dropped = 0.0 if tuning.retrieval_only else task.data_settings.retrieval_dropout
     batches = _batches(data, settings, dropped, position.step, processes, placement)
     work = Work(
         run,
@@ -250,8 +250,8 @@ def fit(
 
 def _placement(settings: TrainSettings) -> Placement:
     """The device of this process, which is set up for it."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
     device = settings.device
     if device in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         device = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
@@ -265,9 +265,9 @@ def _placement(settings: TrainSettings) -> Placement:
 
 def _start(run: Path, settings: TrainSettings) -> checkpoints.Checkpoint | None:
     """The weights that a run begins with; None where it goes on, or draws its own."""
-    if not settings.start_from or checkpoints.latest(run) is not None:
+    if not settings.init_from or checkpoints.latest(run) is not None:
         return None
-    return checkpoints.open_checkpoint(Path(settings.start_from))
+    return checkpoints.open_checkpoint(Path(settings.init_from))
 
 
 def _base(run: Path, start: checkpoints.Checkpoint | None) -> ModelSettings | None:
@@ -308,10 +308,10 @@ def as_plain_json(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, An
 
 def _check_tuning(tuning: TuningSettings, settings: TrainSettings) -> None:
     """Raise InputError where nothing sensible would come of it."""
-    if tuning.weights != "all" and not settings.start_from:
+    if tuning.weights != "all" and not settings.init_from:
         raise InputError(
             f"tuning.weights = {tuning.weights!r}: what is frozen would stay as it was drawn; name trained weights in "
-            "train.start_from."
+            "train.init_from."
         )
 
 
@@ -331,7 +331,10 @@ def _share_out(model: Retro, processes: Processes, placement: Placement, setting
     """The model, shared out over processes; each data-parallel one drops features of its own where there is dropout."""
     if processes.count > 1:
         torch.manual_seed(mix(mix(settings.seed) + processes.data_rank) >> 1)
-    options: dict[str, Any] = {"z_weight": settings.z_loss, "compiled": wants_compilation(settings.compile, placement)}
+    options: dict[str, Any] = {
+        "z_weight": settings.z_loss_weight,
+        "compiled": wants_compilation(settings.compile, placement),
+    }
     if processes.along("pipeline") is not None:
         return Pipeline(model, processes, placement, settings.batch_size, **options)
     return WholeModel(model, processes, placement, **options)
@@ -367,10 +370,12 @@ def _batches(
     placement: Placement,
 ) -> Iterator[TensorBatch]:
     """This process's rows of the batches from a step to the end of the run."""
-    workers = settings.data_workers
+    workers = settings.num_workers
     return load(
         data,
-        batches=range(step * settings.accumulation, settings.steps * settings.accumulation),
+        batches=range(
+            step * settings.gradient_accumulation_steps, settings.steps * settings.gradient_accumulation_steps
+        ),
         batch_size=settings.batch_size,
         rows=processes.rows(settings.batch_size),
         dropped=dropped,

@@ -80,7 +80,7 @@ def test_eval_compares_two_checkpoints_on_every_set_and_by_what_leaks(trained: P
 
 
 def test_eval_without_thresholds_measures_no_leakage(trained: Path, capsys) -> None:
-    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.leakage"]) == 0
+    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.leakage-thresholds"]) == 0
     assert "leakage" not in capsys.readouterr().out
 
 
@@ -271,8 +271,8 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
             ["evaluation.sets has 'a=nowhere'", "not a datastore"],
         ),
         (
-            ["eval", "perplexity", "RUN", "--evaluation.leakage", "2"],
-            ["evaluation.leakage = (2.0,)", "between 0 and 1"],
+            ["eval", "perplexity", "RUN", "--evaluation.leakage-thresholds", "2"],
+            ["evaluation.leakage_thresholds = (2.0,)", "between 0 and 1"],
         ),
         (["eval", "perplexity", "RUN", "--against", "RUN"], ["--against", "same checkpoint"]),
         (["eval", "perplexity", "RUN", "--leakage-from", "nowhere"], ["nowhere is not a datastore"]),

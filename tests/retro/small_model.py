@@ -124,7 +124,7 @@ def step_of(
     """The trainer's step, of a model that is trained by one process in float32."""
     placement = choose_placement("cpu", "float32")
     processes = Processes(ALONE, placement.device)
-    passes = WholeModel(model, processes, placement, z_weight=settings.z_loss)
+    passes = WholeModel(model, processes, placement, z_weight=settings.z_loss_weight)
     return make_step(passes, optimizer, batches, processes, placement, settings)
 
 

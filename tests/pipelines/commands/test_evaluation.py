@@ -55,7 +55,7 @@ def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path:
     assert main(["eval", "perplexity", str(trained / "run"), "--against", str(trained / "baseline"), *arguments]) == 0
     assert re.search(r"0\.1 +\d+ +\d+ +run ON k=1", capsys.readouterr().out)
     written = json.loads(out.read_text())
-    small, whole = written["datastore_shares"]
+    small, whole = written["datastore_fractions"]
     train = Datastore.open(trained / "datastore").train
     assert (whole["datastore_documents"], whole["datastore_chunks"]) == (train.num_documents, train.num_chunks)
     assert 0 < small["datastore_chunks"] < whole["datastore_chunks"] / 4
@@ -79,13 +79,13 @@ def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path:
 def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path: Path, capsys) -> None:
     out, page = tmp_path / "results.json", tmp_path / "results.html"
     arguments = [
-        "--evaluation.datastore-shares",
+        "--evaluation.datastore-fractions",
         "0.2",
         "1",
         "--evaluation.k",
         "1",
         "2",
-        "--evaluation.leakage",
+        "--evaluation.leakage-thresholds",
         "0",
         "0.5",
         "1",
@@ -94,7 +94,7 @@ def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path
     assert main(["eval", "perplexity", str(trained / "run"), *arguments, *sets, "--output", str(out)]) == 0
     assert f"report: {page}" in capsys.readouterr().out
     html, written = page.read_text(), json.loads(out.read_text())
-    for level in (*written["leakage"], *written["datastore_shares"], {"results": written["results"]}):
+    for level in (*written["leakage"], *written["datastore_fractions"], {"results": written["results"]}):
         for row in level["results"]:
             assert f"{row['bits_per_byte']:.4f}" in html
     # By k, by α, by share and the overlap, of each of both sets.
@@ -115,15 +115,22 @@ def test_the_page_lies_beside_the_json_file_and_leaves_out_what_was_not_measured
 
 
 def test_shares_mean_nothing_without_retrieval_or_to_a_control(trained: Path, tmp_path: Path, capsys) -> None:
-    shares = ["--evaluation.datastore-shares", "0.5"]
+    shares = ["--evaluation.datastore-fractions", "0.5"]
     assert main(["eval", "perplexity", str(trained / "baseline"), *shares]) == 2
     assert "does not retrieve" in capsys.readouterr().err
     assert main(["eval", "perplexity", str(trained / "run"), *shares, "--evaluation.k"]) == 2
     assert "evaluation.k is empty" in capsys.readouterr().err
-    control = ["train", str(trained / "run.toml"), "--run", str(tmp_path / "control"), "--data.neighbors", "random"]
+    control = [
+        "train",
+        str(trained / "run.toml"),
+        "--run",
+        str(tmp_path / "control"),
+        "--data.neighbor-source",
+        "random",
+    ]
     assert main([*control, "--train.steps", "2"]) == 0
     assert main(["eval", "perplexity", str(tmp_path / "control"), *shares]) == 2
-    assert "data.neighbors = 'random'" in capsys.readouterr().err
+    assert "data.neighbor_source = 'random'" in capsys.readouterr().err
 
 
 def test_questions_are_asked_closed_and_open_book(trained: Path, questions: Path, tmp_path: Path, capsys) -> None:
@@ -272,7 +279,10 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
         ),
         (["eval", "qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
         (["eval", "qa", "nowhere", "QUESTIONS"], ["nowhere is neither a checkpoint"]),
-        (["eval", "perplexity", "RUN", "--evaluation.datastore-shares", "2"], ["evaluation.datastore_shares = (2.0,)"]),
+        (
+            ["eval", "perplexity", "RUN", "--evaluation.datastore-fractions", "2"],
+            ["evaluation.datastore_fractions = (2.0,)"],
+        ),
         (["eval", "harness", "RUN"], ["--tasks is empty"]),
         (["eval", "qa", "RUN", "QUESTIONS", "--output", "qa.html"], ["output = 'qa.html'", "ends in .json"]),
         (["eval", "perplexity", "RUN", "--output", "results"], ["output = 'results'", "ends in .json"]),

@@ -18,7 +18,7 @@ from tests.retro.finetuning.examples import INSTRUCTIONS, write
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, tiny_run: Path) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
-    train = replace(config.train, start_from=str(tiny_run), steps=4, eval_every=2)
+    train = replace(config.train, init_from=str(tiny_run), steps=4, eval_every=2)
     examples = write(tmp_path / "examples.jsonl", INSTRUCTIONS)
     data = replace(config.data, sequence_length=128)
     return replace(config, train=train, data=data, finetune=FinetuneSettings((examples,), held_out=0.3))

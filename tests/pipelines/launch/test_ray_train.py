@@ -28,7 +28,7 @@ STEPS = 200
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
-    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "threads": 0, "eval_every": 0}
+    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "num_threads": 0, "eval_every": 0}
     settings = replace(config.train, steps=STEPS, checkpoint_every=10, **changes)
     executor = ExecutorSettings(train=Resources(workers=2))
     return replace(config, model=replace(config.model, dropout=0.1), train=settings, executor=executor)
@@ -74,7 +74,7 @@ def test_a_killed_worker_changes_nothing(cluster: Any, config: Config) -> None:
     driver.until(lambda: steps_done(driver.run) > 25)
     os.kill(max(workers()), signal.SIGKILL)
     calm = replace(config, run=config.run.with_name("calm"), executor=ExecutorSettings())
-    calm = replace(calm, train=replace(calm.train, threads=1))
+    calm = replace(calm, train=replace(calm.train, num_threads=1))
     processes = Processes(calm)
     assert processes.end() == [0, 0], processes.said.read_text()
     assert driver.process.wait(PATIENCE) == 0, driver.log.read_text()

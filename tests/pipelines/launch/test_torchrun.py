@@ -41,7 +41,7 @@ LATEST = 35  # operation at which processes are killed: checkpoints take 10 of t
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
-    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "threads": 1, "schedule": "constant"}
+    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "num_threads": 1, "lr_schedule": "constant"}
     settings = replace(config.train, steps=STEPS, eval_every=32, eval_tokens=100, **changes)
     return replace(config, model=replace(config.model, dropout=0.1), train=settings)
 

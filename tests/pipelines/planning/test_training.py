@@ -29,7 +29,7 @@ def test_the_verb_prints_every_mode_and_writes_them(tmp_path: Path, capsys) -> N
     plan = json.loads(out.read_text())
     assert len(plan["modes"]) == 4 * 3 + 3 * 3  # offload needs ZeRO
     assert f"{plan['all_parameters']:,} with embeddings" in printed
-    assert 'The cheapest that fits: zero = 0, checkpointing = "none"' in printed
+    assert 'The cheapest that fits: zero = 0, activation_checkpointing = "none"' in printed
 
 
 def test_a_file_of_settings_may_be_named_and_plans_of_datastores_stay(
@@ -49,7 +49,7 @@ def test_time_is_operations_over_what_the_devices_do() -> None:
 
     per_token = 3 * forward_flops(resolve(ModelSettings(**sizes)), 128, 2) / 128  # type: ignore[arg-type]
     assert plan.flops_per_token == per_token
-    by_checkpointing = {mode.parallel.checkpointing: mode for mode in plan.modes}
+    by_checkpointing = {mode.parallel.activation_checkpointing: mode for mode in plan.modes}
     assert by_checkpointing["none"].days == pytest.approx(1e9 * per_token / (2 * 50e12) / 86_400)
     assert by_checkpointing["none"].step_seconds == pytest.approx(8 * 128 * per_token / (2 * 50e12))
     assert by_checkpointing["full"].days == pytest.approx(by_checkpointing["none"].days * 4 / 3)
@@ -58,7 +58,7 @@ def test_time_is_operations_over_what_the_devices_do() -> None:
 
 def test_a_pipeline_waits_at_its_ends() -> None:
     alone, four = (
-        planned("--devices", "4", "--parallel.pipeline", p, "--train.batch_size", "32")[1]["plan"] for p in ("1", "4")
+        planned("--devices", "4", "--parallel.pipeline", p, "--train.batch-size", "32")[1]["plan"] for p in ("1", "4")
     )
     assert four.modes[0].step_seconds == pytest.approx(alone.modes[0].step_seconds * (8 + 3) / 8)
 

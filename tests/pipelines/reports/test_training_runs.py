@@ -26,7 +26,7 @@ from retro.training.run_folder import read_metrics
 def write_run(folder: Path, steps: int = 20, *, sets=("valid",), modes=("off", "on"), **settings) -> Path:
     """The folder of a run of 20 steps that has come so far, evaluated at every fifth."""
     folder.mkdir(parents=True)
-    train = {"steps": 20, "lr": 1e-3, "log_to": []} | settings
+    train = {"steps": 20, "lr": 1e-3, "report_to": []} | settings
     (folder / "settings.json").write_text(json.dumps({"train": train, "data": {"k": 2}}))
     lines: list[dict[str, float]] = []
     for step in range(1, steps + 1):
@@ -77,7 +77,7 @@ def test_a_run_is_shown_with_its_figures_its_curves_and_its_settings(tmp_path: P
         "mfu",
         "memory_bytes",
     ]
-    assert "<td>train.log_to</td>" in html
+    assert "<td>train.report_to</td>" in html
     assert "<script" not in html
     assert set(re.findall(r"https?://[^\"\s]+", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
 

@@ -113,7 +113,9 @@ def test_copies_in_the_other_datastore_are_neighbors_until_overlap_excludes_them
 
 
 def test_random_neighbors_come_from_both_by_their_sizes(both: Config, other: Config) -> None:
-    data = TrainingData([both.datastore], DataSettings(sequence_length=64, k=4, neighbors="random"), retrieval=True)
+    data = TrainingData(
+        [both.datastore], DataSettings(sequence_length=64, k=4, neighbor_source="random"), retrieval=True
+    )
     retrieval = data.retrieval[0]
     share = retrieval.splits[1].num_chunks / retrieval.num_chunks
     texts = {row.tobytes() for row in retrieval.splits[1].tokens.read(0, retrieval.splits[1].num_chunks)}

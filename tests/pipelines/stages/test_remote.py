@@ -256,7 +256,15 @@ def test_a_datastore_at_a_url_is_searched_inspected_and_trained_from(
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["data"]["datastores"] == [url]
     assert (
         main(
-            ["eval", "perplexity", str(tmp_path / "run"), "--evaluation.max-tokens", "200", "--evaluation.leakage", "1"]
+            [
+                "eval",
+                "perplexity",
+                str(tmp_path / "run"),
+                "--evaluation.max-tokens",
+                "200",
+                "--evaluation.leakage-thresholds",
+                "1",
+            ]
         )
         == 0
     )

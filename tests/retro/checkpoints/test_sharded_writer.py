@@ -264,7 +264,7 @@ def nested(name: str, module: nn.Module) -> nn.Module:
 
 
 def weights_of_a_baseline(case: Case) -> None:
-    """`train.start_from` into a sharded model, from a checkpoint in parts."""
+    """`train.init_from` into a sharded model, from a checkpoint in parts."""
     model = shard(new_model(seed=1), case.mesh)
     drawn = whole(model, new_optimizer(model))
     baseline = new_model(seed=2, cca_layers=())

@@ -49,7 +49,12 @@ def of_row(batch: Batch, row: int) -> list[list]:
 
 def test_a_row_of_a_batch_does_not_depend_on_the_others(tiny_datastore: Datastore) -> None:
     """Any number of processes may read: batches of 8 hold what batches of 4 and of 1 hold, whatever is asked for."""
-    for changes in ({}, {"neighbors": "random"}, {"max_overlap": 0.3}, {"neighbors": "random", "max_overlap": 0.3}):
+    for changes in (
+        {},
+        {"neighbor_source": "random"},
+        {"max_overlap": 0.3},
+        {"neighbor_source": "random", "max_overlap": 0.3},
+    ):
         options = DataSettings(sequence_length=64, k=3, **changes)
         two = TrainingData([tiny_datastore.folder] * 2, options, retrieval=True)
         whole = two.batch(range(8))
@@ -112,7 +117,7 @@ def test_no_epoch_of_a_seed_has_the_order_of_an_epoch_of_another(tiny_datastore:
 
 
 def test_random_neighbors_differ_from_epoch_to_epoch_and_not_with_the_batch(tiny_datastore: Datastore) -> None:
-    options = DataSettings(sequence_length=16, k=3, neighbors="random")
+    options = DataSettings(sequence_length=16, k=3, neighbor_source="random")
     data = TrainingData([tiny_datastore.folder], options, retrieval=True)
     per_epoch = data.datastores[0].train.num_chunks
     first_chunks = {data.locate(sample)[1]: sample for sample in range(per_epoch)}

@@ -54,8 +54,8 @@ def same(one: Batch, other: Batch) -> bool:
         {"k": 5},
         {"k": 1, "k_choices": (0, 1, 4)},
         {"k": 2, "max_overlap": 0.3},
-        {"k": 2, "neighbors": "random"},
-        {"k": 2, "neighbors": "random", "max_overlap": 0.3},
+        {"k": 2, "neighbor_source": "random"},
+        {"k": 2, "neighbor_source": "random", "max_overlap": 0.3},
     ],
 )
 def test_batches_are_equal_in_every_way_of_reading(config: Config, starved: Config, changes: dict) -> None:

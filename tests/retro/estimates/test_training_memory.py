@@ -71,7 +71,7 @@ def test_tensor_parallelism_divides_what_the_blocks_hold_and_nothing_else() -> N
 )
 def test_a_process_of_a_pipeline_holds_what_its_stages_hold(schedule: str, changes: dict[str, Any]) -> None:
     settings = replace(SETTINGS, **changes)
-    parallel = ParallelSettings(pipeline=2, schedule=schedule)  # type: ignore[arg-type]
+    parallel = ParallelSettings(pipeline=2, pipeline_schedule=schedule)  # type: ignore[arg-type]
     alone, rounds = Processes(ParallelSettings(), torch.device("cpu")), 1 if schedule == "1f1b" else 2
     for process in range(2):
         stages = [Stage(Retro(settings), process + 2 * r, 2 * rounds, alone) for r in range(rounds)]
@@ -112,10 +112,10 @@ def test_each_stage_of_zero_and_each_checkpointing_takes_less() -> None:
     stages = [of(zero=zero) for zero in (1, 2, 3)]
     assert of().states > stages[0].states == stages[2].states
     assert stages[1].gathered > stages[2].gathered
-    assert [of(checkpointing=how).activations for how in ("none", "selective", "full")] == sorted(
-        (of(checkpointing=how).activations for how in ("none", "selective", "full")), reverse=True
+    assert [of(activation_checkpointing=how).activations for how in ("none", "selective", "full")] == sorted(
+        (of(activation_checkpointing=how).activations for how in ("none", "selective", "full")), reverse=True
     )
-    offloaded = of(zero=3, offload=True)
+    offloaded = of(zero=3, cpu_offload=True)
     assert offloaded.host == stages[2].states
     assert offloaded.device == stages[2].device - stages[2].states
     assert stages[2].host == 0
@@ -131,11 +131,13 @@ def test_activations_follow_the_sequences_that_a_process_has() -> None:
 def test_a_pipeline_keeps_most_in_its_first_process_and_interleaving_takes_more() -> None:
     run = replace(RUN, num_sequences=16)
     decoder = replace(SETTINGS, cca_layers=())
-    plain = memory_of(decoder, run, ParallelSettings(pipeline=2, microbatches=8, checkpointing="full"))
-    interleaved = ParallelSettings(pipeline=2, microbatches=8, checkpointing="full", schedule="interleaved")
+    plain = memory_of(decoder, run, ParallelSettings(pipeline=2, microbatches=8, activation_checkpointing="full"))
+    interleaved = ParallelSettings(
+        pipeline=2, microbatches=8, activation_checkpointing="full", pipeline_schedule="interleaved"
+    )
     assert memory_of(decoder, run, interleaved).activations > plain.activations
     # Two microbatches are under way at most, so more of them, and smaller, take less.
-    fewer = ParallelSettings(pipeline=2, microbatches=4, checkpointing="full")
+    fewer = ParallelSettings(pipeline=2, microbatches=4, activation_checkpointing="full")
     assert memory_of(decoder, run, fewer).activations > plain.activations
 
 

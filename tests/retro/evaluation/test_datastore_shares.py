@@ -136,5 +136,5 @@ def test_given_neighbors_are_read_in_place_of_the_stored_ones(tiny_model: Retro,
 
 @pytest.mark.parametrize("shares", [(0.0,), (0.5, 1.5), (-0.1,)])
 def test_a_share_that_is_none_is_refused(shares: tuple[float, ...]) -> None:
-    with pytest.raises(InputError, match=r"evaluation\.datastore_shares"):
-        EvaluationSettings(datastore_shares=shares)
+    with pytest.raises(InputError, match=r"evaluation\.datastore_fractions"):
+        EvaluationSettings(datastore_fractions=shares)

@@ -126,7 +126,11 @@ def test_a_run_is_of_its_examples_and_of_its_verb(config: Config) -> None:
     [
         ("finetune", {"examples": ()}, r"finetune\.examples is empty"),
         ("data", {"max_overlap": 0.5}, r"data\.max_overlap = 0\.5: `retro finetune` has no use for it"),
-        ("data", {"neighbors": "random"}, r"data\.neighbors = 'random': `retro finetune` has no use for it"),
+        (
+            "data",
+            {"neighbor_source": "random"},
+            r"data\.neighbor_source = 'random': `retro finetune` has no use for it",
+        ),
         ("model", {"chunk_length": 8}, r"model\.chunk_length = 8: the datastore has chunks of 16"),
     ],
 )
@@ -139,7 +143,7 @@ def test_what_does_not_fit_is_refused(config: Config, section: str, change, word
 @pytest.mark.parametrize("adapter", ["lora", "prompt"])
 def test_an_adapter_alone_is_tuned_beside_the_base(config: Config, tiny_run: Path, adapter: Adapter) -> None:
     pytest.importorskip("peft")
-    config = with_train(config, steps=2, warmup_steps=1, start_from=str(tiny_run), lr=1e-2)
+    config = with_train(config, steps=2, warmup_steps=1, init_from=str(tiny_run), lr=1e-2)
     config = replace(config, model=ModelSettings(preset="base", chunk_length=16))
     outcome = run(config, tuning=TuningSettings(weights="none", adapter=adapter))
     before, after = (read_tensors(index(open_checkpoint(path).weights)) for path in (tiny_run, outcome.checkpoint))
@@ -194,9 +198,9 @@ def test_answers_that_stand_in_passages_alone_are_read_from_them(
     monkeypatch.setattr(preparing, "find_passages", lambda retriever, questions, k, **options: passages)
     path = write(tmp_path / "q.jsonl", [{"question": "which?", "answers": [word]} for word in words])
     config = with_train(config, steps=60, lr=1e-2, warmup_steps=5, eval_every=0, batch_size=4, checkpoint_every=60)
-    config = with_train(config, retrieval_dropout=0.0, precision="float32")
+    config = with_train(config, precision="float32")
     model = replace(config.model, dropout=0.0, num_layers=2, cca_layers=(1, 2))
-    config = replace(config, model=model, data=replace(config.data, sequence_length=48, k=1))
+    config = replace(config, model=model, data=replace(config.data, sequence_length=48, k=1, retrieval_dropout=0.0))
     outcome = run(with_finetune(config, examples=(path,), format="questions", held_out=0.0, packed=False))
     assert losses(outcome)[-1] < 0.1
     tokenizer = Tokenizer.open(tiny_datastore.folder / "tokenizer")

@@ -83,14 +83,17 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "data": ("plain", {}),
     "float16": ("float16", {"zero": 3}),
     "zero-1": ("plain", {"zero": 1}),
-    "zero-2": ("plain", {"zero": 2, "checkpointing": "selective"}),
-    "zero-3-offload": ("plain", {"zero": 3, "offload": True}),
+    "zero-2": ("plain", {"zero": 2, "activation_checkpointing": "selective"}),
+    "zero-3-offload": ("plain", {"zero": 3, "cpu_offload": True}),
     "tensor": ("learned", {"tensor": 4}),
-    "tensor-zero-3": ("alibi", {"tensor": 2, "zero": 3, "checkpointing": "full"}),
+    "tensor-zero-3": ("alibi", {"tensor": 2, "zero": 3, "activation_checkpointing": "full"}),
     "pipeline": ("alibi", {"pipeline": 4}),
     "pipeline-zero-3": ("learned", {"pipeline": 2, "zero": 3}),
-    "interleaved-tensor": ("transformer-xl", {"pipeline": 2, "schedule": "interleaved", "tensor": 2}),
-    "interleaved-zero-1": ("experts", {"pipeline": 2, "schedule": "interleaved", "zero": 1, "checkpointing": "full"}),
+    "interleaved-tensor": ("transformer-xl", {"pipeline": 2, "pipeline_schedule": "interleaved", "tensor": 2}),
+    "interleaved-zero-1": (
+        "experts",
+        {"pipeline": 2, "pipeline_schedule": "interleaved", "zero": 1, "activation_checkpointing": "full"},
+    ),
     "expert": ("experts", {"expert": 4}),
     "expert-zero-3": ("experts", {"expert": 2, "zero": 3}),
     "retrofit-zero-3": ("retrofit", {"zero": 3}),
@@ -104,7 +107,7 @@ COUNTED: list[tuple[ParallelSettings, int]] = [
     (ParallelSettings(zero=zero), accumulation)  # type: ignore[arg-type]
     for zero in (0, 1, 2, 3)
     for accumulation in (1, 2)
-] + [(ParallelSettings(zero=3, checkpointing="full"), 1), (ParallelSettings(expert=4), 1)]
+] + [(ParallelSettings(zero=3, activation_checkpointing="full"), 1), (ParallelSettings(expert=4), 1)]
 """What is counted of how many batches' step."""
 ACCUMULATED = [ParallelSettings(), ParallelSettings(zero=2), ParallelSettings(pipeline=2), ParallelSettings(expert=2)]
 """How four processes share a step of one batch, and of two."""
@@ -119,7 +122,7 @@ def run_of(
     settings = replace(config.train, precision=precision, **changes)
     if options in TUNED:
         whole = options == "prefix"  # without retrieval to draw
-        settings = replace(settings, start_from=str(config.run / ("retro" if whole else "base")))
+        settings = replace(settings, init_from=str(config.run / ("retro" if whole else "base")))
     outcome = train(
         folder,
         [config.datastore],
@@ -148,7 +151,7 @@ def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dic
     own = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
     passes = WholeModel(model, processes, placement)
     optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr_factor": 1.0}])
-    settings = TrainSettings(accumulation=accumulation, monitor_every=0)
+    settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0)
     step = make_step(passes, optimizer, map(dict, itertools.repeat(own)), processes, placement, settings)
     step(0)
     with Communication() as communication:
@@ -174,7 +177,7 @@ def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, floa
     ]
     parameters = [parameter for _, parameter in all_parameters(passes.parts)]
     optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
-    settings = TrainSettings(accumulation=accumulation, monitor_every=0, z_loss=0.01)
+    settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0, z_loss_weight=0.01)
     return make_step(passes, optimizer, iter(own), processes, placement, settings)(0).metrics
 
 
@@ -182,7 +185,7 @@ def graphs() -> dict[str, int]:
     """How many a compiled, checkpointed model of several processes has after a training step, and after an evaluation."""
     torch.compile = partial(torch.compile, backend="aot_eager")
     placement = choose_placement("cpu", "float32")
-    processes = Processes(ParallelSettings(zero=2, checkpointing="full"), placement.device)
+    processes = Processes(ParallelSettings(zero=2, activation_checkpointing="full"), placement.device)
     passes = WholeModel(build().train(), processes, placement, compiled=True)
     tokens, neighbors, _ = batch()
     inputs = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
@@ -218,7 +221,7 @@ def process(rank: int, folder: Path, config: Config) -> None:
         if problem:
             os._exit(1)  # what the others wait for will not come
     try:
-        run_of(config, folder / "not-finite", "plain", {"pipeline": 2, "zero": 2}, lr=1e30, clip=0.0)
+        run_of(config, folder / "not-finite", "plain", {"pipeline": 2, "zero": 2}, lr=1e30, max_grad_norm=0.0)
     except FloatingPointError as error:
         (folder / f"not-finite.{rank}").write_text(str(error))
     # Half of a run in one way, the rest in another.
@@ -240,14 +243,15 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_dat
     train_settings = {
         "steps": NUM_STEPS,
         "batch_size": 8,
-        "accumulation": 2,
+        "gradient_accumulation_steps": 2,
         "precision": "float32",
         "eval_every": NUM_STEPS,
     }
-    train_settings |= {"checkpoint_every": NUM_STEPS, "schedule": "constant", "lr": 3e-3, "retrieval_dropout": 0.3}
+    train_settings |= {"checkpoint_every": NUM_STEPS, "lr_schedule": "constant", "lr": 3e-3}
     config = replace(
         config,
         model=replace(config.model, cca_layers=(2, 4), **sizes),
+        data=replace(config.data, retrieval_dropout=0.3),
         train=replace(config.train, **train_settings),
     )
     for name, cca_layers in (("base", ()), ("retro", config.model.cca_layers)):  # what others start from
@@ -388,8 +392,8 @@ def test_processes_that_do_not_fit_are_refused() -> None:
     for key in ("data", "tensor", "pipeline", "microbatches", "expert"):
         with pytest.raises(InputError, match=f"parallel.{key} = -1: must be"):
             ParallelSettings(**{key: -1})
-    with pytest.raises(InputError, match=r"parallel.offload = true: needs parallel.zero"):
-        ParallelSettings(offload=True)
+    with pytest.raises(InputError, match=r"parallel.cpu_offload = true: needs parallel.zero"):
+        ParallelSettings(cpu_offload=True)
 
 
 def test_activation_checkpointing_keeps_less_and_changes_nothing() -> None:
@@ -398,7 +402,7 @@ def test_activation_checkpointing_keeps_less_and_changes_nothing() -> None:
     kept, operations, gradients = {}, {}, {}
     for how in ("none", "selective", "full"):
         model, sizes = build(), []
-        processes = Processes(replace(ALONE, checkpointing=how), torch.device("cpu"))
+        processes = Processes(replace(ALONE, activation_checkpointing=how), torch.device("cpu"))
         passes = WholeModel(model, processes, choose_placement("cpu", "float32"))
 
         def pack(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:

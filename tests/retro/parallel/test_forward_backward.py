@@ -27,7 +27,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def passes_of(checkpointing: Any, compiled: bool, **model: Any) -> WholeModel:
-    settings = replace(ALONE, checkpointing=checkpointing)
+    settings = replace(ALONE, activation_checkpointing=checkpointing)
     placement = choose_placement("cpu", "float32")
     return WholeModel(build(**model).train(), Processes(settings, placement.device), placement, compiled=compiled)
 

@@ -66,7 +66,7 @@ def read(config: Config) -> dict:
 def test_the_run_stops_before_the_update_and_names_the_batch(
     config: Config, tmp_path: Path, tokens_of_bad: torch.Tensor, tiny_datastore: Datastore
 ) -> None:
-    with pytest.raises(FloatingPointError, match=rf"step {BAD}: loss nan.*{BAD:08d}\.json.*--train\.on_nan skip"):
+    with pytest.raises(FloatingPointError, match=rf"step {BAD}: loss nan.*{BAD:08d}\.json.*--train\.on-nan skip"):
         run(config)
     checkpoint = checkpoints.open_checkpoint(config.run)
     assert checkpoint.step == BAD - 1

@@ -84,12 +84,12 @@ def test_a_resumed_run_has_the_scale_and_counts_of_an_undisturbed_one(
 ) -> None:
     begin_with_scale(monkeypatch, 2.0**24)
     config = replace(config, model=replace(config.model, dropout=0.1))
-    straight = run(replace(config, run=tmp_path / "straight"), steps=12, schedule="constant")
-    run(config, steps=7, schedule="constant")  # in the middle of four good steps, after which the scale is doubled
+    straight = run(replace(config, run=tmp_path / "straight"), steps=12, lr_schedule="constant")
+    run(config, steps=7, lr_schedule="constant")  # in the middle of four good steps, after which the scale is doubled
     state = json.loads((checkpoints.step_folder(config.run, 7) / "state.json").read_text())
     assert state["skipped"]["steps"] > 0
     assert 0 < state["scaler"]["_growth_tracker"] < 4
-    resumed = run(config, steps=12, schedule="constant")
+    resumed = run(config, steps=12, lr_schedule="constant")
     assert lines(resumed) == lines(straight)
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (resumed.checkpoint / name).read_bytes() == (straight.checkpoint / name).read_bytes()

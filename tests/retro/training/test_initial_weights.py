@@ -120,13 +120,13 @@ def test_a_run_that_starts_from_weights_knows_them_and_goes_on_without_the_file(
 ) -> None:
     file = tmp_path / "start.safetensors"
     export(retro, file)
-    frozen = replace(config.train, start_from=str(file), lr=1e-30, warmup_steps=0, weight_decay=0.0, steps=4)
+    frozen = replace(config.train, init_from=str(file), lr=1e-30, warmup_steps=0, weight_decay=0.0, steps=4)
     begun = replace(config, run=tmp_path / "run", train=frozen)
     found = trained(begun)
     assert found.started_from == retro.fingerprint
     for name, tensor in saved(found).items():
         assert torch.equal(tensor, saved(retro)[name]), name
-    other = trained(replace(begun, run=tmp_path / "other", train=replace(frozen, start_from=str(retro.path))))
+    other = trained(replace(begun, run=tmp_path / "other", train=replace(frozen, init_from=str(retro.path))))
     assert other.started_from == retro.fingerprint
     file.unlink()
     assert trained(begun) == found

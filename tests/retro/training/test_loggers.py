@@ -33,7 +33,7 @@ def test_weights_and_biases_get_one_run_offline_however_often_it_is_resumed(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = tiny_config(tmp_path, tmp_path)
-    settings = replace(config.train, log_to=("wandb",))
+    settings = replace(config.train, report_to=("wandb",))
 
     def run(stop_after: int = 99) -> None:
         steps: list[int] = []
@@ -66,7 +66,7 @@ def test_without_a_key_nothing_is_trained_and_the_next_step_is_told(tmp_path: Pa
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr("sys.stdin", None)
     (tmp_path / "settings.json").write_text("{}")
-    with pytest.raises(InputError, match=r"train\.log_to: 'wandb'.*WANDB_MODE=offline"):
+    with pytest.raises(InputError, match=r"train\.report_to: 'wandb'.*WANDB_MODE=offline"):
         WeightsAndBiases(tmp_path, 0)
 
 

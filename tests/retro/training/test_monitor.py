@@ -117,7 +117,7 @@ def test_a_learning_rate_100_times_too_high_is_warned_of(config: Config, caplog:
 
 def test_the_warning_comes_before_the_loss_is_not_a_number(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(FloatingPointError):
-        run(config, lr=1e4, clip=0.0)
+        run(config, lr=1e4, max_grad_norm=0.0)
     assert "a step changes the weights by" in warnings_in(caplog)[0]
 
 

@@ -14,7 +14,7 @@ from tests.retro.small_model import build
 def test_a_schedule_warms_up_and_ends_where_it_should(schedule, middle: float, end: float) -> None:
     def rate(step: int) -> float:
         return learning_rate(
-            step, schedule=schedule, steps=210, warmup_steps=10, lr=1.0, min_lr_ratio=0.1, decay_share=0.2
+            step, lr_schedule=schedule, steps=210, warmup_steps=10, lr=1.0, min_lr_ratio=0.1, decay_ratio=0.2
         )
 
     assert rate(0) == pytest.approx(0.1, abs=1e-6)

@@ -46,7 +46,7 @@ def run(
     """Train in a folder, from a checkpoint; by default a RETROfit of it."""
     advance: Callable[[int], None] = options.pop("advance", lambda _: None)
     model = options.pop("model", ModelSettings(preset="base", chunk_length=16))
-    settings = replace(config.train, **{"start_from": str(start), "lr": 1e-2, **options})
+    settings = replace(config.train, **{"init_from": str(start), "lr": 1e-2, **options})
     return train(
         folder, [config.datastore], model, config.data, settings, config.evaluation, tuning=tuning, advance=advance
     )
@@ -129,7 +129,10 @@ def test_the_preset_is_the_decoder_of_the_base_with_the_usual_beside_it(base: Ch
 
 def test_a_frozen_decoder_sees_neighbors_in_every_sequence(config: Config, base: Checkpoint, tmp_path: Path) -> None:
     """Dropping retrieval would teach it nothing: it is left out, so the share that is set changes no loss."""
-    runs = [run(config, tmp_path / str(share), base.path, retrieval_dropout=share) for share in (0.0, 0.9)]
+    runs = []
+    for share in (0.0, 0.9):
+        dropped = replace(config, data=replace(config.data, retrieval_dropout=share))
+        runs.append(run(dropped, tmp_path / str(share), base.path))
     losses = [[line["loss"] for line in outcome.metrics if "loss" in line] for outcome in runs]
     assert losses[0] == losses[1]
 
@@ -201,8 +204,8 @@ def test_cached_decoding_has_the_adapter(adapted: Checkpoint) -> None:
 
 def test_what_cannot_be_begun_is_refused_by_name(config: Config, base: Checkpoint, tmp_path: Path) -> None:
     for words, options in [
-        (r"tuning\.weights = 'retrieval'.*train\.start_from", {}),
-        (r"model\.preset = 'base'.*train\.start_from", {"tuning": TuningSettings()}),
+        (r"tuning\.weights = 'retrieval'.*train\.init_from", {}),
+        (r"model\.preset = 'base'.*train\.init_from", {"tuning": TuningSettings()}),
         (r"model\.d_model = 48 and model\.preset = 'base'", {"d_model": 48}),
         (r"model\.cca_layers is \(2, 5\).*model\.num_layers = 3", {"cca_layers": (2, 5)}),
         (r"tuning\.weights = 'retrieval'.*model\.cca_layers", {"cca_layers": ()}),
@@ -213,7 +216,7 @@ def test_what_cannot_be_begun_is_refused_by_name(config: Config, base: Checkpoin
     ]:
         tuning = options.pop("tuning", RETROFIT)
         model = ModelSettings(preset="base", chunk_length=16, **options)  # type: ignore[arg-type]
-        start = "" if "start_from" in words else base.path
+        start = "" if "init_from" in words else base.path
         with pytest.raises(InputError, match=words):
             run(config, tmp_path / "refused", start, tuning, model=model)
     assert not (tmp_path / "refused").exists()

@@ -18,7 +18,7 @@ from tests.retro.small_model import answers_only, batch, build, divided, step_of
 def test_the_loss_is_the_cross_entropy_and_the_z_loss_stands_beside_it() -> None:
     tokens, _, _ = batch()
     model = build()
-    settings = TrainSettings(steps=10, warmup_steps=0, z_loss=0.01, accumulation=2, lr=1e-3)
+    settings = TrainSettings(steps=10, warmup_steps=0, z_loss_weight=0.01, gradient_accumulation_steps=2, lr=1e-3)
     expected = losses(model.hidden(tokens), model.output_weight, tokens, z_weight=0.01)
     optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = iter([{"tokens": tokens, "labels": tokens} for _ in range(2)])
@@ -57,7 +57,13 @@ def test_a_step_is_the_mean_over_its_labels_however_many_batches_it_has(changes:
     for accumulation in (1, 2, 4):
         model = build(**changes).train()
         settings = TrainSettings(
-            steps=1, warmup_steps=0, z_loss=0.01, accumulation=accumulation, lr=1e-3, clip=0, monitor_every=0
+            steps=1,
+            warmup_steps=0,
+            z_loss_weight=0.01,
+            gradient_accumulation_steps=accumulation,
+            lr=1e-3,
+            max_grad_norm=0,
+            monitor_every=0,
         )
         optimizer = torch.optim.SGD([{"params": list(model.parameters()), "lr_factor": 1.0}], lr=1e-3)
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -82,10 +88,10 @@ class Reads(TorchDispatchMode):
 def test_a_step_reads_its_figures_at_once() -> None:
     """Beside them the loss alone looks at a batch: how many of its labels count."""
     model, whole = build(num_experts=4, experts_every=1).train(), answers_only()
-    settings = TrainSettings(steps=2, warmup_steps=0, accumulation=2, monitor_every=0)
+    settings = TrainSettings(steps=2, warmup_steps=0, gradient_accumulation_steps=2, monitor_every=0)
     optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     step = step_of(model, optimizer, iter(divided(whole, 2) * 2), settings)
     step(0)
     with Reads() as reads:
         step(1)
-    assert reads.count == settings.accumulation
+    assert reads.count == settings.gradient_accumulation_steps

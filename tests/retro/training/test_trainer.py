@@ -146,7 +146,7 @@ def test_settings_that_touch_no_weight_may_change(config: Config) -> None:
 def test_a_run_can_be_made_longer_where_the_steps_done_keep_their_learning_rates(
     config: Config, tmp_path: Path, schedule: str
 ) -> None:
-    longer = with_train(config, schedule=schedule, steps=12, decay_share=0.5)
+    longer = with_train(config, lr_schedule=schedule, steps=12, decay_ratio=0.5)
     straight = run(replace(longer, run=tmp_path / "straight"))
     with pytest.raises(KeyboardInterrupt):
         run(with_train(longer, steps=8), advance=interrupt_after(4))
@@ -155,16 +155,18 @@ def test_a_run_can_be_made_longer_where_the_steps_done_keep_their_learning_rates
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_a_longer_run_whose_past_would_have_been_another_is_refused_with_the_reason(config: Config, schedule) -> None:
-    run(with_train(config, schedule=schedule))
-    with pytest.raises(InputError, match=rf"train\.steps was 8, now 9 \(under the schedule '{schedule}'.*'constant'"):
-        run(with_train(config, schedule=schedule, steps=9))
+    run(with_train(config, lr_schedule=schedule))
+    with pytest.raises(
+        InputError, match=rf"train\.steps was 8, now 9 \(under train\.lr_schedule = '{schedule}'.*'constant'"
+    ):
+        run(with_train(config, lr_schedule=schedule, steps=9))
 
 
 def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(config: Config) -> None:
-    run(with_train(config, steps=4, schedule="constant"))
-    longer = with_train(config, steps=8, schedule="constant")
+    run(with_train(config, steps=4, lr_schedule="constant"))
+    longer = with_train(config, steps=8, lr_schedule="constant")
     checkpoint = checkpoints.open_checkpoint(config.run)
-    del checkpoint.settings["train"]["retrieval_dropout"]
+    del checkpoint.settings["train"]["z_loss_weight"]
     defaults = {"train": asdict(TrainSettings())}
     assert _changes(checkpoint, {"train": asdict(longer.train)}, defaults) == []
 
@@ -194,8 +196,8 @@ def test_accumulating_two_batches_equals_one_of_twice_the_size(config: Config, t
     config = with_train(
         replace(config, model=replace(config.model, dropout=0)), steps=3, warmup_steps=1, precision="float32"
     )
-    one = run(with_train(replace(config, run=tmp_path / "one"), batch_size=4, accumulation=1))
-    two = run(with_train(replace(config, run=tmp_path / "two"), batch_size=2, accumulation=2))
+    one = run(with_train(replace(config, run=tmp_path / "one"), batch_size=4, gradient_accumulation_steps=1))
+    two = run(with_train(replace(config, run=tmp_path / "two"), batch_size=2, gradient_accumulation_steps=2))
     for (_, first), (_, second) in zip(losses(one), losses(two), strict=True):
         assert first == pytest.approx(second, abs=0.02)  # the mean of means: the two halves differ a little in labels
 
@@ -279,7 +281,7 @@ def assert_learns_as_uncompiled(config: Config, run_folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
 def test_a_compiled_and_checkpointed_model_learns_the_same(compiled: Config, tmp_path: Path) -> None:
-    config = replace(compiled, parallel=replace(compiled.parallel, checkpointing="selective"))
+    config = replace(compiled, parallel=replace(compiled.parallel, activation_checkpointing="selective"))
     assert_learns_as_uncompiled(config, tmp_path / "plain")
 
 
@@ -319,10 +321,10 @@ def test_a_model_that_does_not_fit_the_datastore_is_refused(config: Config, chan
 
 def test_tensorboard_gets_the_metrics_and_an_unknown_logger_is_refused(config: Config) -> None:
     pytest.importorskip("tensorboard")
-    run(with_train(config, log_to=("tensorboard",)))
+    run(with_train(config, report_to=("tensorboard",)))
     assert list((config.run / "tensorboard").glob("events*"))
-    with pytest.raises(InputError, match=r"train\.log_to"):
-        with_train(config, log_to=("paper",))
+    with pytest.raises(InputError, match=r"train\.report_to"):
+        with_train(config, report_to=("paper",))
 
 
 def test_training_needs_neither_faiss_nor_ray_nor_the_other_packages_of_indexing(
