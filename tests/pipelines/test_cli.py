@@ -60,7 +60,7 @@ def test_eval_prints_off_and_on_and_writes_fingerprints(trained: Path, tmp_path,
 def test_eval_compares_two_checkpoints_on_every_set_and_by_what_leaks(trained: Path, tmp_path, capsys) -> None:
     out, earlier = tmp_path / "results.json", trained / "run" / "checkpoints" / "00000004"
     sets = ["valid", f"copy={trained / 'datastore'}"]
-    arguments = ["--evaluation.sets", *sets, "--evaluation.leakage", "0", "0.5", "1", "--output", str(out)]
+    arguments = ["--evaluation.sets", *sets, "--evaluation.leakage-thresholds", "0", "0.5", "1", "--output", str(out)]
     assert main(["eval", "perplexity", str(trained / "run"), "--against", str(earlier), *arguments]) == 0
     printed = capsys.readouterr().out
     assert "copy: 00000008 ON k=2 against 00000004 ON k=2: " in printed
@@ -130,7 +130,15 @@ def test_inspect_prints_json_with_plain_values(trained: Path, path: str, capsys)
 
 def test_json_on_standard_output_is_the_file_that_output_names(trained: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
-    arguments = ["--evaluation.max-tokens", "100", "--evaluation.leakage", "--output", str(out), "--format", "json"]
+    arguments = [
+        "--evaluation.max-tokens",
+        "100",
+        "--evaluation.leakage-thresholds",
+        "--output",
+        str(out),
+        "--format",
+        "json",
+    ]
     assert main(["eval", "perplexity", str(trained / "run"), *arguments]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
     assert out.with_suffix(".html").exists()
@@ -259,7 +267,7 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
         (["eval", "perplexity", "nowhere"], ["nowhere is neither a checkpoint"]),
         (["export", "RUN"], ["--output", "required"]),
         (["export", "RUN", "--output", "model.pt"], ["model.pt", ".safetensors"]),
-        (["train", "CONFIG", "--run", "new", "--train.start-from", "nowhere"], ["nowhere is neither a checkpoint"]),
+        (["train", "CONFIG", "--run", "new", "--train.init-from", "nowhere"], ["nowhere is neither a checkpoint"]),
         (["eval", "perplexity", "RUN", "--evaluation.k", "7"], ["evaluation.k = 7", "stores 6"]),
         (["eval", "perplexity", "RUN", "--evaluation.window", "50"], ["evaluation.window = 50"]),
         (

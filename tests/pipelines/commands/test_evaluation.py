@@ -51,7 +51,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
-    arguments = ["--evaluation.datastore-shares", "0.1", "1", "--evaluation.k", "1", "2", "4", "--output", str(out)]
+    arguments = ["--evaluation.datastore-fractions", "0.1", "1", "--evaluation.k", "1", "2", "4", "--output", str(out)]
     assert main(["eval", "perplexity", str(trained / "run"), "--against", str(trained / "baseline"), *arguments]) == 0
     assert re.search(r"0\.1 +\d+ +\d+ +run ON k=1", capsys.readouterr().out)
     written = json.loads(out.read_text())
@@ -106,7 +106,10 @@ def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path
 
 def test_the_page_lies_beside_the_json_file_and_leaves_out_what_was_not_measured(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    assert main(["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage", "--output", str(out)]) == 0
+    assert (
+        main(["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage-thresholds", "--output", str(out)])
+        == 0
+    )
     html = (tmp_path / "results.html").read_text()
     assert "Held-out documents" in html
     assert not any(title in html for title in ("Overlap with neighbors", "By size of the datastore", "Compared"))
