@@ -231,16 +231,15 @@ def tune(
     curve: list[tuple[int, float]] = []
     nprobe = 1
     while True:
-        index.set_nprobe(nprobe)
-        distances, _ = rerank(queries, index.search(queries, max(candidates, k)), embeddings)
-        curve.append((index.nprobe, recall(distances[:, :k], exact)))
+        visited = min(nprobe, index.max_nprobe)
+        distances, _ = rerank(queries, index.search(queries, max(candidates, k), nprobe=visited), embeddings)
+        curve.append((visited, recall(distances[:, :k], exact)))
         if curve[-1][1] >= settings.recall_target or nprobe >= index.max_nprobe:
             break
         nprobe *= 2
     # Where the target is out of reach at any nprobe (codes too coarse), more lists than the best needs cost time only.
     reached = max(recall for _, recall in curve)
     chosen = next(probe for probe, recall in curve if recall >= min(settings.recall_target, reached - 0.002))
-    index.set_nprobe(chosen)
     tuned = {"nprobe": chosen, "recall_at_10": dict(curve)[chosen], "queries": len(queries), "curve": curve}
     empty = read_index(trained / "trained.faiss")
     if ivf_of(empty) is not None:

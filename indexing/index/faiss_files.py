@@ -42,15 +42,15 @@ def ivf_of(index: Any) -> Any | None:
 
 
 def num_lists(index: Any) -> int:
-    """Inverted lists of an index, wherever it lies: on the CPU, on a GPU or divided among several; 1 of one without."""
+    """Number of inverted lists of an index on the CPU, on a GPU or divided among several; 1 if it has none."""
     import faiss
 
     ivf = ivf_of(index)
     if ivf is not None:
         return int(ivf.nlist)
     real: Any = faiss.downcast_index(index)
-    if isinstance(real, (faiss.IndexShards, faiss.IndexReplicas)):  # as one is divided among GPUs
-        return num_lists(real.at(0))  # type: ignore[union-attr]
+    if isinstance(real, faiss.IndexShards):  # an index divided among GPUs
+        return num_lists(real.at(0))  # type: ignore[attr-defined]
     if isinstance(real, (faiss.IndexPreTransform, faiss.IndexIDMap)):
         return num_lists(real.index)
     return int(getattr(real, "nlist", 1))
@@ -80,13 +80,20 @@ def lists_of(index: Any) -> Iterator[tuple[int, np.ndarray]]:
             yield number, faiss.rev_swig_ptr(lists.get_ids(number), size)
 
 
-def set_nprobe(index: Any, nprobe: int) -> None:
-    """Let a search visit this many inverted lists (no effect on an index without)."""
+def search_index(index: Any, queries: np.ndarray, k: int, nprobe: int) -> tuple[np.ndarray, np.ndarray]:
+    """Search an index without changing it, so that threads can share it.
+
+    Args:
+        index: a Faiss index on the CPU, on a GPU or divided among several.
+        queries: [n, d] float32.
+        k: candidates per query.
+        nprobe: inverted lists to visit; ignored by an index without lists.
+
+    Returns:
+        distances [n, k] float32 and ids [n, k] int64, -1 where there are fewer than k.
+    """
     import faiss
 
-    ivf = ivf_of(index)
-    if ivf is not None:
-        ivf.nprobe = nprobe
-    elif num_lists(index) > 1:
-        space = faiss.GpuParameterSpace if hasattr(faiss, "GpuParameterSpace") else faiss.ParameterSpace
-        space().set_index_parameter(index, "nprobe", nprobe)
+    params = faiss.SearchParametersIVF(nprobe=nprobe) if num_lists(index) > 1 else None  # type: ignore[call-arg]
+    distances, ids = index.search(queries, k, params=params)
+    return distances, ids

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.index.faiss_files import ivf_of, num_lists, read_index, set_nprobe, transformed
+from indexing.index.faiss_files import ivf_of, num_lists, read_index, search_index, transformed
 from indexing.index.faiss_gpu import on_gpus
 from indexing.index.merged import is_merged, open_merged
 from indexing.store.artifact import parse_manifest
@@ -28,11 +28,11 @@ class ShardedIndex:
 
     Args:
         shards: Faiss indexes with disjoint ids, or groups of files that are opened, searched and let go in turn.
-        nprobe: inverted lists visited in each; None leaves what the index says.
+        nprobe: inverted lists that a search visits in each, unless the search says otherwise.
         big_batch: search list by list, all queries that visit a list at once (`faiss.contrib.big_batch_search`).
     """
 
-    def __init__(self, shards: Sequence[Any], nprobe: int | None = None, *, big_batch: bool = False) -> None:
+    def __init__(self, shards: Sequence[Any], nprobe: int = 1, *, big_batch: bool = False) -> None:
         self._shards = list(shards)
         self.big_batch = big_batch
         self.num_vectors = self.max_nprobe = 0
@@ -40,9 +40,7 @@ class ShardedIndex:
             self.num_vectors += int(shard.ntotal)
             self.max_nprobe = max(self.max_nprobe, num_lists(shard))
             del shard  # a group is let go before the next is read
-        self.nprobe = 1
-        if nprobe is not None:
-            self.set_nprobe(nprobe)
+        self.nprobe = min(nprobe, self.max_nprobe)
 
     @classmethod
     def open(
@@ -65,7 +63,7 @@ class ShardedIndex:
         wanted = [folder / shard_name(shard) for shard in shards]
         tuned = folder / "tuned" / "tuned.json"
         is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
-        nprobe = read_json(present(tuned))["nprobe"] if tuned.exists() or is_tuned_away else None
+        nprobe = read_json(present(tuned))["nprobe"] if tuned.exists() or is_tuned_away else 1
         if not big_batch and is_merged(folder / "merged", wanted) and _bytes_of(wanted) > memory:
             return cls([open_merged(folder / "merged")], nprobe)
         files = [present(each / "vectors.faiss") for each in wanted]
@@ -89,22 +87,32 @@ class ShardedIndex:
         for shard in self._shards:
             yield from _opened(shard, pack=not self.big_batch) if isinstance(shard, list) else [shard]
 
-    def set_nprobe(self, nprobe: int) -> None:
-        """Visit this many inverted lists (no effect on an index without)."""
-        self.nprobe = min(nprobe, self.max_nprobe)
+    def search(
+        self,
+        queries: np.ndarray,
+        k: int,
+        excluded: tuple[np.ndarray, np.ndarray] | None = None,
+        nprobe: int | None = None,
+    ) -> np.ndarray:
+        """Find k candidates for each query over all shards. Threads may share an index.
 
-    def search(self, queries: np.ndarray, k: int, excluded: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-        """The k candidates of each query over all shards: [n, d] float32 → ids [n, k] int64, -1 where there are fewer.
+        Args:
+            queries: [n, d] float32.
+            k: candidates per query.
+            excluded: first and stop [n] of ids that are removed from the result, which may leave fewer than k.
+            nprobe: inverted lists to visit, at most `max_nprobe`; None = the index's `nprobe`.
 
-        `excluded` (first and stop [n] of ids) is taken out of what was found, so fewer than k may be left.
+        Returns:
+            ids [n, k] int64, -1 where there are fewer.
         """
         import faiss
 
+        nprobe = self.nprobe if nprobe is None else min(nprobe, self.max_nprobe)
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for shard in self.each():
-            set_nprobe(shard, self.nprobe)
-            found.append(_big_batch(shard, queries, k) if self.big_batch else shard.search(queries, k))
+            search = _big_batch if self.big_batch else search_index
+            found.append(search(shard, queries, k, nprobe))
             if len(found) == 2:
                 distances, ids = (np.stack(pair) for pair in zip(*found, strict=True))
                 found = [faiss.merge_knn_results(distances, ids)]
@@ -121,11 +129,13 @@ def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.nda
     return np.where((ids >= excluded[0][:, None]) & (ids < excluded[1][:, None]), -1, ids)
 
 
-def _big_batch(index: Any, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _big_batch(index: Any, queries: np.ndarray, k: int, nprobe: int) -> tuple[np.ndarray, np.ndarray]:
     from faiss.contrib.big_batch_search import big_batch_search
 
-    queries = transformed(index, queries)  # which it would not do
-    distances, ids = big_batch_search(ivf_of(index), queries, k, method="knn_function", verbose=1)
+    ivf: Any = ivf_of(index)
+    queries = transformed(index, queries)  # big_batch_search ignores what comes before the IVF
+    lists = ivf.quantizer.search(queries, nprobe)[1].astype(np.int32)  # [n, nprobe]
+    distances, ids = big_batch_search(ivf, queries, k, method="knn_function", verbose=1, q_assign=lists)
     return distances, ids
 
 
@@ -141,7 +151,9 @@ def _opened(files: list[Path], *, pack: bool = True) -> list[Any]:
         return [whole, *map(read_index, files[1:])]
     for file in files[1:]:
         whole.merge_from(read_index(file), 0)  # one at a time: each has a copy of the quantizer
-    return [on_gpus(_fast(whole), "searching") if pack else whole]
+    if not pack or whole.ntotal == 0:  # an empty index would be replicated to GPUs; Faiss's replicas take no nprobe
+        return [whole]
+    return [on_gpus(_fast(whole), "searching")]
 
 
 def _can_merge(index: Any) -> bool:

@@ -84,7 +84,7 @@ class ListIndex:
         ranks[self._order] = np.arange(len(lists)) - np.repeat(self._bounds[:-1], np.diff(self._bounds))
         self._places = torch.from_numpy(lists).to(self.device), torch.from_numpy(ranks).to(self.device)
         self._kept: Part | None = None
-        self.set_nprobe(nprobe)
+        self.nprobe = min(nprobe, self.max_nprobe)
 
     @classmethod
     def open(
@@ -98,20 +98,28 @@ class ListIndex:
         lists, first = read_lists(folder, embeddings, shards), int(embeddings.starts[shards[0]])
         return cls(trained, tuned["lists"]["nprobe"], embeddings, lists, first, device)
 
-    def set_nprobe(self, nprobe: int) -> None:
-        """Visit this many inverted lists."""
-        self.nprobe = min(nprobe, self.max_nprobe)
-
-    def search(self, queries: np.ndarray, k: int, excluded: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-        """The k candidates of each query: [n, d] float32 → ids [n, k] int64, -1 where there are fewer.
+    def search(
+        self,
+        queries: np.ndarray,
+        k: int,
+        excluded: tuple[np.ndarray, np.ndarray] | None = None,
+        nprobe: int | None = None,
+    ) -> np.ndarray:
+        """Find the k candidates of each query.
 
         Args:
-            queries: of unit length. Many at once: a list is multiplied with all queries of a block that visit it.
-            k: how many.
+            queries: [n, d] float32, of unit length. Pass many at once: a list is multiplied with all queries of a block
+                that visit it.
+            k: candidates per query.
             excluded: first and stop [n] of a range of ids that a query must not find.
+            nprobe: inverted lists to visit, at most `max_nprobe`; None = the index's `nprobe`.
+
+        Returns:
+            ids [n, k] int64, -1 where there are fewer.
         """
         import torch
 
+        nprobe = self.nprobe if nprobe is None else min(nprobe, self.max_nprobe)
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         points = torch.from_numpy(queries).to(self.device, self.dtype)
         turned = transformed(self._trained, queries)
@@ -121,10 +129,10 @@ class ListIndex:
         ids = torch.full((len(queries), k), -1, dtype=torch.int64)
         with one_thread_each(None if self.device == "cpu" else 1) as run:
             for part in self._parts():
-                step = self._rows(part, len(queries))
+                step = self._rows(part, len(queries), nprobe)
 
                 def look(start: int, part: Part = part, step: int = step) -> None:
-                    probes = self._probe(probing[start : start + step])
+                    probes = self._probe(probing[start : start + step], nprobe)
                     for first, stop in self._fitting(probes, part):
                         block = slice(start + first, start + stop)
                         asked = None if own is None else own[:, block]
@@ -142,10 +150,10 @@ class ListIndex:
         bounds = np.clip(np.stack(excluded) - self.first, 0, self.num_vectors)
         return torch.from_numpy(bounds).to(self.device)
 
-    def _rows(self, part: Part, queries: int) -> int:
+    def _rows(self, part: Part, queries: int, nprobe: int) -> int:
         """Queries whose products are held at a time: of an even number of blocks, whatever the number of threads."""
-        share = self.nprobe / self.max_nprobe
-        products, entries = share * len(part.ids), max(self.nprobe, share * int(part.entries.sum()))
+        share = nprobe / self.max_nprobe
+        products, entries = share * len(part.ids), max(nprobe, share * int(part.entries.sum()))
         most = rows_at_a_time(products, entries, self.device.partition(":")[0])
         return max(1, math.ceil(queries / (2 * math.ceil(queries / most / 2))))
 
@@ -160,13 +168,13 @@ class ListIndex:
         stops = counts.cumsum(0).tolist()
         yield from zip([0, *stops[:-1]], stops, strict=True)
 
-    def _probe(self, points: "Tensor") -> "Tensor":
+    def _probe(self, points: "Tensor", nprobe: int) -> "Tensor":
         """The lists that queries [q, d] visit: [q, nprobe] int64, in no order."""
         import torch
 
         rows = min(CHOSEN, max(16, TABLE // self.max_nprobe))
         near = (torch.addmm(self._offsets, some, self._centroids.T) for some in points.split(rows))
-        return torch.cat([greatest(products, self.nprobe) for products in near])
+        return torch.cat([greatest(products, nprobe) for products in near])
 
     def _parts(self) -> Iterator[Part]:
         """All chunks, as many lists at a time as memory holds; they stay there where they are one part."""

@@ -110,6 +110,30 @@ def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tup
     return ids[:, :k], distances[:, :k]
 
 
+@dataclass(frozen=True)
+class _QueryChunks:
+    """Chunks whose neighbors are searched.
+
+    Attributes:
+        vectors: [n, d] float32 embeddings.
+        own: first and stop [n] of the ids of each chunk's own document; None for held-out chunks.
+        tokens: tokens [n, m] and lengths [n], needed for `max_overlap`; None without it.
+    """
+
+    vectors: np.ndarray
+    own: tuple[np.ndarray, np.ndarray] | None
+    tokens: tuple[np.ndarray, np.ndarray] | None
+
+    def take(self, rows: np.ndarray) -> "_QueryChunks":
+        own = (self.own[0][rows], self.own[1][rows]) if self.own is not None else None
+        tokens = (self.tokens[0][rows], self.tokens[1][rows]) if self.tokens is not None else None
+        return _QueryChunks(self.vectors[rows], own, tokens)
+
+    def own_sizes(self) -> np.ndarray:
+        """Chunks [n] int64 of each chunk's own document, 0 for held-out chunks."""
+        return self.own[1] - self.own[0] if self.own is not None else np.zeros(len(self.vectors), dtype=np.int64)
+
+
 def neighbors_of(
     queries: np.ndarray,
     index: Index,
@@ -118,8 +142,9 @@ def neighbors_of(
     *,
     excluded: tuple[np.ndarray, np.ndarray] | None = None,
     tokens: tuple[np.ndarray, np.ndarray] | None = None,
+    nprobe: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """The stored neighbors of some queries.
+    """Find the neighbors to store for some chunks.
 
     Args:
         queries: [n, d] float32 embeddings.
@@ -127,72 +152,62 @@ def neighbors_of(
         train: the split in the index.
         settings: stored, candidates, re-ranking, overlap.
         excluded: first and stop [n] of the ids of each query's own document; None for held-out chunks.
-        tokens: chunks [n, m] and lengths [n] of the queries, needed for `max_overlap`.
+        tokens: tokens [n, m] and lengths [n] of the queries, needed for `max_overlap`.
+        nprobe: inverted lists that the first search visits; None = the index's `nprobe`.
 
     Returns:
-        ids [n, k] int64 (-1 = none), distances [n, k] float32 (+inf), and how many queries were searched deeper.
+        ids [n, stored] int64 (-1 = none), distances [n, stored] float32 (+inf), and the number of queries searched again.
     """
+    chunks = _QueryChunks(queries, excluded, tokens)
+    nprobe = index.nprobe if nprobe is None else nprobe
     first = settings.candidates if isinstance(index, ShardedIndex) else settings.precise_candidates
-    ids, distances = _search_once(queries, index, train, settings, first, excluded, tokens)
+    ids, distances = _search_once(chunks, index, train, settings, first, nprobe)
+    if first >= index.num_vectors and nprobe >= index.max_nprobe:
+        return ids, distances, 0  # the search has compared everything
     starved = np.flatnonzero(ids[:, -1] < 0)
-    if first >= index.num_vectors and index.nprobe >= index.max_nprobe:
-        return ids, distances, 0  # everything has been seen already
-    for rows, depth in _deeper(starved, ids, index, settings, excluded):
-        own = (excluded[0][rows], excluded[1][rows]) if excluded is not None else None
-        text = (tokens[0][rows], tokens[1][rows]) if tokens is not None else None
-        ids[rows], distances[rows] = _search_once(queries[rows], index, train, settings, depth, own, text)
+    for rows, depth, wider in _deeper_searches(starved, ids, chunks.own_sizes(), index, settings.candidates, nprobe):
+        ids[rows], distances[rows] = _search_once(chunks.take(rows), index, train, settings, depth, wider)
     return ids, distances, len(starved)
 
 
-def _deeper(
-    starved: np.ndarray,
-    ids: np.ndarray,
-    index: Index,
-    settings: NeighborSettings,
-    excluded: tuple[np.ndarray, np.ndarray] | None,
-) -> Iterator[tuple[np.ndarray, int]]:
-    """Queries to search again and how many candidates they need, until none of `starved` lacks a neighbor in `ids`.
+def _deeper_searches(
+    starved: np.ndarray, ids: np.ndarray, own_sizes: np.ndarray, index: Index, candidates: int, nprobe: int
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Yield searches until no query of `starved` lacks a neighbor in `ids`, which the caller updates.
 
-    Mostly it is the own document that has filled the candidates: first as many more as it has chunks, in the same lists. Only
-    the last round goes past the whole of a long one. `index.nprobe` is set for each round, and set back.
+    Usually a query lacks neighbors because its own document filled the candidates. So the first round asks for as many more
+    as the document has chunks, in the same lists. Only the last round goes past the whole of a long document.
+
+    Yields:
+        queries to search again, candidates to ask for, lists to visit.
     """
-    usual, wide = index.nprobe, settings.candidates
-    rounds: list[tuple[int, int, Callable[[int], int]]] = [  # nprobe, queries at a time, candidates by size of document
-        (usual, 1024, lambda longest: min(longest + 2 * wide, 8 * wide)),
-        (8 * usual, 1024, lambda longest: 8 * wide),
-        (64 * usual, 1024, lambda longest: 64 * wide),
-        (index.max_nprobe, 16, lambda longest: longest + 4 * wide),
+    rounds: list[tuple[int, int, Callable[[int], int]]] = [  # nprobe, queries at a time, document size → candidates
+        (nprobe, 1024, lambda longest: min(longest + 2 * candidates, 8 * candidates)),
+        (8 * nprobe, 1024, lambda longest: 8 * candidates),
+        (64 * nprobe, 1024, lambda longest: 64 * candidates),
+        (index.max_nprobe, 16, lambda longest: longest + 4 * candidates),
     ]
-    own_size = excluded[1] - excluded[0] if excluded is not None else np.zeros(len(ids), dtype=np.int64)
-    for nprobe, at_a_time, candidates in rounds:
+    for lists, at_a_time, depth in rounds:
         if not len(starved):
-            break
-        index.set_nprobe(nprobe)
-        starved = starved[np.argsort(own_size[starved], kind="stable")]
+            return
+        starved = starved[np.argsort(own_sizes[starved], kind="stable")]
         for rows in np.array_split(starved, -(-len(starved) // at_a_time)):
-            yield rows, min(index.num_vectors, candidates(int(own_size[rows].max())))
+            yield rows, min(index.num_vectors, depth(int(own_sizes[rows].max()))), lists
         starved = starved[ids[starved, -1] < 0]
-    index.set_nprobe(usual)
 
 
 def _search_once(
-    queries: np.ndarray,
-    index: Index,
-    train: Split,
-    settings: NeighborSettings,
-    depth: int,
-    excluded: tuple[np.ndarray, np.ndarray] | None,
-    tokens: tuple[np.ndarray, np.ndarray] | None,
+    chunks: _QueryChunks, index: Index, train: Split, settings: NeighborSettings, depth: int, nprobe: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    ids = index.search(queries, depth, excluded)  # [n, depth]
-    if tokens is not None and settings.max_overlap < 1:
-        ids[_too_similar(ids, train, tokens, settings.max_overlap)] = -1
+    ids = index.search(chunks.vectors, depth, chunks.own, nprobe)  # [n, depth]
+    if chunks.tokens is not None and settings.max_overlap < 1:
+        ids[_too_similar(ids, train, chunks.tokens, settings.max_overlap)] = -1
     if settings.rerank:
-        distances, ids = rerank(queries, ids, train.embeddings)
+        distances, ids = rerank(chunks.vectors, ids, train.embeddings)
     else:
-        # The index's own order stays; the distances stored are exact all the same.
+        # Keep the index's order, but store exact distances.
         ids = np.take_along_axis(ids, np.argsort(ids < 0, axis=1, kind="stable"), 1)
-        distances = _exact_distances(queries, ids, train)
+        distances = _exact_distances(chunks.vectors, ids, train)
     if depth < settings.stored:
         ids = np.pad(ids, ((0, 0), (0, settings.stored - depth)), constant_values=-1)
         distances = np.pad(distances, ((0, 0), (0, settings.stored - depth)), constant_values=np.inf)

@@ -29,7 +29,7 @@ _MEMBERS = {"cpu": 2**25, "cuda": 2**30}  # elements of single chunks looked at 
 
 
 class ProductIndex:
-    """Exhaustive search over stored embeddings of unit length; searched like a `ShardedIndex`, with nothing to tune.
+    """Exhaustive search over stored embeddings of unit length; same `search` as `ShardedIndex`.
 
     Args:
         embeddings: [chunks, d] float16, of unit length: the nearest have the greatest products.
@@ -55,16 +55,23 @@ class ProductIndex:
         self.device = devices.resolve(device)
         self.dtype = torch.bfloat16 if devices.has_bfloat16(self.device) else torch.float32
 
-    def set_nprobe(self, nprobe: int) -> None:
-        """Nothing: all chunks are looked at."""
-
-    def search(self, queries: np.ndarray, k: int, excluded: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-        """The k candidates of each query: [n, d] float32 → ids [n, k] int64, -1 where there are fewer.
+    def search(
+        self,
+        queries: np.ndarray,
+        k: int,
+        excluded: tuple[np.ndarray, np.ndarray] | None = None,
+        nprobe: int | None = None,
+    ) -> np.ndarray:
+        """Find the k candidates of each query.
 
         Args:
-            queries: of unit length. Many at once: the chunks are read and converted once a call.
-            k: how many.
+            queries: [n, d] float32, of unit length. Pass many at once: each call reads and converts all chunks.
+            k: candidates per query.
             excluded: first and stop [n] of a range of ids that a query must not find.
+            nprobe: ignored, since there are no lists.
+
+        Returns:
+            ids [n, k] int64, -1 where there are fewer.
         """
         import torch
 

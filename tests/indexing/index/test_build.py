@@ -44,8 +44,7 @@ def test_reranked_search_over_shards_finds_the_exact_neighbors(tmp_path, key: st
     vectors = clustered(2000)
     index, embeddings = build(tmp_path, vectors, key)
     queries = clustered(50, seed=1).astype(np.float32)
-    index.set_nprobe(16)
-    distances, ids = rerank(queries, index.search(queries, 100), embeddings)
+    distances, ids = rerank(queries, index.search(queries, 100, nprobe=16), embeddings)
     exact, _ = exact_search(queries, embeddings, 10)
     assert recall(distances[:, :10], exact) > 0.95
     found = vectors[ids[:, 0]].astype(np.float32)

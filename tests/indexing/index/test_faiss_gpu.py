@@ -6,7 +6,7 @@ import faiss
 import numpy as np
 import pytest
 
-from indexing.index.faiss_files import num_lists, set_nprobe
+from indexing.index.faiss_files import num_lists, search_index
 from indexing.index.faiss_gpu import num_gpus, on_cpu, on_gpus
 from indexing.vectors.exact_search import exact_search, recall, rerank
 from tests.indexing.index.test_build import D, build, clustered
@@ -34,8 +34,8 @@ def test_on_gpus_training_adding_and_searching_find_the_exact_neighbors(tmp_path
     exact, _ = exact_search(queries, embeddings, 10)
     found = {}
     for nprobe in (1, 16):
-        index.set_nprobe(nprobe)
-        found[nprobe] = recall(rerank(queries, index.search(queries, 128), embeddings)[0][:, :10], exact)
+        distances, _ = rerank(queries, index.search(queries, 128, nprobe=nprobe), embeddings)
+        found[nprobe] = recall(distances[:, :10], exact)
     assert found[16] > 0.95
     assert found[1] < found[16] or key == "Flat"  # so nprobe has reached the GPU
 
@@ -53,8 +53,11 @@ def test_an_index_without_a_gpu_form_is_searched_on_the_cpu() -> None:
 def test_nprobe_of_an_index_divided_among_gpus() -> None:
     index = faiss.index_factory(D, "IVF16,Flat")
     index.train(clustered(2000).astype(np.float32))
-    index.add(clustered(2000).astype(np.float32))
+    vectors = clustered(2000).astype(np.float32)
+    index.add(vectors)
     moved = on_gpus(index, "searching")
     assert num_lists(moved) == 16
-    set_nprobe(moved, 5)
-    assert on_cpu(moved).nprobe == 5
+    few, all_lists = (search_index(moved, vectors[:50], 10, nprobe)[0] for nprobe in (5, 16))
+    np.testing.assert_allclose(few, search_index(index, vectors[:50], 10, 5)[0], atol=1e-4)
+    assert (few >= all_lists).all()
+    assert (few > all_lists).any()

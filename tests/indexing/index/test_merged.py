@@ -19,9 +19,8 @@ def test_merged_lists_give_the_same_answers_as_the_shards(tmp_path, key: str) ->
     assert total == 1500
     moved = (tmp_path / "merged").rename(tmp_path / "elsewhere")
     merged = ShardedIndex([open_merged(moved)], 16)
-    index.set_nprobe(16)
     queries = clustered(50, seed=1).astype(np.float32)
-    ours, theirs = merged.search(queries, 20), index.search(queries, 20)
+    ours, theirs = merged.search(queries, 20), index.search(queries, 20, nprobe=16)
     same = [len(set(a) & set(b)) / 20 for a, b in zip(ours, theirs, strict=True)]
     assert np.mean(same) > 0.95  # packed four-bit codes round their tables
 

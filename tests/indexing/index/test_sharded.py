@@ -1,12 +1,13 @@
 """Shards of an index searched as one: merged and packed where Faiss can, and with the same candidates either way."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
 
-from indexing.index.faiss_files import ivf_of, num_lists, set_nprobe, write_index
+from indexing.index.faiss_files import ivf_of, num_lists, search_index, write_index
 from indexing.index.sharded import ShardedIndex
 
 _DIMENSION = 32
@@ -35,19 +36,45 @@ def test_the_inverted_lists_of_an_index_are_told_by_their_own_type(key: str) -> 
     assert ivf_of(faiss.IndexFlatL2(4)) is None
 
 
-def test_nprobe_is_set_wherever_the_lists_lie() -> None:
+@pytest.mark.parametrize("rotated", [False, True])
+def test_nprobe_of_a_search_reaches_every_part_of_a_divided_index(rotated: bool) -> None:
     vectors = np.random.default_rng(0).standard_normal((1200, _DIMENSION), dtype=np.float32)
-    divided = faiss.IndexShards(_DIMENSION)  # as an index is among GPUs
+    divided = faiss.IndexShards(_DIMENSION)  # several GPUs divide an index in this way
     parts = [faiss.index_factory(_DIMENSION, "IVF8,Flat") for _ in range(2)]
     for part in parts:
         part.train(vectors)
+        part.add(vectors[:600])
         divided.add_shard(part)
-    assert num_lists(divided) == 8
-    set_nprobe(divided, 5)
-    assert [part.nprobe for part in parts] == [5, 5]
+    rotation = faiss.RandomRotationMatrix(_DIMENSION, _DIMENSION)
+    rotation.init(1)
+    index = faiss.IndexPreTransform(rotation, divided) if rotated else divided
+    assert num_lists(index) == 8
+    found = search_index(index, vectors[:20], 10, 5)
+    assert [part.nprobe for part in parts] == [1, 1]
+    for part in parts:
+        part.nprobe = 5
+    expected = index.search(vectors[:20], 10)
+    assert np.array_equal(found[1], expected[1])
+
+
+def test_an_index_without_lists_ignores_nprobe() -> None:
     flat = faiss.IndexIDMap2(faiss.IndexFlatL2(_DIMENSION))
+    vectors = np.eye(_DIMENSION, dtype=np.float32)
+    flat.add_with_ids(vectors, np.arange(_DIMENSION))
     assert num_lists(flat) == 1
-    set_nprobe(flat, 5)  # nothing to set
+    assert search_index(flat, vectors, 1, 5)[1][:, 0].tolist() == list(range(_DIMENSION))
+
+
+@pytest.mark.parametrize("key", ["IVF8,SQ8", "IVF8,PQ16x4", "OPQ16_32,IVF8,PQ16x4fs", "IVF8_HNSW8,Flat"])
+def test_threads_that_share_an_index_search_with_their_own_nprobe(tmp_path, key: str) -> None:
+    queries = written(tmp_path, key)
+    index = ShardedIndex.open(tmp_path, range(3))
+    alone = {nprobe: index.search(queries, 20, nprobe=nprobe) for nprobe in (1, 8)}
+    assert not np.array_equal(alone[1], alone[8])
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda nprobe: (nprobe, index.search(queries, 20, nprobe=nprobe)), [1, 8] * 20))
+    assert all(np.array_equal(ids, alone[nprobe]) for nprobe, ids in found)
+    assert np.array_equal(index.search(queries, 20), alone[1])  # the index's own nprobe has not changed
 
 
 def test_shards_of_plain_four_bit_codes_are_merged_and_packed(tmp_path) -> None:
@@ -60,18 +87,14 @@ def test_shards_of_plain_four_bit_codes_are_merged_and_packed(tmp_path) -> None:
 def test_groups_that_do_not_fit_into_memory_find_the_same(tmp_path) -> None:
     queries = written(tmp_path, "IVF8,SQ8")
     together, apart = (ShardedIndex.open(tmp_path, range(3), memory) for memory in (10**9, 1))
-    for each in (together, apart):
-        each.set_nprobe(4)
     assert len(list(together.each())) == 1
     assert len(list(apart.each())) == 3
-    assert np.array_equal(together.search(queries, 5), apart.search(queries, 5))
+    assert np.array_equal(together.search(queries, 5, nprobe=4), apart.search(queries, 5, nprobe=4))
 
 
 @pytest.mark.parametrize("key", ["IVF8,SQ8", "IVF8,PQ16x4", "OPQ16_32,IVF8,Flat"])
 def test_list_by_list_finds_the_same(tmp_path, key: str) -> None:
     queries = written(tmp_path, key)
     usual, big = ShardedIndex.open(tmp_path, range(3)), ShardedIndex.open(tmp_path, range(3), big_batch=True)
-    for each in (usual, big):
-        each.set_nprobe(4)
-    same = usual.search(queries, 5) == big.search(queries, 5)
+    same = usual.search(queries, 5, nprobe=4) == big.search(queries, 5, nprobe=4)
     assert same[:, 0].mean() > (0.9 if "PQ" in key else 0.99)  # packed tables are rounded

@@ -87,9 +87,7 @@ def test_with_all_lists_it_is_exhaustive_and_leaves_the_own_document_out(tmp_pat
     queries = embeddings.gather(rows).astype(np.float32)
     own = (rows // excluded * excluded, np.minimum(rows // excluded * excluded + excluded, len(embeddings)))
     index = opened(tmp_path / "index", embeddings)
-    index.set_nprobe(10**6)
-    assert index.nprobe == index.max_nprobe == LISTS
-    ids = index.search(queries, 24, own)
+    ids = index.search(queries, 24, own, nprobe=10**6)
     assert not ((ids >= own[0][:, None]) & (ids < own[1][:, None])).any()
     assert (ids >= 0).all()
     assert all(len(set(row)) == 24 for row in ids)
