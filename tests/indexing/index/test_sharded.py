@@ -77,6 +77,7 @@ def test_threads_that_share_an_index_search_with_their_own_nprobe(tmp_path, key:
     assert np.array_equal(index.search(queries, 20), alone[1])  # the index's own nprobe has not changed
 
 
+@pytest.mark.slow
 def test_shards_of_plain_four_bit_codes_are_merged_and_packed(tmp_path) -> None:
     written(tmp_path, "IVF8,PQ16x4")
     (only,) = ShardedIndex.open(tmp_path, range(3)).each()

@@ -111,6 +111,7 @@ def trials(folder: Path) -> Iterator[list[Damage]]:
         yield [damage for damage in group if damage]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["built", "grown"])
 def test_a_flip_a_cut_and_a_deletion_of_any_file_is_found(request, kind: str) -> None:
     folder = request.getfixturevalue(kind).datastore

@@ -109,6 +109,7 @@ def test_a_url_is_refused() -> None:
         verify(Path("s3://bucket/wiki"))
 
 
+@pytest.mark.slow
 def test_one_byte_anywhere_is_found_in_its_file_alone(folder, tiny_datastore) -> None:
     files = sorted(path for path in folder.glob("*/**/*") if path.is_file() and path.name != "manifest.json")
     files = [path for path in files if path.stat().st_size and not re.search("0000[2-9]", str(path))]
@@ -128,6 +129,7 @@ def test_one_byte_anywhere_is_found_in_its_file_alone(folder, tiny_datastore) ->
     assert lines(folder) == []
 
 
+@pytest.mark.slow
 def test_a_changed_byte_in_any_manifest_is_found(folder) -> None:
     for path in sorted(folder.rglob("manifest.json")):
         whole = path.read_text()

@@ -49,6 +49,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
     arguments = ["--evaluation.datastore-fractions", "0.1", "1", "--evaluation.k", "1", "2", "4", "--output", str(out)]
@@ -76,6 +77,7 @@ def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path:
     assert sum(overlap["share_of_chunks"]) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path: Path, capsys) -> None:
     out, page = tmp_path / "results.json", tmp_path / "results.html"
     arguments = [

@@ -144,6 +144,7 @@ def test_overload_is_told_and_passes(with_token: Serving) -> None:
         wait_until(lambda: client.post("/generate", json={**LONG, "max_tokens": 5}).status_code == 200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_run: Path, number: int) -> None:
     limits = ("--max-tokens", "100000", "--shutdown-seconds", str(PATIENCE))
@@ -168,12 +169,14 @@ def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_
         assert "Traceback" not in server.process.stderr.read()
 
 
+@pytest.mark.slow
 def test_shutdown_waits_only_so_long(tiny_datastore: Datastore, tiny_run: Path) -> None:
     limits = ("--max-tokens", "1000000", "--shutdown-seconds", "0.3", "--name", "tiny")
     with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
         cut_off_all(server, lambda: server.process.send_signal(signal.SIGTERM))
 
 
+@pytest.mark.slow
 def test_a_second_signal_cuts_off_and_says_so(tiny_datastore: Datastore, tiny_run: Path) -> None:
     limits = ("--max-tokens", "1000000", "--shutdown-seconds", "1000", "--name", "tiny")
 

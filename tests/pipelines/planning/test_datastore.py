@@ -389,6 +389,7 @@ def test_of_a_large_corpus_some_files_are_read_and_the_rest_estimated(tmp_path, 
     assert draw_sample(settings, 10_000).text_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_calibrated_plan_meets_the_bytes_of_the_real_datastore(tmp_path, tiny_corpus, tiny_datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     more = replace(config, neighbors=replace(config.neighbors, materialized=2))

@@ -173,6 +173,7 @@ def test_a_stage_rebuilt_elsewhere_replaces_what_lies_at_the_url(
     assert at(url) == {name: data for name, data in contents(local.folder).items() if name != ".lock"}
 
 
+@pytest.mark.slow
 def test_a_datastore_at_a_url_grows_as_a_local_one_does(
     bucket, tmp_path, tiny_corpus, another_machine, monkeypatch
 ) -> None:

@@ -134,6 +134,7 @@ json.dump(said, sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_without_the_package_it_generates_what_ours_does_and_a_server_is_all_it_needs(
     tmp_path: Path, folder: Path, generated: dict[str, list[list[int]]], tiny_datastore: Datastore
 ) -> None:

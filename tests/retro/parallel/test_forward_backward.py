@@ -52,6 +52,7 @@ def gradients(passes: WholeModel, given: TensorBatch) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_a_compiled_model_is_checkpointed_and_has_the_same_gradients(checkpointing: str) -> None:
@@ -60,6 +61,7 @@ def test_a_compiled_model_is_checkpointed_and_has_the_same_gradients(checkpointi
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_any_number_of_shapes_is_compiled() -> None:
     passes = passes_of("none", compiled=True, num_layers=1, cca_layers=(1,))
@@ -68,6 +70,7 @@ def test_any_number_of_shapes_is_compiled() -> None:
             assert gradients(passes, inputs(k, documents))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_evaluation_compiles_nothing() -> None:
     passes = passes_of("none", compiled=True, num_layers=1, cca_layers=(1,))

@@ -27,6 +27,7 @@ def app(app_with: Make) -> FastAPI:
     return app_with(max_tokens=8, max_input_tokens=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_every_endpoint_does_as_it_says(app: FastAPI, mode: GenerationMode) -> None:
     """Whether a request is as described (`positive`) or not (`negative`)."""

@@ -285,6 +285,7 @@ def test_a_compiled_and_checkpointed_model_learns_the_same(compiled: Config, tmp
     assert_learns_as_uncompiled(config, tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_compiled_whole_and_few_times(compiled: Config, tmp_path: Path, monkeypatch) -> None:
     """No graph break (that would raise), and after the first steps nothing is compiled again: what is traced, not the code made of it."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -327,6 +328,7 @@ def test_tensorboard_gets_the_metrics_and_an_unknown_logger_is_refused(config: C
         with_train(config, report_to=("paper",))
 
 
+@pytest.mark.slow
 def test_training_needs_neither_faiss_nor_ray_nor_the_other_packages_of_indexing(
     config: Config, tmp_path: Path
 ) -> None:
