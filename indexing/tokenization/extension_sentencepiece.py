@@ -33,6 +33,16 @@ from indexing.tokenization.tokenizer import (
     run_trainer,
 )
 
+# Options of the base's training that decide which pieces are allowed.
+_OPTIONS = (
+    "max_sentencepiece_length",
+    "split_by_unicode_script",
+    "split_by_whitespace",
+    "split_by_number",
+    "treat_whitespace_as_suffix",
+    "split_digits",
+    "allow_whitespace_only_pieces",
+)
 _ASCII = frozenset([*map(chr, range(128)), META_SYMBOL])
 
 
@@ -62,9 +72,10 @@ class SentencePieceBase:
         self.checksum = checksum(file)
         self._data = file.read_bytes()
         self._model = parse(self._data)
-        self._known = {piece for piece, _, _ in self._model.pieces}
-        self._is_bpe = self._model.options["model_type"] == BPE
-        if self._model.options["model_type"] not in (BPE, UNIGRAM):
+        self._known = {each.piece for each in self._model.pieces}
+        model_type = self._model.trainer_spec.model_type
+        self._is_bpe = model_type == BPE
+        if model_type not in (BPE, UNIGRAM):
             raise InputError(f"{file} is a model of words or characters; BPE and unigram models can be extended.")
 
     def learn(self, sample: Sequence[str], wanted: int, *, ascii: bool) -> list[ScoredPiece]:
@@ -93,19 +104,17 @@ class SentencePieceBase:
         return sorted(new, key=lambda item: (self._is_bpe and len(item.piece) > 1, -item.score))
 
     def _declared(self) -> list[str]:
-        return [piece for piece, _, kind in self._model.pieces if kind == USER_DEFINED]
+        return [each.piece for each in self._model.pieces if each.type == USER_DEFINED]
 
     def _trained(self, sentences: list[str], size: int) -> list[ScoredPiece]:
-        options: dict[str, Any] = {**self._model.options, "model_type": "bpe" if self._is_bpe else "unigram"}
-        options |= {
-            name: bool(value) for name, value in options.items() if name.startswith(("split", "treat", "allow"))
-        }
+        options: dict[str, Any] = {name: getattr(self._model.trainer_spec, name) for name in _OPTIONS}
+        options["model_type"] = "bpe" if self._is_bpe else "unigram"
         model = run_trainer(sentences, vocab_size=size, user_defined_symbols=self._declared(), **options)
-        return [ScoredPiece(piece, score) for piece, score, kind in parse(model).pieces if kind == NORMAL]
+        return [ScoredPiece(each.piece, each.score) for each in parse(model).pieces if each.type == NORMAL]
 
     def write(self, chosen: Sequence[ScoredPiece], folder: Path) -> Path:
         """Write the base with these pieces to `folder`; returns the file that `tokenizer.path` names."""
-        scores = [score for _, score, kind in self._model.pieces if kind == NORMAL]
+        scores = [each.score for each in self._model.pieces if each.type == NORMAL]
         low, high = min(scores), max(scores)
         if self._is_bpe:
             new = [(item.piece, low - 1 - rank, NORMAL) for rank, item in enumerate(chosen)]

@@ -1,136 +1,56 @@
-"""The file of a SentencePiece model: what stands in it, and how pieces are put after the last one.
+"""SentencePiece model files, read and extended with the protobuf classes that sentencepiece ships.
 
-It is a message of Protocol Buffers (`sentencepiece_model.proto`): repeated fields of (number, value). A property of that
-format does all the work: messages one after the other are one message, in which lists are joined and later values win.
-So an extended model begins with the very bytes of its base. The generated classes of the sentencepiece package are not
-used: they need a protobuf package of the release they were generated with, which nobody installs with sentencepiece, and
-cannot be imported beside another copy of them.
+Concatenated Protocol Buffers messages are one message, in which lists are joined and later values win. So an extended model
+begins with the bytes of its base.
 """
 
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+from google.protobuf.message import DecodeError
+from sentencepiece import sentencepiece_model_pb2
 
 from indexing.store.errors import InputError
 
-# Field numbers of sentencepiece_model.proto.
-_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
-_PIECE, _SCORE, _TYPE = 1, 2, 3
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-UNIGRAM, BPE = 1, 2
-
-# Options by which the trainer decides what may be a piece: number in `TrainerSpec`, and the value where none is written.
-_OPTIONS = {
-    "model_type": (3, UNIGRAM),
-    "max_sentencepiece_length": (20, 16),
-    "split_by_unicode_script": (21, True),
-    "split_by_whitespace": (22, True),
-    "split_by_number": (23, True),
-    "treat_whitespace_as_suffix": (24, False),
-    "split_digits": (25, False),
-    "allow_whitespace_only_pieces": (26, False),
-}
-_VOCAB_SIZE = 4
-_SPECIAL_PIECES = {"bos": 46, "eos": 47, "pad": 48}
+_model: Any = sentencepiece_model_pb2
+_types = _model.ModelProto.SentencePiece
+NORMAL, CONTROL, USER_DEFINED = _types.NORMAL, _types.CONTROL, _types.USER_DEFINED
+UNIGRAM, BPE = _model.TrainerSpec.UNIGRAM, _model.TrainerSpec.BPE
 
 
-@dataclass(frozen=True)
-class ModelFile:
-    """What stands in a model file.
+def parse(data: bytes) -> Any:
+    """Read a model file as a `ModelProto`.
 
-    Attributes:
-        pieces: (piece, score, type) by id.
-        options: of the training, as `SentencePieceTrainer.train` takes them, and `model_type`: UNIGRAM, BPE, or another.
-    """
-
-    pieces: list[tuple[str, float, int]] = field(default_factory=list)
-    options: dict[str, int] = field(default_factory=dict)
-
-
-def parse(data: bytes) -> ModelFile:
-    """Read a model that sentencepiece has accepted.
+    Its `pieces` have `piece`, `score` and `type`, in order of id. Its `trainer_spec` holds the options of the training.
 
     Raises:
-        InputError: it is cut short.
+        InputError: the file is cut short.
     """
-    model = ModelFile(options={name: int(default) for name, (_, default) in _OPTIONS.items()})
-    names = {number: name for name, (number, _) in _OPTIONS.items()}
-    for number, value in _fields(data):
-        if number == _PIECES and isinstance(value, bytes):
-            piece: dict[int, Any] = dict(_fields(value))
-            (score,) = struct.unpack("<f", piece.get(_SCORE, bytes(4)))
-            model.pieces.append((piece.get(_PIECE, b"").decode(), score, piece.get(_TYPE, NORMAL)))
-        elif number == _TRAINER and isinstance(value, bytes):
-            model.options.update({names[key]: option for key, option in _fields(value) if key in names})  # type: ignore[misc]
-    return model
-
-
-def with_pieces(data: bytes, pieces: list[tuple[str, float, int]], special: dict[str, str]) -> bytes:
-    """The model with more pieces (piece, score, type) after its last one.
-
-    Args:
-        data: the base model.
-        pieces: to be added.
-        special: which piece stands for `bos`, `eos` or `pad` from now on.
-    """
-    size = len(parse(data).pieces) + len(pieces)
-    trainer = _field(_VOCAB_SIZE, size)
-    trainer += b"".join(_field(_SPECIAL_PIECES[role], piece.encode()) for role, piece in special.items())
-    added = (
-        _field(_PIECE, piece.encode()) + _field(_SCORE, score) + (_field(_TYPE, kind) if kind != NORMAL else b"")
-        for piece, score, kind in pieces
-    )
-    return data + b"".join(_field(_PIECES, piece) for piece in added) + _field(_TRAINER, trainer)
-
-
-def verbatim(data: bytes) -> bytes:
-    """The model without its normaliser: it reads a text as it stands, ▁ for a blank, and puts no blank before it."""
-    # Of NormalizerSpec: name, precompiled_charsmap, add_dummy_prefix, remove_extra_whitespaces.
-    plain = _field(1, b"identity") + _field(2, b"") + _field(3, 0) + _field(4, 0)
-    return data + _field(_NORMALIZER, plain)
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of each field: a whole number, or the bytes of anything else."""
-    position = 0
     try:
-        while position < len(data):
-            key, position = _read_varint(data, position)
-            number, wire = key >> 3, key & 7
-            if wire == 0:
-                value, position = _read_varint(data, position)
-                yield number, value
-                continue
-            size = {1: 8, 5: 4}.get(wire)
-            if size is None:
-                size, position = _read_varint(data, position)
-            if position + size > len(data):
-                raise IndexError(position)
-            yield number, data[position : position + size]
-            position += size
-    except IndexError as error:
+        return _model.ModelProto.FromString(data)
+    except DecodeError as error:
         raise InputError("The SentencePiece model is cut short. Copy it again.") from error
 
 
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        value, position = value | (byte & 127) << shift, position + 1
-        if byte < 128:
-            return value, position
-        shift += 7
+def with_pieces(data: bytes, pieces: list[tuple[str, float, int]], special: dict[str, str]) -> bytes:
+    """Append pieces to a model.
+
+    Args:
+        data: the base model.
+        pieces: (piece, score, type) of each new piece; they take the ids after the last one.
+        special: role (`bos`, `eos` or `pad`) → piece that takes this role in the new model.
+    """
+    trainer = _model.TrainerSpec(vocab_size=len(parse(data).pieces) + len(pieces))
+    for role, piece in special.items():
+        setattr(trainer, f"{role}_piece", piece)
+    added = [_types(piece=piece, score=score, type=kind) for piece, score, kind in pieces]
+    extension: bytes = _model.ModelProto(pieces=added, trainer_spec=trainer).SerializeToString()
+    return data + extension
 
 
-def _field(number: int, value: int | float | bytes) -> bytes:
-    if isinstance(value, float):
-        return _varint(number << 3 | 5) + struct.pack("<f", value)
-    if isinstance(value, int):
-        return _varint(number << 3) + _varint(value)
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
-def _varint(value: int) -> bytes:
-    low, rest = value & 127, value >> 7
-    return bytes([low | 128]) + _varint(rest) if rest else bytes([low])
+def verbatim(data: bytes) -> bytes:
+    """Remove a model's normalizer: the result reads text as it is, with ▁ for a blank and no blank added in front."""
+    plain = _model.NormalizerSpec(
+        name="identity", precompiled_charsmap=b"", add_dummy_prefix=False, remove_extra_whitespaces=False
+    )
+    normalizer: bytes = _model.ModelProto(normalizer_spec=plain).SerializeToString()
+    return data + normalizer

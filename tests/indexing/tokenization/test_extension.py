@@ -260,9 +260,9 @@ def test_a_sentencepiece_file_begins_with_its_base_and_is_read_as_the_library_re
     assert data.startswith(file.read_bytes())
     processor = sentencepiece.SentencePieceProcessor(model_proto=data)
     pieces = parse(data).pieces
-    assert [piece for piece, _, _ in pieces] == [processor.id_to_piece(number) for number in range(len(processor))]
-    assert [score for _, score, _ in pieces] == [processor.get_score(number) for number in range(len(processor))]
-    assert [kind == CONTROL for _, _, kind in pieces] == list(map(processor.is_control, range(len(processor))))
+    assert [each.piece for each in pieces] == [processor.id_to_piece(number) for number in range(len(processor))]
+    assert [each.score for each in pieces] == [processor.get_score(number) for number in range(len(processor))]
+    assert [each.type == CONTROL for each in pieces] == list(map(processor.is_control, range(len(processor))))
     with pytest.raises(InputError, match="cut short"):
         parse(data[:-1])
 
