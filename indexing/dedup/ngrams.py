@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from indexing.splitmix64 import finalize
+
 # Thai and Lao, Burmese, Khmer, radicals to kana and bopomofo, and the blocks of Han characters.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u312f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _UNIT = re.compile(rf"(?=\w)[{_UNSPACED}]|[^\W{_UNSPACED}]+")
@@ -43,7 +45,7 @@ def grams_of(hashes: np.ndarray, ngram: int) -> np.ndarray:
     grams = np.zeros(len(hashes) - length + 1, np.uint64)
     for place, factor in enumerate(_factors(length)):
         grams += hashes[place : place + len(grams)] * factor
-    return np.unique(_mixed(grams))
+    return np.unique(finalize(grams))
 
 
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
@@ -92,16 +94,9 @@ class Sketch:
         for start in range(0, len(upper), _BLOCK_GRAMS):
             minhash.update_batch(upper[start : start + _BLOCK_GRAMS].tolist())
         values = minhash.hashvalues.astype(np.uint64).reshape(self.bands, self.rows)
-        return _mixed((values * _factors(self.rows)).sum(axis=1, dtype=np.uint64))
+        return finalize((values * _factors(self.rows)).sum(axis=1, dtype=np.uint64))
 
 
 def _factors(number: int) -> np.ndarray:
     """[number] odd uint64, always the same."""
-    return _mixed(np.arange(1, number + 1, dtype=np.uint64)) | np.uint64(1)
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """A bijection of 64 bits (the finalizer of SplitMix64) after which every bit depends on all."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    return finalize(np.arange(1, number + 1, dtype=np.uint64)) | np.uint64(1)

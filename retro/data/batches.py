@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from indexing.splitmix64 import mix
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
 from retro.data.datastore_mixture import Share, announce, check_budgets, mixture_weights, shares
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
-from retro.data.sample_order import mix, mixture, permuted
+from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
 from retro.model.loss import IGNORED_LABEL
 

@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 
 from indexing.overlap import overlap
+from indexing.splitmix64 import mix
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
-from retro.data.sample_order import mix
 
 Source = Literal["nearest", "random"]
 

@@ -5,21 +5,12 @@ materialized: corpora have more sequences than memory has bytes.
 """
 
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 
-_MASK64 = (1 << 64) - 1
+from indexing.splitmix64 import mix
+
 _SMALL = 256
-_Bits = TypeVar("_Bits", int, np.ndarray)
-
-
-def mix(value: _Bits) -> _Bits:
-    """A 64-bit finaliser (splitmix64) of an integer or a uint64 array: every input bit moves every output bit."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
 
 
 def permuted(position: int, size: int, seed: int) -> int:

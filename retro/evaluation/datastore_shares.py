@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from indexing.neighbors.search import NeighborSettings, merge_nearest, neighbors_of
+from indexing.splitmix64 import mix
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.vectors.floats import to_float32
 from indexing.vectors.product_search import ProductIndex
-from retro.data.sample_order import mix
 from retro.evaluation.sets import EvaluationSet
 
 _BLOCK_CHUNKS = 2**20  # of the datastore, looked at together

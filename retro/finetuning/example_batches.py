@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from indexing.splitmix64 import mix
 from indexing.store.errors import InputError
 from retro.data.batches import Batch, drawn_use, drop_neighbors
 from retro.data.neighbor_choice import NeighborUse
-from retro.data.sample_order import mix, permuted
+from retro.data.sample_order import permuted
 from retro.data.settings import DataSettings
 from retro.finetuning.packing import alone, pack
 from retro.finetuning.prepared_examples import Prepared

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from indexing.device import keep_freed_memory
+from indexing.splitmix64 import mix
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
@@ -28,7 +29,6 @@ from retro.checkpoints import training_state
 from retro.data.batches import TrainingData
 from retro.data.loader import Source, load
 from retro.data.neighbor_choice import NeighborUse
-from retro.data.sample_order import mix
 from retro.data.settings import DataSettings
 from retro.device import Placement, TensorBatch, choose_placement
 from retro.estimates.flops import peak_flops, training_flops
