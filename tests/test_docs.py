@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 GENERATED = pages()
-WRITTEN = [ROOT / "README.md", *sorted(set(PAGES) - set(GENERATED))]
+WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(set(PAGES) - set(GENERATED))]
 OPTIONS = {verb: set(_leaves(row.load()[1])) for verb, row in VERBS.items()}
 KEYS = set(_leaves(Config))
 SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
@@ -57,7 +57,7 @@ def test_a_folder_has_at_most_twenty_pages(folder: Path) -> None:
     assert len(list(folder.glob("*.md"))) <= 20
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES], ids=name)
+@pytest.mark.parametrize("path", [ROOT / "CHANGELOG.md", *WRITTEN, *GENERATED], ids=name)
 def test_links_resolve(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", prose(path)):
         file, _, anchor = target.partition("#")
@@ -69,7 +69,7 @@ def test_links_resolve(path: Path) -> None:
 def test_every_page_is_in_the_table_of_contents_and_in_the_navigation() -> None:
     contents = set(re.findall(r"\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text()))
     navigation = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
-    written = {path.relative_to(DOCS).as_posix() for path in WRITTEN[1:]}
+    written = {path.relative_to(DOCS).as_posix() for path in WRITTEN[2:]}
     indexes = {"reference/settings.md", "reference/commands.md"}
     assert contents | {"index.md"} == navigation == written | indexes
 
@@ -80,6 +80,20 @@ def test_every_page_that_the_code_names_exists() -> None:
             if path.suffix in {".py", ".toml", ".html", ".sbatch"}:
                 for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
                     assert (ROOT / page).exists(), f"{name(path)}: {page}"
+
+
+EXAMPLES = {"indexing/neighbors/graph_search.py", "tests/indexing/neighbors/test_graph_search.py"}
+"""Files that a recipe of CONTRIBUTING.md adds."""
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name)
+def test_every_file_of_ours_in_the_text_exists(path: Path) -> None:
+    text = path.read_text()
+    for file in re.findall(r"\b(?:retro|indexing|pipelines|benchmarks|configs|tests)/[\w./-]+\.[a-z]+\b", text):
+        assert (ROOT / file).exists() or file in EXAMPLES, file
+    for module in re.findall(r"\b(?:benchmarks\.(?:speed|quality)|pipelines|retro\.[a-z_]+)\.[a-z_]+\b(?!\()", text):
+        file = ROOT / module.replace(".", "/")
+        assert file.is_dir() or file.with_suffix(".py").exists(), module
 
 
 def test_the_reference_is_current() -> None:
@@ -95,7 +109,10 @@ def test_the_reference_is_current() -> None:
 
 
 def commands(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Commands of ours in a page's code and text: the verb, or "" for an unknown one, and what follows it."""
+    """Commands of ours in a page's code and text: the verb, or "" for an unknown one, and its words.
+
+    The first word of verbs, alone or before "…", is no command: `retro eval …`.
+    """
     blocks = "".join(code_blocks(path, "", "bash", "sh")).replace("\\\n", " ").splitlines()
     for line in [*blocks, *re.findall(r"`([^`\n]+)`", prose(path))]:
         found = re.search(r"(?:^|\s)(?:retro |pipelines\.cli |pipelines\.(?=(?:index|train)\b))([a-z].*)", line)
@@ -107,7 +124,8 @@ def commands(path: Path) -> Iterator[tuple[str, list[str]]]:
             words = found[1].split()
         two = " ".join(words[:2])
         verb = two if two in VERBS else words[0]
-        yield (verb if verb in VERBS else "", words)
+        if words[1:] not in ([], ["…"]) or verb not in {name.split()[0] for name in VERBS}:
+            yield (verb if verb in VERBS else "", words)
 
 
 def options(words: list[str]) -> list[str]:
