@@ -23,6 +23,17 @@ KEYS = set(_leaves(Config))
 SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
 
 
+def arguments(path: Path) -> set[str]:
+    """Keys of the options that a benchmark's source adds to its parser."""
+    return {option.replace("-", "_") for option in re.findall(r'add_argument\(\s*"--([\w-]+)"', path.read_text())}
+
+
+BENCHMARK_OPTIONS = {
+    f"{path.parent.name}.{path.stem}": arguments(path) | arguments(ROOT / "benchmarks/common.py")
+    for path in ROOT.glob("benchmarks/*/*.py")
+}
+
+
 def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -153,10 +164,19 @@ OTHER_PROGRAMS = {"help", "max_restarts", "shutdown_timeout", "gpus_per_node", "
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name)
 def test_every_option_in_the_text_exists(path: Path) -> None:
-    known = set().union(*OPTIONS.values()) | OTHER_PROGRAMS
+    known = set().union(*OPTIONS.values(), *BENCHMARK_OPTIONS.values()) | OTHER_PROGRAMS
     for code in re.findall(r"`(--[^`\n]+)`", prose(path)):
         for option in options(code.split()):
             assert exists(option, known), f"no option {option}"
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name)
+def test_every_command_of_a_benchmark_has_options_that_exist(path: Path) -> None:
+    lines = ["".join(code_blocks(path, "", "bash", "sh")), *re.findall(r"`([^`\n]+)`", prose(path))]
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        if found := re.search(r"benchmarks[./](\w+)[./]([a-z_]+)(?:\.py)? (.*)", line):
+            for option in options(found[3].split()):
+                assert option in BENCHMARK_OPTIONS[f"{found[1]}.{found[2]}"] | {"help"}, line
 
 
 NO_KEYS = {"tokenizer.model", "index.search", "model.retrieve_from"}

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from benchmarks.common import median_seconds, say, write
+from benchmarks.common import Budget, add_minutes, budget, median_seconds, say, write
 from indexing.dedup.near_duplicates import TRAIN, DedupSettings, Signatures, find_candidates
 from indexing.dedup.ngrams import gram_set, grams_of, jaccard, units
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, train_sentencepiece
@@ -160,11 +160,11 @@ def show(rows: list[dict[str, Any]]) -> None:
         say("  ".join(cells))
 
 
-def quality(truths: list[Truth]) -> dict[str, Any]:
+def quality(truths: list[Truth], limit: Budget) -> dict[str, Any]:
     """Answers to the four questions, as rows by set."""
     out: dict[str, Any] = {"truth": [], "units": [], "sweep": [], "bands": []}
     kinds = unit_kinds(truths)
-    for truth in truths:
+    for truth in limit.each(truths, "set", lambda truth: len(truth.texts)):
         fives = [gram_set(text, 5) for text in truth.texts]
         for threshold in (0.5, 0.6, 0.7, 0.8, 0.9):
             if truth.name == "neardup_en_history" and threshold < 0.8:
@@ -191,7 +191,7 @@ def quality(truths: list[Truth]) -> dict[str, Any]:
     return out
 
 
-def speed(texts: list[str], pattern: str, rounds: int) -> list[dict[str, Any]]:
+def speed(texts: list[str], pattern: str, rounds: int, limit: Budget) -> list[dict[str, Any]]:
     """Documents a second of the signatures, and of MinHash by the libraries alone."""
     from datasketch import MinHash, MinHashLSH
 
@@ -238,7 +238,7 @@ def speed(texts: list[str], pattern: str, rounds: int) -> list[dict[str, Any]]:
         work["rensa, grams given as hashes"] = lambda: matrix(flat, offsets, sketch.bands * sketch.rows, 1)
     except ImportError:
         say("rensa is not installed: left out")
-    median = median_seconds(work, rounds)
+    median = median_seconds(work, rounds, limit)
     folder.cleanup()
     size = sum(len(text.encode()) for text in texts)
     return [
@@ -259,17 +259,19 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=500, help="of each set, the first ones")
     parser.add_argument("--no-quality", action="store_true")
     parser.add_argument("--rounds", type=int, default=3, help="of timing; 0 for none")
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-dedup.json"))
     options = parser.parse_args()
+    limit = budget(options)
     truths = [Truth(options.data, name, options.documents) for name in SETS]
     results: dict[str, Any] = {"documents": {truth.name: len(truth.texts) for truth in truths}}
     if not options.no_quality:
-        results |= quality(truths)
+        results |= quality(truths, limit.share(1.5))
     if options.rounds:
         results["speed"] = [
             {"set": truth.name} | row
-            for truth in truths
-            for row in speed(truth.texts[:1000], truth.pattern, options.rounds)
+            for number, truth in enumerate(truths)
+            for row in speed(truth.texts[:1000], truth.pattern, options.rounds, limit.share(len(truths) - number))
         ]
         show(results["speed"])
     write(options.output, results)

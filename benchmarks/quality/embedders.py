@@ -13,12 +13,15 @@ from pathlib import Path
 import faiss
 import numpy as np
 
-from benchmarks.common import write
+from benchmarks.common import add_minutes, budget, write
 from indexing.embedders import LexicalEmbedder
 from indexing.index.sharded import ShardedIndex
 from indexing.store.datastore import Datastore, ShardedArray, Split
 from indexing.tokenization.tokenizer import read_token_bytes
 from indexing.vectors.exact_search import exact_search, recall, rerank
+
+VARIANTS = ((1, 1), (1, 0.5), (1, 0), (0.5, 1), (0.5, 0.5), (0.25, 0.5))
+"""Powers of the idf and weights of bigrams."""
 
 
 def gain(train: Split, valid: Split, queries: np.ndarray, ids: np.ndarray) -> float:
@@ -38,26 +41,23 @@ def gain(train: Split, valid: Split, queries: np.ndarray, ids: np.ndarray) -> fl
     return float(np.mean(shares))
 
 
-def embeddings_of(embedder: LexicalEmbedder, split: Split, path: Path) -> ShardedArray:
-    """All chunks of a split, embedded into a file."""
-    blocks = range(0, split.num_chunks, 8192)
-    parts = [
-        embedder.embed(
-            split.tokens.read(b, min(b + 8192, split.num_chunks)),
-            split.lengths.read(b, min(b + 8192, split.num_chunks)),
-        )
-        for b in blocks
-    ]
+def embeddings_of(embedder: LexicalEmbedder, split: Split, count: int, path: Path) -> ShardedArray:
+    """The first chunks of a split, embedded into a file."""
+    blocks = [(start, min(start + 8192, count)) for start in range(0, count, 8192)]
+    parts = [embedder.embed(split.tokens.read(*block), split.lengths.read(*block)) for block in blocks]
     np.save(path, np.concatenate(parts).astype(np.float16))
-    return ShardedArray([path], [split.num_chunks])
+    return ShardedArray([path], [count])
 
 
 def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
+    parser.add_argument("--chunks", type=int, default=100_000, help="of the training split, the first ones; 0: all")
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-embedders.json"))
     options = parser.parse_args()
+    limit = budget(options)
     datastore = Datastore.open(options.datastore)
     train, valid = datastore.train, datastore.valid
     is_special = read_token_bytes(datastore.folder / "tokenizer") == 0
@@ -69,13 +69,14 @@ def main() -> None:
     numbers = np.arange(valid.num_chunks - 1, dtype=np.int64)
     _, _, stop = valid.documents_of(numbers)
     queries = numbers[numbers + 1 < stop][:2000]
+    count = min(options.chunks or train.num_chunks, train.num_chunks)
     rows = []
-    for power, bigram in ((1, 1), (1, 0.5), (1, 0), (0.5, 1), (0.5, 0.5), (0.25, 0.5)):
+    for power, bigram in limit.each(VARIANTS, "variant"):
         weights = idf**power
         weights[:vocabulary][is_special] = 0
         weights[vocabulary:] *= bigram
         embedder = LexicalEmbedder(weights.astype(np.float32), is_special, 256, 0)
-        array = embeddings_of(embedder, train, options.output.with_suffix(".vectors.npy"))
+        array = embeddings_of(embedder, train, count, options.output.with_suffix(".vectors.npy"))
         vectors = embedder.embed(valid.tokens.gather(queries), valid.lengths.gather(queries))
         exact_distances, exact_ids = exact_search(vectors, array, 10)
         index = faiss.index_factory(256, "IVF1024,PQ128x4fs")
@@ -93,7 +94,7 @@ def main() -> None:
         rows.append(row)
         print("  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
     options.output.with_suffix(".vectors.npy").unlink()
-    write(options.output, {"rows": rows})
+    write(options.output, {"chunks": count, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -6,19 +6,19 @@ python -m benchmarks.quality.finetuning finetune --output runs/finetuning       
 python -m benchmarks.quality.finetuning score --output runs/finetuning          `retro eval qa` of all three, and a table
 
 DATA is a folder with a folder for each set, as for `questions.py`. What is learned and what is asked: `qa_data.py`. Every part goes
-on where it was stopped; `--sets` names one of the two. The defaults of --steps and --questions try the script out, in minutes:
-give 0 for the whole of it, which takes hours.
+on where it was stopped; `--sets` names one of the two. By default the number of steps is chosen so that a part ends in --minutes:
+this tries the script out. --steps 0 and --questions 0 give the results of docs/results/question-answering.md, in hours.
 """
 
 import argparse
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import measured_on, say
+from benchmarks.common import Budget, add_minutes, budget, measured_on, say
+from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_fit, written
 from benchmarks.quality.qa_data import SETS, prepare
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedders import EmbedderSettings
@@ -26,7 +26,6 @@ from indexing.index.build import IndexSettings
 from indexing.retrieval.results import Rerank
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
-from pipelines.config_files import to_toml
 from retro.data.settings import DataSettings
 from retro.finetuning.settings import FinetuneSettings
 from retro.model.settings import ModelSettings
@@ -84,11 +83,6 @@ PHASES = {
 }
 
 
-def retro(*arguments: str) -> None:
-    """The command line, as a user runs it."""
-    subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments], check=True)
-
-
 def build(data: Path, folder: Path, name: str, clozes: int, corpus_bytes: int) -> None:
     """Files and three datastores: `pretraining`, and with its tokenizer `reading` and `passages`, searched by questions."""
     print(name, prepare(data, name, folder, clozes, corpus_bytes), flush=True)
@@ -97,7 +91,7 @@ def build(data: Path, folder: Path, name: str, clozes: int, corpus_bytes: int) -
         corpus=CorpusSettings(paths=(str(folder / "pretraining.jsonl"),)),
         tokenizer=TokenizerSettings(vocab_size=VOCABULARY),
     )
-    retro("index", _written(folder / "pretraining.toml", pretraining))
+    retro("index", written(folder / "pretraining.toml", pretraining))
     tokenizer = folder / "pretraining" / "tokenizer" / "sentencepiece.model"
     for searched in ("reading", "passages"):
         config = Config(
@@ -107,15 +101,38 @@ def build(data: Path, folder: Path, name: str, clozes: int, corpus_bytes: int) -
             embedder=EmbedderSettings(dimension=1024),  # a question has few words (docs/results/passage-retrieval.md)
             index=IndexSettings(factory="Flat"),
         )
-        file = _written(folder / f"{searched}.toml", config)
+        file = written(folder / f"{searched}.toml", config)
         for stage in ("chunk", "embed", "train-index", "add"):  # chunks need no neighbors here: questions search
             retro("index", file, "--stage", stage)
 
 
-def train(folder: Path, name: str, phase: str, steps: int, threads: int, compiled: bool) -> None:
-    """The run FOLDER/PHASE."""
+def train(options: argparse.Namespace, phases: tuple[str, ...], limit: Budget) -> None:
+    """The runs OUT/SET/PHASE of all sets."""
+    runs = [(name, phase) for name in options.sets for phase in phases]
+    steps = options.steps
+    if steps is None:
+        name, phase = options.sets[0], phases[-1]  # with the most passages
+        config_of = partial(run_config, options.output / name, name, phase, options, init_from="pretrained")
+        command = "finetune" if PHASES[phase].examples else "train"
+        steps = steps_that_fit(options.output / f"steps-{options.part}", command, config_of, [1.0] * len(runs), limit)
+    for number, (name, phase) in enumerate(runs):
+        say(f"{name}, {phase}: run {number + 1} of {len(runs)}, {limit.left:.0f} s left")
+        config = run_config(options.output / name, name, phase, options, steps or PHASES[phase].steps)
+        file = written(options.output / name / f"{phase}.toml", config)
+        retro("finetune" if PHASES[phase].examples else "train", file)
+
+
+def run_config(
+    folder: Path, name: str, phase: str, options: argparse.Namespace, steps: int, init_from: str = ""
+) -> Config:
+    """The config of the run FOLDER/PHASE, which begins with the weights of another phase."""
     chosen = PHASES[phase]
-    steps = steps or chosen.steps
+    eval_tokens = 2_000 if chosen.examples else 30_000  # of answers, or of text
+    if options.steps is None:
+        eval_tokens = (
+            SHORT_EVALUATION // 40 if chosen.examples else SHORT_EVALUATION
+        )  # a row has few tokens of an answer
+    init_from = chosen.init_from and (init_from or chosen.init_from)
     config = Config(
         datastore=folder / ("reading" if chosen.examples else "pretraining"),
         run=folder / phase,
@@ -126,29 +143,29 @@ def train(folder: Path, name: str, phase: str, steps: int, threads: int, compile
             batch_size=chosen.rows,
             lr=chosen.lr,
             warmup_steps=min(100, steps // 10),
-            init_from=str(folder / chosen.init_from) if chosen.init_from else "",
-            num_threads=threads,
-            compile="yes" if compiled else "no",
+            init_from=str(folder / init_from) if init_from else "",
+            num_threads=options.threads,
+            compile="yes" if options.compile else "no",
             eval_every=max(1, steps // 5),
-            eval_tokens=2_000 if chosen.examples else 30_000,  # of answers, or of text
+            eval_tokens=eval_tokens,
             checkpoint_every=max(1, steps // 5),
         ),
     )
-    if chosen.examples:
-        finetune = FinetuneSettings(
-            examples=(folder / f"{chosen.examples}.jsonl",),
-            format="questions",
-            language=SETS[name].language,
-            rerank=chosen.rerank,
-            positives_first=True,
-        )
-        config = replace(config, finetune=finetune)
-    retro("finetune" if chosen.examples else "train", _written(folder / f"{phase}.toml", config))
+    if not chosen.examples:
+        return config
+    finetune = FinetuneSettings(
+        examples=(folder / f"{chosen.examples}.jsonl",),
+        format="questions",
+        language=SETS[name].language,
+        rerank=chosen.rerank,
+        positives_first=True,
+    )
+    return replace(config, finetune=finetune)
 
 
-def score(folder: Path, name: str, k: int, questions: int) -> None:
+def score(folder: Path, name: str, k: int, questions: int, limit: Budget) -> None:
     """FOLDER/score-PHASE.json of each run."""
-    for phase in PHASES:
+    for phase in limit.each(tuple(PHASES), "run"):
         out = folder / f"score-{phase}.json"
         if out.exists() or not (folder / phase).exists():
             continue
@@ -189,12 +206,6 @@ def _cell(row: dict[str, Any]) -> str:
     return " / ".join(figures)
 
 
-def _written(file: Path, config: Config) -> str:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(to_toml(config))
-    return str(file)
-
-
 def main() -> None:
     """One of the four parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -204,26 +215,30 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--clozes", type=int, default=1, help="cloze questions of a passage of about 60 words")
     parser.add_argument("--corpus-bytes", type=int, default=6_000_000, help="of the corpora beside the passages")
-    parser.add_argument("--steps", type=int, default=50, help="of each run, at most; 0: as many as the results are of")
+    parser.add_argument(
+        "--steps", type=int, help="of each run; 0: those of the results; if not given, as many as fit into --minutes"
+    )
     parser.add_argument("--questions", type=int, default=50, help="of each set that are asked; 0: all")
     parser.add_argument("--k", type=int, default=4, help="passages as neighbors when scored")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
+    add_minutes(parser)
     options = parser.parse_args()
+    limit = budget(options)
     if options.part == "build" and options.data is None:
         parser.error("build needs DATA")
     say(measured_on())
-    for name in options.sets:
+    if options.part in ("pretrain", "finetune"):
+        train(options, ("pretrained",) if options.part == "pretrain" else ("practised", "finetuned"), limit)
+        return
+    for number, name in enumerate(limit.each(options.sets, "set")):
         folder = options.output / name
         say(f"{name}: {options.part}")
         if options.part == "build":
             build(options.data, folder, name, options.clozes, options.corpus_bytes)
-        elif options.part == "score":
-            score(folder, name, options.k, options.questions)
-            print("\n".join(table(folder, name)), flush=True)
         else:
-            for phase in ("pretrained",) if options.part == "pretrain" else ("practised", "finetuned"):
-                train(folder, name, phase, options.steps, options.threads, options.compile)
+            score(folder, name, options.k, options.questions, limit.share(len(options.sets) - number))
+            print("\n".join(table(folder, name)), flush=True)
 
 
 if __name__ == "__main__":

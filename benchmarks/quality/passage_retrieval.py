@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import say, write
+from benchmarks.common import Budget, add_minutes, budget, say, write
 from indexing.corpus.readers import CorpusSettings, Document, read_documents
 from indexing.corpus.scan import list_files
 from indexing.embedders import EmbedderSettings
@@ -31,6 +31,7 @@ from indexing.retrieval.retriever import CANDIDATES, COSINE_WEIGHT, Retriever
 from pipelines.config import Config
 from pipelines.executors import make_executor
 from pipelines.stages.table import build
+from pipelines.terminal import progress, setup_logging
 from retro.question_answering.question_sets import Question, read_questions
 from retro.question_answering.retrieval_metrics import RetrievalSettings, measure, right_documents
 
@@ -106,7 +107,7 @@ def read_set(data: Path, name: str) -> tuple[Path, list[Question]]:
     return passages, read_questions(asked)
 
 
-def measure_set(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+def measure_set(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
     """Rows of one set: the yardsticks, and every embedder with every order."""
     passages, questions = read_set(options.data, name)
     say(f"{name}: {len(questions):,} questions, BM25 of whole passages", file=sys.stderr)
@@ -118,23 +119,23 @@ def measure_set(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
         )
     ]
     settings = RetrievalSettings()
-    for embedder in options.embedders:
+    for embedder in limit.each(options.embedders, "embedder"):
         retriever = open_passages(options.work / f"{name}-{embedder}", passages, EMBEDDERS[embedder])
         right = right_documents(retriever.retrieval, questions)
-        for rerank in settings.rerank:
-            say(f"{name}: {embedder}, {rerank}", file=sys.stderr)
-            result = measure(retriever, questions, right, rerank, settings, lambda done: None)
+        for rerank in limit.each(settings.rerank, "order"):
+            with progress(f"{name}: {embedder}, {rerank}", total=len(questions), unit="questions") as advance:
+                result = measure(retriever, questions, right, rerank, settings, advance)
             rows.append(
                 {"set": name, "embedder": embedder, "datastore": retriever.datastore.fingerprint} | asdict(result)
             )
     return rows
 
 
-def measure_weights(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+def measure_weights(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
     """hit@1 of the hybrid for every weight of the cosine, out of one ranking of all candidates."""
     passages, questions = read_set(options.data, name)
     rows = []
-    for embedder in options.embedders:
+    for embedder in limit.each(options.embedders, "embedder"):
         retriever = open_passages(options.work / f"{name}-{embedder}", passages, EMBEDDERS[embedder])
         right = right_documents(retriever.retrieval, questions)
         hits = np.zeros(len(options.weights))
@@ -176,12 +177,16 @@ def main() -> None:
     parser.add_argument("--embedders", nargs="+", default=["lexical"], choices=list(EMBEDDERS))
     parser.add_argument("--weights", nargs="+", type=float, default=[])
     parser.add_argument("--work", type=Path, default=Path("benchmark-questions"))
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-questions.json"))
     options = parser.parse_args()
+    limit = budget(options)
     rows: list[dict[str, Any]] = []
-    for name in options.sets:
+    setup_logging()
+    measured = measure_weights if options.weights else measure_set
+    for number, name in enumerate(limit.each(options.sets, "set")):
         say(name, file=sys.stderr)
-        rows += measure_weights(options, name) if options.weights else measure_set(options, name)
+        rows += measured(options, name, limit.share(len(options.sets) - number))
         print("\n".join(table(rows, options.sets)), flush=True)
         write(options.output, {"rows": rows})
 

@@ -11,31 +11,34 @@ trained and scored with neighbors drawn at random. `retrofit` is the trained `ba
 cross-attention that learn from a share of its tokens. All are scored on the same held-out documents, and filtered by what leaks
 through the lexical neighbors, so that one α means the same chunks for all. Every part goes on where it was stopped.
 
-The default of --steps tries the script out, in minutes. Results need thousands of steps: see docs/results/retrieval-gain.md.
+By default the size of the corpus and the number of steps are chosen so that each part ends in --minutes: this tries the script out.
+Results need thousands of steps: see docs/results/retrieval-gain.md.
 """
 
 import argparse
 import json
-import subprocess
-import sys
+import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.common import measured_on, say
+from benchmarks.common import Budget, add_minutes, budget, measured_on, say, seconds
+from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_fit, write_part, written
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedders import EmbedderSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
-from pipelines.config_files import to_toml
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS, baseline_of
 from retro.model.settings import ModelSettings
 from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
+PLAIN = ("baseline", "decoder", "plain")
+"""Models that do not retrieve."""
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
 # What brings copying sooner (docs/results/retrieval-gain.md), and the same models without part of it: `paper` has none of it.
 COPYING = {"shared_embeddings": True, "smeared_keys": True, "smeared_tokens": 3, "copying_init": True}
@@ -46,62 +49,91 @@ ABLATIONS: dict[str, dict[str, bool]] = {
     "shared-smeared": {"shared_embeddings": True, "smeared_keys": True},
     "one-before": {"shared_embeddings": True, "smeared_keys": True, "copying_init": True},
 }
+_PROBE_MEGABYTES = 0.2
 EMBEDDERS = {"lexical": EmbedderSettings(), "minilm": EmbedderSettings(kind="transformer", path="minilm")}
 
 
-def retro(*arguments: str) -> None:
-    """The command line, as a user runs it."""
-    subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments], check=True)
-
-
-def build(out: Path, corpus: list[str], vocab_size: int, chunk_length: int) -> None:
+def build(out: Path, options: argparse.Namespace, limit: Budget) -> None:
     """Datastores OUT/lexical and OUT/minilm."""
-    for name, embedder in EMBEDDERS.items():
-        config = Config(
-            datastore=out / name,
-            corpus=CorpusSettings(paths=tuple(corpus)),
-            tokenizer=TokenizerSettings(vocab_size=vocab_size),
-            chunks=ChunkSettings(chunk_length=chunk_length),
-            embedder=embedder,
-            neighbors=NeighborSettings(search="exact"),  # what is compared is models, not searches
-        )
-        retro("index", _written(out / f"{name}.toml", config))
+    paths = tuple(options.corpus)
+    if options.corpus_mb != 0:
+        file = out / "corpus.jsonl"
+        megabytes = options.corpus_mb or (0 if file.exists() else megabytes_that_fit(paths, options, limit))
+        paths = (write_part(paths, megabytes, file),)
+    for name in EMBEDDERS:
+        retro("index", written(out / f"{name}.toml", datastore_config(out / name, name, paths, options)))
 
 
-def train(out: Path, options: argparse.Namespace) -> None:
+def datastore_config(folder: Path, name: str, paths: tuple[str, ...], options: argparse.Namespace) -> Config:
+    """The config of a datastore with the embedder of this name."""
+    return Config(
+        datastore=folder,
+        corpus=CorpusSettings(paths=paths),
+        tokenizer=TokenizerSettings(vocab_size=options.vocab_size),
+        chunks=ChunkSettings(chunk_length=options.chunk_length),
+        embedder=EMBEDDERS[name],
+        neighbors=NeighborSettings(search="exact"),  # what is compared is models, not searches
+    )
+
+
+def megabytes_that_fit(paths: tuple[str, ...], options: argparse.Namespace, limit: Budget) -> float:
+    """Megabytes of text that MiniLM embeds in half of the time that is left. The other stages take less than the other half."""
+    with tempfile.TemporaryDirectory(prefix="retro-part-") as folder:
+        part = write_part(paths, _PROBE_MEGABYTES, Path(folder) / "corpus.jsonl")
+        config = datastore_config(Path(folder) / "minilm", "minilm", (part,), options)
+        file = written(Path(folder) / "minilm.toml", config)
+        retro("index", file, "--stage", "chunk")
+        took = seconds(lambda: retro("index", file, "--stage", "embed"))
+    found = max(1.0, limit.left / 2 / took) * _PROBE_MEGABYTES
+    say(f"{found:.1f} MB of the corpus, chosen so that both datastores are built in {options.minutes:g} minutes")
+    say("--corpus-mb sets the size; 0: all of the corpus")
+    return found
+
+
+def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
     """Runs OUT/run-NAME."""
+    steps = options.steps
+    if not steps:
+        slowest = next((name for name in options.models if name not in (*PLAIN, "retrofit")), options.models[0])
+        shares = [options.share if name == "retrofit" else 1.0 for name in options.models]
+        config_of = partial(run_config, out, slowest, options)
+        steps = steps_that_fit(out / "steps", "train", config_of, shares, limit)
     for number, name in enumerate(options.models):
-        say(f"{name}: model {number + 1} of {len(options.models)}")
-        retrofit = name == "retrofit"
-        steps = max(1, round(options.steps * options.share)) if retrofit else options.steps
-        sizes = replace(_sizes(options), **ABLATIONS.get(name, COPYING))
-        plain = {"baseline": baseline_of(sizes), "plain": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
-        model: ModelSettings = plain.get(name, sizes)
-        if retrofit:
-            model = replace(plain["baseline"], cca_layers=sizes.cca_layers)
-        source: Literal["random", "nearest"] = "random" if name == "random" else "nearest"
-        config = Config(
-            datastore=out / ("minilm" if name == "minilm" else "lexical"),
-            run=out / f"run-{name}",
-            model=model,
-            data=DataSettings(
-                sequence_length=512, k=options.k, neighbor_source=source, retrieval_dropout=options.retrieval_dropout
-            ),
-            train=TrainSettings(
-                steps=steps,
-                batch_size=2,
-                lr=options.lr,
-                warmup_steps=min(100, steps // 10),
-                init_from=str(out / "run-baseline") if retrofit else "",
-                num_threads=options.threads,
-                compile="yes" if options.compile else "no",
-                eval_every=min(500, max(1, steps // 3)),
-                eval_tokens=30_000,
-                checkpoint_every=500,
-            ),
-            tuning=TuningSettings(weights="retrieval" if retrofit else "all"),
-        )
-        retro("train", _written(out / f"run-{name}.toml", config))
+        say(f"{name}: model {number + 1} of {len(options.models)}, {limit.left:.0f} s left")
+        own = max(1, round(steps * options.share)) if name == "retrofit" else steps
+        retro("train", written(out / f"run-{name}.toml", run_config(out, name, options, own)))
+
+
+def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) -> Config:
+    """The config of a model's run."""
+    retrofit = name == "retrofit"
+    sizes = replace(_sizes(options), **ABLATIONS.get(name, COPYING))
+    plain = {"baseline": baseline_of(sizes), "plain": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
+    model: ModelSettings = plain.get(name, sizes)
+    if retrofit:
+        model = replace(plain["baseline"], cca_layers=sizes.cca_layers)
+    source: Literal["random", "nearest"] = "random" if name == "random" else "nearest"
+    return Config(
+        datastore=out / ("minilm" if name == "minilm" else "lexical"),
+        run=out / f"run-{name}",
+        model=model,
+        data=DataSettings(
+            sequence_length=512, k=options.k, neighbor_source=source, retrieval_dropout=options.retrieval_dropout
+        ),
+        train=TrainSettings(
+            steps=steps,
+            batch_size=2,
+            lr=options.lr,
+            warmup_steps=min(100, steps // 10),
+            init_from=str(out / "run-baseline") if retrofit else "",
+            num_threads=options.threads,
+            compile="yes" if options.compile else "no",
+            eval_every=min(500, max(1, steps // 3)),
+            eval_tokens=30_000 if options.steps else SHORT_EVALUATION,
+            checkpoint_every=500,
+        ),
+        tuning=TuningSettings(weights="retrieval" if retrofit else "all"),
+    )
 
 
 def _sizes(options: argparse.Namespace) -> ModelSettings:
@@ -111,11 +143,11 @@ def _sizes(options: argparse.Namespace) -> ModelSettings:
     return replace(sizes, cca_layers=tuple(options.cca_layers), **width)
 
 
-def score(out: Path) -> None:
+def score(out: Path, limit: Budget) -> None:
     """OUT/score-NAME.json for each model against the baseline, and one page with all curves."""
     runs = [name for name in (*MODELS, *ABLATIONS) if (out / f"run-{name}").exists()]
-    for name in runs[1:]:
-        to = ("--evaluation.k", "1", "2", "4", "8") if name not in ("baseline", "plain", "decoder") else ()
+    for name in limit.each(runs[1:], "model"):
+        to = ("--evaluation.k", "1", "2", "4", "8") if name not in PLAIN else ()
         to += ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
         retro("eval", "perplexity", str(out / f"run-{name}"), *to, "--output", str(out / f"score-{name}.json"))
     retro("report", *(str(out / f"run-{name}") for name in runs), "--output", str(out / "learning.html"))
@@ -128,12 +160,6 @@ def score(out: Path) -> None:
                     f"{name:9} {line['tokens']:10,} tokens  OFF {line['valid_bits_per_byte_off']:.4f}"
                     + (f"  ON {on:.4f}" if on else "")
                 )
-
-
-def _written(file: Path, config: Config) -> str:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(to_toml(config))
-    return str(file)
 
 
 def main() -> None:
@@ -149,19 +175,22 @@ def main() -> None:
     parser.add_argument("--chunk-length", type=int, default=64, help="the same for all three parts")
     parser.add_argument("--retrieval-dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--steps", type=int, default=200, help="of each model")
+    parser.add_argument("--steps", type=int, default=0, help="of each model; 0: as many as fit into --minutes")
     parser.add_argument("--share", type=float, default=0.03, help="of the steps, for the RETROfit")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--corpus-mb", type=float, help="of text; 0: all; as much as fits into --minutes if not given")
+    add_minutes(parser)
     options = parser.parse_args()
+    limit = budget(options)
     say(measured_on())
     if options.part == "build":
-        build(options.output, options.corpus, options.vocab_size, options.chunk_length)
+        build(options.output, options, limit)
     elif options.part == "train":
-        train(options.output, options)
+        train(options.output, options, limit)
     else:
-        score(options.output)
+        score(options.output, limit)
 
 
 if __name__ == "__main__":

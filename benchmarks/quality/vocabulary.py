@@ -1,23 +1,24 @@
 """Does an extended vocabulary pay? Tokens per byte of both languages, and a small model's first steps in the new one.
 
 python -m benchmarks.quality.vocabulary tokenizers --old ENGLISH... --new CHINESE... [--kinds bpe huggingface unigram]
-python -m benchmarks.quality.vocabulary model --old ENGLISH... --new CHINESE... --output FOLDER [--steps 300] [--pieces 2000]
+python -m benchmarks.quality.vocabulary model --old ENGLISH... --new CHINESE... --output FOLDER [--pieces 2000]
 
 `tokenizers`: a tokenizer of the old corpus, the same with new pieces, and one trained on both from scratch with as many; on
 held-out documents of each corpus. `model`: a plain decoder is trained on the old corpus, then on the new one, three times with
 the same seed and tokens: `mean` with new rows begun as `retro extend-vocabulary` does, `random` with new rows drawn from a normal
 distribution with the table's own spread, and `old` without new pieces. Every part of it goes on where it was stopped.
 
-The defaults take minutes. docs/how-to/extend-vocabulary.md names the options of its results.
+By default a part of each corpus is read, and the number of steps is chosen so that it ends in --minutes. docs/how-to/extend-vocabulary.md
+names the options of its results.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from typing import Any
 import torch
 
 from benchmarks import common
+from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_fit, write_part, written
 from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import list_files, read_documents, split_of
 from indexing.tokenization.extension import compare, extend, open_base
 from indexing.tokenization.tokenizer import Sample, Tokenizer, TokenizerSettings, install_tokenizer, train_sentencepiece
 from pipelines.config import Config
-from pipelines.config_files import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.checkpoints.extend_vocabulary import tables
 from retro.checkpoints.single_file import exported, write_exported
@@ -44,10 +45,12 @@ SPLIT = (95, 5, 0)
 # --- tokenizers
 
 
-def tokenizers(old: list[str], new: list[str], kinds: list[str], pieces: list[int], vocab_size: int, mb: int) -> None:
+def tokenizers(
+    old: list[str], new: list[str], kinds: list[str], pieces: list[int], vocab_size: int, mb: int, limit: common.Budget
+) -> None:
     """Prints a row for each tokenizer."""
     texts = {name: samples(paths, mb * 2**20) for name, paths in (("old", old), ("new", new))}
-    for kind in kinds:
+    for kind in limit.each(kinds, "kind"):
         with tempfile.TemporaryDirectory() as folder:
             base = train(kind, texts["old"][0], vocab_size, Path(folder) / "base")
             row(kind, "base", base, texts)
@@ -133,25 +136,33 @@ def opened(path: Path) -> Tokenizer:
 # --- a model
 
 
-def retro(*arguments: str) -> None:
-    """The command line, as a user runs it."""
-    subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments], check=True)
-
-
-def model(old: list[str], new: list[str], out: Path, base_steps: int, steps: int, pieces: int, vocab_size: int) -> None:
+def model(given: argparse.Namespace, limit: common.Budget) -> None:
     """Folders OUT/…: datastores, runs, and the extended model."""
-    out.mkdir(parents=True, exist_ok=True)
-    run(out, "base", old, TokenizerSettings(vocab_size=vocab_size), base_steps)
+    out, old, new, vocab_size = given.output, given.old, given.new, given.vocab_size
+    if given.corpus_mb:
+        old, new = (
+            [write_part(getattr(given, name), given.corpus_mb, out / f"{name}.jsonl")] for name in ("old", "new")
+        )
+    config_of = partial(run_config, eval_tokens=20_000 if given.steps else SHORT_EVALUATION)
+    base = partial(config_of, out, "base", old, TokenizerSettings(vocab_size=vocab_size))
+    retro("index", written(out / "base.toml", base(1)), "--stage", "chunk")
+    steps = given.steps
+    if not steps:
+        rest = limit.share(1.5)  # the rest of the time cuts and tokenizes the other corpus, and extends the vocabulary
+        steps = steps_that_fit(out / "steps", "train", base, [2, 1, 1, 1], rest)
+    train_model(out, "base", base(given.base_steps or 2 * steps))
     if not (out / "extended").exists():
-        arguments = ("--corpus.paths", *new, "--pieces", str(pieces), "--sample-bytes", str(8 * 2**20))
+        arguments = ("--corpus.paths", *new, "--pieces", str(given.pieces[0]), "--sample-bytes", str(8 * 2**20))
         retro("extend-vocabulary", str(out / "run-base"), *arguments, "--output", str(out / "extended"))
     draw_rows(out / "extended" / "model.safetensors", out / "random.safetensors", vocab_size)
     extended = TokenizerSettings(kind="sentencepiece", path=str(out / "extended/tokenizer/sentencepiece.model"))
     before = TokenizerSettings(kind="sentencepiece", path=str(out / "base/tokenizer/sentencepiece.model"))
-    run(out, "mean", new, extended, steps, str(out / "extended/model.safetensors"), datastore="new")
-    run(out, "random", new, extended, steps, str(out / "random.safetensors"), datastore="new")
-    run(out, "old", new, before, steps, str(out / "run-base"))
-    for name in ("mean", "random", "old"):
+    starts = {"mean": out / "extended/model.safetensors", "random": out / "random.safetensors", "old": out / "run-base"}
+    for name, start in starts.items():
+        common.say(f"{name}: {limit.left:.0f} s left", file=sys.stderr)
+        tokenizer, datastore = (before, "old") if name == "old" else (extended, "new")
+        train_model(out, name, config_of(out, name, new, tokenizer, steps, str(start), datastore))
+    for name in starts:
         lines = [json.loads(line) for line in (out / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
         figures = [
             f"{line['tokens']:,}: {line['valid_bits_per_byte_off']:.3f}" for line in lines if _is_evaluated(line)
@@ -174,7 +185,14 @@ def draw_rows(source: Path, target: Path, first_id: int) -> None:
     write_exported(state, tensors, target)
 
 
-def run(
+def train_model(out: Path, name: str, config: Config) -> None:
+    """A datastore's chunks, and a run on them."""
+    file = written(out / f"{name}.toml", config)
+    retro("index", file, "--stage", "chunk")
+    retro("train", file)
+
+
+def run_config(
     out: Path,
     name: str,
     corpus: list[str],
@@ -182,9 +200,11 @@ def run(
     steps: int,
     start: str = "",
     datastore: str = "",
-) -> None:
-    """A datastore's chunks, and a run of a plain decoder on them."""
-    config = Config(
+    *,
+    eval_tokens: int,
+) -> Config:
+    """The config of a plain decoder's run."""
+    return Config(
         datastore=out / (datastore or name),
         run=out / f"run-{name}",
         corpus=CorpusSettings(paths=tuple(corpus)),
@@ -198,15 +218,11 @@ def run(
             warmup_steps=min(20, steps),
             num_threads=1,
             eval_every=max(1, steps // 6),
-            eval_tokens=20_000,
+            eval_tokens=eval_tokens,
             checkpoint_every=steps,
             init_from=start,
         ),
     )
-    file = out / f"{name}.toml"
-    file.write_text(to_toml(config))
-    retro("index", str(file), "--stage", "chunk")
-    retro("train", str(file))
 
 
 def main() -> None:
@@ -220,14 +236,17 @@ def main() -> None:
     parser.add_argument("--pieces", nargs="+", type=int, default=[2000])
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--sample-mb", type=int, default=2)
-    parser.add_argument("--base-steps", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--corpus-mb", type=float, default=4, help="of each corpus for `model`; 0: all")
+    parser.add_argument("--base-steps", type=int, default=0, help="of the base; 0: twice the others'")
+    parser.add_argument("--steps", type=int, default=0, help="of each other model; 0: as many as fit into --minutes")
+    common.add_minutes(parser)
     given = parser.parse_args()
+    limit = common.budget(given)
     common.say(common.measured_on())
     if given.part == "tokenizers":
-        tokenizers(given.old, given.new, given.kinds, given.pieces, given.vocab_size, given.sample_mb)
+        tokenizers(given.old, given.new, given.kinds, given.pieces, given.vocab_size, given.sample_mb, limit)
     else:
-        model(given.old, given.new, given.out, given.base_steps, given.steps, given.pieces[0], given.vocab_size)
+        model(given, limit)
 
 
 if __name__ == "__main__":

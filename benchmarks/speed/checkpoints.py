@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.common import add_precision, placement, rounds, seconds, write
+from benchmarks.common import add_minutes, add_precision, agreed, budget, placement, seconds, write
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
@@ -40,8 +40,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     add_precision(parser)
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the checkpoints are written, and removed")
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-checkpoints.json"))
     options = parser.parse_args()
+    limit = budget(options)
     torch.manual_seed(0)
     placed = placement(options.precision, join())
     group = open_group()
@@ -86,7 +88,7 @@ def main() -> None:
             "loop": lambda: publish(tensors()),
             "saver": lambda: saver.save(tensors(), publish),
         }
-        for round_number in range(options.rounds + 1) if group is not None else rounds(options.rounds + 1):
+        for round_number in agreed(limit.rounds(options.rounds + 1)):
             for way, save in saves.items():
                 number += 1
                 stall = seconds(save)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import rounds, say, seconds, write
+from benchmarks.common import add_minutes, budget, say, seconds, write
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 
@@ -31,14 +31,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-data-path.json"))
     options = parser.parse_args()
+    limit = budget(options)
     data = {
         name: TrainingData([options.datastore], DataSettings(sequence_length=LENGTH, **case), retrieval=True)
         for name, case in CASES.items()
     }
     rates: dict[str, list[float]] = {name: [] for name in (*CASES, "floor")}
-    for number in rounds(options.rounds + 1):
+    for number in limit.rounds(options.rounds + 1):
         for name in rates:
             took = _copies(data["k 2"], number) if name == "floor" else batches(data[name], number)
             if number:  # the first round warms up

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import MOST_SECONDS, add_precision, placement, rounds, say, seconds, write
+from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say, seconds, write
 from benchmarks.speed.training import SMALL, their_model
 from indexing.retrieval.retriever import Retriever
 from retro.device import Placement
@@ -98,10 +98,10 @@ def cases(datastore: Path, tokens: int, precision: str) -> dict[str, Run]:
     return found
 
 
-def compare(chosen: dict[str, Run], batch: int, tokens: int, count: int, most_seconds: float) -> list[dict[str, Any]]:
+def compare(chosen: dict[str, Run], batch: int, tokens: int, count: int, limit: Budget) -> list[dict[str, Any]]:
     """Rounds over all cases in turn; a row for each, its ratio to the first case."""
     times: dict[str, list[float]] = {name: [] for name in chosen}
-    for _ in rounds(count, most_seconds):
+    for _ in limit.rounds(count):
         for name, run in chosen.items():
             times[name].append(seconds(lambda run=run: run(batch)))  # type: ignore[misc]
     first = next(iter(times.values()))
@@ -130,8 +130,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
     add_precision(parser)
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-generation.json"))
     options = parser.parse_args()
+    limit = budget(options)
     chosen = {
         name: run
         for name, run in cases(options.datastore, options.tokens, options.precision).items()
@@ -139,10 +141,10 @@ def main() -> None:
     }
     for name, run in chosen.items():
         say(f"{name}: {seconds(lambda run=run: run(1)):.1f} s to warm up", file=sys.stderr)
-    most_seconds, rows = MOST_SECONDS / len(options.batches), []
-    for batch in options.batches:
+    rows = []
+    for number, batch in enumerate(options.batches):
         say(f"{batch} rows at once", file=sys.stderr)
-        rows += compare(chosen, batch, options.tokens, options.rounds, most_seconds)
+        rows += compare(chosen, batch, options.tokens, options.rounds, limit.share(len(options.batches) - number))
     print(f"{'':26}{'batch':>6}{'tokens/s':>11}{'ratio':>9}")
     for row in rows:
         print(f"{row['case']:26}{row['batch']:6}{row['tokens_per_second']:11,.0f}{row['ratio']:8.2f}×")

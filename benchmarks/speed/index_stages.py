@@ -20,13 +20,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import median_seconds, say, seconds, write
+from benchmarks.common import Budget, add_minutes, budget, median_seconds, say, seconds, write
 from indexing.corpus.chunks import chunk_shard
 from indexing.corpus.scan import read_piece
 from indexing.device import keep_freed_memory
@@ -54,11 +55,12 @@ _NPROBES = sorted({1} | {each * 2**power for power in range(16) for each in (2, 
 # --- stages ----------------------------------------------------------------------------------------------------------
 
 
-def stages(config: Config, rounds: int, num_queries: int) -> dict[str, Any]:
+def stages(config: Config, rounds: int, num_queries: int, limit: Budget) -> dict[str, Any]:
     """The table of all stages."""
     datastore = Datastore.open(config.datastore)
-    rows = [*text_stages(config, datastore, rounds), add_stage(datastore, rounds)]
-    rows += neighbor_stage(config, datastore, rounds, num_queries)
+    rows = text_stages(config, datastore, rounds, limit.share(3))
+    rows.append(add_stage(datastore, rounds, limit.share(2)))
+    rows += neighbor_stage(config, datastore, rounds, num_queries, limit)
     print(f"{datastore.train.num_chunks:,} chunks, {torch.get_num_threads()} threads")
     for row in rows:
         bare = f"{row['of_bare']:.2f} × the bare library's rate ({row['bare']})" if row["of_bare"] else ""
@@ -66,7 +68,7 @@ def stages(config: Config, rounds: int, num_queries: int) -> dict[str, Any]:
     return {"chunks": datastore.train.num_chunks, "rows": rows}
 
 
-def text_stages(config: Config, datastore: Datastore, rounds: int) -> list[dict[str, Any]]:
+def text_stages(config: Config, datastore: Datastore, rounds: int, limit: Budget) -> list[dict[str, Any]]:
     """Chunking and embedding."""
     tokenizer, train = Tokenizer.open(datastore.folder / "tokenizer"), datastore.train
     pieces = read_plan(datastore.folder)[0]
@@ -90,7 +92,7 @@ def text_stages(config: Config, datastore: Datastore, rounds: int) -> list[dict[
     }
     if isinstance(embedder, TransformerEmbedder):
         work["forward"] = bare_forward(embedder, tokens, lengths)
-    took = median_seconds(work, rounds)
+    took = median_seconds(work, rounds, limit)
     text_bytes = sum(len(text.encode()) for text in texts)
     return [
         row("chunk", text_bytes / took["chunk"], "bytes/s", took["tokenizer"] / took["chunk"], "tokenizer"),
@@ -126,7 +128,7 @@ def bare_forward(embedder: TransformerEmbedder, tokens: np.ndarray, lengths: np.
     return forward
 
 
-def add_stage(datastore: Datastore, rounds: int) -> dict[str, Any]:
+def add_stage(datastore: Datastore, rounds: int, limit: Budget) -> dict[str, Any]:
     """Adding the first shard, written to disk, against adding the same vectors in memory and writing them with Faiss."""
     import faiss
 
@@ -144,11 +146,13 @@ def add_stage(datastore: Datastore, rounds: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as work:
             building.add_shard(Path(work), trained, vectors, 0, advance=lambda _: None)
 
-    took = median_seconds({"bare": bare, "add": add}, rounds)
+    took = median_seconds({"bare": bare, "add": add}, rounds, limit)
     return row("add", len(vectors) / took["add"], "chunks/s", took["bare"] / took["add"], "faiss add")
 
 
-def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_queries: int) -> list[dict[str, Any]]:
+def neighbor_stage(
+    config: Config, datastore: Datastore, rounds: int, num_queries: int, limit: Budget
+) -> list[dict[str, Any]]:
     """Both ways of searching, and the bare search that is the fastest of those with the recall."""
     keep_freed_memory()  # as the stage does
     train, settings = datastore.train, config.neighbors
@@ -190,7 +194,7 @@ def neighbor_stage(config: Config, datastore: Datastore, rounds: int, num_querie
         "bare searches with that recall, seconds for the same queries:", {name: round(tried[name], 3) for name in tried}
     )
     work[bare] = lambda: bare_ones[bare].search(queries, settings.candidates)
-    took = median_seconds(work, rounds)
+    took = median_seconds(work, rounds, limit)
     return [
         row(f"{name} ({found[name]:.3f})", len(ids) / took[name], "chunks/s", took[bare] / took[name], bare)
         for name in searched
@@ -237,25 +241,16 @@ def bare_indexes(train: Split, asked: tuple[np.ndarray, Any], exact: np.ndarray)
 # --- growth ----------------------------------------------------------------------------------------------------------
 
 
-def growth(sizes: list[int], dimension: int, shards: list[int]) -> dict[str, Any]:
+def growth(sizes: list[int], dimension: int, shards: list[int], limit: Budget) -> dict[str, Any]:
     """One process for each size and number of shards; the exponents over the sizes."""
     rows = []
-    for size in sizes:
-        for count in shards:
-            say(f"{size:,} chunks in {count} shards …", file=sys.stderr)
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.speed.index_stages",
-                "one",
-                "--sizes",
-                str(size),
-                "--dimension",
-                str(dimension),
-            ]
-            out = subprocess.run([*command, "--shards", str(count)], check=True, stdout=subprocess.PIPE, text=True)
-            rows.append(json.loads(out.stdout.splitlines()[-1]))
-            say(rows[-1])
+    command = [sys.executable, "-m", "benchmarks.speed.index_stages", "one", "--dimension", str(dimension)]
+    for size, count in limit.each(list(product(sizes, shards)), "size", lambda case: case[0]):
+        say(f"{size:,} chunks in {count} shards …", file=sys.stderr)
+        arguments = ["--sizes", str(size), "--shards", str(count)]
+        out = subprocess.run([*command, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+        rows.append(json.loads(out.stdout.splitlines()[-1]))
+        say(rows[-1])
     fitted = {}
     for stage in ("add", "index", "lists", "exact"):
         of_stage = [line for line in rows if line["shards"] == shards[0] and stage in line]
@@ -341,15 +336,17 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=int, default=[25_000, 100_000, 400_000])
     parser.add_argument("--shards", nargs="*", type=int, default=[4])
     parser.add_argument("--dimension", type=int, default=256)
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-indexing.json"))
     options = parser.parse_args()
+    limit = budget(options)
     if options.part == "one":
         print(json.dumps(one(options.sizes[0], options.dimension, options.shards[0])))
     elif options.part == "growth":
-        write(options.output, growth(options.sizes, options.dimension, options.shards))
+        write(options.output, growth(options.sizes, options.dimension, options.shards, limit))
     else:
         config = load(Config, options.config, [], verb="index")
-        write(options.output, stages(config, options.rounds, options.queries))
+        write(options.output, stages(config, options.rounds, options.queries, limit))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import add_precision, placement, say, write
+from benchmarks.common import add_minutes, add_precision, budget, placement, say, write
 from pipelines.planning.training import PlanTrainOptions, plan_training
 from retro.data.settings import DataSettings
 from retro.estimates.activation_trace import Pass, trace
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4, help="of 512 tokens with 2 neighbors for each chunk")
     add_precision(parser)
     parser.add_argument("--table", action="store_true")
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-memory.json"))
     options = parser.parse_args()
     if options.table:
@@ -46,7 +47,7 @@ def main() -> None:
         return
     give_freed_memory_back()
     rows = []
-    for preset in options.presets:
+    for preset in budget(options).each(options.presets, "preset", lambda name: PRESETS[name].d_model ** 2):
         say(f"{preset}, {options.sequences} sequences, {placement(options.precision, 'cpu').dtype}")
         rows.append(row := measured(preset, options.sequences, options.precision))
         for what, (predicted, found) in row["bytes"].items():

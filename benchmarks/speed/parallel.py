@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import add_precision, placement, rounds, say, seconds, write
+from benchmarks.common import add_minutes, add_precision, agreed, budget, placement, say, seconds, write
 from indexing.store.errors import InputError
 from retro.device import Placement, TensorBatch
 from retro.model.presets import PRESETS
@@ -231,7 +231,7 @@ def compare(
     """Rounds over all modes in turn; a row for each, the same in all processes."""
     model = replace(PRESETS[options.size], vocab_size=VOCABULARY)
     rows: dict[str, dict[str, Any]] = {}
-    for number in agreed_rounds(options.rounds):
+    for number in agreed(budget(options).rounds(options.rounds)):
         for mode in chosen:
             if dist_rank() == 0 and number == 0:
                 say(mode.name, file=sys.stderr)
@@ -282,13 +282,6 @@ def summary(mode: Mode, of_all: list[dict[str, Any]], num_bytes: tuple[int, int]
 def dist_rank() -> int:
     """The number of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def agreed_rounds(count: int) -> Iterator[int]:
-    """As `rounds`, whose clock is the first process's."""
-    first = rounds(count) if dist_rank() == 0 else iter(())
-    while (number := gathered(next(first, None))[0]) is not None:
-        yield number
 
 
 def wait(device: torch.device) -> None:
@@ -342,6 +335,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps of a round")
     add_precision(parser)
     parser.add_argument("--modes", nargs="*", default=[], help="only those whose name holds one of these")
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-parallel.json"))
     options = parser.parse_args()
     count = options.processes or torch.cuda.device_count() or min(4, max(2, len(os.sched_getaffinity(0))))

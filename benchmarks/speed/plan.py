@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.common import write
+from benchmarks.common import add_minutes, budget, write
 from indexing.store.artifact import read_manifest
 from indexing.store.files import read_json
 from pipelines.config import Config
@@ -29,12 +29,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--sample-bytes", type=int, default=8 * 2**20)
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-plan.json"))
     options = parser.parse_args()
+    limit = budget(options)
     setup_logging()
     config = load(Config, options.config, [], verb="index")
     calibration = calibrate(config, sample_bytes=options.sample_bytes)
     plan = plan_for(config, calibration, corpus_tokens(config, calibration))
+    if plan.wall_seconds > limit.left:
+        predicted = f"the build takes {plan.wall_seconds:,.0f} s as predicted, and {limit.left:,.0f} s are left"
+        raise SystemExit(f"{predicted}: take a smaller corpus, or --minutes 0.")
     view = StagesView()
     with tempfile.TemporaryDirectory(prefix="retro-plan-") as folder:
         config = replace(config, datastore=Path(folder) / "datastore")

@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.common import say, seconds, write
+from benchmarks.common import Budget, add_minutes, budget, say, seconds, write
 from indexing.retrieval.retriever import Retriever
 from pipelines.config import Config
 from pipelines.config_files import load
@@ -56,8 +56,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--k", type=int, default=10)
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-serving.json"))
     options = parser.parse_args()
+    limit = budget(options)
     folder = options.datastore
     if folder.suffix == ".toml":
         config = load(Config, folder, [], verb="index")
@@ -81,7 +83,9 @@ def main() -> None:
         for number, ((kind, call), queries, clients) in enumerate(cases):
             say(f"case {number + 1} of {len(cases)}", file=sys.stderr)
             requests = requests_of(kind, texts, vectors, options.k, queries)
-            rows.append(measured(kind, clients, queries, server, requests, call, options))
+            rows.append(
+                measured(kind, clients, queries, server, requests, call, options, limit.share(len(cases) - number))
+            )
     write(options.output, {"chunks": retriever.retrieval.num_chunks, "k": options.k, "rows": rows})
 
 
@@ -106,10 +110,11 @@ def measured(
     requests: list[bytes],
     bare: Callable[[slice], object],
     options: argparse.Namespace,
+    limit: Budget,
 ) -> dict[str, Any]:
     """One line of the table: medians over rounds in which the server and the bare index take turns."""
     rounds = []
-    for _ in range(options.rounds):
+    for _ in limit.rounds(options.rounds):
         rate = bare_rate(bare, clients * queries, options.seconds / 2)
         used = server.processor_seconds()
         load = load_of(server.url, requests, clients, options.seconds)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import add_precision, placement, rounds, say, seconds, write
+from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say, seconds, write
 from benchmarks.speed.data_path import BATCH, BATCHES, LENGTH, batches
 from indexing.device import keep_freed_memory
 from retro.data.batches import TrainingData
@@ -172,11 +172,11 @@ def _memory(placement: Placement) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def compare(chosen: list[Case], precision: str, count: int, steps: int) -> list[dict[str, Any]]:
+def compare(chosen: list[Case], precision: str, count: int, steps: int, limit: Budget) -> list[dict[str, Any]]:
     """Rounds over all cases in turn; a row for each."""
     context = multiprocessing.get_context("spawn")
     running: list[tuple[Case, Connection, int]] = []
-    for case in chosen:
+    for case in limit.share(1.5).each(chosen, "case"):
         ours, theirs = context.Pipe()
         context.Process(target=work, args=(case, precision, steps, theirs), daemon=True).start()
         say(f"{case.name} …", end=" ", file=sys.stderr)
@@ -189,7 +189,7 @@ def compare(chosen: list[Case], precision: str, count: int, steps: int) -> list[
         running.append((case, ours, ready["parameters"]))
     times: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
     peaks = []
-    for _ in rounds(count):
+    for _ in limit.rounds(count):
         peaks.append(peak_flops(placement(precision)))  # drifts with the machine if measured
         for case, turns, _ in running:
             turns.send(True)
@@ -215,10 +215,10 @@ def compare(chosen: list[Case], precision: str, count: int, steps: int) -> list[
     return rows
 
 
-def data_path(folder: Path, count: int) -> float:
+def data_path(folder: Path, count: int, limit: Budget) -> float:
     """Tokens per second of one process that makes batches with two neighbors a chunk."""
     data = TrainingData([folder], DataSettings(sequence_length=LENGTH), retrieval=True)
-    times = [batches(data, number) for number in rounds(count + 1)][1:]  # the first round warms up
+    times = [batches(data, number) for number in limit.rounds(count + 1)][1:]  # the first round warms up
     return BATCHES * BATCH * LENGTH / statistics.median(times)
 
 
@@ -230,8 +230,10 @@ def main() -> None:
     add_precision(parser)
     parser.add_argument("--datastore", type=Path, help="measure the data path on it")
     parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-training.json"))
     options = parser.parse_args()
+    limit = budget(options)
     placed = placement(options.precision)
     device = placed.device.type
     chosen = [
@@ -239,7 +241,7 @@ def main() -> None:
         for case in cases(device, placed.dtype)
         if not options.cases or any(part in case.name for part in options.cases)
     ]
-    rows = compare(chosen, options.precision, options.rounds, options.steps)
+    rows = compare(chosen, options.precision, options.rounds, options.steps, limit.share(2 if options.datastore else 1))
     print(f"{'':38}{'parameters':>14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak memory':>14}{'above rest':>13}")
     for row in rows:
         above = row["peak_bytes"] - row["resting_bytes"]
@@ -249,7 +251,7 @@ def main() -> None:
         )
     found: dict[str, Any] = {"precision": str(placed.dtype), "rows": rows}
     if options.datastore:
-        rate = found["data_path_tokens_per_second"] = data_path(options.datastore, options.rounds)
+        rate = found["data_path_tokens_per_second"] = data_path(options.datastore, options.rounds, limit)
         fastest = max(row["tokens_per_second"] for row in rows)
         print(f"data path alone, one process: {rate:,.0f} tokens/s, {rate / fastest:.0f} times the fastest case")
     if device == "cpu":

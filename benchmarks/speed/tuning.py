@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import add_precision, placement, rounds, write
+from benchmarks.common import add_minutes, add_precision, budget, placement, write
 from retro.device import TensorBatch
 from retro.estimates.activation_trace import Pass, observe
 from retro.estimates.flops import training_flops
@@ -82,12 +82,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
     add_precision(parser)
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-tuning.json"))
     options = parser.parse_args()
+    limit = budget(options)
     torch.set_num_threads(1)
     methods = {name: steps_of(method, options) for name, method in METHODS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for number in rounds(options.steps + 1):  # the first one warms up
+    for number in limit.rounds(options.steps + 1):  # the first one warms up
         for name, (step, _) in methods.items():
             started = time.process_time()
             step(number)

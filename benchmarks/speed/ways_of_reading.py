@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import rounds, say, seconds, write
+from benchmarks.common import add_minutes, budget, say, seconds, write
 from indexing.store.datastore import Datastore
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
@@ -47,8 +47,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--k", type=int, default=2)
+    add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-reading.json"))
     options = parser.parse_args()
+    limit = budget(options)
     datastore = Datastore.open(options.datastore)
     names = [name for name, case in CASES.items() if datastore.has("materialize") or not case.get("materialized")]
     files = files_of(datastore, with_materialized=len(names) == len(CASES))
@@ -69,7 +71,7 @@ def main() -> None:
         (name, cache): [] for name in (*names, FLOOR) for cache in ("cold", "warm")
     }
     cached: list[float] = []
-    for number in rounds(options.rounds):
+    for number in limit.rounds(options.rounds):
         order = [*names, FLOOR]
         random.Random(number).shuffle(order)
         for name in order:

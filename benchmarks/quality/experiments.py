@@ -1,0 +1,77 @@
+"""What experiments share that train models through the command line: config files, a part of a corpus, steps that fit the time."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common import Budget, say, seconds
+from indexing.corpus.readers import CorpusSettings
+from indexing.store.files import write_bytes
+from pipelines.config import Config
+from pipelines.config_files import to_toml
+from pipelines.planning.calibration import draw_sample
+
+SHORT_EVALUATION = 4_000
+"""Tokens that each evaluation scores in runs whose steps are chosen by time: it takes less time than the steps."""
+_PROBE_STEPS = 12
+
+
+def retro(*arguments: str) -> None:
+    """The command line, as a user runs it."""
+    subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments], check=True)
+
+
+def written(file: Path, config: Config) -> str:
+    """The path of a config that is written to a file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(to_toml(config))
+    return str(file)
+
+
+def write_part(paths: Sequence[str], megabytes: float, file: Path) -> str:
+    """The path of a JSON Lines file with documents drawn from a corpus, which is written unless it exists."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        sample = draw_sample(CorpusSettings(paths=tuple(paths)), int(megabytes * 1e6))
+        rows = ({"id": each.id, "text": each.text} for each in (*sample.documents, *sample.valid))
+        write_bytes(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    return str(file)
+
+
+def steps_that_fit(
+    file: Path, command: str, config_of: Callable[[int], Config], shares: Sequence[float], limit: Budget
+) -> int:
+    """Choose a number of steps with which several runs end within the time that is left.
+
+    A short run measures the seconds of a step, and what a run takes in addition: it starts, evaluates and saves.
+
+    Args:
+        file: keeps the number, for runs that continue.
+        command: `train` or `finetune`.
+        config_of: the config of the slowest run, by its steps.
+        shares: for each run, its part of the number that is returned: all ones where runs are compared.
+        limit: of all runs together.
+    """
+    if file.exists():
+        return int(file.read_text())
+    say(f"a run of {_PROBE_STEPS} steps measures the time of a step", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="retro-steps-") as folder:
+        config = config_of(_PROBE_STEPS)
+        config = replace(config, run=Path(folder) / "run", train=replace(config.train, log_every=_PROBE_STEPS // 2))
+        whole = seconds(lambda: retro(command, written(Path(folder) / "probe.toml", config)))
+        lines = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "tokens_per_second" in line][-1]  # the first half compiles and warms up
+    step = last["tokens"] / last["step"] / last["tokens_per_second"]
+    fixed = max(0.0, whole - _PROBE_STEPS * step)
+    steps = max(_PROBE_STEPS, int((limit.left - len(shares) * fixed) / (sum(shares) * step)))
+    say(
+        f"{steps} steps each: a step takes {step:.2f} s and a run {fixed:.0f} s more, so {len(shares)} runs take about "
+        f"{(len(shares) * fixed + sum(shares) * steps * step) / 60:.1f} minutes. --steps sets the number."
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(str(steps))
+    return steps
