@@ -2,7 +2,7 @@
 
     documents → sliding windows → nats of every token → sum over chunks and documents / (ln 2 · bytes of their text)
 
-Bits-per-byte does not depend on the tokenizer. ON and OFF are the same weights; only the neighbors are withheld.
+Bits-per-byte does not depend on the tokenizer. ON and OFF use the same weights; OFF reads no neighbors.
 """
 
 import math
@@ -26,25 +26,25 @@ from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement, TensorBatch
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
-from retro.evaluation.windows import Window, window_batches, windows
+from retro.evaluation.windows import ScoringWindow, document_windows, window_batches
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 
-# Windows sorted by length at a time: little padding, and memory that does not grow with the evaluation set.
+# Windows that are sorted by length together: little padding, and memory that does not grow with the evaluation set.
 _BUFFERED_WINDOWS = 512
-# Documents drawn at a time in a bootstrap.
+# Documents drawn together in a bootstrap.
 _BUFFERED_DRAWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class ChunkScores:
-    """What was scored, chunk by chunk. A token belongs to the chunk it lies in, not to the one it is predicted from.
+    """Scores by chunk. A token belongs to its own chunk, not to the chunk of the position that predicts it.
 
     Attributes:
-        ids: [n] int64 chunk ids, rising.
-        documents: [n] int64 document number of each.
-        nats: [n] float64.
-        tokens, bytes: [n] int32, of its scored tokens.
+        ids: [n] int64 chunk ids, ascending.
+        documents: [n] int64 document numbers.
+        nats: [n] float64 sums over the scored tokens.
+        tokens, bytes: [n] int32 counts of the scored tokens and of their bytes.
     """
 
     ids: np.ndarray
@@ -61,10 +61,10 @@ class Result:
     Attributes:
         set: name of the evaluation set.
         k: neighbors of each chunk; 0 = retrieval OFF.
-        tokens: how many were scored.
-        tokens_per_second: of this measurement.
+        tokens: number of scored tokens.
+        tokens_per_second: speed of this measurement.
         nats_by_document, bytes_by_document: [documents] float64 over the scored tokens, for paired comparisons.
-        chunks: the same by chunk, if it was asked for.
+        chunks: scores by chunk, if requested.
     """
 
     set: str
@@ -77,12 +77,12 @@ class Result:
 
     @property
     def retrieval(self) -> str:
-        """`OFF`, or `ON`."""
+        """`OFF` or `ON`."""
         return "ON" if self.k else "OFF"
 
     @property
     def mode(self) -> str:
-        """`OFF`, or `ON k=2`."""
+        """`OFF` or, for example, `ON k=2`."""
         return f"ON k={self.k}" if self.k else "OFF"
 
     @property
@@ -92,16 +92,16 @@ class Result:
 
     @property
     def bits_per_byte(self) -> float:
-        """Total bits over the bytes of the scored tokens."""
+        """Total bits divided by the bytes of the scored tokens."""
         return float(self.nats_by_document.sum() / math.log(2) / self.bytes_by_document.sum())
 
     @property
     def perplexity(self) -> float:
-        """Per token."""
+        """Perplexity per token."""
         return float(math.exp(self.nats_by_document.sum() / self.tokens))
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the arrays."""
+        """All values except the arrays."""
         names = ("set", "retrieval", "k", "bits_per_byte", "perplexity", "tokens", "bytes", "tokens_per_second")
         return {name: getattr(self, name) for name in names}
 
@@ -121,15 +121,15 @@ def evaluate(
     """Score the documents of an evaluation set.
 
     Args:
-        model: in evaluation or training mode; its mode is put back.
-        evaluation_set: its documents are scored with the neighbors that its datastore stores for them.
-        settings: window, stride, how much.
+        model: the model; its training or evaluation mode is restored.
+        evaluation_set: the documents, with the neighbors that their datastore stores.
+        settings: window, stride, number of tokens, batch size.
         placement: device and precision.
-        use: how many neighbors each chunk is given, and which; k = 0 is retrieval OFF.
-        sequence_length: window where the settings leave it open.
-        by_chunk: whether the result says what each chunk cost; 24 bytes for each chunk of the set.
-        token_losses_of: a batch's, for a model that is not whole in this process; see `passes.Passes`.
-        advance: told of scored tokens.
+        use: number and choice of the neighbors that each chunk reads; k = 0 is retrieval OFF.
+        sequence_length: size of the window if the settings do not set it.
+        by_chunk: also return scores by chunk, which take 24 bytes for each chunk of the set.
+        token_losses_of: computes the losses of a batch, for a model that is distributed over processes.
+        advance: called with numbers of scored tokens.
 
     Raises:
         InputError: the set does not fit the model or k, or window and stride do not fit the chunk length.
@@ -145,27 +145,27 @@ def evaluate(
     table = np.zeros((3, split.num_chunks if by_chunk else 0))
     model.eval()
     nats_of = token_losses_of or partial(_token_losses, model, placement)
-    wanted = windows(split, num_chunks, stride)
+    windows = document_windows(split, num_chunks, stride)
     full = settings.max_tokens or math.inf
-    while tokens < full and (group := list(islice(wanted, _BUFFERED_WINDOWS))):
+    while tokens < full and (group := list(islice(windows, _BUFFERED_WINDOWS))):
         if math.isfinite(full):
             group = _first_windows(group, int(full - tokens), m)
         for part, batch in window_batches(split, retrieval, group, settings.batch_size, use):
-            documents = split.documents_of(np.array([window.first for window in part]))[0]
+            documents = np.array([window.text for window in part])
             scores = _score(nats_of, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
-            begins = [window.scored == window.first for window in part]  # a document
+            begins = [window.scored == window.start for window in part]  # True for the first window of a document
             scores[2, begins, 0] = (scores[2, begins, 0] - evaluation_set.added_bytes).clip(0)
             np.add.at(nats, documents, scores[0].sum(1))
             np.add.at(sizes, documents, scores[2].sum(1))
             for row, window in enumerate(part if by_chunk else ()):
-                own = slice(window.scored - window.first, window.stop - window.first)  # no other window scores these
+                own = slice(window.scored - window.start, window.stop - window.start)  # only this window scores these
                 table[:, window.scored : window.stop] = scores[:, row, own]
             scored = int(scores[1].sum())
             tokens += scored
             advance(scored)
     model.train(mode)
     if sizes.sum() == 0:
-        raise InputError(f"evaluation set {evaluation_set.name!r}: its documents hold no text to score.")
+        raise InputError(f"evaluation set {evaluation_set.name!r}: its documents have no text to score.")
     return Result(
         set=evaluation_set.name,
         k=use.k,
@@ -187,7 +187,7 @@ def measure_sets(
     sequence_length: int,
     token_losses_of: Callable[[TensorBatch], Tensor] | None = None,
 ) -> dict[str, float]:
-    """Bits-per-byte of several sets as metrics: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if `use.k` is not 0."""
+    """Measure bits-per-byte of several sets: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if `use.k` is not 0."""
     results = [
         evaluate(
             model,
@@ -210,13 +210,13 @@ def _window_chunks(settings: EvaluationSettings, sequence_length: int, m: int) -
     if window % m or stride % m or not 0 < stride < window:
         raise InputError(
             f"evaluation.window = {window} and evaluation.stride = {stride}: both must be multiples of the chunk length "
-            f"{m}, and the stride below the window: the first token of a window has nothing before it."
+            f"{m}, and the stride must be smaller than the window, because the first token of a window has no context."
         )
     return window // m, stride // m
 
 
-def _first_windows(group: list[Window], tokens: int, m: int) -> list[Window]:
-    """As many windows as hold about this many scored tokens, one at least."""
+def _first_windows(group: list[ScoringWindow], tokens: int, m: int) -> list[ScoringWindow]:
+    """Return the first windows that have about this many scored tokens together; at least one."""
     sizes = np.cumsum([(window.stop - window.scored) * m for window in group])
     return group[: int(np.searchsorted(sizes, tokens)) + 1]
 
@@ -236,34 +236,34 @@ def _score(
     placement: Placement,
     m: int,
 ) -> np.ndarray:
-    """Nats, tokens and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
+    """Return nats, number and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
     nats = token_losses_of(placement.put(as_tensors(batch))).double().cpu().numpy()
     scored = batch.labels != IGNORED_LABEL
     sizes = np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0)
     by_position = np.stack([nats, scored, sizes])  # [3, B, T]
-    # The label at position t is token t + 1. The last position has no label, so nothing wraps round.
+    # The label at position t is token t + 1. The last position has no label, so no value wraps around.
     by_token = np.roll(by_position, 1, axis=2)
     return by_token.reshape(*by_token.shape[:2], -1, m).sum(3)
 
 
 def _chunk_scores(split: Split, table: np.ndarray) -> ChunkScores:
-    """The scored chunks of a table of nats, tokens and bytes [3, chunks]."""
+    """Return the scored chunks of a table of nats, tokens and bytes [3, chunks]."""
     ids = np.flatnonzero(table[1])
     nats, tokens, sizes = table[:, ids]
     return ChunkScores(ids, split.documents_of(ids)[0], nats, tokens.astype(np.int32), sizes.astype(np.int32))
 
 
 def compare(measured: Result, reference: Result, seed: int = 0, rounds: int = 1000) -> tuple[float, float, float]:
-    """How far one measurement lies from another on the same documents, in percent of the reference's bits-per-byte.
+    """Compare two measurements of the same documents: difference in percent of the reference's bits-per-byte.
 
     Args:
-        measured: say, retrieval ON.
-        reference: say, the baseline.
-        seed: of the bootstrap.
-        rounds: of the bootstrap.
+        measured: for example, retrieval ON.
+        reference: for example, the baseline.
+        seed: seed of the bootstrap.
+        rounds: samples of the bootstrap.
 
     Returns:
-        the difference (negative = fewer bits), and the 2.5% and 97.5% points of a bootstrap over documents.
+        the difference (negative = fewer bits), and its 2.5% and 97.5% quantiles in a bootstrap over documents.
     """
     assert measured.bytes == reference.bytes, "not the same tokens"
     scored = np.flatnonzero(measured.bytes_by_document)

@@ -1,11 +1,11 @@
-"""Neighbors of held-out chunks in a part of the datastore: how much a smaller datastore would help.
+"""Neighbors of held-out chunks in fractions of the datastore, to measure the benefit of a smaller datastore.
 
-    documents ─ point of the unit interval, by hash ─ below the share? ─ their chunks' embeddings ─ exhaustive search ─ merged
-                                                                                             with those of smaller shares
+    documents ─ hash in [0, 1) ─ below the fraction? ─ embeddings of their chunks ─ exhaustive search ─ merged with the
+                                                                                  neighbors in smaller fractions
 
-A document belongs to every share above its point, so a larger share holds the smaller ones. Only what a share has more
-than the one before it is searched, and merged with what was found: all shares together cost one search of the largest.
-Memory holds a block of embeddings and the k ids of each held-out chunk, however large the datastore is.
+A document belongs to every fraction above its hash, so a larger fraction contains the smaller ones. For each fraction only the
+documents that the previous one lacks are searched, and the results are merged: all fractions together cost one search of the
+largest. Memory does not depend on the size of the datastore: a block of embeddings and the k ids of each held-out chunk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,18 +22,18 @@ from indexing.vectors.floats import to_float32
 from indexing.vectors.product_search import ProductIndex
 from retro.evaluation.sets import EvaluationSet
 
-_BLOCK_CHUNKS = 2**20  # of the datastore, looked at together
+_BLOCK_CHUNKS = 2**20  # chunks of the datastore in a block
 _BLOCK_QUERIES = 65_536
 
 
 @dataclass(frozen=True)
 class PartialDatastore:
-    """What a share of the datastore has for the chunks of an evaluation set.
+    """Neighbors of an evaluation set's chunks in a fraction of the datastore.
 
     Attributes:
-        share: of the documents, as asked for.
-        documents, chunks: that it holds.
-        found: [n, k] int64 ids of the retrieval set, nearest first, -1 where there are fewer; for `NeighborUse.found`.
+        share: fraction of the documents.
+        documents, chunks: numbers of documents and chunks in the fraction.
+        found: [n, k] int64 ids of the retrieval set, nearest first, -1 = missing; for `NeighborUse.found`.
     """
 
     share: float
@@ -52,25 +52,24 @@ def search_shares(
     device: str = "auto",
     advance: Callable[[int], None] = lambda _: None,
 ) -> Iterator[PartialDatastore]:
-    """The nearest chunks in growing shares of the datastores that an evaluation set retrieves from.
+    """Find the nearest chunks in growing fractions of the datastores that an evaluation set retrieves from.
 
-    Near copies that its stored neighbors leave out (`neighbors.max_overlap`) and deleted documents are left out here too.
-    Held-out documents are in no training split, so a chunk has no own document to leave out.
-
+    Like the stored neighbors, the results exclude near copies (`neighbors.max_overlap`) and deleted documents. Held-out
+    documents are not in the training split, so a chunk's own document needs no exclusion.
     Args:
         evaluation_set: its datastore's embeddings are searched, and those of `neighbors.extra_datastores`.
-        num_chunks: n; the first so many chunks of the set ask.
-        k: neighbors of each.
-        shares: of the documents, above 0 and at most 1, in any order.
-        seed: of the hash of the documents.
-        device: of the search.
-        advance: told of chunks of the datastores that have been searched.
+        num_chunks: n; the first n chunks of the set are the queries.
+        k: number of neighbors of each chunk.
+        shares: fractions of the documents, above 0 and at most 1, in any order.
+        seed: seed of the documents' hash.
+        device: device of the search.
+        advance: called with numbers of searched chunks of the datastores.
 
     Yields:
-        one for each share, smallest first.
+        one `PartialDatastore` for each fraction, smallest first.
 
     Raises:
-        InputError: the datastore has no embeddings, or one that it retrieves from cannot be opened.
+        InputError: the datastore has no embeddings, or a datastore that it retrieves from cannot be opened.
     """
     evaluation_set.datastore.require("embed")
     retrieval, settings = RetrievalSet.of(evaluation_set.datastore), _search_settings(evaluation_set.datastore, k)
@@ -88,13 +87,13 @@ def search_shares(
 
 
 def points_of(documents: np.ndarray, number: int, seed: int) -> np.ndarray:
-    """Document numbers [n] int64 of the datastore of this number in the retrieval set → points in [0, 1), float64."""
+    """Return the hashes in [0, 1), float64, of documents [n] int64 of one datastore of the retrieval set (`number`)."""
     bits = mix(mix(mix(seed) ^ number) ^ documents.astype(np.uint64))
-    return (bits >> np.uint64(11)) / 2.0**53  # no more than float64 holds: none is rounded up to 1
+    return (bits >> np.uint64(11)) / 2.0**53  # 53 bits are exact in float64, so no value is rounded up to 1
 
 
 def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
-    """As the stored neighbors were chosen, so that the whole datastore gives what is stored."""
+    """Return the settings of the stored neighbors, so that the whole datastore gives exactly these."""
     max_overlap = 1.0
     if datastore.has("neighbors"):
         recipe = read_manifest(datastore.folder / "neighbors" / shard_name(0))["recipe"]
@@ -103,7 +102,7 @@ def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
 
 
 def _parts(train: Split, number: int, low: float, high: float, seed: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Ids of chunks whose documents' points lie in [low, high), block by block, and how many documents begin there."""
+    """Yield ids of chunks whose documents' hashes are in [low, high), block by block, and the number of these documents."""
     for start in range(0, train.num_chunks, _BLOCK_CHUNKS):
         ids = np.arange(start, min(start + _BLOCK_CHUNKS, train.num_chunks), dtype=np.int64)
         documents, first, _ = train.documents_of(ids)
@@ -123,7 +122,7 @@ def _search_part(
     ids: np.ndarray,
     distances: np.ndarray,
 ) -> None:
-    """Merge the nearest chunks of a part into what has been found, ids [n, k] and distances [n, k], in place."""
+    """Merge the nearest chunks of a part into ids [n, k] and distances [n, k], in place."""
     index = ProductIndex(train.embeddings, device, ids=part)
     for start in range(0, len(ids), _BLOCK_QUERIES):
         block = slice(start, min(start + _BLOCK_QUERIES, len(ids)))

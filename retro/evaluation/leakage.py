@@ -1,7 +1,7 @@
-"""Bits-per-byte of what does not stand in the datastore already (paper, sections 2.6 and 2.7).
+"""Bits-per-byte of chunks with limited leakage from the datastore (paper, sections 2.6 and 2.7).
 
-chunk C, its nearest neighbors [N, F] → s, the longest run of tokens common to C and one of them → r(C) = s/m
-bits-per-byte(α) = bits / bytes over the chunks with r(C) ≤ α; α = 1 is all of them
+chunk C, its nearest neighbors [N, F] → s, the longest token run common to C and one of them → r(C) = s/m
+bits-per-byte(α) = bits / bytes over the chunks with r(C) ≤ α; α = 1 includes all chunks
 """
 
 import logging
@@ -20,17 +20,17 @@ from retro.evaluation.sets import EvaluationSet
 
 log = logging.getLogger("retro")
 
-_BLOCK_CHUNKS = 128  # with ten neighbors each, the tables of the comparison stay in cache
+_BLOCK_CHUNKS = 128  # with ten neighbors each, the tables of the comparison fit into the CPU cache
 
 
 @dataclass(frozen=True)
 class Filtered:
-    """A measurement over the chunks that leak little.
+    """A measurement over the chunks with leakage up to a threshold.
 
     Attributes:
-        threshold: α, the largest r(C) that counts.
-        share: of the scored chunks that count.
-        result: over these chunks; None where there are none.
+        threshold: α, the largest r(C) of a chunk.
+        share: fraction of the scored chunks with r(C) ≤ α.
+        result: measurement over these chunks; None if there are none.
     """
 
     threshold: float
@@ -46,23 +46,23 @@ def leakage_of(
     source: Datastore | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> np.ndarray:
-    """r(C) of some chunks: the largest part of each that stands, as one run of tokens, in one of its nearest neighbors.
+    """Compute r(C) of chunks: the longest token run that a chunk shares with one of its nearest neighbors, over its length.
 
-    It is a property of the text and of the search, not of a model: always from the nearest neighbors as they are
-    stored, whichever ones a model reads.
+    Leakage depends on the text and the search, not on the model: it always uses the stored nearest neighbors, whichever
+    neighbors a model reads.
 
     Args:
-        evaluation_set: where the chunks lie.
-        ids: [n] int64.
-        num_neighbors: how many of the stored neighbors count; fewer if fewer are stored.
-        source: datastore that stores the neighbors, if not that of the set: one measure for several embedders.
-        advance: told of chunks.
+        evaluation_set: the set with the chunks.
+        ids: [n] int64 chunk ids.
+        num_neighbors: number of stored neighbors to compare with; fewer if fewer are stored.
+        source: datastore with the neighbors; None = the set's. Name one to measure several embedders alike.
+        advance: called with numbers of compared chunks.
 
     Returns:
         [n] float64 between 0 and 1.
 
     Raises:
-        InputError: the source stores no neighbors, or holds other chunks than the set.
+        InputError: the source stores no neighbors, or its chunks differ from the set's.
     """
     source = source or evaluation_set.datastore
     check_source(evaluation_set, source)
@@ -85,7 +85,7 @@ def leakage_of(
 
 
 def check_source(evaluation_set: EvaluationSet, source: Datastore) -> None:
-    """Raise InputError unless a datastore stores neighbors and seems to hold the chunks of a set, as far as sizes tell."""
+    """Raise InputError if a datastore stores no neighbors, or its sizes show that its chunks differ from the set's."""
     source.require("neighbors")
     ours, theirs = evaluation_set.datastore.manifest, source.manifest
     same = all(ours[key] == theirs[key] for key in ("vocab_size", "chunk_length"))
@@ -95,11 +95,11 @@ def check_source(evaluation_set: EvaluationSet, source: Datastore) -> None:
 
 
 def _warn_if_filtered(source: Datastore) -> None:
-    """Where near copies were kept out of the stored neighbors, leaks cannot be seen."""
+    """Warn if the stored neighbors exclude near copies, because leakage is then underestimated."""
     settings = read_manifest(source.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
     if (limit := settings.get("neighbors.max_overlap", 1)) < 1:
         log.warning(
-            "%s was built with neighbors.max_overlap = %s: what leaks more is not among its neighbors. Measure the leakage "
+            "%s was built with neighbors.max_overlap = %s, so its neighbors exclude chunks with more leakage. Measure leakage "
             "from a datastore built with neighbors.max_overlap = 1",
             source.folder,
             limit,
@@ -108,18 +108,18 @@ def _warn_if_filtered(source: Datastore) -> None:
 
 def _other_chunks(source: Datastore, evaluation_set: EvaluationSet) -> InputError:
     return InputError(
-        f"leakage from {source.folder}: it does not hold the chunks of evaluation set {evaluation_set.name!r} "
-        f"({evaluation_set.datastore.folder}). Name a datastore of the same corpus, tokenizer and chunk length."
+        f"leakage from {source.folder}: its chunks differ from those of evaluation set {evaluation_set.name!r} "
+        f"({evaluation_set.datastore.folder}). Name a datastore with the same corpus, tokenizer and chunk length."
     )
 
 
 def by_leakage(result: Result, leakage: np.ndarray, thresholds: Sequence[float]) -> Iterator[Filtered]:
-    """A measurement over the chunks that leak at most this much, for each threshold α.
+    """Restrict a measurement to the chunks with r(C) ≤ α, for each threshold α in order.
 
     Args:
-        result: measured by chunk.
-        leakage: [n] r of each of `result.chunks.ids`.
-        thresholds: α, in this order.
+        result: a measurement with scores by chunk.
+        leakage: [n] r of each chunk in `result.chunks.ids`.
+        thresholds: values of α.
     """
     for threshold in thresholds:
         kept = leakage <= threshold
@@ -127,9 +127,9 @@ def by_leakage(result: Result, leakage: np.ndarray, thresholds: Sequence[float])
 
 
 def _restricted(result: Result, kept: np.ndarray) -> Result | None:
-    """The measurement over some of its chunks; None where these hold no text."""
+    """Return the measurement over some of its chunks; None if these have no text."""
     chunks = result.chunks
-    assert chunks is not None, "not measured by chunk"
+    assert chunks is not None, "no scores by chunk"
     if not chunks.bytes[kept].any():
         return None
     documents, count = chunks.documents[kept], len(result.nats_by_document)

@@ -1,6 +1,6 @@
-"""How much evaluation chunks share with what is retrieved for them: distribution of r, and where neighbors come from.
+"""Statistics of the overlap of evaluation chunks with their neighbors: distribution of r, and sources of the neighbors.
 
-r(C) of every chunk (`leakage_of`) → buckets, mean, median        documents of chunks and neighbors → from the same source?
+r(C) of every chunk (`leakage_of`) → buckets, mean, median        documents of chunks and neighbors → same source?
 """
 
 from collections.abc import Sequence
@@ -18,20 +18,21 @@ _BLOCK_CHUNKS = 65_536
 
 @dataclass(frozen=True)
 class OverlapStatistics:
-    """Of one evaluation set.
+    """Overlap statistics of one evaluation set.
 
     Attributes:
-        set: its name.
-        chunks: that were looked at.
-        neighbors: of each chunk that count, at most.
-        mean, median: of r(C), the largest overlap with one of them.
-        edges: [b + 1] borders of the buckets of r; each holds its lower border, the last one both.
-        share_of_chunks: [b] in each bucket.
-        without_neighbors: share of the chunks for which nothing is stored.
-        nearest_distance: mean squared distance of the nearest neighbor; None where there is none at all.
-        source_column: of `documents.parquet`, by which sources are told apart: `source`, or `file` where no document has one.
-        sources: that the chunks come from.
-        nearest_of_same_source, any_of_same_source: share of the chunks whose nearest neighbor, or one of all, is of theirs.
+        set: name of the set.
+        chunks: number of chunks.
+        neighbors: largest number of neighbors of a chunk.
+        mean, median: mean and median of r(C), the largest overlap of a chunk with a neighbor.
+        edges: [b + 1] edges of the buckets of r; a bucket includes its lower edge, the last one both.
+        share_of_chunks: [b] fraction of the chunks in each bucket.
+        without_neighbors: fraction of the chunks without stored neighbors.
+        nearest_distance: mean squared distance of the nearest neighbor; None if no chunk has one.
+        source_column: column of `documents.parquet` with the source: `source`, or `file` if no document has a source.
+        sources: number of sources of the chunks.
+        nearest_of_same_source, any_of_same_source: fraction of the chunks whose nearest neighbor, or any neighbor, has the
+            chunk's source.
     """
 
     set: str
@@ -56,14 +57,14 @@ def overlap_statistics(
     num_neighbors: int,
     source: Datastore | None = None,
 ) -> OverlapStatistics:
-    """What a set's chunks share with their stored neighbors.
+    """Compute overlap statistics of a set's chunks and their stored neighbors.
 
     Args:
-        evaluation_set: where the chunks lie.
-        ids: [n] int64, at least one.
-        leakage: [n] r of each, of `leakage_of` with the same neighbors.
-        num_neighbors: how many of the stored neighbors count.
-        source: datastore that stores the neighbors, if not that of the set.
+        evaluation_set: the set with the chunks.
+        ids: [n] int64 chunk ids, at least one.
+        leakage: [n] r of each chunk, from `leakage_of` with the same neighbors.
+        num_neighbors: number of stored neighbors to use.
+        source: datastore with the neighbors; None = the set's.
     """
     source = source or evaluation_set.datastore
     split, known, retrieval = evaluation_set.split, source.split(evaluation_set.split_name), RetrievalSet.of(source)
@@ -105,7 +106,7 @@ def _has_sources(split: Split, ids: np.ndarray) -> bool:
 
 
 def _sources(splits: Sequence[Split], ids: np.ndarray, column: str) -> np.ndarray:
-    """The source of each chunk's document: ids [n] of a retrieval set → [n] text, empty for -1."""
+    """Return the source of each chunk's document: ids [n] of a retrieval set → [n] text, empty for -1."""
     out = np.full(len(ids), "", dtype=object)
     for number, split in enumerate(splits):
         rows = np.flatnonzero((ids >= 0) & (ids >> CHUNK_ID_BITS == number))

@@ -1,8 +1,8 @@
-"""Which held-out documents are scored, and under what name.
+"""Evaluation sets: named splits of held-out documents.
 
     evaluation.sets, "NAME=DATASTORE:SPLIT" → EvaluationSet → evaluate → NAME_bits_per_byte_on, NAME_bits_per_byte_off
 
-A set brings its own neighbors: those that its datastore stores for that split, which are chunks of its training split.
+A set uses the neighbors that its datastore stores for the split; these are chunks of the datastore's training split.
 """
 
 import logging
@@ -29,18 +29,18 @@ log = logging.getLogger("retro")
 HELD_OUT = tuple(name for name in SPLITS if name != "train")
 _ACCEPTED = (
     "accepted are NAME=DATASTORE:SPLIT, NAME=DATASTORE (its valid split), or a SPLIT of the first training datastore; "
-    f"splits: {', '.join(HELD_OUT)}; names are of letters, digits and . _ -"
+    f"splits: {', '.join(HELD_OUT)}; names have letters, digits and . _ -"
 )
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A split of a datastore under a name.
+    """A named split of a datastore.
 
     Attributes:
-        name: stands in tables and in front of metrics.
-        datastore: holds the documents and their neighbors.
-        split_name: which of its documents.
+        name: name in tables and prefix of metrics.
+        datastore: datastore with the documents and their neighbors.
+        split_name: name of the split.
     """
 
     name: str
@@ -49,38 +49,38 @@ class EvaluationSet:
 
     @cached_property
     def split(self) -> Split:
-        """What is scored."""
+        """The split to score."""
         return self.datastore.split(self.split_name)
 
     @property
     def tokens(self) -> int:
-        """Tokens in it."""
+        """Number of tokens in the split."""
         return int(sum(self.datastore.manifest["splits"][self.split_name]["tokens"]))
 
     @property
     def token_bytes(self) -> np.ndarray:
-        """[vocabulary] bytes of text in each token."""
+        """Number of text bytes in each token, [vocabulary]."""
         return read_token_bytes(self.datastore.folder / "tokenizer")
 
     @property
     def added_bytes(self) -> int:
-        """Bytes among these that the tokenizer, and not the text, adds to each document."""
+        """Number of these bytes that the tokenizer adds to each document and that are not in its text."""
         return read_meta(self.datastore.folder / "tokenizer").added_bytes
 
     def check(self, model: ModelSettings, k: int) -> None:
-        """Raise InputError unless a model can be scored on it with k neighbors of each chunk (0 = retrieval OFF)."""
+        """Raise InputError unless a model with k neighbors for each chunk (0 = retrieval OFF) can be scored on this set."""
         where = f"evaluation set {self.name!r}: {self.datastore.folder}"
         for key in ("vocab_size", "chunk_length"):
             ours, theirs = getattr(model, key), self.datastore.manifest[key]
-            if ours < theirs or (ours != theirs and key == "chunk_length"):  # rows without an id do no harm
+            if ours < theirs or (ours != theirs and key == "chunk_length"):  # unused embeddings are fine
                 raise InputError(
-                    f"{where} has {key} {theirs}, the model {ours}: name a datastore built with the model's tokenizer "
+                    f"{where} has {key} {theirs}, the model {ours}. Name a datastore built with the model's tokenizer "
                     "and chunk length."
                 )
         if not self.split.num_documents:
             raise InputError(
-                f"{where} holds no {self.split_name} documents; give {self.split_name} a weight in corpus.split and rebuild, "
-                "or leave the set out of evaluation.sets."
+                f"{where} has no {self.split_name} documents. Give {self.split_name} a weight in corpus.split and rebuild, "
+                "or remove the set from evaluation.sets."
             )
         if k:
             self.datastore.require("neighbors")
@@ -92,16 +92,16 @@ class EvaluationSet:
 
 
 def parse_set(entry: str) -> tuple[str, str, str]:
-    """One entry of `evaluation.sets` as name, folder of the datastore ("" = the first one trained on) and split.
+    """Parse an entry of `evaluation.sets`: name, folder of the datastore ("" = the first training datastore), split.
 
     Raises:
-        InputError: it is none; the message names the key and what is accepted.
+        InputError: the entry is invalid; the message names the key and what is accepted.
     """
     name, named, place = entry.partition("=")
     folder, colon, split = place.rpartition(":")
     if not named:
         folder, split = "", name
-    elif not colon or "/" in split:  # a colon further up belongs to the path
+    elif not colon or "/" in split:  # the colon is part of the path
         folder, split = place, "valid"
     if not re.fullmatch(r"[\w.-]+", name) or (named and not folder) or split not in HELD_OUT:
         raise InputError(f"evaluation.sets has {entry!r}: {_ACCEPTED}.")
@@ -109,26 +109,26 @@ def parse_set(entry: str) -> tuple[str, str, str]:
 
 
 def check_entries(entries: Sequence[str]) -> None:
-    """Raise InputError for an entry of `evaluation.sets` that is none, and for a name that stands there twice."""
+    """Raise InputError if `evaluation.sets` has an invalid entry or a name occurs twice."""
     names = [parse_set(entry)[0] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InputError(
-            f"evaluation.sets has {', '.join(map(repr, twice))} more than once: each set needs its own name."
+            f"evaluation.sets has {', '.join(map(repr, twice))} more than once; each set needs its own name."
         )
 
 
 def open_sets(
     entries: Sequence[str], folders: Sequence[Path], model: ModelSettings, k: int, reading: Reading = "mmap"
 ) -> list[EvaluationSet]:
-    """The sets that `evaluation.sets` names, or `valid` of every training datastore that holds something out.
+    """Open the sets in `evaluation.sets`; if it is empty, `valid` of every training datastore with held-out documents.
 
     Args:
         entries: `evaluation.sets`.
-        folders: the datastores trained on.
-        model: must fit the sets.
-        k: the largest number of neighbors that will be read for a chunk; 0 = none.
-        reading: how the datastores are read.
+        folders: the training datastores.
+        model: the sets must fit this model.
+        k: largest number of neighbors that a chunk reads; 0 = none.
+        reading: method of reading the datastores.
 
     Raises:
         InputError: a datastore is missing, has no such documents, or does not fit the model; the message names the set.
@@ -144,7 +144,7 @@ def open_sets(
             opened.check(model, k)
             sets.append(opened)
         else:
-            log.warning("%s holds no held-out documents: it is not evaluated", folder)
+            log.warning("%s has no held-out documents and is not evaluated", folder)
     return sets
 
 
@@ -157,20 +157,20 @@ def _open_entry(entry: str, first: Path, model: ModelSettings, k: int, reading: 
     if split not in datastore.manifest["splits"]:
         raise InputError(
             f"evaluation.sets has {entry!r}: {datastore.folder} has no split {split!r}, "
-            f"only {', '.join(datastore.manifest['splits'])}; name one of these or build it again."
+            f"only {', '.join(datastore.manifest['splits'])}. Name one of these, or rebuild the datastore."
         )
     opened = EvaluationSet(name, datastore, split)
     opened.check(model, k)
-    # Equal sizes are no equal tokenizers. A checkpoint may have outlived what it was trained on: then sizes are all there is.
+    # Tokenizers of equal size can differ. If the training datastore was deleted, only the sizes can be compared.
     if url_of(first) or (first / "tokenizer").exists():
         check_tokenizer(Datastore.open(first), datastore, f"evaluation.sets has {entry!r}")
     return opened
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """What tells different folders apart: their own names, or what differs above them where these are the same."""
+    """Return short unique names for folders: their own names, or the parts of their paths that differ."""
     parts = [reversed(Path(os.path.abspath(folder)).parts[1:]) for folder in folders]
-    levels = list(zip_longest(*parts, fillvalue=""))  # own names first
+    levels = list(zip_longest(*parts, fillvalue=""))  # the folders' own names come first
     height = 1
     while height < len(levels) and len(set(zip(*levels[:height], strict=True))) < len(folders):
         height += 1

@@ -1,4 +1,4 @@
-"""Sliding windows over held-out documents, in batches: each token is scored once."""
+"""Sliding windows over texts, and batches of windows over held-out documents. Each token is scored once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,43 @@ from retro.model.loss import IGNORED_LABEL
 
 
 @dataclass(frozen=True)
-class Window:
-    """Chunks [first, stop) of one document, of which the tokens from chunk `scored` on count."""
+class ScoringWindow:
+    """Positions [start, stop) of a text, in chunks or in tokens, of which this window scores [scored, stop).
 
-    first: int
+    Attributes:
+        text: number of the document or sequence.
+        start, stop, scored: positions in it.
+    """
+
+    text: int
+    start: int
     stop: int
     scored: int
 
 
-def windows(split: Split, num_chunks: int, stride: int) -> Iterator[Window]:
-    """Sliding windows over every document of a split: each token is scored once, with the longest context it gets.
+def sliding_windows(
+    text: int, start: int, stop: int, *, size: int, stride: int, scored: int | None = None
+) -> Iterator[ScoringWindow]:
+    """Slide a window over positions [start, stop) of a text: every position is scored once, in the first window that has it.
+
+    Args:
+        text: number of the text.
+        start: first position of the text.
+        stop: position after its last one.
+        size: positions in a window.
+        stride: positions between the starts of two windows; at most `size`.
+        scored: first position to score; None = `start`.
+    """
+    scored = start if scored is None else scored
+    for first in range(start, stop, stride):
+        end = min(first + size, stop)
+        if end > scored:
+            yield ScoringWindow(text, first, end, scored)
+            scored = end
+
+
+def document_windows(split: Split, num_chunks: int, stride: int) -> Iterator[ScoringWindow]:
+    """Slide a window over every document of a split; positions are chunk ids.
 
     Args:
         split: usually `valid`.
@@ -30,31 +57,24 @@ def windows(split: Split, num_chunks: int, stride: int) -> Iterator[Window]:
         stride: chunks between the starts of two windows; the paper's 2048/1024 is half a window.
     """
     for document in range(split.num_documents):
-        first, stop = split.chunk_range(document)
-        scored = first
-        for start in range(first, stop, stride):
-            end = min(start + num_chunks, stop)
-            yield Window(start, end, scored)
-            scored = end
-            if end == stop:
-                break
+        yield from sliding_windows(document, *split.chunk_range(document), size=num_chunks, stride=stride)
 
 
 def window_batches(
-    split: Split, retrieval: RetrievalSet, wanted: Sequence[Window], batch_size: int, use: NeighborUse
-) -> Iterator[tuple[list[Window], Batch]]:
-    """Batches of windows of similar length, each padded to the longest of its batch, with the windows in it.
+    split: Split, retrieval: RetrievalSet, windows: Sequence[ScoringWindow], batch_size: int, use: NeighborUse
+) -> Iterator[tuple[list[ScoringWindow], Batch]]:
+    """Yield batches of windows of similar length, padded to the longest one, together with the windows in them.
 
-    Labels of tokens that an earlier window scores are -100. Neighbors are chosen for each window as for a sequence of
-    training; where the windows lie in `train` itself, the documents of a window are excluded too.
+    Labels of tokens that an earlier window scores are `IGNORED_LABEL`. Neighbors are chosen for each window as for a training
+    sequence; for windows of the split `train`, this excludes neighbors from the window's documents.
     """
     m = split.chunk_length
-    ordered = sorted(wanted, key=lambda window: window.first - window.stop)
+    ordered = sorted(windows, key=lambda window: window.start - window.stop)
     for start in range(0, len(ordered), batch_size):
         group = list(ordered[start : start + batch_size])
-        ranges = [(window.first, window.stop) for window in group]
-        batch = read_sequences(split, retrieval, ranges, group[0].stop - group[0].first, use)
+        ranges = [(window.start, window.stop) for window in group]
+        batch = read_sequences(split, retrieval, ranges, group[0].stop - group[0].start, use)
         for row, window in enumerate(group):
             # The label at position t is token t + 1: the first scored token is the label one position earlier.
-            batch.labels[row, : max(0, (window.scored - window.first) * m - 1)] = IGNORED_LABEL
+            batch.labels[row, : max(0, (window.scored - window.start) * m - 1)] = IGNORED_LABEL
         yield group, join([batch], np.arange(len(group)))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from retro.device import Placement
+from retro.evaluation.windows import ScoringWindow, sliding_windows
 from retro.inference.decoder import Retrieve
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
@@ -40,16 +41,6 @@ class Scores:
     log_probabilities: np.ndarray
     likeliest: np.ndarray
     likeliest_log_probabilities: np.ndarray
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Tokens [start, stop) of a sequence, of which [scored, stop) are scored. It begins with a chunk."""
-
-    sequence: int
-    start: int
-    stop: int
-    scored: int
 
 
 @torch.inference_mode()
@@ -84,10 +75,9 @@ def score(
         Scores(np.zeros(len(each) - 1), np.zeros((len(each) - 1, top), np.int64), np.zeros((len(each) - 1, top), "f4"))
         for each in sequences
     ]
-    windows = [each for number, row in enumerate(sequences) for each in _windows(number, len(row), context, m)]
     neighbor_tokens = int(np.prod(found[0][0].shape[1:])) if found else 0  # of a chunk
-    for batch in _batches(windows, m, neighbor_tokens):
-        group = [window for window in batch if wanted(window.sequence)]
+    for batch in _batches(_windows(sequences, context, m), m, neighbor_tokens):
+        group = [window for window in batch if wanted(window.text)]
         if not group:
             continue
         inputs, labels = _batch(group, sequences, found, m)
@@ -98,7 +88,7 @@ def score(
             of_window = slice(
                 window.scored - window.start - 1, window.stop - window.start - 1
             )  # where they are predicted
-            of_sequence, scored = slice(window.scored - 1, window.stop - 1), scores[window.sequence]
+            of_sequence, scored = slice(window.scored - 1, window.stop - 1), scores[window.text]
             scored.log_probabilities[of_sequence] = -losses[row, of_window].double().numpy()
             if top:
                 with placement.autocast():
@@ -108,11 +98,11 @@ def score(
     return scores
 
 
-Found = list[tuple[np.ndarray, np.ndarray]]
+SequenceNeighbors = list[tuple[np.ndarray, np.ndarray]]
 """For each sequence the neighbors [U, K, R] of its complete chunks, and their lengths [U, K]."""
 
 
-def _find_neighbors(sequences: Sequence[np.ndarray], m: int, retrieve: Retrieve) -> Found | None:
+def _find_neighbors(sequences: Sequence[np.ndarray], m: int, retrieve: Retrieve) -> SequenceNeighbors | None:
     """One search for all. The last token of a sequence has nothing to predict, so that no chunk ends with it."""
     chunks = [each[: (len(each) - 1) // m * m].reshape(-1, m) for each in sequences]
     if not sum(map(len, chunks)):
@@ -122,18 +112,22 @@ def _find_neighbors(sequences: Sequence[np.ndarray], m: int, retrieve: Retrieve)
     return list(zip(np.split(neighbors, borders), np.split(lengths, borders), strict=True))
 
 
-def _windows(sequence: int, length: int, context: int, m: int) -> Iterator[_Window]:
-    if length > context == m:
-        raise InputError(f"a sequence of {length} tokens: the model reads one chunk of {m}, so score {m} at most.")
-    scored = 1
-    for start in range(0, length, max(m, context // 2 // m * m)):
-        stop = min(start + context, length)
-        if stop > scored:
-            yield _Window(sequence, start, stop, scored)
-            scored = stop
+def _windows(sequences: Sequence[np.ndarray], context: int, m: int) -> list[ScoringWindow]:
+    """Windows of one context that overlap by half, in whole chunks. A sequence's first token has no context and no score."""
+    longest = max(map(len, sequences), default=0)
+    if longest > context == m:
+        raise InputError(
+            f"a sequence has {longest} tokens; this model reads one chunk of {m} tokens, so {m} is the limit."
+        )
+    stride = max(m, context // 2 // m * m)
+    return [
+        window
+        for number, row in enumerate(sequences)
+        for window in sliding_windows(number, 0, len(row), size=context, stride=stride, scored=1)
+    ]
 
 
-def _batches(windows: list[_Window], m: int, neighbor_tokens: int) -> Iterator[list[_Window]]:
+def _batches(windows: list[ScoringWindow], m: int, neighbor_tokens: int) -> Iterator[list[ScoringWindow]]:
     """Windows of similar length, the longest first: little padding, and what does not fit into memory fails at once.
 
     Args:
@@ -151,14 +145,14 @@ def _batches(windows: list[_Window], m: int, neighbor_tokens: int) -> Iterator[l
 
 
 def _batch(
-    windows: list[_Window], sequences: Sequence[np.ndarray], found: Found | None, m: int
+    windows: list[ScoringWindow], sequences: Sequence[np.ndarray], found: SequenceNeighbors | None, m: int
 ) -> tuple[dict[str, Tensor | None], Tensor]:
     """The model's arguments, and the labels [B, T]. Chunks that a row does not have get neighbors of length 0."""
     width = max(window.stop - window.start for window in windows) - 1
     tokens, labels = np.zeros((2, len(windows), width), dtype=np.int64)
     labels[:] = IGNORED_LABEL
     for row, window in enumerate(windows):
-        text = sequences[window.sequence][window.start : window.stop]
+        text = sequences[window.text][window.start : window.stop]
         tokens[row, : len(text) - 1] = text[:-1]
         scored = window.scored - window.start
         labels[row, scored - 1 : len(text) - 1] = text[scored:]
@@ -168,7 +162,7 @@ def _batch(
         neighbors, lengths = np.zeros(shape, np.int64), np.zeros(shape[:3], np.int64)
         for row, window in enumerate(windows):
             first, count = window.start // m, (window.stop - window.start - 1) // m
-            for table, part in zip((neighbors, lengths), found[window.sequence], strict=True):
+            for table, part in zip((neighbors, lengths), found[window.text], strict=True):
                 table[row, :count] = part[first : first + count]
         inputs |= {"neighbors": torch.from_numpy(neighbors), "neighbor_lengths": torch.from_numpy(lengths)}
     return inputs, torch.from_numpy(labels)

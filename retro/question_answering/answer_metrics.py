@@ -1,10 +1,10 @@
-"""Whether an answer is right: exact match and F1, as the benchmarks' own scripts define them, for English and Chinese.
+"""Exact match and F1 of answers in English and Chinese, as the benchmarks' own scripts define them.
 
-    answer, right answers → normalised → equal? (exact match)   shared words or characters → precision, recall (F1)
+    answer, right answers → normalized → equal? (exact match)   shared words or characters → precision, recall (F1)
 
-English follows SQuAD's evaluation (Rajpurkar et al. 2016): case, punctuation and articles do not count, F1 is over words.
-Chinese follows CMRC 2018's (Cui et al. 2019): punctuation does not count, F1 is over characters (words in runs of other
-scripts), of which those count that stand in the longest run common to both.
+English follows SQuAD's evaluation (Rajpurkar et al. 2016): it ignores case, punctuation and articles; F1 is over words.
+Chinese follows CMRC 2018's evaluation (Cui et al. 2019): it ignores punctuation; F1 is over characters (over words for other
+scripts) and counts the characters of the longest common run.
 """
 
 import re
@@ -24,36 +24,36 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _HAN = re.compile(r"[\u4e00-\u9fa5]")
 _CHINESE_PUNCTUATION = frozenset("-:_*^/\\~`+=，。：？！“”；’《》…·、「」（）－～『』")
 _ENGLISH_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_HAN_SHARE = 0.2  # of the characters of questions in Chinese; names and numbers are of other scripts
+_HAN_SHARE = 0.2  # a Chinese text has at least this share of Chinese characters; names and numbers use other scripts
 
 
 def language_of(texts: Sequence[str]) -> Language:
-    """Chinese where a fifth of the characters and more are Chinese, else English."""
+    """Return Chinese if at least a fifth of the characters are Chinese, else English."""
     characters = sum(map(len, texts))
     return "zh" if sum(len(_HAN.findall(text)) for text in texts) >= _HAN_SHARE * max(1, characters) else "en"
 
 
 def exact_match(answer: str, right: Sequence[str], language: Language) -> float:
-    """1 if the normalised answer is one of the right ones, else 0.
+    """Return 1 if the normalized answer equals a right answer, else 0.
 
     Raises:
-        InputError: there is no right answer.
+        InputError: `right` is empty.
     """
-    normalise = _normalised_english if language == "en" else _normalised_chinese
-    return _best(lambda each: float(normalise(answer) == normalise(each)), right)
+    normalize = _normalized_english if language == "en" else _normalized_chinese
+    return _best(lambda each: float(normalize(answer) == normalize(each)), right)
 
 
 def f1(answer: str, right: Sequence[str], language: Language) -> float:
-    """The harmonic mean of precision and recall against the right answer that gives most, between 0 and 1.
+    """Return the largest F1 over the right answers: the harmonic mean of precision and recall, between 0 and 1.
 
     Raises:
-        InputError: there is no right answer.
+        InputError: `right` is empty.
     """
     return _best(lambda each: _english_f1(answer, each) if language == "en" else _chinese_f1(answer, each), right)
 
 
 def mean_with_interval(values: np.ndarray, seed: int = 0, rounds: int = 1000) -> tuple[float, float, float]:
-    """The mean of values [n] and the 2.5% and 97.5% points of a bootstrap of it."""
+    """Return the mean of values [n] and its 2.5% and 97.5% bootstrap quantiles."""
     generator = np.random.default_rng(seed)
     means = [values[generator.integers(0, len(values), len(values))].mean() for _ in range(rounds)]
     low, high = np.quantile(means, [0.025, 0.975])
@@ -62,35 +62,35 @@ def mean_with_interval(values: np.ndarray, seed: int = 0, rounds: int = 1000) ->
 
 def _best(score: Callable[[str], float], right: Sequence[str]) -> float:
     if not right:
-        raise InputError("a question without answers cannot be scored.")
+        raise InputError('a question has no answers to compare with; list them in its "answers".')
     return max(map(score, right))
 
 
-def _normalised_english(text: str) -> str:
+def _normalized_english(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_ENGLISH_PUNCTUATION)).split())
 
 
 def _english_f1(answer: str, right: str) -> float:
-    ours, theirs = _normalised_english(answer).split(), _normalised_english(right).split()
+    ours, theirs = _normalized_english(answer).split(), _normalized_english(right).split()
     return _harmonic((Counter(ours) & Counter(theirs)).total(), len(ours), len(theirs))
 
 
-def _normalised_chinese(text: str) -> str:
+def _normalized_chinese(text: str) -> str:
     return "".join(character for character in text.lower().strip() if character not in _CHINESE_PUNCTUATION)
 
 
 def _chinese_f1(answer: str, right: str) -> float:
-    ours, theirs = (_segments(_normalised_chinese(text)) for text in (answer, right))
+    ours, theirs = (_segments(_normalized_chinese(text)) for text in (answer, right))
     shared = SequenceMatcher(None, ours, theirs, autojunk=False).find_longest_match().size
     return _harmonic(shared, len(ours), len(theirs))
 
 
 def _segments(text: str) -> list[str]:
-    """Chinese characters one by one; of other scripts words and single signs."""
+    """Split a text into Chinese characters, words of other scripts, and other single characters."""
     return re.findall(r"[\u4e00-\u9fa5]|(?:(?![\u4e00-\u9fa5])\w)+|[^\w\s]", text)
 
 
 def _harmonic(shared: int, ours: int, theirs: int) -> float:
     if not ours or not theirs:
-        return float(ours == theirs)  # nothing is right where nothing was asked for
+        return float(ours == theirs)  # an empty answer matches only an empty right answer
     return 2 * shared / (ours + theirs)

@@ -1,14 +1,14 @@
-"""Question answering with passages as neighbors (paper, section 4.3): questions and passages → token arrays.
+"""Prompts for question answering with passages as neighbors (paper, section 4.3): questions and passages → token arrays.
 
-    question ─► "question: …⏎answer:", filled up in front to whole chunks ─► the last of them retrieves
-    passages ─► "title: …, source: …", each cut to r = 2m tokens          ─► neighbors of the question's chunks
-    answer   ─► " …" and the end of the document                          ─► what follows the prompt: learned, or generated
+    question ─► "question: …⏎answer:", padded in front to whole chunks ─► the prompt; its last chunk retrieves
+    passages ─► "title: …, source: …", each truncated to r = 2m tokens ─► neighbors of the prompt's chunks
+    answer   ─► " …" and the end of the document                       ─► the text after the prompt: learned or generated
 
-A passage is a retrieved chunk with its continuation, as every neighbor is, with the title of its document in front. In
-Chinese the words are 问题：…⏎答案：, and 标题：…，来源：…
+A passage is a retrieved chunk with its continuation, like every neighbor, after the title of its document. In Chinese the
+words are 问题：…⏎答案：, and 标题：…，来源：…
 
-The paper pads on the left; here line ends follow the beginning of the document, as many as fill the first chunk: a padding
-token is one that pretraining has never read.
+The paper pads on the left. Here the padding consists of line ends after the beginning-of-document token, because pretraining
+never reads padding tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _BLOCK_QUESTIONS = 256  # searched together
 
 
 class Words(NamedTuple):
-    """The words around questions, answers and passages in one language."""
+    """Formats of questions, answers and passages in one language."""
 
     question: str
     answer: str
@@ -44,7 +44,7 @@ WORDS: dict[Language, Words] = {
 
 
 class Passage(NamedTuple):
-    """What stands in a neighbor; the title may be empty."""
+    """A passage to read as a neighbor; the title may be empty."""
 
     title: str
     text: str
@@ -52,12 +52,12 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How questions, answers and passages of one language become tokens.
+    """Converts questions, answers and passages of one language to tokens.
 
     Attributes:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         chunk_length: m.
-        language: of the words between.
+        language: language of the words in `WORDS`.
     """
 
     tokenizer: Tokenizer
@@ -65,19 +65,19 @@ class Format:
     language: Language = "en"
 
     def prompt(self, question: str) -> np.ndarray:
-        """The question's whole chunks [u · m] int64, the beginning of the document first; "answer:" ends the last one."""
-        asked = self.tokenizer.encode(self.words.question.format(question))
+        """Return the prompt [u · m] int64 in whole chunks: beginning of the document, padding, question, "answer:"."""
+        tokens = self.tokenizer.encode(self.words.question.format(question))
         line_end = self.tokenizer.encode("\n")[-1]
-        fill = -(1 + len(asked)) % self.chunk_length
-        return np.concatenate(([self.tokenizer.bos_id], np.full(fill, line_end), asked)).astype(np.int64)
+        fill = -(1 + len(tokens)) % self.chunk_length
+        return np.concatenate(([self.tokenizer.bos_id], np.full(fill, line_end), tokens)).astype(np.int64)
 
     def answer(self, text: str) -> np.ndarray:
-        """What follows the prompt [t] int64, the end of the document last."""
+        """Return the tokens [t] int64 of an answer after the prompt, with the end of the document."""
         before = self.words.question.format("").split("\n")[-1]
         return np.append(continuation(self.tokenizer, before, self.words.answer.format(text)), self.tokenizer.eos_id)
 
     def neighbors(self, passages: Sequence[Passage], k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first k passages as neighbors: tokens [k, 2m] int64, and lengths [k] int64, 0 where there are fewer."""
+        """Return the first k passages as neighbors: tokens [k, 2m] int64 and lengths [k] int64; 0 = no passage."""
         tokens = np.full((k, 2 * self.chunk_length), self.tokenizer.pad_id, dtype=np.int64)
         lengths = np.zeros(k, dtype=np.int64)
         texts = [self._written(passage) for passage in passages[:k]]
@@ -88,7 +88,7 @@ class Format:
 
     @property
     def words(self) -> Words:
-        """Of its language."""
+        """Formats in the language."""
         return WORDS[self.language]
 
     def _written(self, passage: Passage) -> str:
@@ -97,13 +97,13 @@ class Format:
 
 
 def continuation(tokenizer: Tokenizer, before: str, text: str) -> np.ndarray:
-    """Tokens [t] int64 of a text that follows another, whose tokens are written already.
+    """Return the tokens [t] int64 of a text that follows another text.
 
-    As both together are encoded, where the first keeps its tokens: some tokenizers put a blank before all that they are given.
+    Encodes both together if this keeps the tokens of the first text, because some tokenizers put a space in front of every text.
     """
     start, whole = tokenizer.encode(before), tokenizer.encode(before + text)
-    goes_on = np.array_equal(whole[: len(start)], start)
-    return (whole[len(start) :] if goes_on else tokenizer.encode(text)).astype(np.int64)
+    keeps_start = np.array_equal(whole[: len(start)], start)
+    return (whole[len(start) :] if keeps_start else tokenizer.encode(text)).astype(np.int64)
 
 
 def find_passages(
@@ -115,18 +115,18 @@ def find_passages(
     positives_first: bool = False,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[list[Passage]]:
-    """The k passages found for each question, best first; fewer where the datastore has no more.
+    """Find k passages for each question, best first; fewer if the datastore has fewer.
 
     Args:
-        retriever: of a datastore of the passages.
-        questions: whose text is searched for.
-        k: passages of each.
-        rerank: what candidates are ordered by.
-        positives_first: let those stand first that the question names, from their beginning on, found or not.
-        advance: told of questions.
+        retriever: retriever of a datastore of passages.
+        questions: their texts are the queries.
+        k: number of passages for each question.
+        rerank: order of the candidates.
+        positives_first: put the documents in the question's `positive_ids` first, from their beginning, whether found or not.
+        advance: called with numbers of processed questions.
 
     Raises:
-        InputError: `positives_first`, and a question names no document that is searched; or a question is empty.
+        InputError: a question is empty, or `positives_first` is set and a question names no document of the datastore.
     """
     right = right_documents(retriever.retrieval, questions) if positives_first else None
     found: list[list[Passage]] = []
@@ -142,7 +142,7 @@ def find_passages(
 
 
 def _led_by(retrieval: RetrievalSet, documents: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Chunk ids [n] with those of some documents [d] in front, every second one: each comes with the next."""
+    """Put every second chunk of the documents [d] in front of chunk ids [n]: each chunk comes with its continuation."""
     first = []
     for number, document in zip(documents >> CHUNK_ID_BITS, documents & ((1 << CHUNK_ID_BITS) - 1), strict=True):
         start, stop = retrieval.splits[number].chunk_range(int(document))
@@ -152,9 +152,9 @@ def _led_by(retrieval: RetrievalSet, documents: np.ndarray, ids: np.ndarray) -> 
 
 
 def _texts(retriever: Retriever, rows: Sequence[np.ndarray]) -> list[list[Passage]]:
-    """The passages that chunk ids [n] of each row name."""
+    """Return the passages of each row of chunk ids [n]."""
     ids = np.concatenate(rows)
     hits = retriever.hits(ids, np.zeros(len(ids), dtype=np.float32))
-    # A chunk may begin or end inside a character.
+    # A chunk can begin or end inside a character.
     passages = (Passage(hit.title, (hit.text + hit.continuation).strip("\ufffd \n")) for hit in hits)
     return [[next(passages) for _ in row] for row in rows]

@@ -1,4 +1,4 @@
-"""Question sets: JSON Lines (also .gz or .zst) with a question, its answers, and the passages that hold them.
+"""Reader for question sets: JSON Lines (also .gz or .zst) with a question, its answers, and the documents with an answer.
 
 {"id": "…", "question": "…", "answers": ["…", …], "positive_ids": ["…", …]}
 """
@@ -14,13 +14,13 @@ from indexing.store.errors import InputError
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """One question of a question set.
 
     Attributes:
-        id: as it stands in the file, else the number of its line.
-        question: its text.
-        answers: any of which is right.
-        positive_ids: documents that hold an answer; empty where the file does not say.
+        id: id in the file, or the line number if the file has no id.
+        question: text of the question.
+        answers: right answers.
+        positive_ids: ids of documents with an answer; empty if the file does not name any.
     """
 
     id: str
@@ -30,19 +30,19 @@ class Question:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a file, in order.
+    """Read the questions of a file in order.
 
     Raises:
-        InputError: it cannot be read, holds no question, or a line is none; the message names file and line.
+        InputError: the file cannot be read or has no question, or a line is invalid; the message names file and line.
     """
     questions = [question for _, question in read_numbered_questions(path)]
     if not questions:
-        raise InputError(f"{path} holds no questions.")
+        raise InputError(f"{path} has no questions.")
     return questions
 
 
 def read_numbered_questions(path: Path) -> Iterator[tuple[int, Question]]:
-    """The same one by one, each with the number of its line, from 1; also none."""
+    """Yield the questions of a file with their line numbers, from 1. The file may be empty."""
     for number, row in read_json_lines(path, "a question set"):
         yield number, _question(f"{path}:{number}", number, row)
 

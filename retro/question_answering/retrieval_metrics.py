@@ -1,6 +1,6 @@
-"""Does a search find the documents that hold the answers? hit@k, recall@k and MRR over the questions of a set.
+"""Retrieval metrics of a search: hit@k, recall@k and MRR over the questions of a set.
 
-questions → chunks, best first → their documents, each at its best chunk → ranks of those that the set calls right
+questions → chunks, best first → their documents, each ranked by its best chunk → ranks of the documents with an answer
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +19,22 @@ _BLOCK_QUESTIONS = 64
 
 @dataclass(frozen=True)
 class RetrievalSettings:
-    """How a search is measured."""
+    """Settings of a measurement of retrieval."""
 
     rerank: tuple[Rerank, ...] = ("embeddings", "bm25", "hybrid")
-    """What candidates are ordered by: `embeddings`, `bm25`, `hybrid`."""
+    """Orders of the candidates to compare: `embeddings`, `bm25`, `hybrid`."""
     k: tuple[int, ...] = (1, 5, 20)
-    """Documents among which a right one is looked for."""
+    """Values of k in hit@k and recall@k: number of documents to search for a right one."""
     chunks: int = 100
-    """Chunks found for each question, whose documents are ranked: a few for each document that k asks for."""
+    """Chunks to find for each question; their documents are ranked. Use a few times the largest k."""
     max_questions: int = 0
-    """The first so many questions only; 0 = all."""
+    """Use only the first n questions; 0 = all."""
 
     def __post_init__(self) -> None:
         if not self.rerank or not self.k or min(self.k) < 1:
-            raise InputError(f"rerank = {self.rerank}, k = {self.k}: name at least one each, k of 1 or more.")
+            raise InputError(
+                f"rerank = {self.rerank}, k = {self.k}: give at least one of each; every k must be at least 1."
+            )
         if self.chunks < max(self.k):
             raise InputError(f"chunks = {self.chunks}: must be at least the largest k, {max(self.k)}.")
         if self.max_questions < 0:
@@ -41,14 +43,14 @@ class RetrievalSettings:
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """What one way of ordering finds.
+    """Metrics for one order of the candidates.
 
     Attributes:
-        rerank: what candidates were ordered by.
-        num_questions: that were asked.
-        hit: k → share of the questions with a right document among the first k.
-        recall: k → mean share of a question's right documents among the first k.
-        mrr: mean of 1 / rank of the first right document, 0 where none is found.
+        rerank: order of the candidates.
+        num_questions: number of questions.
+        hit: k → fraction of the questions with a right document among the first k.
+        recall: k → mean fraction of a question's right documents among the first k.
+        mrr: mean of 1 / rank of the first right document; 0 if none is found.
     """
 
     rerank: Rerank
@@ -59,10 +61,10 @@ class RetrievalResult:
 
 
 def right_documents(retrieval: RetrievalSet, questions: Sequence[Question]) -> list[np.ndarray]:
-    """The document numbers [right] int64 (`RetrievalSet.documents_of`) that hold the answer to each question.
+    """Return for each question the numbers [right] int64 (`RetrievalSet.documents_of`) of the documents with an answer.
 
     Raises:
-        InputError: a question names no document, or none that the datastore has.
+        InputError: a question names no document, or no document of the datastore.
     """
     numbers: dict[str, list[int]] = {each: [] for question in questions for each in question.positive_ids}
     for first, table in retrieval.scan_documents(["id"]):
@@ -73,14 +75,14 @@ def right_documents(retrieval: RetrievalSet, questions: Sequence[Question]) -> l
     for question in questions:
         if not question.positive_ids:
             raise InputError(
-                f'question {question.id!r} has no "positive_ids". Questions must name the documents that hold their answers: '
+                f'question {question.id!r} has no "positive_ids". Each question must name the documents with an answer: '
                 '"positive_ids": ["id", …].'
             )
         found = [number for each in question.positive_ids for number in numbers[each]]
         if not found:
             raise InputError(
                 f'question {question.id!r}: the datastore has none of its "positive_ids" {list(question.positive_ids[:3])}. '
-                "Build it from the passages of the set, and hold none out: corpus.split = [1, 0, 0]."
+                "Build the datastore from the set's passages without held-out documents: corpus.split = [1, 0, 0]."
             )
         right.append(np.array(found, dtype=np.int64))
     return right
@@ -94,7 +96,7 @@ def measure(
     settings: RetrievalSettings,
     advance: Callable[[int], None],
 ) -> RetrievalResult:
-    """Ask all questions and compare with the right documents of each, as `right_documents` gives them."""
+    """Search for all questions and compare the results with the right documents from `right_documents`."""
     ranks = []
     for start in range(0, len(questions), _BLOCK_QUESTIONS):
         block = slice(start, start + _BLOCK_QUESTIONS)
@@ -106,14 +108,13 @@ def measure(
 
 
 def ranks_of(documents: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The ranks [right] float64, from 1, of wanted documents among those found [n], each counted where it stands first; +inf = not
-    found."""
+    """Return the ranks [right] float64, from 1, of the wanted documents among the found ones [n], which may repeat; +inf = not found."""
     order = list(dict.fromkeys(documents.tolist()))
     return np.array([order.index(each) + 1 if each in order else np.inf for each in wanted.tolist()])
 
 
 def summarize(rerank: Rerank, ranks: Sequence[np.ndarray], ks: Sequence[int]) -> RetrievalResult:
-    """Means over questions of what the ranks of their right documents say."""
+    """Average the metrics over questions, from the ranks of their right documents."""
     return RetrievalResult(
         rerank=rerank,
         num_questions=len(ranks),

@@ -1,11 +1,11 @@
-"""Closed- and open-book question answering: a language model reads a question and writes an answer, greedily.
+"""Closed- and open-book question answering with text prompts and greedy decoding.
 
     retrieved passages, solved questions, question → prompt of whole chunks → LanguageModel.generate → answer
                                                           └ (retrieval ON: neighbors of these chunks) ┘
 
-A prompt is a line `Passage: …` for each retrieved passage, then solved questions, then `Question: …` and `Answer:`
-(in Chinese `段落：`, `问题：`, `回答：`); the answer ends with its line. Line ends stand in front, as many as fill the last
-chunk: only complete chunks retrieve, so the question must end one (the paper pads at the same place, section 4.2).
+A prompt has a line `Passage: …` for each retrieved passage, then solved questions, then `Question: …` and `Answer:`
+(in Chinese `段落：`, `问题：`, `回答：`); the answer ends at the end of its line. The prompt is padded in front with line ends to
+whole chunks: only complete chunks retrieve, so the question must end a chunk (the paper pads there too, section 4.2).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from retro.question_answering.question_sets import Question
 
 @dataclass(frozen=True)
 class Template:
-    """The words of a prompt in one language."""
+    """Formats of the parts of a prompt in one language."""
 
     passage: str
     question: str
@@ -40,14 +40,14 @@ STOP = ("\n",)
 
 @dataclass(frozen=True)
 class Prompts:
-    """How prompts are made.
+    """Creates prompts.
 
     Attributes:
-        tokenizer: the model's.
-        language: of the words between.
-        shots: solved questions that stand in front of each.
-        tokens: a prompt has at most; a multiple of the chunk length.
-        chunk_length: m; every prompt fills whole chunks.
+        tokenizer: the model's tokenizer.
+        language: language of the words in `TEMPLATES`.
+        shots: solved questions at the beginning of each prompt.
+        tokens: largest number of tokens in a prompt, a multiple of the chunk length.
+        chunk_length: m; every prompt has whole chunks.
     """
 
     tokenizer: Tokenizer
@@ -57,20 +57,20 @@ class Prompts:
     chunk_length: int
 
     def prompt(self, question: Question, passages: Sequence[str]) -> np.ndarray:
-        """The tokens [t] of a question's prompt, the beginning of the document first.
+        """Return the tokens [t] of a question's prompt, with the beginning-of-document token.
 
-        What is too long loses the end of its passages first, then solved questions from the front.
+        A prompt that is too long loses the end of its passages first, then solved questions from the front.
 
         Raises:
             InputError: the question alone is too long.
         """
         template = TEMPLATES[self.language]
-        asked = self._encoded(template.question.format(question.question))
-        room = self.tokens - 1 - len(asked)
+        final = self._encoded(template.question.format(question.question))
+        room = self.tokens - 1 - len(final)
         if room < 0:
             raise InputError(
-                f"question {question.id!r} has {len(asked)} tokens, and there is room for {self.tokens - 1}: "
-                "the model's context less what an answer may take."
+                f"question {question.id!r} has {len(final)} tokens; at most {self.tokens - 1} fit: the model's context minus "
+                "the longest answer. Shorten the question or lower max_tokens."
             )
         shots = [
             self._encoded(template.question.format(s.question) + template.answer.format(s.answers[0]))
@@ -83,7 +83,7 @@ class Prompts:
         if len(read) > room:
             line_end = self._line_end()
             read = [*read[: max(0, room - 1)], line_end][:room]
-        tokens = [token for part in (read, *shots, asked) for token in part]
+        tokens = [token for part in (read, *shots, final) for token in part]
         padding = [self._line_end()] * (-(1 + len(tokens)) % self.chunk_length)
         return np.array([self.tokenizer.bos_id, *padding, *tokens], dtype=np.int64)
 
@@ -95,17 +95,17 @@ class Prompts:
 
 
 def room_for_prompts(language_model: LanguageModel, max_tokens: int) -> int:
-    """Tokens of whole chunks that leave room for an answer.
+    """Return the largest number of prompt tokens, in whole chunks, that leaves room for an answer.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no room for a chunk.
     """
     m = language_model.model.settings.chunk_length
     room = (language_model.context - max_tokens) // m * m
     if room < m:
         raise InputError(
-            f"max_tokens = {max_tokens}: an answer leaves no room for a chunk of {m} tokens in a context of "
-            f"{language_model.context}."
+            f"max_tokens = {max_tokens}: an answer of this length leaves no room for a prompt of one chunk ({m} tokens) in a "
+            f"context of {language_model.context} tokens. Lower max_tokens."
         )
     return room
 
@@ -120,16 +120,16 @@ def answer(
     batch_size: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """The likeliest continuation of each prompt, token by token, up to the end of its line or of the document.
+    """Continue each prompt greedily up to the end of its line or of the document.
 
     Args:
-        language_model: open with retrieval, if k is not 0.
-        prompts: token ids of each.
+        language_model: opened with retrieval if k is not 0.
+        prompts: token ids [t] of each.
         k: neighbors of each chunk; 0 = retrieval OFF.
-        given: neighbors of each prompt, which all its chunks read, and those of its answer: nothing is searched.
-        max_tokens: of an answer.
-        batch_size: prompts that go on together.
-        advance: told of questions.
+        given: neighbors of each prompt; all chunks of prompt and answer read these, and no search runs.
+        max_tokens: largest number of tokens in an answer.
+        batch_size: number of prompts that are continued together.
+        advance: called with numbers of answered questions.
     """
     settings = GenerationSettings(max_tokens=max_tokens, temperature=0, stop=STOP)
     answers = []
@@ -137,9 +137,9 @@ def answer(
         block = slice(start, start + batch_size)
         group, read = prompts[block], None if given is None else given[block]
         texts = [""] * len(group)
-        for pieces in language_model.generate(group, settings, k, read):
-            for piece in pieces:
-                texts[piece.row] += piece.text
+        for step in language_model.generate(group, settings, k, read):
+            for token in step:
+                texts[token.row] += token.text
         answers += [text.strip() for text in texts]
         advance(len(group))
     return answers

@@ -1,9 +1,9 @@
-// The address bar's hash says what is shown: #/VIEW, #/VIEW?parameters, #/document/ID?parameters.
+// The URL's hash names the current view: #/VIEW, #/VIEW?parameters, #/document/ID?parameters.
 
 /**
  * @typedef {object} Address
- * @property {string} view empty where none is named
- * @property {string} id what stands behind the view, decoded
+ * @property {string} view empty if the hash names none
+ * @property {string} id the part after the view, decoded
  * @property {URLSearchParams} parameters
  */
 
@@ -25,7 +25,7 @@ export function addressOf(view, { id = "", parameters = {} } = {}) {
 }
 
 /**
- * Show an address without acting on it. One that browsers might cut off is shown without its parameters.
+ * Write an address to the address bar without navigating. Addresses that are too long for browsers lose their parameters.
  *
  * @param {string} view
  * @param {URLSearchParams} parameters
@@ -45,6 +45,6 @@ function decode(text) {
   try {
     return decodeURIComponent(text);
   } catch {
-    return text; // A % that a person typed.
+    return text; // A user typed a % into the address.
   }
 }

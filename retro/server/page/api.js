@@ -1,8 +1,8 @@
-// Requests to the server this page came from. A 401 asks for the token, every other error becomes an ApiError with the server's words.
+// Requests to this page's server. On 401 the page prompts for the token; other errors become an ApiError with the server's message.
 
 const TOKEN = "retro-token";
 
-/** What went wrong, in the server's words: `status` 0 where it did not answer at all. */
+/** An error with the server's message. `status` is 0 if the server did not answer. */
 export class ApiError extends Error {
   constructor(message, { status = 0, type = "", retryAfter = null } = {}) {
     super(message);
@@ -17,7 +17,7 @@ export const get = async (path, signal) => (await request(path, { signal })).jso
 export const post = async (path, body, signal) => (await send(path, body, signal)).json();
 
 /**
- * Events of a stream as they come. An error in the middle of it is thrown.
+ * Yield the events of a stream as they arrive. Throws if the stream contains an error.
  *
  * @param {string} path
  * @param {object} body
@@ -38,7 +38,7 @@ export async function* stream(path, body, signal) {
 let datastore = null;
 const waiting = [];
 
-/** What is served, asked for until it is answered once. @returns {Promise<any>} */
+/** The answer of GET /datastore. It is requested again until it succeeds once. @returns {Promise<any>} */
 export function served() {
   datastore ??= get("datastore").then(
     (answer) => {
@@ -54,7 +54,7 @@ export function served() {
 }
 
 /**
- * Call `use` with what is served, as soon as that is known. If the server does not tell now, it is asked again after its next answer.
+ * Call `use` with the answer of GET /datastore. If that request fails, it is repeated after the server's next answer.
  *
  * @param {(answer: any) => void} use
  */
@@ -71,7 +71,7 @@ async function request(path, options) {
     const response = await reach(path, { ...options, headers });
     if (response.ok && waiting.length) served().catch(() => {});
     if (response.status !== 401) return response.ok ? response : Promise.reject(await errorOf(response));
-    // Another request may have brought a token while this one was under way.
+    // Another request may have set a token while this one was under way.
     if (token === sessionStorage.getItem(TOKEN) && !(await askToken(Boolean(token)))) throw await errorOf(response);
     options.signal?.throwIfAborted();
   }
@@ -82,18 +82,18 @@ async function reach(path, options) {
     return await fetch(path, options);
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new ApiError("The server does not answer. It may have been stopped, or the network is down.");
+    throw new ApiError("The server does not answer. It may be stopped, or the network is down.");
   }
 }
 
 async function errorOf(response) {
   const text = await response.text();
-  const facts = { status: response.status, retryAfter: response.headers.get("retry-after") };
+  const details = { status: response.status, retryAfter: response.headers.get("retry-after") };
   try {
     const { error } = JSON.parse(text);
-    return new ApiError(error.message, { ...facts, type: error.type });
+    return new ApiError(error.message, { ...details, type: error.type });
   } catch {
-    return new ApiError(`The server answered ${response.status} ${response.statusText}.`, facts); // A proxy's page, not ours.
+    return new ApiError(`The server answered ${response.status} ${response.statusText}.`, details); // Not JSON: a proxy's page.
   }
 }
 
@@ -106,19 +106,19 @@ async function* eventData(body) {
   }
 }
 
-// Safari's streams cannot be iterated.
+// Safari cannot iterate over streams.
 async function* chunks(readable) {
   const reader = readable.getReader();
   try {
     for (let next = await reader.read(); !next.done; next = await reader.read()) yield next.value;
   } finally {
-    reader.cancel().catch(() => {}); // Of a stream that has been aborted there is nothing left to cancel.
+    reader.cancel().catch(() => {}); // Fails if the stream was aborted.
   }
 }
 
 let asking = null;
 
-/** @param {boolean} refused whether there was a token @returns {Promise<boolean>} whether there is a new one */
+/** @param {boolean} refused true if the server rejected a token @returns {Promise<boolean>} true if the user entered a token */
 function askToken(refused) {
   asking ??= showTokenDialog(refused).finally(() => (asking = null));
   return asking;

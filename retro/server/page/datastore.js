@@ -1,14 +1,14 @@
-// The view of the datastore: totals, what the index was measured to find, the model, and what the server allows.
+// The Datastore view: totals, measured recall of the index, the model, and the server's limits.
 
 import { served } from "./api.js";
-import { element, factTable, figures } from "./elements.js";
-import { bytes, count, facts, words } from "./numbers.js";
+import { element, valueTable, figures } from "./elements.js";
+import { bytes, count, tableRows, words } from "./numbers.js";
 import { fill } from "./region.js";
 
 const results = document.querySelector("#datastore .results");
 
 export const show = () =>
-  fill(results, "Reading what is served…", async () => {
+  fill(results, "Loading information about the datastore…", async () => {
     const answer = await served();
     const { datastores, model, limits, filters, chunk_length, vocab_size, embedder, dimension } = answer;
     const common = { chunk_length, vocab_size, embedder, dimension, filters };
@@ -16,13 +16,13 @@ export const show = () =>
       figures(totals(datastores)),
       ...datastores.map((each, number) => table(each.name ?? `Datastore ${number + 1}`, each)),
       table("Chunks and embeddings", common),
-      model ? table("Model", model) : element("section", {}, element("h3", {}, "Model"), element("p", {}, "None: the server was started without a checkpoint.")),
+      model ? table("Model", model) : element("section", {}, element("h3", {}, "Model"), element("p", {}, "No model: the server was started without a checkpoint.")),
       table("Limits of a request", limits),
     ];
-    return { nodes: sections, summary: "What is served is shown." };
+    return { nodes: sections, summary: "Datastore information loaded." };
   });
 
-/** Sums over the datastores of what each of them counts. */
+/** Sums of the counts over all datastores. */
 function totals(datastores) {
   const sum = (key) => datastores.reduce((total, each) => total + (each[key] ?? 0), 0);
   const counts = ["documents", "chunks", "tokens"].map((key) => [words(key), count(sum(key))]);
@@ -30,6 +30,6 @@ function totals(datastores) {
 }
 
 function table(title, values) {
-  const rows = Object.entries(values).flatMap(([key, value]) => (key === "name" && value === title ? [] : facts(key, value)));
-  return element("section", {}, element("h3", {}, title), element("div", { class: "card" }, factTable(title, rows)));
+  const rows = Object.entries(values).flatMap(([key, value]) => (key === "name" && value === title ? [] : tableRows(key, value)));
+  return element("section", {}, element("h3", {}, title), element("div", { class: "card" }, valueTable(title, rows)));
 }

@@ -1,9 +1,9 @@
-// The view of a stored document: its chunks a page at a time, the one that was found marked.
+// The Document view: one page of a stored document's chunks, with the found chunk highlighted.
 
 import { addressOf } from "./address.js";
 import { get } from "./api.js";
-import { element, factTable, language, sourceText } from "./elements.js";
-import { count, facts } from "./numbers.js";
+import { element, valueTable, language, sourceText } from "./elements.js";
+import { count, tableRows } from "./numbers.js";
 import { fill } from "./region.js";
 
 const PAGE = 8;
@@ -11,19 +11,19 @@ const PAGE = 8;
 const results = document.querySelector("#document .results");
 
 /**
- * @param {URLSearchParams} parameters `chunk`: the id of the one to mark; `first`: where the page begins, else where the mark is
+ * @param {URLSearchParams} parameters `chunk`: id of the chunk to highlight; `first`: first chunk of the page (default: the page with `chunk`)
  * @param {string} id of the document
  */
 export function show(parameters, id) {
   const marked = parameters.has("chunk") ? Number(parameters.get("chunk")) : null;
-  return fill(results, "Reading the document…", async (signal) => {
+  return fill(results, "Loading the document…", async (signal) => {
     const first = parameters.has("first") ? Number(parameters.get("first")) : await pageOf(id, marked, signal);
     const stored = await read(id, first, PAGE, signal);
     const name = stored.title || id;
     document.title = `${name} · retro`;
     const title = element("h2", { tabindex: -1, ...language(name) }, name);
-    const rows = Object.entries(stored.metadata).flatMap(([key, value]) => facts(key, value));
-    const about = element("details", { class: "about" }, element("summary", {}, "Metadata"), factTable("Metadata", rows));
+    const rows = Object.entries(stored.metadata).flatMap(([key, value]) => tableRows(key, value));
+    const about = element("details", { class: "about" }, element("summary", {}, "Metadata"), valueTable("Metadata", rows));
     const source = stored.source ? element("p", { class: "source" }, sourceText(stored.source)) : "";
     const chunks = stored.chunks.map((chunk, number) => chunkCard(chunk, stored.first + number, chunk.chunk_id === marked));
     const nodes = [element("header", {}, title, source, about), pages(stored, marked, "Pages"), ...chunks];
@@ -35,7 +35,7 @@ export function show(parameters, id) {
 
 const read = (id, first, number, signal) => get(`documents?${new URLSearchParams({ id, first, count: number })}`, signal);
 
-/** Where the page with a chunk begins. The chunks of a document have consecutive ids, so its first chunk's id tells. */
+/** First chunk of the page with a chunk. The chunks of a document have consecutive ids, so the first chunk's id is enough. */
 async function pageOf(id, chunk, signal) {
   if (chunk === null) return 0;
   const { chunks, num_chunks: total } = await read(id, 0, 1, signal);
@@ -44,7 +44,7 @@ async function pageOf(id, chunk, signal) {
 }
 
 function chunkCard({ text, chunk_id: chunk }, position, found) {
-  const label = element("p", { class: "label" }, `Chunk ${position + 1}`, found ? element("b", {}, "the neighbor that was found") : "");
+  const label = element("p", { class: "label" }, `Chunk ${position + 1}`, found ? element("b", {}, "found neighbor") : "");
   const attributes = found ? { class: "card stored found", "aria-current": "true", tabindex: -1 } : { class: "card stored" };
   return element("article", { ...attributes, id: `chunk-${chunk}` }, label, element("pre", { class: "text", ...language(text) }, text));
 }
@@ -59,12 +59,12 @@ function pages(stored, marked, label) {
   return element(
     "nav",
     { class: "pages", "aria-label": label },
-    link("← Earlier", first - PAGE, first > 0),
+    link("← Previous", first - PAGE, first > 0),
     element("span", {}, range(stored)),
-    link("Later →", first + PAGE, first + chunks.length < total),
+    link("Next →", first + PAGE, first + chunks.length < total),
   );
 }
 
 function range({ first, chunks, num_chunks: total }) {
-  return chunks.length ? `chunks ${count(first + 1)} to ${count(first + chunks.length)} of ${count(total)}` : `no chunks here, there are ${count(total)}`;
+  return chunks.length ? `chunks ${count(first + 1)} to ${count(first + chunks.length)} of ${count(total)}` : `no chunks on this page; the document has ${count(total)}`;
 }

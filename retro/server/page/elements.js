@@ -1,11 +1,11 @@
-// DOM nodes from data. Text only ever enters as text: nothing here, nor anywhere in the page, parses data as HTML.
+// Create DOM nodes from data. Data is always inserted as text: no code of this page parses it as HTML.
 
 /**
- * An element with properties and children. `class`, `data-…`, `aria-…` and other attributes by their names in HTML,
- * functions as listeners (`click`), everything that is not a node as text.
+ * Create an element with attributes and children. Attributes have their HTML names (`class`, `data-…`, `aria-…`). Functions
+ * become event listeners (`click`). Children that are not nodes become text.
  *
  * @param {string} name
- * @param {Record<string, unknown>} [attributes] null, undefined and false are left out
+ * @param {Record<string, unknown>} [attributes] null, undefined and false are ignored
  * @param {...(Node | string | number | null)} children
  * @returns {HTMLElement}
  */
@@ -20,7 +20,7 @@ export function element(name, attributes = {}, ...children) {
 }
 
 /**
- * Attributes of an element that holds text of unknown language and direction.
+ * Attributes for an element with text of unknown language and direction.
  *
  * @param {string} text
  * @returns {{lang: string, dir: string}}
@@ -31,7 +31,7 @@ export function language(text) {
 }
 
 /**
- * Where a text comes from: a link if it is an address of the web, the text as it is otherwise.
+ * The source of a document: a link if it is a web address, otherwise plain text.
  *
  * @param {string} source
  * @returns {HTMLElement}
@@ -42,21 +42,21 @@ export function sourceText(source) {
 }
 
 /**
- * A table with a caption for readers of screens; numbers stand right.
+ * A table of names and values, with a caption for screen readers.
  *
  * @param {string} caption
  * @param {[string, string][]} rows name and value
  * @returns {HTMLElement}
  */
-export function factTable(caption, rows) {
+export function valueTable(caption, rows) {
   const body = rows.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)));
   return element("table", {}, element("caption", { class: "visually-hidden" }, caption), element("tbody", {}, ...body));
 }
 
 /**
- * A few figures side by side.
+ * A row of key figures.
  *
- * @param {[string, string, string?][]} items label, value, and what kind of value it is (a class)
+ * @param {[string, string, string?][]} items label, value, and a CSS class of the value
  * @returns {HTMLElement}
  */
 export function figures(items) {

@@ -1,4 +1,4 @@
-// Passages to try things with, written for this page.
+// Example texts, written for this page.
 
 export const EXAMPLES = {
   english: `A library is a collection of books, and possibly other materials and media, that is accessible for use by its members. A lighthouse, in contrast, is a tower that shines a bright lamp over the sea at night, so that ships can find their way into the harbor and keep clear of the rocks. Both were built by cities which lived from trade: the first one kept what was known, the second one kept those alive who went out to learn more.`,

@@ -1,12 +1,12 @@
-// Filters on the documents' metadata: rows of a column and a value. Rows of one column are alternatives, columns must all fit.
+// Filters on the documents' metadata. Each row has a column and a value; rows of one column are combined with OR, columns with AND.
 
 import { whenServed } from "./api.js";
 import { element } from "./elements.js";
 
 /**
- * Make the rows work; their fields are named `column` and `value`, so a form and an address hold them in order.
+ * Connect the filter rows of a form. Their fields are named `column` and `value`, so forms and addresses keep their order.
  *
- * @param {HTMLElement} group holds `.rows` and a button to add one
+ * @param {HTMLElement} group contains `.rows` and a button that adds a row
  * @param {HTMLFormElement} form
  */
 export function filterRows(group, form) {
@@ -27,7 +27,7 @@ export function filterRows(group, form) {
 }
 
 /**
- * Filters of a form as the API takes them. A value is what it looks like: 12 a number, true a truth value, "12" a text.
+ * Convert a form's filters to the format of the API. Types follow the notation: 12 is a number, true a boolean, "12" a text.
  *
  * @param {URLSearchParams} values
  * @returns {Record<string, unknown>}
@@ -60,7 +60,7 @@ function row(columns) {
   return line;
 }
 
-/** Give a select the columns there are, and keep what is chosen. */
+/** Set the options of a select to the available columns and keep the selected one. */
 function offer(select, columns) {
   const chosen = select.value;
   select.replaceChildren(...[...new Set([chosen, ...columns])].filter(Boolean).map((column) => element("option", {}, column)));

@@ -1,11 +1,11 @@
-// The view of generation: one prompt continued twice side by side, with and without retrieval, as the tokens come.
+// The Generation view: two continuations of one prompt side by side, with and without retrieval, token by token.
 
 import { stream, whenServed } from "./api.js";
 import { element, language } from "./elements.js";
 import { queryForm } from "./query_form.js";
 import { announce, noModel, problem } from "./region.js";
 
-const FINISHED = { stop: "the document ended", length: "the limit of tokens was reached" };
+const FINISHED = { stop: "end of the document", length: "token limit reached" };
 
 const view = document.getElementById("generation");
 const form = view.querySelector("form");
@@ -31,7 +31,7 @@ async function generate(values) {
   announce(own.signal.aborted ? "Stopped." : "Both texts are complete.");
 }
 
-/** The values of the form as the API takes them; what an address leaves out is what the form says. */
+/** Convert the form's values to a request of the API; values that the address lacks are read from the form. */
 function requestOf(values) {
   const request = { prompt: values.get("text"), stream: true };
   for (const name of ["k", "max_tokens", "temperature", "top_k", "top_p", "seed"]) {
@@ -40,7 +40,7 @@ function requestOf(values) {
   return request;
 }
 
-/** One of the two texts: its card, and what runs it. */
+/** One of the two texts: its card, and the function that generates it. */
 function pane(request, retry) {
   const { prompt, retrieval } = request;
   const title = retrieval ? "With retrieval" : "Without retrieval";

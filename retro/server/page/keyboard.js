@@ -1,11 +1,11 @@
-// One stop for the tab key in a group of items, arrow keys, Home and End within it (WAI-ARIA: roving tabindex).
+// Keyboard navigation in a group of items: one Tab stop; arrow keys, Home and End move within it (WAI-ARIA: roving tabindex).
 
 const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
 
 /**
  * @param {HTMLElement} group
- * @param {string} selector of its items, which have a tabindex: 0 for one of them, -1 for the others
- * @param {(item: HTMLElement) => void} [moved] called with the item that a key has moved to
+ * @param {string} selector selects the items; one has tabindex 0, the others have -1
+ * @param {(item: HTMLElement) => void} [moved] called with the newly focused item
  */
 export function roving(group, selector, moved = () => {}) {
   group.addEventListener("keydown", (event) => {

@@ -1,4 +1,4 @@
-// The view of neighbors: a text → its chunks, each beside the neighbors that were found for it.
+// The Neighbors view: the chunks of a text, each next to its neighbors.
 
 import { addressOf } from "./address.js";
 import { post } from "./api.js";
@@ -28,13 +28,13 @@ function search(values) {
     const { chunks, partial, missing } = await post("neighbors", body, signal);
     const found = chunks.reduce((sum, chunk) => sum + chunk.neighbors.length, 0);
     const summary = `${counted(chunks.length, "chunk")}, ${counted(found, "neighbor")}`;
-    const warning = partial ? notice("The answer is partial", `Parts of the index did not answer: ${missing.join(", ")}.`) : null;
+    const warning = partial ? notice("Partial results", `Parts of the index did not answer: ${missing.join(", ")}.`) : null;
     const cards = chunks.map((chunk, number) => chunkCard(chunk, number, chunks.length));
     return { nodes: [element("p", { class: "summary" }, summary), warning, ...cards].filter(Boolean), summary: `${summary} found.` };
   });
 }
 
-/** A chunk on the left, its neighbors on the right; one above the other on a phone. */
+/** A card with a chunk on the left and its neighbors on the right; on a phone, one above the other. */
 function chunkCard(chunk, number, total) {
   const marks = chunk.neighbors.flatMap((neighbor, rank) => marksOf(neighbor, rank, "chunk"));
   const text = element("pre", { class: "text", ...language(chunk.text) }, ...marked(cut(chunk.text, marks)));
@@ -72,7 +72,7 @@ function neighborCard(neighbor, rank) {
   return card;
 }
 
-/** What a chunk shares with its neighbor, on the side of one of them. */
+/** Marks of the token runs that a chunk and its neighbor share, in the text of one of them. */
 function marksOf({ spans }, rank, side) {
   return spans.map((span, number) => ({ start: span[side][0], stop: span[side][1], key: `${rank}.${number}`, tokens: span.tokens }));
 }
@@ -84,9 +84,9 @@ function measures({ score, distance, overlap }) {
   return element(
     "dl",
     { class: "measures" },
-    pair("score", "What neighbors are ordered by; larger is nearer.", fixed(score, 3)),
+    pair("score", "Neighbors are ordered by it; larger is nearer.", fixed(score, 3)),
     pair("distance", "Squared distance of the unit vectors, 0 to 4.", fixed(distance, 3)),
-    pair("overlap", "Longest shared run of tokens over the chunk's length.", percent(overlap), bar),
+    pair("overlap", "Length of the longest shared token run divided by the chunk's length.", percent(overlap), bar),
   );
 }
 

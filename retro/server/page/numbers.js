@@ -1,4 +1,4 @@
-// Numbers and names as people read them.
+// Format numbers and names for people.
 
 const integers = new Intl.NumberFormat("en");
 
@@ -17,7 +17,7 @@ export function signed(value, digits) {
   return Number(value.toFixed(digits)) > 0 ? `+${text}` : text;
 }
 
-/** @param {number} value a share of 1 @param {number} [digits] @returns {string} */
+/** @param {number} value a fraction of 1 @param {number} [digits] @returns {string} */
 export const percent = (value, digits = 0) => `${fixed(100 * value, digits)} %`;
 
 /** @param {number} value @returns {string} 11586556 → 11.6 MB */
@@ -31,16 +31,16 @@ export function bytes(value) {
 export const words = (key) => key.replaceAll("_", " ");
 
 /**
- * Any value of JSON under its name; what lies deeper becomes rows of its own.
+ * Table rows for a JSON value; nested values get their own rows.
  *
  * @param {string} key
  * @param {unknown} value
  * @returns {[string, string][]}
  */
-export function facts(key, value) {
+export function tableRows(key, value) {
   if (value === null || value === undefined || value === "") return [];
   if (typeof value === "object" && !Array.isArray(value)) {
-    return Object.entries(value).flatMap(([name, inner]) => facts(name.startsWith(key) ? name : `${key} ${name}`.trim(), inner));
+    return Object.entries(value).flatMap(([name, inner]) => tableRows(name.startsWith(key) ? name : `${key} ${name}`.trim(), inner));
   }
   return [[words(key), plain(key, value)]];
 }

@@ -1,4 +1,4 @@
-// Starts the page: the address names the view that is shown, the tabs change the address.
+// Entry point of the page: the address selects the view, and the tabs change the address.
 
 import { addressOf, readAddress } from "./address.js";
 import { served, whenServed } from "./api.js";
@@ -26,7 +26,7 @@ function route() {
     tab.setAttribute("tabindex", selected ? "0" : "-1");
     if (selected) document.title = `${tab.textContent} · retro`;
   }
-  if (name === "document") tabs[0].setAttribute("tabindex", "0"); // No tab is selected, one must be reachable.
+  if (name === "document") tabs[0].setAttribute("tabindex", "0"); // No tab is selected, but Tab must reach one.
   views[name].show(parameters, id);
 }
 
@@ -42,7 +42,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   document.querySelector("main").focus();
 });
 
-/** Let fields end where the server's limits do, and say what is served. */
+/** Apply the server's limits to the form fields, and show the names of datastore and model. */
 function introduce({ datastores, model, limits }) {
   const chunks = datastores.reduce((total, each) => total + (each.chunks ?? 0), 0);
   const names = [datastores.map((each) => each.name).join(", "), `${count(chunks)} chunks`, model?.name];
@@ -52,7 +52,7 @@ function introduce({ datastores, model, limits }) {
   }
 }
 
-/** In place of what is served, why that is not known. */
+/** Show the error in place of the names. */
 function excuse(error) {
   const again = element("button", { type: "button", class: "quiet", click: ask }, "Try again");
   document.querySelector(".served").replaceChildren(element("span", { class: "refused", role: "alert" }, error.message), again);

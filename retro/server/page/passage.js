@@ -1,4 +1,4 @@
-// The view of a passage: every token coloured by how much retrieval helped (blue) or hurt (orange), with the exact numbers.
+// The Passage view: tokens colored by how much retrieval helped (blue) or hurt (orange), with the exact numbers.
 
 import { post, whenServed } from "./api.js";
 import { element, figures, language } from "./elements.js";
@@ -7,7 +7,7 @@ import { fixed, percent, signed } from "./numbers.js";
 import { queryForm } from "./query_form.js";
 import { fill, noModel, notice } from "./region.js";
 
-/** Nats at which a colour is at its strongest. */
+/** Choices for the difference in nats that has the full color. */
 const SCALES = [0.05, 0.1, 0.2, 0.5, 1, 2, 5];
 
 const view = document.getElementById("passage");
@@ -18,12 +18,12 @@ export const show = queryForm(form, "passage", score);
 whenServed(({ model }) => !model && results.replaceChildren(noModel()));
 
 function score(values) {
-  fill(results, "Reading the passage with and without retrieval…", async (signal) => {
+  fill(results, "Scoring the passage with and without retrieval…", async (signal) => {
     const body = { text: values.get("text"), k: Number(values.get("k") ?? form.elements.k.value) };
     const answer = await post("score", body, signal);
     const compared = answer.bits_per_byte_on !== null;
-    const missing = notice("Retrieval OFF only", "The model that is served does not retrieve, so there is nothing to compare with.");
-    return { nodes: [bits(answer), compared ? coloured(answer.tokens) : missing], summary: summary(answer) };
+    const missing = notice("Retrieval OFF only", "This model does not retrieve, so there is no comparison.");
+    return { nodes: [bits(answer), compared ? colored(answer.tokens) : missing], summary: summary(answer) };
   });
 }
 
@@ -32,7 +32,7 @@ function summary({ bits_per_byte_on: on, bits_per_byte_off: off }) {
   return `${fixed(on, 4)} bits per byte with retrieval, ${fixed(off, 4)} without: ${signed((100 * (on - off)) / off, 2)} percent.`;
 }
 
-/** Bits per byte; fewer are better, so a negative difference is blue. */
+/** Key figures. Lower bits per byte are better, so a negative difference is blue. */
 function bits({ tokens, bits_per_byte_on: on, bits_per_byte_off: off }) {
   if (on === null) return figures([["Bits per byte, retrieval OFF", fixed(off, 4)]]);
   const change = (100 * (on - off)) / off;
@@ -45,13 +45,13 @@ function bits({ tokens, bits_per_byte_on: on, bits_per_byte_off: off }) {
   ]);
 }
 
-function coloured(tokens) {
+function colored(tokens) {
   const text = element("div", { class: "text tokens", role: "group", "aria-label": "Tokens", ...language(tokens.map((each) => each.text).join("")) });
   text.append(...tokens.map(tokenNode));
   text.firstElementChild?.setAttribute("tabindex", "0");
   roving(text, ".token");
 
-  const readout = element("output", { class: "readout" }, "Point at a token, tap it, or move with the arrow keys to read its numbers.");
+  const readout = element("output", { class: "readout" }, "Point at a token, tap it, or use the arrow keys to see its numbers.");
   const read = ({ target }) => {
     const number = [...text.children].indexOf(target.closest(".token"));
     if (number < 0) return;
@@ -71,13 +71,13 @@ function coloured(tokens) {
   };
   select.addEventListener("change", paint);
   paint();
-  const scale = element("label", { class: "field" }, "Full colour at", select);
+  const scale = element("label", { class: "field" }, "Full color at", select);
   return element("section", { class: "card passage" }, element("div", { class: "scale" }, legend, scale), readout, text);
 }
 
 function tokenNode({ text, difference }) {
   const sign = difference > 0 ? "helped" : difference < 0 ? "hurt" : "";
-  // A token of no characters is a part of one: bytes that only make sense together with the next.
+  // A token without characters is a part of a character.
   const kind = text.includes("\n") ? "newline" : text === "" ? "empty" : "";
   return element("span", { class: `token ${sign} ${kind}`.trim(), tabindex: -1 }, text);
 }
@@ -95,7 +95,7 @@ function numbersOf({ text, on, off, difference }, number, total) {
   ];
 }
 
-/** The smallest scale that leaves at most one token in twenty at full colour. */
+/** The smallest scale at which at most one token in twenty has the full color. */
 function fittingScale(tokens) {
   const sizes = tokens.map(({ difference }) => Math.abs(difference)).filter(Boolean).sort((a, b) => a - b);
   const high = sizes[Math.floor(0.95 * sizes.length)] ?? 1;

@@ -1,11 +1,11 @@
-// A form whose values stand in the address: submitting writes them there, an address that holds a text fills the form and runs it.
+// A form with its values in the address: submitting writes the address; an address with a text fills and submits the form.
 
 import { writeAddress } from "./address.js";
 import { EXAMPLES } from "./examples.js";
 
 /**
- * @param {HTMLFormElement} form has a `textarea` named text, and buttons with `data-example`
- * @param {string} view its name in the address
+ * @param {HTMLFormElement} form has a `textarea` named `text`, and buttons with `data-example`
+ * @param {string} view name of the view in the address
  * @param {(values: URLSearchParams) => void} run
  * @returns {(parameters: URLSearchParams) => void} shows the view with the parameters of an address
  */
@@ -42,7 +42,7 @@ export function queryForm(form, view, run) {
   };
 }
 
-/** The nth value of a name goes into the nth field of that name. */
+/** Write the n-th value of a name into the n-th field of that name. */
 function restore(form, parameters) {
   for (const name of new Set(parameters.keys())) {
     const fields = form.querySelectorAll(`[name="${CSS.escape(name)}"]`);

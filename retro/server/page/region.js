@@ -1,4 +1,4 @@
-// A region of the page that waits for an answer: a skeleton, then the answer or an error, with a way to try again if that may help.
+// A region of the page that loads: a skeleton, then the answer or an error, with a button to retry if that may help.
 
 import { ApiError } from "./api.js";
 import { element } from "./elements.js";
@@ -6,10 +6,10 @@ import { element } from "./elements.js";
 const running = new WeakMap();
 
 /**
- * Fill a region with what `work` makes; a later call takes the place of one that is under way.
+ * Fill a region with the nodes that `work` returns. A new call cancels the previous one.
  *
  * @param {HTMLElement} region
- * @param {string} label what is being done, for the skeleton and for readers of screens
+ * @param {string} label current activity, for the skeleton and for screen readers
  * @param {(signal: AbortSignal) => Promise<{nodes: Node[], summary: string, focus?: HTMLElement}>} work `focus`: one of the nodes
  */
 export async function fill(region, label, work) {
@@ -32,13 +32,13 @@ export async function fill(region, label, work) {
   region.setAttribute("aria-busy", "false");
 }
 
-/** Say something to readers of screens. @param {string} message */
+/** Announce a message to screen readers. @param {string} message */
 export function announce(message) {
   document.getElementById("status").textContent = message;
 }
 
 /**
- * An error as a card. What the server said is shown; what is a mistake of this page is also thrown, for the console.
+ * A card with an error's message. Errors of this page itself are also reported to the console.
  *
  * @param {Error} error
  * @param {() => void} retry
@@ -57,13 +57,13 @@ export function problem(error, retry) {
   );
 }
 
-/** How to start a server that has a model. @returns {HTMLElement} */
+/** A card that explains how to start a server with a model. @returns {HTMLElement} */
 export function noModel() {
   return element(
     "div",
     { class: "card notice" },
     element("h3", {}, "No model is served"),
-    element("p", {}, "This server was started without a checkpoint. Start it with one to score and to generate:"),
+    element("p", {}, "This server was started without a checkpoint. To score and generate, start it with one:"),
     element("pre", { class: "command" }, "retro serve DATASTORE --checkpoint CHECKPOINT"),
   );
 }
@@ -71,16 +71,16 @@ export function noModel() {
 /** @param {string} title @param {string} text @returns {HTMLElement} */
 export const notice = (title, text) => element("div", { class: "card notice" }, element("h3", {}, title), element("p", {}, text));
 
-/** Whether the same request may be answered later: after a token, a pause or a restart. A request that is refused stays refused. */
+/** True if the same request may succeed later: with a token, after a pause or a restart. Invalid requests never succeed. */
 const mayPass = ({ status = 0 }) => status < 400 || status >= 500 || [401, 408, 429].includes(status);
 
 function heading({ status = 0 }) {
-  if (status === 401) return "A token is needed";
+  if (status === 401) return "A token is required";
   if (status === 404) return "Not found";
   if (status === 429) return "The server is busy";
   if (status === 503) return "The server is unavailable";
-  if (status >= 500) return "The server could not answer";
-  return status >= 400 ? "The request was refused" : "No answer";
+  if (status >= 500) return "Server error";
+  return status >= 400 ? "Invalid request" : "No answer";
 }
 
 function skeleton(label) {

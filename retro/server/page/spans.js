@@ -1,17 +1,17 @@
-// Texts with the runs of tokens that they share marked; pointing at a run marks its counterpart too.
+// Texts with marks for shared token runs. Pointing at a run highlights its counterpart too.
 
 import { element } from "./elements.js";
 import { counted } from "./numbers.js";
 
 /**
- * A run of a text that another one has too. `start` and `stop` count characters as Python does (code points, not UTF-16
- * units); `key` names the pair, the same on both sides.
+ * A run that two texts share. `start` and `stop` count characters as Python does (code points, not UTF-16 units). Both
+ * texts have the same `key`.
  *
  * @typedef {{start: number, stop: number, key: string, tokens: number}} Mark
  */
 
 /**
- * A text cut where a mark begins or ends, and at `border`.
+ * Split a text at the ends of its marks and at `border`.
  *
  * @param {string} text
  * @param {Mark[]} marks may overlap
@@ -41,12 +41,12 @@ function run(text, marks) {
   return element("mark", { "data-keys": keys, tabindex: -1, title: described, "aria-description": described }, text);
 }
 
-/** Let the tab key reach the first run of a text; the arrow keys go on from there. @param {HTMLElement} text */
+/** Make the first run of a text reachable with Tab; arrow keys move on from there. @param {HTMLElement} text */
 export function reachable(text) {
   text.querySelector("mark")?.setAttribute("tabindex", "0");
 }
 
-/** Point at a run anywhere in `card`: all runs of the same pairs are marked strongly. @param {HTMLElement} card */
+/** Highlight all runs of the same pair when the user points at a run in `card`. @param {HTMLElement} card */
 export function linkRuns(card) {
   const activate = ({ target }) => {
     const keys = target.closest?.("mark")?.dataset.keys.split(" ") ?? [];

@@ -152,7 +152,7 @@ def test_another_datastore_of_the_same_chunks_may_say_what_leaks_and_one_of_othe
     assert blind.tolist() == [0] * 4
     path = other.folder / "chunks" / "00000" / "valid" / "tokens.npy"
     np.save(path, np.load(path)[::-1])
-    with pytest.raises(InputError, match=r"does not hold the chunks of evaluation set 'valid'"):
+    with pytest.raises(InputError, match=r"its chunks differ from those of evaluation set 'valid'"):
         leakage_of(held_out, ids, 4, source=Datastore.open(other.folder))
 
 

@@ -56,7 +56,7 @@ def test_an_entry_is_a_name_a_datastore_and_a_split(entry: str, parsed: tuple[st
         (("a=runs/a:train",), ["'a=runs/a:train'", "splits: valid"]),
         (("a=",), ["'a='", "NAME=DATASTORE:SPLIT"]),
         (("=runs/a",), ["'=runs/a'", "NAME=DATASTORE"]),
-        (("a/b=runs/a",), ["'a/b=runs/a'", "names are of letters"]),
+        (("a/b=runs/a",), ["'a/b=runs/a'", "names have letters"]),
         (("",), ["''", "NAME=DATASTORE"]),
         (("a=x", "a=y"), ["'a' more than once"]),
     ],
@@ -84,7 +84,7 @@ def test_a_datastore_that_holds_nothing_out_is_skipped_unless_it_is_named(
     manifest["splits"]["valid"] = {key: [0] * len(rows) for key, rows in manifest["splits"]["valid"].items()}
     write_checked(copied / "manifest.json", manifest)
     assert open_sets((), [copied], settings, 2) == []
-    with pytest.raises(InputError, match=r"evaluation set 'valid'.*holds no valid documents.*corpus.split"):
+    with pytest.raises(InputError, match=r"evaluation set 'valid'.*has no valid documents.*corpus.split"):
         open_sets(("valid",), [copied], settings, 2)
 
 

@@ -82,7 +82,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution(monkeypatch: pytest.
 
 
 def test_a_context_of_one_chunk_has_no_windows() -> None:
-    with pytest.raises(InputError, match=f"a sequence of {M + 1} tokens"):
+    with pytest.raises(InputError, match=f"a sequence has {M + 1} tokens"):
         score(model_of("rope"), rows(M + 1), FLOAT32, context=M)
     assert score(model_of("rope"), [], FLOAT32, context=M) == []
 

@@ -33,7 +33,7 @@ def test_lines_are_questions(tmp_path: Path, name: str, pack) -> None:
         (b'{"question": " ", "answers": []}', r"q\.jsonl:1 has no \"question\""),
         (b"[1]", r"q\.jsonl:1 has no \"question\""),
         (b'{"question": "Who?", "answers": "me"}', r'q\.jsonl:1: "answers" must be a list of texts'),
-        (b"\n", r"q\.jsonl holds no questions"),
+        (b"\n", r"q\.jsonl has no questions"),
     ],
 )
 def test_what_is_no_question_is_refused_by_line(tmp_path: Path, content: bytes, words: str) -> None:

@@ -78,7 +78,7 @@ def test_documents_are_found_by_their_own_text_and_not_by_that_of_others(retriev
     ("settings", "words"),
     [
         ({"k": ()}, "at least one"),
-        ({"k": (0,)}, "1 or more"),
+        ({"k": (0,)}, "at least 1"),
         ({"k": (200,)}, "chunks = 100"),
         ({"rerank": ()}, "at least one"),
     ],

@@ -140,10 +140,10 @@ def test_what_documents_hold_is_shown_and_never_run(open_page, tmp_path: Path) -
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_a_passage_are_its_text_coloured_by_the_sign_of_the_difference(open_page, url: str) -> None:
+def test_tokens_of_a_passage_are_its_text_colored_by_the_sign_of_the_difference(open_page, url: str) -> None:
     page = open_page(f"{url}/#/passage")
     with page.expect_response("**/score") as answered:
-        ask(page, "passage", LONG, "Colour the passage")
+        ask(page, "passage", LONG, "Color the passage")
     tokens = page.locator(".token")
     expect(tokens.first).to_be_visible()
     assert "".join(tokens.all_text_contents()) == LONG
@@ -205,7 +205,7 @@ def test_a_phone_never_scrolls_sideways(open_page, url: str) -> None:
     for view in VIEWS:
         page.locator(f"#tab-{view}").click()
         if view == "passage":
-            ask(page, view, LONG + "y" * 300, "Colour the passage")
+            ask(page, view, LONG + "y" * 300, "Color the passage")
             expect(page.locator(".token").first).to_be_visible()
         expect(page.locator(f"#{view}")).to_be_visible()
         wide.append(page.evaluate("document.documentElement.scrollWidth"))
@@ -236,7 +236,7 @@ CONTRAST = """
 (selector) => {
   const channel = (value) => (value /= 255) <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
   const luminance = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
   const behind = (node) => {
     for (; node; node = node.parentElement) {
       const [r, g, b, alpha = 1] = numbers(getComputedStyle(node).backgroundColor);
@@ -336,7 +336,7 @@ def test_a_token_given_later_introduces_the_server(open_page, app_with: Make) ->
         expect(page.locator("header").get_by_role("alert")).to_contain_text("token")
         ask(page, "neighbors", TEXT, "Find neighbors")
         page.get_by_label("Token", exact=True).fill("secret")
-        page.get_by_role("button", name="Use it").click()
+        page.get_by_role("button", name="Use token").click()
         expect(page.locator(".neighbor").first).to_be_visible()
         introduced(page)
 
@@ -349,7 +349,7 @@ def test_the_api_is_described_without_a_token(open_page, app_with: Make) -> None
         expect(page.get_by_text("POST /neighbors", exact=True)).to_be_visible()
 
 
-@pytest.mark.parametrize(("status", "heading"), [(500, "could not answer"), (429, "busy")])
+@pytest.mark.parametrize(("status", "heading"), [(500, "Server error"), (429, "busy")])
 def test_an_error_is_told_in_the_servers_words_and_can_be_tried_again(
     open_page, url: str, status: int, heading: str
 ) -> None:
@@ -372,7 +372,7 @@ def test_a_token_is_asked_for_until_the_right_one_is_given(open_page, app_with: 
         for given in ("wrong", "secret"):
             expect(dialog).to_be_visible()
             page.get_by_label("Token", exact=True).fill(given)
-            page.get_by_role("button", name="Use it").click()
+            page.get_by_role("button", name="Use token").click()
         expect(page.locator("#datastore table").first).to_be_visible()
         expect(dialog).not_to_be_visible()
 
