@@ -158,6 +158,16 @@ def test_every_command_has_a_verb_and_options_that_exist(path: Path) -> None:
             assert option == "help" or exists(option, OPTIONS[verb]), f"retro {verb}: no option {option}"
 
 
+@pytest.mark.parametrize("path", WRITTEN, ids=name)
+def test_every_option_of_a_benchmark_exists(path: Path) -> None:
+    pattern = r"(benchmarks[./](?:speed|quality)[./][a-z_]+)(?:\.py)?([^`\n#]*)"
+    for module, words in re.findall(pattern, path.read_text()):
+        file = (ROOT / module.replace(".", "/")).with_suffix(".py")
+        known = file.read_text() + (ROOT / "benchmarks" / "common.py").read_text()
+        for option in re.findall(r"--[a-z][\w-]*", words):
+            assert f'"{option}"' in known, f"{module}: no option {option}"
+
+
 OTHER_PROGRAMS = {"help", "max_restarts", "shutdown_timeout", "gpus_per_node", "working_dir", "run"}
 """Options in the text that are torchrun's, Slurm's and Ray's."""
 
