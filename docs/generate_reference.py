@@ -59,21 +59,28 @@ def _settings_index() -> list[str]:
     for page, sections in SETTINGS_PAGES.items():
         for section in sections:
             rows.append(f"| [{section}](settings/{page}.md) | {_first_sentence(get_type_hints(Config)[section])} |")
-    return ["# Settings", _SETTINGS_INTRO, "\n".join(rows), "## Outside sections", *_entries(Config, "", "../")]
+    return [
+        "# Settings",
+        _SETTINGS_INTRO,
+        "\n".join(rows),
+        "## Outside sections",
+        *_entries(Config, _defaults(Config), "", "../"),
+    ]
 
 
 def _settings_page(sections: tuple[str, ...]) -> list[str]:
     text = [f"# Settings: {', '.join(sections)}"]
     for section in sections:
-        text += _section(get_type_hints(Config)[section], section)
+        text += _section(getattr(Config(), section), section)
     return text
 
 
-def _section(settings: type, path: str) -> list[str]:
-    """A section's heading, its own keys, then the sections in it."""
-    text = [f"## [{path}]", _docstring(settings), *_entries(settings, f"{path}.", "../../")]
-    for name, hint in _hints(settings).items():
-        text += _section(hint, f"{path}.{name}") if dataclasses.is_dataclass(hint) else []
+def _section(settings: Any, path: str) -> list[str]:
+    """A section's heading, its own keys, then the sections in it; `settings` has the defaults."""
+    defaults = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    text = [f"## [{path}]", _docstring(type(settings)), *_entries(type(settings), defaults, f"{path}.", "../../")]
+    for name, value in defaults.items():
+        text += _section(value, f"{path}.{name}") if dataclasses.is_dataclass(value) else []
     return text
 
 
@@ -98,7 +105,7 @@ def _options(verb: Verb) -> list[str]:
     """What a verb does and its options; sections of the TOML file by a link."""
     settings = verb.load()[1]
     text = [f"{verb.summary}."] if settings is Config else [_docstring(settings)]
-    text += _entries(settings, "--", "../../")
+    text += _entries(settings, _defaults(settings), "--", "../../")
     if issubclass(settings, Config):
         return [*text, "Every key of the [settings](../settings.md) is an option too."]
     for name, hint in _hints(settings).items():
@@ -106,13 +113,13 @@ def _options(verb: Verb) -> list[str]:
         if dataclasses.is_dataclass(hint) and page:
             text.append(f"Further options: [`--{name}.…`](../settings/{page}.md).")
         elif dataclasses.is_dataclass(hint):
-            text += [f"## Options `--{name}.…`", *_entries(hint, f"--{name}.", "../../")]
+            text += [f"## Options `--{name}.…`", *_entries(hint, _defaults(hint), f"--{name}.", "../../")]
     return text
 
 
-def _entries(settings: type, prefix: str, root: str) -> list[str]:
+def _entries(settings: Any, defaults: dict[str, Any], prefix: str, root: str) -> list[str]:
     """Heading, type, default and docstring of each key that is no section; of a command, without the keys of `Config`."""
-    docs, defaults, entries = _field_docstrings(settings), _defaults(settings), []
+    docs, entries = _field_docstrings(settings), []
     inherited = set(_hints(Config)) if prefix == "--" and issubclass(settings, Config) else set()
     for name, hint in _hints(settings).items():
         if name in inherited or dataclasses.is_dataclass(hint):
@@ -135,7 +142,7 @@ def _hints(settings: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(settings) if field.init}
 
 
-def _defaults(settings: type) -> dict[str, Any]:
+def _defaults(settings: Any) -> dict[str, Any]:
     """Defaults of the fields that have one."""
     values = {}
     for field in dataclasses.fields(settings):
