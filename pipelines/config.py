@@ -1,6 +1,6 @@
 """The one tree of settings: each branch stands beside its owner, this file only joins them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from indexing.corpus.chunks import ChunkSettings
@@ -18,6 +18,7 @@ from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.settings import FinetuneSettings
 from retro.model.settings import ModelSettings
 from retro.parallel.settings import ParallelSettings
+from retro.training.run_settings import RunSettings
 from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
@@ -49,3 +50,9 @@ class Config:
     def __post_init__(self) -> None:
         if url := url_of(self.run):
             raise InputError(f"run = {url!r}: must be a folder of this machine; only datastores may lie at a URL.")
+
+    @property
+    def run_settings(self) -> RunSettings:
+        """The sections of a training run. Without `data.datastores` it reads `datastore`."""
+        data = replace(self.data, datastores=self.data.datastores or (self.datastore,))
+        return RunSettings(self.model, data, self.train, self.evaluation, self.parallel, self.tuning)

@@ -286,7 +286,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_d
     from retro.training.trainer import train
 
     config = replace(tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus), datastore=tiny_datastore.folder)
-    train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)
+    train(config.run, config.run_settings)
     return config.run
 
 

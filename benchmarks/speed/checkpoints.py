@@ -30,6 +30,7 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.parallel.coordination import on_first, open_group, rank_in
 from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
         for layer in (*model.attention.values(), *model.feed_forward.values()):
             fully_shard(layer)
         fully_shard(model)
-    optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-4))
     tokens = torch.randint(sizes.vocab_size, (4, 128), device=placed.device)
 
     def step() -> None:
@@ -80,7 +81,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = on_first(group, lambda: stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
 
-        def publish(copies: checkpoints.Tensors) -> None:
+        def publish(copies: checkpoints.TensorFiles) -> None:
             state = {"step": number, "tokens": 0, "settings": {}, "datastores": [], "best": None, "started_from": None}
             thread.append(seconds(lambda: checkpoints.publish(Path(folder), state, copies, keep=2, group=group)))
 

@@ -63,7 +63,7 @@ def measured(preset: str, num_sequences: int, precision: str) -> dict[str, Any]:
     placed = placement(precision, "cpu")
     run = Pass(num_sequences, 512, 2, gpu=False, narrow=placed.dtype != torch.float32)
     model = Retro(settings).train()
-    optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-4))
     tokens = torch.zeros(num_sequences, 512, dtype=torch.int64)
     documents = torch.zeros(num_sequences, 8, dtype=torch.int64)
     neighbors = torch.zeros(num_sequences, 8, 2, 128, dtype=torch.int64)

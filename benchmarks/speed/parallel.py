@@ -27,7 +27,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, repeat
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from retro.model.presets import PRESETS
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.parallel.coordination import joined
-from retro.parallel.forward_backward import Passes, WholeModel, all_parameters
+from retro.parallel.forward_backward import DistributedModel, WholeModel, all_parameters
 from retro.parallel.gradient_norms import local
 from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
@@ -50,7 +50,7 @@ from retro.parallel.settings import ALONE, ParallelSettings
 from retro.parallel.traffic import Communication
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
-from retro.training.step import make_step
+from retro.training.step import OptimizerStep
 
 VOCABULARY = 8192
 
@@ -77,7 +77,7 @@ class Running:
     """
 
     step: Callable[[], object]
-    passes: Passes
+    passes: DistributedModel
     optimizer: torch.optim.Optimizer
     num_bytes: tuple[int, int]
 
@@ -142,12 +142,12 @@ def build(
     outermost = sum(value.nbytes for name, value in whole.named_parameters() if not name.startswith(parts))
     num_bytes = sum(value.nbytes for value in whole.parameters()), outermost
     if processes.along("pipeline") is not None:
-        passes: Passes = Pipeline(whole, processes, placement, options.sequences)
+        passes: DistributedModel = Pipeline(whole, processes, placement, options.sequences)
     else:
         passes = WholeModel(whole.to(placement.device), processes, placement)
-    for part in passes.parts:
+    for part in passes.model_parts:
         part.train()
-    optimizer = make_optimizer(passes.parts, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(passes.model_parts, TrainSettings(lr=1e-4))
     settings = TrainSettings(
         lr=1e-4,
         lr_schedule="constant",
@@ -156,8 +156,8 @@ def build(
         monitor_every=0,
     )
     data = placement.put(batch(model, processes.rows(options.sequences), options))
-    step = make_step(passes, optimizer, map(dict, repeat(data)), processes, placement, settings)
-    return Running(lambda: step(settings.warmup_steps), passes, optimizer, num_bytes)
+    step, batches = OptimizerStep(passes, optimizer, processes, placement, settings), [data] * options.accumulation
+    return Running(lambda: step(settings.warmup_steps, batches), passes, optimizer, num_bytes)
 
 
 def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> TensorBatch:
@@ -180,13 +180,13 @@ def held(running: Running) -> dict[str, int]:
     gradients: list[int] = []
 
     def note(*_: Any) -> None:
-        found = (parameter.grad for _, parameter in all_parameters(running.passes.parts))
+        found = (parameter.grad for _, parameter in all_parameters(running.passes.model_parts))
         gradients.append(num_bytes(gradient for gradient in found if gradient is not None))
 
     hook = running.optimizer.register_step_pre_hook(note)
     running.step()
     hook.remove()
-    parameters = num_bytes(parameter for _, parameter in all_parameters(running.passes.parts))
+    parameters = num_bytes(parameter for _, parameter in all_parameters(running.passes.model_parts))
     moments = (value for state in running.optimizer.state.values() for value in state.values())
     return {"parameters": parameters, "gradients": gradients[0], "optimizer": num_bytes(moments)}
 

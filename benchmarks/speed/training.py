@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import repeat
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
-from retro.training.step import make_step, wants_compilation
+from retro.training.step import OptimizerStep, wants_compilation
 
 # The sizes that design and documents speak of: as in retro-pytorch, whose attentions all have 8 heads of 64.
 SMALL = ModelSettings(8192, 256, 1024, 8, 64, 6, (3, 6), 256, 1024, 8, 64, 2, (1, 2))
@@ -98,15 +97,15 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     if placement.device.type == "cpu" and case.keeps_memory:
         keep_freed_memory()
     model = Retro(case.settings).to(placement.device)
-    optimizer = make_optimizer([model], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-4))
     data = batch(case, placement)
     both = data.pop("tokens")
     data |= {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
     settings = TrainSettings(lr=1e-4, lr_schedule="constant", compile="yes" if case.compiled else "no")
     processes = Processes(ALONE, placement.device)
     passes = WholeModel(model, processes, placement, compiled=wants_compilation(settings.compile, placement))
-    step = make_step(passes, optimizer, map(dict, repeat(data)), processes, placement, settings)
-    return lambda: step(settings.warmup_steps), count_parameters(model, embeddings=True)
+    step = OptimizerStep(passes, optimizer, processes, placement, settings)
+    return lambda: step(settings.warmup_steps, [data]), count_parameters(model, embeddings=True)
 
 
 def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:

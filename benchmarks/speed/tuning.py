@@ -7,9 +7,8 @@ counts. Times are of the process, on one thread.
 """
 
 import argparse
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
-from retro.training.step import make_step
+from retro.training.step import OptimizerStep
 from retro.tuning.adapters import add_adapter, train_only
 from retro.tuning.settings import TuningSettings
 
@@ -66,11 +65,16 @@ def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Calla
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     processes = Processes(ALONE, placed.device)
     passes = WholeModel(model, processes, placed)
-    optimizer = make_optimizer(passes.parts, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    batches: Iterator[TensorBatch] = map(dict, itertools.repeat(batch(options, settings.chunk_length)))
-    step = make_step(passes, optimizer, batches, processes, placed, TrainSettings(monitor_every=0))
+    optimizer = make_optimizer(passes.model_parts, TrainSettings(lr=1e-3))
+    data = batch(options, settings.chunk_length)
+    step = OptimizerStep(passes, optimizer, processes, placed, TrainSettings(monitor_every=0))
     operations = training_flops(settings, options.length, 2, tuning) / training_flops(settings, options.length, 2)
-    return step, {"trained": trained, "kept": kept, "states": 12 * trained, "operations": operations}
+    return lambda number: step(number, [data]), {
+        "trained": trained,
+        "kept": kept,
+        "states": 12 * trained,
+        "operations": operations,
+    }
 
 
 def main() -> None:

@@ -196,7 +196,7 @@ def _seconds_per_step(config: Config) -> float:
     )
     run = config.run.with_name(f".trial-{config.run.name}")
     logging.getLogger("retro").setLevel(logging.WARNING)
-    outcome = train(run, [config.datastore], config.model, config.data, trial, config.evaluation)
+    outcome = train(run, replace(config, train=trial).run_settings)
     logging.getLogger("retro").setLevel(logging.INFO)
     remove(run)
     rates = [line["tokens_per_second"] for line in outcome.metrics if "tokens_per_second" in line]

@@ -15,7 +15,7 @@ from indexing.store.errors import InputError
 from pipelines.reports.html import Table
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
-from retro.data.neighbor_choice import NeighborUse, Source
+from retro.data.neighbor_choice import NeighborSource, NeighborUse
 from retro.device import Placement, choose_inference_placement
 from retro.evaluation.bits_per_byte import Result, compare, evaluate
 from retro.evaluation.leakage import by_leakage, check_source, leakage_of
@@ -75,7 +75,7 @@ def measure_all(
     placement: Placement,
     *,
     sequence_length: int,
-    source: Source = "nearest",
+    source: NeighborSource = "nearest",
     by_chunk: bool = False,
 ) -> list[Result]:
     """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""

@@ -23,7 +23,7 @@ def run_training(config: Config, name: str, learning: Learning | None = None) ->
 
 def training_progress(config: Config, name: str) -> contextlib.AbstractContextManager[Callable[[int], None]]:
     """The progress bar of a run. How many steps epochs of examples are is known when they have been prepared."""
-    per_step = config.train.batch_size * config.train.gradient_accumulation_steps * config.data.sequence_length
+    per_step = config.run_settings.samples_per_step * config.data.sequence_length
     total = None if name == "finetune" and config.finetune.epochs else config.train.steps * per_step
     return progress(name, total=total, unit="tokens")
 
@@ -32,32 +32,11 @@ def train_quietly(config: Config, advance: Callable[[int], None] = lambda _: Non
     """Train; see `retro.training.trainer.train`."""
     from retro.training import trainer
 
-    return trainer.train(
-        config.run,
-        list(config.data.datastores) or [config.datastore],
-        config.model,
-        config.data,
-        config.train,
-        config.evaluation,
-        config.parallel,
-        config.tuning,
-        advance=advance,
-    )
+    return trainer.train(config.run, config.run_settings, advance=advance)
 
 
 def finetune_quietly(config: Config, advance: Callable[[int], None] = lambda _: None) -> Any:
     """Fine-tune; see `retro.finetuning.trainer.finetune`."""
     from retro.finetuning import trainer as finetune
 
-    return finetune.finetune(
-        config.run,
-        list(config.data.datastores) or [config.datastore],
-        config.model,
-        config.data,
-        config.train,
-        config.evaluation,
-        config.finetune,
-        config.parallel,
-        config.tuning,
-        advance=advance,
-    )
+    return finetune.finetune(config.run, config.run_settings, config.finetune, advance=advance)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from retro.checkpoints.checkpoint import Tensors
+from retro.checkpoints.checkpoint import TensorFiles
 
 
 class Saver:
@@ -25,15 +25,15 @@ class Saver:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._running: Future[object] | None = None
-        self._buffers: Tensors = {}
+        self._buffers: TensorFiles = {}
 
-    def prepare(self, tensors: Tensors) -> None:
+    def prepare(self, tensors: TensorFiles) -> None:
         """Allocate the buffers in the background: the first touch of so much memory takes longer than a copy."""
         self.wait()
         self._running = self._thread.submit(self._allocate, tensors)
 
     @torch.no_grad()
-    def save(self, tensors: Tensors, write: Callable[[Tensors], object]) -> None:
+    def save(self, tensors: TensorFiles, write: Callable[[TensorFiles], object]) -> None:
         """Copy the tensors, then call `write` with the copies in the background. Waits for the save before it."""
         self.wait()
         self._allocate(tensors)
@@ -45,7 +45,7 @@ class Saver:
         self._running = self._thread.submit(write, self._buffers)
 
     @torch.no_grad()
-    def _allocate(self, tensors: Tensors) -> None:
+    def _allocate(self, tensors: TensorFiles) -> None:
         for file, values in tensors.items():
             buffers = self._buffers.setdefault(file, {})
             for name, value in values.items():

@@ -36,7 +36,7 @@ from retro.tuning.settings import TuningSettings
 
 FORMAT_VERSION = 2
 
-Tensors = dict[str, dict[str, torch.Tensor]]
+TensorFiles = dict[str, dict[str, torch.Tensor]]
 """Tensors by the file that holds them, and by name: plain ones, or DTensors of which this process holds a shard."""
 
 Model = nn.Module | Sequence[nn.Module]
@@ -63,7 +63,7 @@ class Checkpoint:
         started_from: fingerprint of the checkpoint whose weights the run began with, or None.
         scaler: state of the loss scale; empty where there is none.
         skipped: `steps` that a loss scale has left out, and `batches` that were not finite.
-        layout: how many processes shared the work in each way; empty if one did it all.
+        mesh_dims: number of processes along each dimension of the mesh; empty if there was one process.
     """
 
     path: Path
@@ -81,7 +81,7 @@ class Checkpoint:
     started_from: str | None
     scaler: dict[str, Any]
     skipped: dict[str, int]
-    layout: dict[str, int]
+    mesh_dims: dict[str, int]
 
     @property
     def tuning(self) -> TuningSettings:
@@ -121,7 +121,7 @@ def parameters_of(model: Model) -> list[tuple[str, nn.Parameter]]:
     return [(stored_name(name), each) for part in parts_of(model) for name, each in part.named_parameters()]
 
 
-def write(run: Path, state: dict[str, Any], tensors: Tensors, group: dist.ProcessGroup | None = None) -> Path:
+def write(run: Path, state: dict[str, Any], tensors: TensorFiles, group: dist.ProcessGroup | None = None) -> Path:
     """Write a checkpoint atomically and return its folder. Equal states and tensors give equal bytes.
 
     Args:
@@ -163,7 +163,7 @@ def write(run: Path, state: dict[str, Any], tensors: Tensors, group: dist.Proces
 
 
 def publish(
-    run: Path, state: dict[str, Any], tensors: Tensors, *, keep: int, group: dist.ProcessGroup | None = None
+    run: Path, state: dict[str, Any], tensors: TensorFiles, *, keep: int, group: dist.ProcessGroup | None = None
 ) -> None:
     """`write`, name the best checkpoint, and remove all others but the newest `keep`, and what kills have left."""
     write(run, state, tensors, group)
@@ -266,7 +266,7 @@ def _checkpoint(
         started_from=state.get("started_from"),
         scaler=state.get("scaler", {}),
         skipped=state.get("skipped", {"steps": 0, "batches": 0}),
-        layout=state.get("layout", {}),
+        mesh_dims=state.get("mesh_dims", {}),
     )
 
 

@@ -5,12 +5,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from retro.checkpoints.checkpoint import Checkpoint, Model, Tensors, load_weights, parameters_of, parts_of, weights_of
+from retro.checkpoints.checkpoint import (
+    Checkpoint,
+    Model,
+    TensorFiles,
+    load_weights,
+    parameters_of,
+    parts_of,
+    weights_of,
+)
 from retro.checkpoints.tensor_files import StoredTensor, fill, index, read_tensors
 from retro.parallel.coordination import on_all, rank_in
 
 
-def tensors_of(model: Model, optimizer: torch.optim.Optimizer, rank: int = 0) -> Tensors:
+def tensors_of(model: Model, optimizer: torch.optim.Optimizer, rank: int = 0) -> TensorFiles:
     """Weights, the optimizer's moments and the random state. All but the random state are the live tensors.
 
     Args:
@@ -42,7 +50,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None = None,
     *,
-    layout: dict[str, int] | None = None,
+    mesh_dims: dict[str, int] | None = None,
     stream: int = 0,
 ) -> None:
     """Put weights, optimizer state and random state back, to the bit, whoever wrote them.
@@ -52,14 +60,14 @@ def restore(
         model: of its sizes, plain or sharded, the whole or parts of it.
         optimizer: of its parameters; it need not have done a step.
         group: of the processes that go on together; each reads what it needs.
-        layout: how these processes share the work, as `Checkpoint.layout` has it; None = one does it all.
+        mesh_dims: of these processes, as `Checkpoint.mesh_dims`; None = a single process.
         stream: number of this process's random numbers: the same in those that must drop the same features.
 
     Random states go back to the processes that they were of. Where the work is shared out in another way than it was, they
     fit nobody, and each process is seeded from the run's seed, the step and `stream`: that matters to dropout alone.
     """
     on_all(group, lambda: _restore_tensors(checkpoint, model, optimizer))
-    _restore_random_state(checkpoint, parameters_of(model)[0][1].device, rank_in(group), layout or {}, stream)
+    _restore_random_state(checkpoint, parameters_of(model)[0][1].device, rank_in(group), mesh_dims or {}, stream)
 
 
 def _restore_tensors(checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -70,11 +78,11 @@ def _restore_tensors(checkpoint: Checkpoint, model: Model, optimizer: torch.opti
 
 
 def _restore_random_state(
-    checkpoint: Checkpoint, device: torch.device, rank: int, layout: dict[str, int], stream: int
+    checkpoint: Checkpoint, device: torch.device, rank: int, mesh_dims: dict[str, int], stream: int
 ) -> None:
     seed = np.random.SeedSequence([checkpoint.settings["train"]["seed"], checkpoint.step, stream])
     torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
-    if layout != checkpoint.layout:
+    if mesh_dims != checkpoint.mesh_dims:
         return
     names = {_random_state(kind, rank) for kind in ("cpu", device.type)}
     states = read_tensors({name: one for name, one in index(checkpoint.training).items() if name in names})

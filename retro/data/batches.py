@@ -17,7 +17,7 @@ from indexing.splitmix64 import mix
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-from retro.data.datastore_mixture import Share, announce, check_budgets, mixture_weights, shares
+from retro.data.datastore_mixture import MixtureEntry, announce, check_budgets, mixture_weights, shares
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -128,11 +128,11 @@ def drawn_use(uses: Sequence[NeighborUse], seed: int, first: int) -> NeighborUse
     return uses[mix(mix(seed + 2) ^ first) % len(uses)]
 
 
-def drop_neighbors(batch: Batch, samples: range, share: float, seed: int) -> None:
-    """Take the neighbors from a share of the sequences, which are the samples of these numbers: in place."""
-    if share and batch.neighbor_lengths is not None:
+def drop_neighbors(batch: Batch, samples: range, retrieval_dropout: float, seed: int) -> None:
+    """Remove, in place, the neighbors of a share of the sequences, drawn by sample number."""
+    if retrieval_dropout and batch.neighbor_lengths is not None:
         for row, sample in enumerate(samples):
-            if mix(mix(seed + 1) ^ sample) < share * 2**64:
+            if mix(mix(seed + 1) ^ sample) < retrieval_dropout * 2**64:
                 batch.neighbor_lengths[row] = 0
 
 
@@ -196,7 +196,7 @@ class TrainingData:
         """Of the datastores, in order."""
         return [datastore.fingerprint for datastore in self.datastores]
 
-    def plan(self, num_samples: int) -> list[Share]:
+    def plan(self, num_samples: int) -> list[MixtureEntry]:
         """What a run of so many samples reads of each datastore, logged and checked.
 
         Raises:
@@ -231,12 +231,12 @@ class TrainingData:
         """How neighbors are chosen in the batch whose first sample number this is; the same for all of its datastores."""
         return drawn_use(self.uses, self.seed, first)
 
-    def batch(self, samples: range, dropped: float = 0.0, use: NeighborUse | None = None) -> Batch:
+    def batch(self, samples: range, retrieval_dropout: float = 0.0, use: NeighborUse | None = None) -> Batch:
         """The batch of some sample numbers.
 
         Args:
             samples: their numbers.
-            dropped: a share of the sequences that comes without neighbors.
+            retrieval_dropout: share of the sequences that get no neighbors.
             use: how neighbors are chosen; None: `neighbor_use(samples.start)`. Several processes that share a step must
                 hand in that of the step's first sample, so that they agree about the number of neighbors.
         """
@@ -249,7 +249,7 @@ class TrainingData:
             epochs, ranges = zip(*(located[row][1:] for row in rows[-1]), strict=True)
             parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use, epochs))
         batch = join(parts, np.concatenate(rows))
-        drop_neighbors(batch, samples, dropped, self.seed)
+        drop_neighbors(batch, samples, retrieval_dropout, self.seed)
         return batch
 
     def origin(self, sample: int) -> dict[str, Any]:

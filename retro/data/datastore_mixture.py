@@ -14,7 +14,7 @@ log = logging.getLogger("retro")
 
 
 @dataclass(frozen=True)
-class Share:
+class MixtureEntry:
     """What a run reads of one datastore.
 
     Attributes:
@@ -40,16 +40,16 @@ def mixture_weights(
     return tuple((size / largest) ** (1 / temperature) for size in sizes)
 
 
-def shares(folders: Sequence[Path], sizes: Sequence[int], weights: Sequence[float], tokens: int) -> list[Share]:
+def shares(folders: Sequence[Path], sizes: Sequence[int], weights: Sequence[float], tokens: int) -> list[MixtureEntry]:
     """What a run of so many tokens reads of datastores that hold `sizes` tokens each."""
     total = sum(weights)
     return [
-        Share(folder, weight / total, round(tokens * weight / total), tokens * weight / total / size)
+        MixtureEntry(folder, weight / total, round(tokens * weight / total), tokens * weight / total / size)
         for folder, size, weight in zip(folders, sizes, weights, strict=True)
     ]
 
 
-def announce(found: Sequence[Share]) -> None:
+def announce(found: Sequence[MixtureEntry]) -> None:
     """Log a line for each datastore: name, share, tokens, epochs."""
     for each in found:
         log.info(

@@ -16,7 +16,7 @@ from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement, TensorBatch
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """What batches are made of: datastores (`batches.TrainingData`), or examples (`finetuning.rows.ExampleData`).
 
     What it gives is a function of sample numbers. Another process gets it by pickling, and opens the files itself.
@@ -29,7 +29,7 @@ class Source(Protocol):
     def neighbor_use(self, first: int) -> NeighborUse:
         """How neighbors are chosen in the batch whose first sample number this is."""
 
-    def batch(self, samples: range, dropped: float, use: NeighborUse) -> Batch:
+    def batch(self, samples: range, retrieval_dropout: float, use: NeighborUse) -> Batch:
         """The batch of some sample numbers, of which a share is left without neighbors."""
 
     def origin(self, sample: int) -> dict[str, Any]:
@@ -39,13 +39,13 @@ class Source(Protocol):
 class _Batches(Dataset):
     """The batches of a run by number. In a worker process the data opens its files itself."""
 
-    def __init__(self, data: Source, size: int, rows: range, dropped: float) -> None:
-        self.data, self.size, self.rows, self.dropped = data, size, rows, dropped
+    def __init__(self, data: BatchSource, size: int, rows: range, retrieval_dropout: float) -> None:
+        self.data, self.size, self.rows, self.retrieval_dropout = data, size, rows, retrieval_dropout
 
     def __getitem__(self, number: int) -> TensorBatch:
         first = number * self.size
         samples = range(first + self.rows.start, first + self.rows.stop)
-        return as_tensors(self.data.batch(samples, self.dropped, self.data.neighbor_use(first)))
+        return as_tensors(self.data.batch(samples, self.retrieval_dropout, self.data.neighbor_use(first)))
 
 
 def as_tensors(batch: Batch) -> TensorBatch:
@@ -55,12 +55,12 @@ def as_tensors(batch: Batch) -> TensorBatch:
 
 
 def load(
-    data: Source,
+    data: BatchSource,
     *,
     batches: range,
     batch_size: int,
     rows: range,
-    dropped: float,
+    retrieval_dropout: float,
     workers: int,
     placement: Placement,
 ) -> Iterator[TensorBatch]:
@@ -71,12 +71,12 @@ def load(
         batches: their numbers.
         batch_size: sequences of a batch; batch n holds the samples from n · batch_size on.
         rows: of each batch that are wanted; processes that share batches take different ones.
-        dropped: share of the sequences without neighbors.
+        retrieval_dropout: share of the sequences that get no neighbors.
         workers: processes that make batches; 0 makes them here, when they are asked for.
         placement: of the tensors.
     """
     loader: DataLoader = DataLoader(
-        _Batches(data, batch_size, rows, dropped),
+        _Batches(data, batch_size, rows, retrieval_dropout),
         batch_size=None,
         sampler=batches,
         generator=torch.Generator(),  # it draws a seed for its workers, which must not come from the model's

@@ -17,7 +17,7 @@ from indexing.splitmix64 import mix
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
 
-Source = Literal["nearest", "random"]
+NeighborSource = Literal["nearest", "random"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class NeighborUse:
     """
 
     k: int
-    source: Source = "nearest"
+    source: NeighborSource = "nearest"
     max_overlap: float = 1.0
     seed: int = 0
     materialized: bool = False

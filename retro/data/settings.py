@@ -5,7 +5,7 @@ from pathlib import Path
 
 from indexing.store.errors import InputError
 from indexing.store.ranged_reads import Reading
-from retro.data.neighbor_choice import NeighborUse, Source
+from retro.data.neighbor_choice import NeighborSource, NeighborUse
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class DataSettings:
     """Neighbors of each chunk in training (paper: 2)."""
     k_choices: tuple[int, ...] = ()
     """Numbers of neighbors of which one is drawn for each batch, 0 for retrieval OFF; empty: always data.k."""
-    neighbor_source: Source = "nearest"
+    neighbor_source: NeighborSource = "nearest"
     """`nearest`, as stored; `random`: a control, chunks drawn uniformly outside the sequence's documents in each epoch."""
     retrieval_dropout: float = 0.1
     """Share of the sequences trained with retrieval OFF, so that the model stays good without."""

@@ -178,11 +178,11 @@ class ExampleData:
         """See `TrainingData`."""
         return drawn_use(self.uses, self.seed, first)
 
-    def batch(self, samples: range, dropped: float = 0.0, use: NeighborUse | None = None) -> Batch:
+    def batch(self, samples: range, retrieval_dropout: float = 0.0, use: NeighborUse | None = None) -> Batch:
         """See `TrainingData`."""
         use = use or self.neighbor_use(samples.start)
         batch = self.rows.batch([self.row_of(sample) for sample in samples], use.k)
-        drop_neighbors(batch, samples, dropped, self.seed)
+        drop_neighbors(batch, samples, retrieval_dropout, self.seed)
         return batch
 
     def origin(self, sample: int) -> dict[str, Any]:

@@ -1,16 +1,17 @@
-"""Fine-tuning: prepared examples through the trainer, and the held-out ones measured with retrieval ON and OFF.
+"""Fine-tuning: prepared examples through the trainer. Held-out ones are measured with retrieval ON and OFF.
 
-    files ─ prepare ─ rows ─ trainer.fit ─ checkpoints, metrics
-                       └ held out: loss and perplexity of the tokens of answers, ON and OFF
+    files ─ prepare ─ rows ─ Trainer ─ checkpoints, metrics
+                       └ held out: loss and perplexity of the answers' tokens, ON and OFF
 
-Bits per byte are for whole texts: an answer is a few tokens after a question, and what counts is how sure the model is of those.
+Bits per byte measure whole texts. An answer is a few tokens after a question, so its own tokens are measured.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -20,125 +21,106 @@ from indexing.store.errors import InputError
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import Placement, TensorBatch
-from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.chat_template import read_template
 from retro.finetuning.example_batches import ExampleData, Rows
 from retro.finetuning.prepare import preparation
 from retro.finetuning.settings import FinetuneSettings
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
 from retro.parallel.coordination import on_first, open_group
-from retro.parallel.settings import ALONE, ParallelSettings
-from retro.training.settings import TrainSettings
-from retro.training.trainer import Outcome, Task, as_plain_json, fit, fit_to, resolved_data
-from retro.tuning.settings import ALL, TuningSettings
+from retro.training.run_settings import RunSettings, fit_to
+from retro.training.task import TokenLosses
+from retro.training.trainer import Advance, Outcome, Trainer
 
 HELD_OUT = "held_out"
-"""The name of the examples that are measured, in front of metrics."""
-_MOST_NATS = 700.0  # whose exponential is a number still
+"""Name of the held-out examples, the prefix of their metrics."""
+_MAX_NATS = 700.0  # exp of more would overflow
 
 
 def finetune(
-    run: Path,
-    datastores: list[Path],
-    model_settings: ModelSettings,
-    data_settings: DataSettings,
-    settings: TrainSettings,
-    evaluation: EvaluationSettings,
-    finetuning: FinetuneSettings,
-    parallel: ParallelSettings = ALONE,
-    tuning: TuningSettings = ALL,
-    *,
-    advance: Callable[[int], None] = lambda _: None,
+    run: Path, settings: RunSettings, finetuning: FinetuneSettings, *, advance: Advance = lambda _: None
 ) -> Outcome:
-    """Fine-tune a model, or go on with a run that was stopped; what is not said here is as in `trainer.train`.
+    """Fine-tune a model on examples, or resume a stopped run.
 
     Args:
         run: folder of the run.
-        datastores: the first has the tokenizer; neighbors, or passages, are found in all of them.
-        model_settings: its sizes; its weights are those of `settings.init_from`.
-        data_settings: sequence length; number of neighbors, 0 = no retrieval; seed.
-        settings: steps, unless `finetuning.epochs` says how many.
-        evaluation: `batch_size`, of held-out rows.
-        finetuning: examples.
-        parallel: how processes share the work.
-        tuning: which weights are trained, and what adapter beside them.
-        advance: told of trained tokens.
+        settings: the sections of the configuration. The first datastore has the tokenizer; neighbors, or passages, are
+            found in all of them. `data.k` 0 = no retrieval.
+        finetuning: the examples. Its `epochs`, if not 0, replace `train.steps`.
+        advance: receives numbers of trained tokens.
 
     Raises:
-        InputError: as `trainer.train`; a line of the examples; settings that mean nothing here.
+        InputError: as `trainer.train`; a line of the examples; settings that have no effect here.
+        FloatingPointError, Stopped: as `trainer.train`.
     """
-    check_settings(data_settings, finetuning)
+    check_settings(settings.data, finetuning)
+    return Trainer(run, partial(ExampleTask, run, finetuning), settings, advance=advance).train()
 
-    def open_task(model: ModelSettings) -> Task:
-        k = max((data_settings.k, *data_settings.k_choices)) if model.cca_layers else 0
-        group, turns = open_group(), preparation(run, datastores, finetuning, k)
-        while (folder := on_first(group, partial(next, turns))) is None:
-            pass  # in turns, as processes wait for each other half an hour at most
-        opened = [Datastore.open(location) for location in datastores]
-        data = ExampleData(
-            folder,
+
+class ExampleTask:
+    """Learns the answers of examples, and measures the loss of held-out ones."""
+
+    def __init__(self, run: Path, finetuning: FinetuneSettings, settings: RunSettings) -> None:
+        """Prepare the examples, once for all processes.
+
+        Raises:
+            InputError: a line of the examples, or a model that does not fit the datastores.
+        """
+        data, tuning = settings.data, settings.tuning
+        k = max((data.k, *data.k_choices)) if settings.model.cca_layers else 0
+        datastores = [Datastore.open(folder) for folder in data.datastores]
+        self.data = ExampleData(
+            _prepared(run, data.datastores, finetuning, k),
             finetuning.examples,
-            data_settings,
-            [each.fingerprint for each in opened],
-            int(opened[0].manifest["pad_id"]),
+            data,
+            [each.fingerprint for each in datastores],
+            int(datastores[0].manifest["pad_id"]),
             held_out=finetuning.held_out,
-            packed=finetuning.packed
-            and tuning.adapter not in ("prefix", "prompt"),  # which stand before a row, not an example
+            # Virtual tokens are prepended to a row, not to each example in it.
+            packed=finetuning.packed and tuning.adapter not in ("prefix", "prompt"),
             retrieval=k > 0,
         )
-        data.announce()
-        measure = partial(
-            measure_answers,
-            rows=data.held_out,
-            k=data_settings.k if k else 0,
-            batch_size=evaluation.batch_size,
-            max_tokens=settings.eval_tokens,
-        )
-        steps = math.ceil(
-            finetuning.epochs * len(data.rows) / (settings.batch_size * settings.gradient_accumulation_steps)
-        )
-        train = replace(settings, steps=steps) if finetuning.epochs else settings
-        # The template itself, so that a checkpoint says how it is spoken to.
-        told = {**asdict(finetuning), "template": read_template(finetuning.template)}
-        resolved = {**resolved_data(data_settings, datastores), **as_plain_json({"finetune": told})}
-        sections = {"data": DataSettings, "finetune": FinetuneSettings}
-        return Task(fit_to(model, opened[0]), opened[0], data, data_settings, train, resolved, sections, measure)
+        self.data.announce()
+        train = settings.train
+        if finetuning.epochs:
+            steps = math.ceil(finetuning.epochs * len(self.data.rows) / settings.samples_per_step)
+            train = replace(train, steps=steps)
+        self.settings = replace(settings, model=fit_to(settings.model, datastores[0]), train=train)
+        # The text of the template, so that the checkpoint alone shows how prompts are written.
+        template = read_template(finetuning.template)
+        self.extra_sections: Mapping[str, Any] = {"finetune": replace(finetuning, template=template)}
+        self.num_ids = int(datastores[0].manifest["vocab_size"])
+        self._k = data.k if k else 0
 
-    return fit(run, open_task, model_settings, settings, parallel, tuning, advance=advance)
+    def evaluate(self, model: Retro, placement: Placement, token_losses_of: TokenLosses) -> dict[str, float]:
+        """`held_out_loss_off` and `held_out_perplexity_off`; with retrieval the same `_on`."""
+        rows, metrics = self.data.held_out, {}
+        if not rows.rows:
+            return {}
+        batch_size, max_tokens = self.settings.evaluation.batch_size, self.settings.train.eval_tokens
+        for mode, k in (("off", 0), ("on", self._k))[: 2 if self._k else 1]:
+            loss = answer_loss(rows, k, batch_size, max_tokens, placement=placement, token_losses_of=token_losses_of)
+            metrics[f"{HELD_OUT}_loss_{mode}"] = loss
+            metrics[f"{HELD_OUT}_perplexity_{mode}"] = math.exp(min(loss, _MAX_NATS))
+        return metrics
+
+
+def _prepared(run: Path, datastores: tuple[Path, ...], finetuning: FinetuneSettings, k: int) -> Path:
+    """Prepare the examples in the first process, step by step: the others wait half an hour at most for each step."""
+    group, steps = open_group(), preparation(run, list(datastores), finetuning, k)
+    while (folder := on_first(group, partial(next, steps))) is None:
+        pass
+    return folder
 
 
 def check_settings(data: DataSettings, finetuning: FinetuneSettings) -> None:
-    """Raise InputError for settings of training on documents that mean nothing for examples, and where there are no examples."""
+    """Raise InputError for settings that have no effect on examples, and if there are no examples."""
     if not finetuning.examples:
         raise InputError("finetune.examples is empty: name the files of examples, JSON Lines.")
     defaults = DataSettings()
     for key in ("weights", "temperature", "token_budgets", "neighbor_source", "max_overlap", "materialized"):
         if getattr(data, key) != getattr(defaults, key):
             raise InputError(f"data.{key} = {getattr(data, key)!r}: `retro finetune` has no use for it; remove it.")
-
-
-def measure_answers(
-    model: Retro,
-    *,
-    rows: Rows,
-    k: int,
-    batch_size: int,
-    max_tokens: int,
-    placement: Placement,
-    token_losses_of: Callable[[TensorBatch], Tensor],
-) -> dict[str, float]:
-    """`held_out_loss_off` and `held_out_perplexity_off`, and the same `_on` with k neighbors, if that is not 0."""
-    figures = {}
-    for mode, neighbors in (("off", 0), ("on", k))[: 2 if k else 1]:
-        if rows.rows:
-            loss = answer_loss(
-                rows, neighbors, batch_size, max_tokens, placement=placement, token_losses_of=token_losses_of
-            )
-            figures[f"{HELD_OUT}_loss_{mode}"] = loss
-            figures[f"{HELD_OUT}_perplexity_{mode}"] = math.exp(min(loss, _MOST_NATS))
-    return figures
 
 
 def answer_loss(
@@ -150,15 +132,15 @@ def answer_loss(
     placement: Placement,
     token_losses_of: Callable[[TensorBatch], Tensor],
 ) -> float:
-    """The mean loss of the tokens of answers, in nats.
+    """The mean loss of the answers' tokens, in nats.
 
     Args:
-        rows: examples, one row at least.
+        rows: at least one row of examples.
         k: neighbors of each chunk; 0 = retrieval OFF.
-        batch_size: rows of a batch.
-        max_tokens: stop after about so many tokens of answers; 0 = all.
-        placement: of the batch.
-        token_losses_of: a batch's; see `passes.Passes`.
+        batch_size: rows in a batch.
+        max_tokens: stop after about this many tokens of answers; 0 = all.
+        placement: device of the batches.
+        token_losses_of: see `DistributedModel.token_losses`.
     """
     nats, num_labels = 0.0, 0
     for start in range(0, len(rows), batch_size):

@@ -25,7 +25,7 @@ from retro.parallel.tensor_parallel import own_tokens
 
 
 @dataclass(frozen=True)
-class Share:
+class StepContext:
     """What makes a process's part of a batch's losses a part of the step's mean.
 
     Attributes:
@@ -41,14 +41,14 @@ class Share:
     last: bool
 
 
-class Passes(Protocol):
+class DistributedModel(Protocol):
     """What the training loop asks of a model, however it is shared out."""
 
     @property
-    def parts(self) -> Sequence[Retro]:
+    def model_parts(self) -> Sequence[Retro]:
         """What this process holds of the model."""
 
-    def forward_backward(self, batch: TensorBatch, share: Share) -> Tensor:
+    def forward_backward(self, batch: TensorBatch, context: StepContext) -> Tensor:
         """Gradients of a batch's own rows; their part of the step's cross-entropy, z-loss and `ROUTING`: float32 [2 + 4]."""
 
     def token_losses(self, batch: TensorBatch) -> Tensor:
@@ -84,18 +84,18 @@ class WholeModel:
         self.hidden_and_routing: Any = torch.compile(run, fullgraph=True, dynamic=False) if whole else run
 
     @property
-    def parts(self) -> Sequence[Retro]:
-        """See `Passes`."""
+    def model_parts(self) -> Sequence[Retro]:
+        """See `DistributedModel`."""
         return [self.model]
 
-    def forward_backward(self, batch: TensorBatch, share: Share) -> Tensor:
-        """See `Passes`."""
+    def forward_backward(self, batch: TensorBatch, context: StepContext) -> Tensor:
+        """See `DistributedModel`."""
         labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
-        sync_gradients(self.model, self.processes.settings, share.last)
+        sync_gradients(self.model, self.processes.settings, context.last)
         with self.placement.autocast():
             hidden, routing = self.hidden_and_routing(**inputs)
             own = own_tokens(self.processes.along("tensor"), hidden, self.model.output_weight, labels)
-            objective, parts = part_of_loss(own, routing, share, self.model.settings, self.z_weight, self.compiled)
+            objective, parts = part_of_loss(own, routing, context, self.model.settings, self.z_weight, self.compiled)
         if objective.requires_grad:
             objective.backward()
         else:  # nothing that is trained had a part in it: a frozen decoder and a batch without neighbors
@@ -105,7 +105,7 @@ class WholeModel:
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # evaluation has a shape of its own for each length of text
     def token_losses(self, batch: TensorBatch) -> Tensor:
-        """See `Passes`."""
+        """See `DistributedModel`."""
         processes = self.processes
         own, num_rows = own_rows(batch, processes, processes.data)
         labels = own.pop("labels")
@@ -117,14 +117,14 @@ class WholeModel:
         return processes.gathered(losses)[:num_rows]
 
     def gradient_norm(self) -> Tensor:
-        """See `Passes`."""
+        """See `DistributedModel`."""
         return squared_norm(gradients(self.model.parameters())).sqrt()
 
 
 def part_of_loss(
     own: tuple[Tensor, Tensor, Tensor],
     routing: Tensor | None,
-    share: Share,
+    context: StepContext,
     settings: ModelSettings,
     z_weight: float,
     compiled: bool = False,
@@ -134,7 +134,7 @@ def part_of_loss(
     Args:
         own: activations, output layer and labels of its tokens.
         routing: `ROUTING` of its sequences [B, 4], or None.
-        share: of the step.
+        context: of the batch's step.
         settings: weights of what experts add.
         z_weight: of the z-loss.
         compiled: fuse the work between the matrix products.
@@ -143,12 +143,12 @@ def part_of_loss(
     if not compiled:
         hidden, labels = that_count(hidden, labels)
     found = summed_losses(hidden, weight, labels, z_weight=z_weight, compiled=compiled)
-    objective, routed = found.objective / share.num_labels, found.objective.new_zeros(len(ROUTING))
+    objective, routed = found.objective / context.num_labels, found.objective.new_zeros(len(ROUTING))
     if routing is not None:
-        rows = len(routing) / share.num_sequences
+        rows = len(routing) / context.num_sequences
         objective, routed = objective + routing_loss(routing, settings) * rows, routing.detach().mean(0) * rows
-    losses = torch.stack((found.cross_entropy, found.z_loss)) / share.num_labels
-    return objective * share.scale, torch.cat((losses, routed))
+    losses = torch.stack((found.cross_entropy, found.z_loss)) / context.num_labels
+    return objective * context.scale, torch.cat((losses, routed))
 
 
 def own_rows(batch: TensorBatch, processes: Processes, multiple: int) -> tuple[TensorBatch, int]:

@@ -24,7 +24,7 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.parallel.data_parallel import reshard, unshard
 from retro.parallel.distribute import distribute
-from retro.parallel.forward_backward import Share, all_parameters, gradients, own_rows, part_of_loss
+from retro.parallel.forward_backward import StepContext, all_parameters, gradients, own_rows, part_of_loss
 from retro.parallel.gradient_norms import squared_norm
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import num_microbatches, num_stages
@@ -154,27 +154,27 @@ class Pipeline:
         self._schedules: dict[Any, Any] = {}
 
     @property
-    def parts(self) -> Sequence[Retro]:
-        """See `Passes`."""
+    def model_parts(self) -> Sequence[Retro]:
+        """See `DistributedModel`."""
         return [stage.model for stage in self.stages]
 
-    def forward_backward(self, batch: TensorBatch, share: Share) -> Tensor:
-        """See `Passes`."""
+    def forward_backward(self, batch: TensorBatch, context: StepContext) -> Tensor:
+        """See `DistributedModel`."""
         labels, tokens = batch["labels"], batch["tokens"]
         schedule = self._schedule(tokens, batch["neighbors"], training=True)
-        self._share, self._losses = share, torch.zeros(2 + len(ROUTING), device=self.placement.device)
+        self._context, self._losses = context, torch.zeros(2 + len(ROUTING), device=self.placement.device)
         with self.placement.autocast():
             first = [tokens] if self.place == 0 else []
             target = labels if self._has_last else None
             schedule.step(*first, target=target, losses=[], return_outputs=False, **_for_all_stages(batch))
-        if share.last:
+        if context.last:
             self._sum_tied_gradients()
         return self._losses
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # as in `WholeModel`
     def token_losses(self, batch: TensorBatch) -> Tensor:
-        """See `Passes`."""
+        """See `DistributedModel`."""
         own, num_rows = own_rows(batch, self.processes, self.processes.data * self.num_microbatches)
         tokens, labels = own["tokens"], own["labels"]
         tensor = self.processes.along("tensor")
@@ -194,12 +194,14 @@ class Pipeline:
         return self.processes.gathered(losses)[:num_rows]
 
     def gradient_norm(self) -> Tensor:
-        """See `Passes`."""
+        """See `DistributedModel`."""
         # A table that several stages hold is one parameter: that of the first counts.
         copies = {
-            id(part.embedding.weight) for n, part in zip(self.numbers, self.parts, strict=True) if n and part.embedding
+            id(part.embedding.weight)
+            for n, part in zip(self.numbers, self.model_parts, strict=True)
+            if n and part.embedding
         }
-        own = [parameter for _, parameter in all_parameters(self.parts) if id(parameter) not in copies]
+        own = [parameter for _, parameter in all_parameters(self.model_parts) if id(parameter) not in copies]
         return self.processes.sum(squared_norm(gradients(own)), "pipeline").sqrt()
 
     @property
@@ -211,7 +213,7 @@ class Pipeline:
         hidden, *routing = out
         own = own_tokens(self.processes.along("tensor"), hidden, self.stages[-1].model.output_weight, labels)
         routed = routing[0] if routing else None
-        objective, parts = part_of_loss(own, routed, self._share, self.settings, self.z_weight, self.compiled)
+        objective, parts = part_of_loss(own, routed, self._context, self.settings, self.z_weight, self.compiled)
         self._losses += parts
         return objective
 
@@ -265,7 +267,7 @@ class Pipeline:
 
     def _embedding_holders(self) -> Any:
         """The group of the processes of this pipeline that hold the embedding table; None for who does not, or is the only one."""
-        holds = any(part.embedding is not None for part in self.parts)
+        holds = any(part.embedding is not None for part in self.model_parts)
         found: list[Any] = [None] * self.processes.count
         dist.all_gather_object(found, (holds, self.mesh.mesh.tolist()))
         own = None
@@ -278,7 +280,7 @@ class Pipeline:
 
     def _sum_tied_gradients(self) -> None:
         """The table's gradient is the sum of what its copies have."""
-        tables = [part.embedding.weight for part in self.parts if part.embedding is not None]
+        tables = [part.embedding.weight for part in self.model_parts if part.embedding is not None]
         tables = [table for table in tables if table.requires_grad]
         if not tables or (self._holders is None and len(tables) == 1):
             return

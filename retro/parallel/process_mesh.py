@@ -37,8 +37,14 @@ class Processes:
             self.data_rank = self._meshes["data"].get_local_rank()
 
     @property
+    def mesh_dims(self) -> dict[str, int]:
+        """Number of processes along each dimension of the mesh; empty for a single process."""
+        dims = {"pipeline": self.settings.pipeline, "data": self.data, "tensor": self.settings.tensor}
+        return dims if self.count > 1 else {}
+
+    @property
     def is_first(self) -> bool:
-        """Whether this process speaks for all: logs, reports, decides."""
+        """True on rank 0, which logs and makes decisions."""
         return self.rank == 0
 
     def along(self, name: str) -> DeviceMesh | None:

@@ -8,12 +8,13 @@ The file of a step is the same however often a run comes by, so going on from a 
 from pathlib import Path
 
 from indexing.store.files import write_json
-from retro.data.loader import Source
-from retro.training.settings import TrainSettings
+from retro.data.loader import BatchSource
+from retro.training.run_settings import RunSettings
+from retro.training.settings import OnNan
 from retro.training.step import StepResult
 
 
-def name_batch(run: Path, data: Source, settings: TrainSettings, step: int, result: StepResult) -> Path:
+def name_batch(run: Path, data: BatchSource, settings: RunSettings, step: int, result: StepResult) -> Path:
     """Write the file of a step and return its path.
 
     Args:
@@ -23,10 +24,26 @@ def name_batch(run: Path, data: Source, settings: TrainSettings, step: int, resu
         step: counted from 1.
         result: of the step.
     """
-    size = settings.batch_size * settings.gradient_accumulation_steps
+    size = settings.samples_per_step
     samples = range((step - 1) * size, step * size)
     path = run / "bad_batches" / f"{step:08d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {name: str(result.metrics[name]) for name in ("loss", "gradient_norm")}  # JSON has no NaN
-    write_json(path, {"step": step, **facts, "sequences": [data.origin(sample) for sample in samples]})
+    figures = {name: str(result.metrics[name]) for name in ("loss", "gradient_norm")}  # JSON has no NaN
+    write_json(path, {"step": step, **figures, "sequences": [data.origin(sample) for sample in samples]})
     return path
+
+
+def describe_figures(result: StepResult) -> str:
+    """Loss and gradient norm of a step, for a message."""
+    return f"loss {result.metrics['loss']:.4g}, norm of the gradient {result.metrics['gradient_norm']:.4g}"
+
+
+def advice(on_nan: OnNan, step: int) -> str:
+    """What to do about a run that stopped after `step` steps."""
+    saved = f"The update was not applied: the checkpoint of step {step} is the last good state."
+    if on_nan == "skip":
+        return f"{saved} Too many batches in a row were not finite: train with a lower train.lr in another `run`."
+    return (
+        f"{saved} To skip this batch, run the same command with --train.on-nan skip. To train with a lower train.lr, "
+        "choose another `run`."
+    )

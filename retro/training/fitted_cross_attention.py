@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.data.loader import Source, as_tensors
+from retro.data.loader import BatchSource, as_tensors
 from retro.device import Placement, TensorBatch
 from retro.model.attention import Attention
 from retro.model.loss import token_losses
@@ -44,7 +44,7 @@ def can_be_fitted(model: Retro) -> bool:
     return settings.copying_init and bool(settings.cca_layers) and settings.smeared[1] > 0
 
 
-def start_copying(model: Retro, data: Source, sequence_length: int, placement: Placement) -> None:
+def start_copying(model: Retro, data: BatchSource, sequence_length: int, placement: Placement) -> None:
     """`fit_copying` to the first sequences of the training; on the training's device, from where the model comes back."""
     samples = range(max(2, _TOKENS // sequence_length))
     batch = placement.put(as_tensors(data.batch(samples, 0.0, data.neighbor_use(0))))

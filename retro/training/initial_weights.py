@@ -16,7 +16,9 @@ from retro.tuning.settings import ALL, RETRIEVAL, TuningSettings
 log = logging.getLogger("retro")
 
 
-def start_from(checkpoint: Checkpoint, model: Retro, datastores: list[str], tuning: TuningSettings = ALL) -> None:
+def load_initial_weights(
+    checkpoint: Checkpoint, model: Retro, datastores: list[str], tuning: TuningSettings = ALL
+) -> None:
     """Copy into the model every weight of the checkpoint that it has. The rest of it stays as drawn, and is logged.
 
     But output matrices of cross-attention that the checkpoint lacks become 0, so that retrieval ON begins as OFF: random ones
@@ -65,7 +67,7 @@ def start_from(checkpoint: Checkpoint, model: Retro, datastores: list[str], tuni
             log.info("%s: %s", words, ", ".join(names))
 
 
-def start_adapter(checkpoint: Checkpoint | None, model: Retro, tuning: TuningSettings) -> None:
+def load_initial_adapter(checkpoint: Checkpoint | None, model: Retro, tuning: TuningSettings) -> None:
     """Give the model its adapter, if it is to have one: that of the checkpoint, or a new one.
 
     Args:

@@ -6,6 +6,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from retro.device import Placement
+from retro.estimates.flops import peak_flops, training_flops
+from retro.training.run_settings import RunSettings
+
 
 @dataclass
 class Meter:
@@ -47,3 +51,29 @@ class Meter:
         paused = time.perf_counter()
         yield
         self.started += time.perf_counter() - paused
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Model-FLOPs utilization (MFU): the operations that training needs over those that the devices can do.
+
+    Attributes:
+        flops_per_token: operations for a token of training; see `retro.estimates.flops`.
+        peak_flops: operations per second of all devices.
+    """
+
+    flops_per_token: float
+    peak_flops: float
+
+    @classmethod
+    def of(cls, settings: RunSettings, placement: Placement, num_devices: int) -> "Utilization":
+        """Read the peak from `train.peak_tflops`, or take the maker's figure or measure it."""
+        ks = settings.data.k_choices or (settings.data.k,)
+        length = settings.data.sequence_length
+        flops = sum(training_flops(settings.model, length, k, settings.tuning) for k in ks) / len(ks) / length
+        peak = settings.train.peak_tflops * 1e12 or peak_flops(placement)
+        return cls(flops, peak * num_devices)
+
+    def at(self, tokens_per_second: float) -> float:
+        """The utilization at a rate of training."""
+        return tokens_per_second * self.flops_per_token / self.peak_flops

@@ -14,6 +14,7 @@ from indexing.store.artifact import verify
 from indexing.store.errors import InputError
 from retro.checkpoints import checkpoint as checkpoints
 from retro.training.optimizer import learning_rate
+from retro.training.settings import TrainSettings
 
 log = logging.getLogger("retro")
 
@@ -117,8 +118,8 @@ def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: 
 def _same_learning_rates(before: dict[str, Any], now: dict[str, Any], steps_done: int) -> bool:
     """Whether the steps that are done had the learning rates that the settings of now would give them."""
     names = ("lr_schedule", "steps", "warmup_steps", "lr", "min_lr_ratio", "decay_ratio")
-    old, new = ({name: settings[name] for name in names} for settings in (before, now))
-    return all(learning_rate(step, **old) == learning_rate(step, **new) for step in range(steps_done))
+    old, new = (TrainSettings(**{name: settings[name] for name in names}) for settings in (before, now))
+    return all(learning_rate(step, old) == learning_rate(step, new) for step in range(steps_done))
 
 
 def better(best: dict[str, Any] | None, step: int, line: dict[str, float]) -> dict[str, Any] | None:

@@ -1,11 +1,11 @@
 """One optimizer step: forward and backward passes over its batches, clipping, AdamW.
 
-batches ─ loss · scale ─ gradients / scale ─ clip ─ is all of it finite? ─ AdamW
-                                                        └ no: the weights stay as they were
+batches ─ loss · scale ─ gradients / scale ─ clip ─ are all values finite? ─ AdamW
+                                                        └ no: the weights do not change
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from indexing.store.errors import InputError
 from retro.device import Placement, TensorBatch, random_state, restore_random_state
 from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import routing_metrics
-from retro.parallel.forward_backward import Passes, Share, all_parameters
+from retro.parallel.forward_backward import DistributedModel, StepContext, all_parameters
 from retro.parallel.gradient_norms import clip_
 from retro.parallel.process_mesh import Processes
 from retro.training.monitor import Monitor
@@ -32,127 +32,133 @@ class StepResult:
     """What an optimizer step did.
 
     Attributes:
-        metrics: `loss`, `lr`, `gradient_norm`; and `loss_scale` where there is one.
-        figures: of the monitor; empty but in the steps in which it looks.
-        num_tokens: seen.
-        update: `applied`; `overflow`, left out because the gradient was too large for float16, which a lower loss scale
-            cures; `refused`: the loss or the gradient is not finite, and all is as before the step, the random state too.
+        metrics: `loss`, `lr`, `gradient_norm`; with loss scaling also `loss_scale`.
+        monitored: metrics of the layer groups; empty in steps that the monitor skips.
+        num_tokens: tokens of the step, of all processes.
+        update: `applied`; `overflow`: skipped because the gradient was too large for float16, which a lower loss scale
+            fixes; `refused`: the loss or the gradient is not finite, and weights and random state are as before the step.
     """
 
     metrics: dict[str, float]
-    figures: dict[str, float]
+    monitored: dict[str, float]
     num_tokens: int
     update: Update
 
 
+class OptimizerStep:
+    """Forward and backward passes, clipping and AdamW for a model in training mode.
+
+    Attributes:
+        scaler: the loss scale; disabled unless the precision is float16.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModel,
+        optimizer: torch.optim.Optimizer,
+        processes: Processes,
+        placement: Placement,
+        settings: TrainSettings,
+    ) -> None:
+        self.model, self.optimizer, self.processes = model, optimizer, processes
+        self.placement, self.settings = placement, settings
+        self.scaler = make_scaler(placement)
+        named = all_parameters(model.model_parts)
+        self.parameters = [parameter for _, parameter in named]
+        self.monitor = Monitor.of(named, placement.dtype, settings.monitor_every) if settings.monitor_every else None
+
+    def __call__(self, step: int, batches: Sequence[TensorBatch]) -> StepResult:
+        """Do a step.
+
+        Args:
+            step: its number, from 0.
+            batches: this process's rows of each batch of the step.
+        """
+        lr = self._set_learning_rate(step)
+        monitor = self.monitor if self.monitor and self.monitor.due(step + 1) else None
+        randomness = random_state(self.placement.device)
+        scale = self._loss_scale()
+        measured, num_tokens = self.forward_backward(batches, scale)
+        monitored = monitor.gradients(scale) if monitor else {}
+        self._unscale_gradients()
+        norm = clip_(self.parameters, self.settings.max_grad_norm or math.inf, self.model.gradient_norm())
+        norm, loss, z_loss, *routing = torch.cat((norm.to(measured).reshape(1), measured)).tolist()  # waits
+        update = judge(loss, norm, scale if self.scaler.is_enabled() else None)
+        if update == "applied":
+            before = monitor.weights() if monitor else {}
+            self.optimizer.step()
+            monitored |= monitor.updates(before) if monitor else {}
+        elif update == "refused":
+            restore_random_state(self.placement.device, randomness)
+        self._finish(update, scale)
+        monitored = self.processes.merged(monitored) if monitor else {}
+        if self.monitor:
+            self.monitor.watch(step + 1, loss, norm, monitored)
+        metrics = {"loss": loss, "lr": lr, "gradient_norm": norm}
+        metrics |= {"z_loss": z_loss} if self.settings.z_loss_weight else {}
+        metrics |= {"loss_scale": scale} if self.scaler.is_enabled() else {}
+        metrics |= routing_metrics(routing, self.model.model_parts[0].settings)
+        return StepResult(metrics, monitored, num_tokens, update)
+
+    def forward_backward(self, batches: Sequence[TensorBatch], scale: float) -> tuple[Tensor, int]:
+        """Add up the gradients of the batches.
+
+        The labels of all batches are counted first: the mean over the step is not the mean of the batches' means.
+
+        Returns:
+            Cross-entropy, z-loss and `ROUTING` of the step, float32 [2 + 4], and its number of tokens.
+        """
+        counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
+        num_labels = self.processes.sum(torch.stack(counts).sum(), "data").clamp(min=1)
+        num_sequences = sum(len(batch["tokens"]) for batch in batches) * self.processes.data
+        num_tokens = sum(batch["tokens"].numel() for batch in batches) * self.processes.data
+        measured = [
+            self.model.forward_backward(
+                batch, StepContext(num_labels, num_sequences, scale, last=number == len(batches))
+            )
+            for number, batch in enumerate(batches, start=1)
+        ]
+        return self.processes.sum(torch.stack(measured).sum(0)), num_tokens
+
+    def _set_learning_rate(self, step: int) -> float:
+        lr = learning_rate(step, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_factor"]
+        return lr
+
+    def _loss_scale(self) -> float:
+        """The current scale. Reading it waits for the device, so it is read only if there is one."""
+        if not self.scaler.is_enabled():
+            return 1.0
+        return float(self.scaler.scale(torch.ones((), device=self.placement.device)))
+
+    def _unscale_gradients(self) -> None:
+        """Divide the gradients by the scale and all-reduce the overflow flag: GradScaler does not do it across processes."""
+        self.scaler.unscale_(self.optimizer)
+        if self.scaler.is_enabled():
+            for found_inf in self.scaler._found_inf_per_device(self.optimizer).values():
+                self.processes.largest(found_inf)
+
+    def _finish(self, update: Update, scale: float) -> None:
+        """Update the scale and free the gradients. Refused steps and steps without gradients keep the scale."""
+        keep = update == "refused" or all(parameter.grad is None for parameter in self.parameters)
+        self.scaler.update(scale if keep else None)
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 def make_scaler(placement: Placement) -> GradScaler:
-    """The dynamic loss scale of float16: halved when a gradient overflows, doubled after 2,000 steps without. Else none."""
+    """The dynamic loss scale of float16: halved when a gradient overflows, doubled after 2,000 steps without an overflow."""
     return GradScaler(placement.device.type, enabled=placement.dtype == torch.float16)
 
 
-def make_step(
-    passes: Passes,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[TensorBatch],
-    processes: Processes,
-    placement: Placement,
-    settings: TrainSettings,
-    scaler: GradScaler | None = None,
-) -> Callable[[int], StepResult]:
-    """A function that does the step of a number, counted from 0.
-
-    Args:
-        passes: of a model in training mode.
-        optimizer: of its parameters.
-        batches: this process's rows; `settings.gradient_accumulation_steps` of them are taken for each step.
-        processes: that do the step together.
-        placement: device and precision.
-        settings: schedule, clipping, monitor.
-        scaler: of the loss; None: a new one.
-    """
-    scaler = scaler or make_scaler(placement)
-    named = all_parameters(passes.parts)
-    parameters = [parameter for _, parameter in named]
-    model = passes.parts[0].settings
-    monitor = Monitor.of(named, placement.dtype, settings.monitor_every) if settings.monitor_every else None
-
-    def forward_backward(scale: float) -> tuple[Tensor, int]:
-        """All batches of a step. Their labels are counted first: a mean of the batches' means is not the step's mean."""
-        taken = [next(batches) for _ in range(settings.gradient_accumulation_steps)]
-        counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in taken]
-        num_labels = processes.sum(torch.stack(counts).sum(), "data").clamp(min=1)
-        num_sequences = sum(len(batch["tokens"]) for batch in taken) * processes.data
-        num_tokens = sum(batch["tokens"].numel() for batch in taken) * processes.data
-        parts = [
-            passes.forward_backward(batch, Share(num_labels, num_sequences, scale, last=number == len(taken)))
-            for number, batch in enumerate(taken, start=1)
-        ]
-        return torch.stack(parts).sum(0), num_tokens
-
-    def step(number: int) -> StepResult:
-        lr = _schedule(number, settings)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_factor"]
-        randomness = random_state(placement.device)
-        # A new scaler makes its scale now. Reading it waits for the device, so not where there is none.
-        scale = float(scaler.scale(torch.ones((), device=placement.device))) if scaler.is_enabled() else 1.0
-        parts, num_tokens = forward_backward(scale)
-        measured = processes.sum(parts)
-        looking = monitor if monitor and monitor.due(number + 1) else None
-        figures = looking.gradients(scale) if looking else {}
-        _unscale(scaler, optimizer, processes)
-        clipped = clip_(parameters, settings.max_grad_norm or math.inf, passes.gradient_norm())
-        norm, loss, z_loss, *routing = torch.cat((clipped.to(measured).reshape(1), measured)).tolist()  # waits
-        metrics = {"loss": loss, "lr": lr, "gradient_norm": norm}
-        update = judge(loss, norm, scale if scaler.is_enabled() else None)
-        if update == "applied":
-            before = looking.weights() if looking else {}
-            optimizer.step()
-            if looking:
-                figures |= looking.updates(before)
-        elif update == "refused":
-            restore_random_state(placement.device, randomness)
-        silent = update == "refused" or all(parameter.grad is None for parameter in parameters)
-        scaler.update(scale if silent else None)  # a bad batch, or one without gradients, says nothing of the scale
-        optimizer.zero_grad(set_to_none=True)
-        figures = processes.merged(figures) if looking else {}
-        if monitor:
-            monitor.watch(number + 1, loss, norm, figures)
-        metrics |= {"z_loss": z_loss} if settings.z_loss_weight else {}
-        metrics |= {"loss_scale": scale} if scaler.is_enabled() else {}
-        return StepResult(metrics | routing_metrics(routing, model), figures, num_tokens, update)
-
-    return step
-
-
-def _schedule(number: int, settings: TrainSettings) -> float:
-    """The learning rate of a step."""
-    return learning_rate(
-        number,
-        lr_schedule=settings.lr_schedule,
-        steps=settings.steps,
-        warmup_steps=settings.warmup_steps,
-        lr=settings.lr,
-        min_lr_ratio=settings.min_lr_ratio,
-        decay_ratio=settings.decay_ratio,
-    )
-
-
-def _unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer, processes: Processes) -> None:
-    """True gradients. That one process's overflow is all processes' affair, torch leaves to its caller."""
-    scaler.unscale_(optimizer)
-    if scaler.is_enabled():
-        for found in scaler._found_inf_per_device(optimizer).values():
-            processes.largest(found)
-
-
 def judge(loss: float, gradient_norm: float, scale: float | None) -> Update:
-    """What becomes of an update: the one place that decides, by figures that are the same in every process.
+    """Decide whether a step is applied. The arguments are the same in every process.
 
     Args:
         loss: mean over the step.
-        gradient_norm: of the true gradient.
-        scale: of the loss; None: there is none. Below 1 the true gradient is too large for float16: no scale cures that.
+        gradient_norm: norm of the unscaled gradient.
+        scale: the loss scale; None without loss scaling. Below 1 the unscaled gradient is too large for float16, which no
+            scale fixes.
     """
     if math.isfinite(loss) and math.isfinite(gradient_norm):
         return "applied"
@@ -160,10 +166,10 @@ def judge(loss: float, gradient_norm: float, scale: float | None) -> Update:
 
 
 def wants_compilation(choice: Compile, placement: Placement) -> bool:
-    """Whether to compile: `auto` does so on CUDA, where it always pays; on a CPU it takes a minute first.
+    """Whether to compile. `auto` compiles on CUDA, where it always pays; on a CPU it takes about a minute first.
 
     Raises:
-        InputError: it is asked for, and there is no C++ compiler for code of a CPU.
+        InputError: `yes` on a CPU without a C++ compiler.
     """
     if choice == "yes" and placement.device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler

@@ -2,71 +2,75 @@
 
     run/  settings.json   metrics.jsonl   checkpoints/00000200/ …
 
-A run that was stopped anywhere goes on from its last checkpoint with the same command, bit for bit on a CPU: the data
-order is a function of the step, and everything else that matters is in the checkpoint.
+    Trainer ─ restore ─► train ─► train_step ─► log ─► evaluate ─► save ─┐
+                           └───────────────── next step ◄────────────────┘
+
+The same command resumes a stopped run from its last checkpoint, bit for bit on a CPU: the order of the data is a function
+of the step, and everything else that matters is in the checkpoint. All processes of a run do the same steps; the first one
+writes the files.
 """
 
-import json
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from indexing.device import keep_freed_memory
 from indexing.splitmix64 import mix
-from indexing.store.datastore import Datastore
-from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
-from indexing.store.remote import absolute
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
-from retro.data.batches import TrainingData
-from retro.data.loader import Source, load
-from retro.data.neighbor_choice import NeighborUse
-from retro.data.settings import DataSettings
+from retro.checkpoints.background_saver import Saver
+from retro.checkpoints.checkpoint import Checkpoint
+from retro.data.loader import load
 from retro.device import Placement, TensorBatch, choose_placement
-from retro.estimates.flops import peak_flops, training_flops
-from retro.evaluation.bits_per_byte import measure_sets
-from retro.evaluation.sets import open_sets
-from retro.evaluation.settings import EvaluationSettings
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.parallel.coordination import on_first, open_group
-from retro.parallel.forward_backward import Passes, WholeModel
+from retro.parallel.forward_backward import DistributedModel, WholeModel
 from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
-from retro.parallel.settings import ALONE, ParallelSettings
-from retro.training.bad_batches import name_batch
+from retro.training.bad_batches import advice, describe_figures, name_batch
 from retro.training.fitted_cross_attention import can_be_fitted, start_copying
-from retro.training.initial_weights import start_adapter, start_from
+from retro.training.initial_weights import load_initial_adapter, load_initial_weights
 from retro.training.learning_rate_scaling import learning_rate_factors
-from retro.training.loop import Position, Work, loop
-from retro.training.meter import Meter
+from retro.training.loggers import Logger, open_loggers
+from retro.training.meter import Meter, Utilization
 from retro.training.optimizer import make_optimizer
-from retro.training.run_folder import last_checkpoint, read_metrics
+from retro.training.run_folder import better, last_checkpoint, read_metrics
+from retro.training.run_settings import RunSettings
 from retro.training.settings import TrainSettings
-from retro.training.step import make_scaler, make_step, wants_compilation
+from retro.training.signals import Stopped, signals_as_requests
+from retro.training.step import OptimizerStep, StepResult, wants_compilation
+from retro.training.task import DocumentTask, Task
 from retro.tuning.adapters import check_parallel, describe, train_only
-from retro.tuning.settings import ALL, RETRIEVAL, TuningSettings
+from retro.tuning.settings import ALL, RETRIEVAL
 
 log = logging.getLogger("retro")
+
+MAX_REFUSED_IN_A_ROW = 10
+"""Batches in a row that `train.on_nan` = skip skips: after more of them, the batches are not the problem."""
+
+Advance = Callable[[int], None]
+"""Receives numbers of trained tokens, for a progress bar."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run hands on.
+    """The result of a finished run.
 
     Attributes:
         checkpoint: folder of the last checkpoint.
-        metrics: every line of `metrics.jsonl`.
-        parameters: of the model without embeddings.
+        metrics: all lines of `metrics.jsonl`.
+        parameters: number of parameters without embeddings.
     """
 
     checkpoint: Path
@@ -74,182 +78,295 @@ class Outcome:
     parameters: int
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a run learns from, and how it is measured.
-
-    Attributes:
-        model: all sizes of the model.
-        datastore: whose tokenizer it is.
-        data: what batches are made of.
-        data_settings: their sequences and neighbors.
-        train: steps, optimizer, schedule, intervals.
-        resolved: everything else that the task was told, section by section, as JSON holds it.
-        sections: the types of these sections, whose defaults stand for what an older run does not know.
-        measure: the figures of an evaluation of a model.
-    """
-
-    model: ModelSettings
-    datastore: Datastore
-    data: Source
-    data_settings: DataSettings
-    train: TrainSettings
-    resolved: dict[str, dict[str, Any]]
-    sections: Mapping[str, type[Any]]
-    measure: "Measure"
-
-
-class Measure(Protocol):
-    """What a task is measured by."""
-
-    def __call__(
-        self, model: Retro, /, *, placement: Placement, token_losses_of: Callable[[TensorBatch], Tensor]
-    ) -> dict[str, float]:
-        """The figures of a model in evaluation mode, whose losses `token_losses_of` gives: `Passes.token_losses`."""
-
-
-def train(
-    run: Path,
-    datastores: list[Path],
-    model_settings: ModelSettings,
-    data_settings: DataSettings,
-    settings: TrainSettings,
-    evaluation: EvaluationSettings,
-    parallel: ParallelSettings = ALONE,
-    tuning: TuningSettings = ALL,
-    *,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Outcome:
-    """Train a model on datastores, or go on with a run that was stopped.
+def train(run: Path, settings: RunSettings, *, advance: Advance = lambda _: None) -> Outcome:
+    """Train a model on the documents of datastores, or resume a stopped run.
 
     Args:
         run: folder of the run.
-        datastores: what it learns from.
-        model_settings: its sizes; `vocab_size` 0 is filled in from the tokenizer.
-        data_settings: sequences and neighbors.
-        settings: steps, optimizer, schedule, intervals.
-        evaluation: which held-out documents are scored, and how.
-        parallel: how the processes of torch's process group, if there is one, share the work; all call this alike.
-        tuning: which weights are trained, and what adapter beside them.
-        advance: told of trained tokens.
+        settings: the sections of the configuration.
+        advance: receives numbers of trained tokens.
 
     Raises:
-        InputError: settings that do not fit together, the datastore, or the run's earlier settings.
-        FloatingPointError: loss or gradient are not finite; a checkpoint of the step before is saved, and the batch named.
-        Stopped: SIGTERM or SIGINT came; the step, and its evaluation if it has one, was finished and saved.
+        InputError: settings that do not fit together, the datastores, or the run's earlier settings.
+        FloatingPointError: loss or gradient are not finite. The state before that step is saved, and the batch named.
+        Stopped: SIGTERM or SIGINT. The step, and its evaluation if one was due, is finished and saved.
+    """
+    return Trainer(run, DocumentTask, settings, advance=advance).train()
+
+
+class Trainer:
+    """Trains a model on a task.
+
+    Attributes:
+        step: optimizer steps done.
+        tokens: tokens trained on.
+        best: `step`, `metric` and `value` of the best evaluation, or None.
+        skipped: number of `steps` skipped because of an overflow, and of `batches` skipped because they were not finite.
     """
 
-    def open_task(model: ModelSettings) -> Task:
-        retrieval = bool(model.cca_layers)
-        data = TrainingData(datastores, data_settings, retrieval=retrieval)
-        data.plan(settings.steps * settings.gradient_accumulation_steps * settings.batch_size)
-        model = fit_to(model, data.datastores[0])
-        use = NeighborUse(data_settings.k if retrieval else 0, data_settings.neighbor_source, seed=data_settings.seed)
-        measure = partial(
-            measure_sets,
-            sets=open_sets(evaluation.sets, datastores, model, use.k, data_settings.reading),
-            settings=replace(evaluation, max_tokens=settings.eval_tokens),
-            use=use,
-            sequence_length=data_settings.sequence_length,
+    def __init__(
+        self,
+        run: Path,
+        open_task: Callable[[RunSettings], Task],
+        settings: RunSettings,
+        *,
+        advance: Advance = lambda _: None,
+    ) -> None:
+        """Build model and optimizer; restore the last checkpoint if the run has one.
+
+        Args:
+            run: folder of the run.
+            open_task: opens the data, given settings whose model has the sizes of its preset.
+            settings: the sections of the configuration.
+            advance: receives numbers of trained tokens.
+        """
+        settings.check()
+        self.run, self.advance = run, advance
+        self.placement = _placement(settings.train)
+        self.processes = Processes(settings.parallel, self.placement.device)
+        self.group = open_group()
+        check_parallel(settings.tuning, settings.parallel, self.processes.count)
+        initial = on_first(self.group, lambda: _initial_checkpoint(run, settings.train))
+        base = on_first(self.group, lambda: _base(run, initial)) if settings.model.preset == "base" else None
+        self.task = open_task(replace(settings, model=resolve(settings.model, base)))
+        self.settings = settings = self.task.settings
+        settings.model.check_length(settings.data.sequence_length)
+        self.metadata = self._metadata(initial)
+        last = on_first(self.group, self._last_checkpoint)
+        model = self._initial_model(initial)
+        factors = learning_rate_factors(model)
+        self.model = _distributed(model, self.processes, self.placement, settings.train)
+        self.optimizer = make_optimizer(self.model.model_parts, settings.train, factors)
+        self.optimizer_step = OptimizerStep(self.model, self.optimizer, self.processes, self.placement, settings.train)
+        on_first(self.group, self._write_settings)
+        self.step, self.tokens = 0, 0
+        self.best: dict[str, Any] | None = None
+        self.skipped, self.refused_in_a_row = {"steps": 0, "batches": 0}, 0
+        self.meter = Meter()
+        if last is not None:
+            self.restore(last)
+        for part in self.model.model_parts:
+            part.train()
+        self.batches = self._load_batches()
+        self.utilization = Utilization.of(settings, self.placement, self.processes.count)
+        self.saver, self.saver_group = Saver(), open_group()
+        self.loggers: list[Logger] = []
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        """Train to the last step.
+
+        Raises:
+            FloatingPointError: loss or gradient are not finite.
+            Stopped: SIGTERM or SIGINT.
+        """
+        settings, first_step = self.settings.train, self.step + 1
+        with contextlib.ExitStack() as stack:
+            self._open_loggers(stack)
+            signal_received = stack.enter_context(signals_as_requests())  # before the saver: its last write is safe
+            stack.enter_context(contextlib.closing(self.saver))
+            while self.step < settings.steps:
+                result = self.train_step()
+                self.log(result)
+                if self.is_due(settings.eval_every):
+                    self.evaluate()
+                signal = self._agreed(signal_received())
+                is_best = self.best is not None and self.best["step"] == self.step
+                if self.is_due(settings.checkpoint_every) or is_best or signal:
+                    self.save()
+                elif self.step == first_step:
+                    self.saver.prepare(self.tensors())
+                if signal and self.step < settings.steps:
+                    raise Stopped(self.run, self.step, signal)
+        newest = checkpoints.latest(self.run)
+        assert newest is not None  # the last step has saved one
+        return Outcome(newest, read_metrics(self.run), self.num_parameters)
+
+    def train_step(self) -> StepResult:
+        """Do one optimizer step on the next batches.
+
+        Raises:
+            FloatingPointError: loss or gradient are not finite, and `train.on_nan` or too many of them in a row stop the run.
+        """
+        batches = [next(self.batches) for _ in range(self.settings.train.gradient_accumulation_steps)]
+        result = self.optimizer_step(self.step, batches)
+        if result.update == "refused":
+            self._skip_or_stop(result)
+            self.meter.add_without_loss(result.num_tokens)
+        else:
+            self.refused_in_a_row = 0
+            self.meter.add(result.metrics["loss"], result.num_tokens)
+        self.step, self.tokens = self.step + 1, self.tokens + result.num_tokens
+        self.skipped["steps"] += result.update == "overflow"
+        self.skipped["batches"] += result.update == "refused"
+        self.advance(result.num_tokens)
+        return result
+
+    def log(self, result: StepResult) -> None:
+        """Write the metrics of a step, if they are due, and those of the monitor."""
+        if self.is_due(self.settings.train.log_every):
+            line = {**result.metrics, **self.meter.read()}
+            if self.optimizer_step.scaler.is_enabled():
+                line["skipped_steps"] = self.skipped["steps"]
+            if self.settings.train.on_nan == "skip":
+                line["skipped_batches"] = self.skipped["batches"]
+            self._write({**line, "mfu": self.utilization.at(line["tokens_per_second"])})
+        if result.monitored:
+            self._write(result.monitored)
+
+    def evaluate(self) -> None:
+        """Measure the model on the task's held-out data, log the metrics, and remember the best evaluation."""
+        parts = self.model.model_parts
+        with self.meter.paused():
+            for part in parts:
+                part.eval()
+            metrics = self.task.evaluate(parts[0], self.placement, self.model.token_losses)
+            for part in parts:
+                part.train()
+        self._write(metrics)
+        self.best = better(self.best, self.step, metrics)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a checkpoint keeps in addition to tensors, as `state.json` holds it."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "unlogged": {"loss": self.meter.loss, "steps": self.meter.steps},
+            "best": self.best,
+            "scaler": self.optimizer_step.scaler.state_dict(),
+            "skipped": {**self.skipped},  # a copy: another thread writes it
+            **self.metadata,
+        }
+
+    def tensors(self) -> checkpoints.TensorFiles:
+        """The tensors that a checkpoint keeps, by file: weights, moments and random states."""
+        return training_state.tensors_of(self.model.model_parts, self.optimizer, self.processes.rank)
+
+    def save(self) -> None:
+        """Save a checkpoint. Tensors are copied now; a thread writes the files."""
+        keep = self.settings.train.keep_checkpoints
+        publish = partial(checkpoints.publish, self.run, keep=keep, group=self.saver_group)
+        self.saver.save(self.tensors(), partial(publish, self.state_dict()))
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint of this run."""
+        training_state.restore(
+            checkpoint,
+            self.model.model_parts,
+            self.optimizer,
+            self.group,
+            mesh_dims=self.metadata["mesh_dims"],
+            stream=self.processes.data_rank,
         )
-        resolved = resolved_data(data_settings, datastores)
-        sections = {"data": DataSettings}
-        return Task(model, data.datastores[0], data, data_settings, settings, resolved, sections, measure)
+        on_first(self.group, partial(checkpoints.name_best, self.run, checkpoint.best))
+        self.optimizer_step.scaler.load_state_dict(checkpoint.scaler)
+        self.step, self.tokens, self.best = checkpoint.step, checkpoint.tokens, checkpoint.best
+        self.skipped, self.meter = checkpoint.skipped, Meter(**checkpoint.unlogged)
+        self.metadata["started_from"] = checkpoint.started_from
+        self.advance(checkpoint.tokens)
+        log.info("%s: resuming from step %d", self.run, checkpoint.step)
 
-    return fit(run, open_task, model_settings, settings, parallel, tuning, advance=advance)
+    # --- preparation -------------------------------------------------------------------------------------------------
 
+    def _metadata(self, initial: Checkpoint | None) -> dict[str, Any]:
+        """What checkpoints record of the run in addition to its progress."""
+        return {
+            "settings": self.settings.recorded(self.task.extra_sections),
+            "datastores": self.task.data.fingerprints,
+            "mesh_dims": self.processes.mesh_dims,
+            "started_from": initial and initial.fingerprint,
+            "num_ids": self.task.num_ids,
+        }
 
-def fit(
-    run: Path,
-    open_task: Callable[[ModelSettings], Task],
-    model_settings: ModelSettings,
-    settings: TrainSettings,
-    parallel: ParallelSettings = ALONE,
-    tuning: TuningSettings = ALL,
-    *,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Outcome:
-    """Let a model learn a task, or go on with a run that was stopped; what is not said here is as in `train`.
+    def _last_checkpoint(self) -> Checkpoint | None:
+        defaults = RunSettings().recorded({name: type(each)() for name, each in self.task.extra_sections.items()})
+        return last_checkpoint(self.run, self.metadata["settings"], defaults, self.task.data.fingerprints)
 
-    Args:
-        run: folder of the run.
-        open_task: gives what is learned by a model of some sizes, all but the vocabulary's.
-        model_settings: its sizes.
-        settings: of which a task may change the number of steps.
-        parallel: how processes share the work.
-        tuning: which weights are trained, and what adapter beside them.
-        advance: told of trained tokens.
-    """
-    _check_tuning(tuning, settings)
-    placement = _placement(settings)
-    processes, group = Processes(parallel, placement.device), open_group()
-    check_parallel(tuning, parallel, processes.count)
-    start = on_first(group, lambda: _start(run, settings))
-    base = on_first(group, lambda: _base(run, start)) if model_settings.preset == "base" else None
-    task = open_task(resolve(model_settings, base))
-    data, model_settings, settings = task.data, task.model, task.train
-    model_settings.check_length(task.data_settings.sequence_length)
-    told = {"model": asdict(model_settings), "train": asdict(settings), "tuning": asdict(tuning)}
-    resolved = {**as_plain_json(told), **task.resolved}
-    sections: dict[str, type[Any]] = {"model": ModelSettings, "train": TrainSettings, "tuning": TuningSettings}
-    sections |= task.sections
-    defaults = as_plain_json({name: asdict(section()) for name, section in sections.items()})
-    last = on_first(group, lambda: last_checkpoint(run, resolved, defaults, data.fingerprints))
-    model = _model(model_settings, settings)
-    num_parameters = count_parameters(model)
-    if start is not None:
-        start_from(start, model, data.fingerprints, tuning)
-        if not start.model.cca_layers and can_be_fitted(model):
-            model.load_state_dict(on_first(group, lambda: _fitted(model, task, placement)), strict=False)
-    start_adapter(start, model, tuning)
-    train_only(model, tuning)
-    if tuning != ALL:
-        log.info("tuning: %s", describe(model))
-    factors = learning_rate_factors(model)
-    passes = _share_out(model, processes, placement, settings)
-    optimizer = _optimizer(passes, factors, settings)
-    on_first(group, lambda: _begin(run, {**resolved, "parallel": asdict(parallel)}))
-    position = Position(scaler=make_scaler(placement))
-    ways = {"pipeline": parallel.pipeline, "data": processes.data, "tensor": parallel.tensor}
-    layout = ways if processes.count > 1 else {}
-    facts: dict[str, Any] = {"settings": resolved, "datastores": data.fingerprints, "layout": layout}
-    facts["started_from"] = start and start.fingerprint
-    facts["num_ids"] = int(task.datastore.manifest["vocab_size"])
-    if last is not None:
-        training_state.restore(last, passes.parts, optimizer, group, layout=layout, stream=processes.data_rank)
-        on_first(group, partial(checkpoints.name_best, run, last.best))
-        position.scaler.load_state_dict(last.scaler)
-        position = Position(last.step, last.tokens, last.best, Meter(**last.unlogged), position.scaler, last.skipped)
-        facts["started_from"] = last.started_from
-        advance(last.tokens)
-        log.info("%s: going on from step %d", run, last.step)
-    for part in passes.parts:
-        part.train()
-    # A frozen decoder learns nothing from sequences without neighbors.
-    dropped = 0.0 if tuning.retrieval_only else task.data_settings.retrieval_dropout
-    batches = _batches(data, settings, dropped, position.step, processes, placement)
-    work = Work(
-        run,
-        settings,
-        processes,
-        group,
-        facts,
-        take_step=make_step(passes, optimizer, batches, processes, placement, settings, position.scaler),
-        name_refused=partial(name_batch, run, data, settings),
-        measure=partial(_measure, task, passes, placement),
-        utilisation=_utilisation(model_settings, task.data_settings, settings, tuning, placement, processes.count),
-        tensors=partial(training_state.tensors_of, passes.parts, optimizer, processes.rank),
-        publish=partial(checkpoints.publish, run, keep=settings.keep_checkpoints, group=open_group()),
-        advance=advance,
-    )
-    loop(work, position)
-    newest = checkpoints.latest(run)
-    assert newest is not None  # the last step has made one
-    return Outcome(newest, read_metrics(run), num_parameters)
+    def _initial_model(self, initial: Checkpoint | None) -> Retro:
+        """A model with weights drawn from the seed or read from `train.init_from`, and its adapter."""
+        tuning = self.settings.tuning
+        torch.manual_seed(self.settings.train.seed)
+        model = Retro(self.settings.model)
+        self.num_parameters = count_parameters(model)
+        if initial is not None:
+            load_initial_weights(initial, model, self.task.data.fingerprints, tuning)
+            if not initial.model.cca_layers and can_be_fitted(model):
+                model.load_state_dict(on_first(self.group, lambda: self._fitted_retrieval(model)), strict=False)
+        load_initial_adapter(initial, model, tuning)
+        train_only(model, tuning)
+        if tuning != ALL:
+            log.info("tuning: %s", describe(model))
+        return model
+
+    def _fitted_retrieval(self, model: Retro) -> dict[str, Tensor]:
+        """Weights of encoder and cross-attention, fitted to a trained decoder by one process for all."""
+        start_copying(model, self.task.data, self.settings.data.sequence_length, self.placement)
+        return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(RETRIEVAL)}
+
+    def _write_settings(self) -> None:
+        self.run.mkdir(parents=True, exist_ok=True)
+        write_json(
+            self.run / "settings.json", {**self.metadata["settings"], "parallel": asdict(self.settings.parallel)}
+        )
+
+    def _load_batches(self) -> Iterator[TensorBatch]:
+        """This process's rows of the batches from the current step to the end of the run."""
+        settings = self.settings.train
+        count, workers = settings.gradient_accumulation_steps, settings.num_workers
+        return load(
+            self.task.data,
+            batches=range(self.step * count, settings.steps * count),
+            batch_size=settings.batch_size,
+            rows=self.processes.rows(settings.batch_size),
+            retrieval_dropout=self.settings.retrieval_dropout,
+            workers=workers if workers >= 0 else 2 if self.placement.device.type == "cuda" else 0,
+            placement=self.placement,
+        )
+
+    # --- details of the loop -----------------------------------------------------------------------------------------
+
+    def is_due(self, every: int) -> bool:
+        """True every `every` steps (0 = never) and after the last step."""
+        return self.step == self.settings.train.steps or bool(every and self.step % every == 0)
+
+    def _open_loggers(self, stack: contextlib.ExitStack) -> None:
+        if self.processes.is_first:
+            settings = self.settings.train
+            self.loggers = open_loggers(self.run, self.step, settings.steps, settings.report_to)
+        for logger in self.loggers:
+            stack.callback(logger.close)
+
+    def _write(self, metrics: dict[str, float]) -> None:
+        """Write a line of metrics to every logger."""
+        for logger in self.loggers:
+            logger.write({"step": self.step, "tokens": self.tokens, **metrics})
+
+    def _agreed(self, signal: int | None) -> int:
+        """The number of the signal that any process received, or 0: all stop after the same step."""
+        if self.processes.count == 1:
+            return signal or 0
+        return int(self.processes.largest(torch.tensor(signal or 0, device=self.processes.device)))
+
+    def _skip_or_stop(self, result: StepResult) -> None:
+        """Name a batch that is not finite in a file. Raise FloatingPointError if the run stops here, after a checkpoint."""
+        settings = self.settings
+        file = on_first(self.group, lambda: name_batch(self.run, self.task.data, settings, self.step + 1, result))
+        problem = f"step {self.step + 1}: {describe_figures(result)}; the batch is in {file}"
+        self.refused_in_a_row += 1
+        if settings.train.on_nan == "skip" and self.refused_in_a_row <= MAX_REFUSED_IN_A_ROW:
+            log.warning("%s; it is skipped", problem)
+            return
+        self.saver.wait()
+        if not on_first(self.group, checkpoints.step_folder(self.run, self.step).exists):
+            self.save()
+        raise FloatingPointError(f"{self.run}: {problem}. {advice(settings.train.on_nan, self.step)}")
 
 
 def _placement(settings: TrainSettings) -> Placement:
-    """The device of this process, which is set up for it."""
+    """Choose this process's device and set torch up for it."""
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     device = settings.device
@@ -263,72 +380,22 @@ def _placement(settings: TrainSettings) -> Placement:
     return placement
 
 
-def _start(run: Path, settings: TrainSettings) -> checkpoints.Checkpoint | None:
-    """The weights that a run begins with; None where it goes on, or draws its own."""
+def _initial_checkpoint(run: Path, settings: TrainSettings) -> Checkpoint | None:
+    """The checkpoint of `train.init_from`; None for random weights, and for a run that is resumed."""
     if not settings.init_from or checkpoints.latest(run) is not None:
         return None
     return checkpoints.open_checkpoint(Path(settings.init_from))
 
 
-def _base(run: Path, start: checkpoints.Checkpoint | None) -> ModelSettings | None:
-    """What the preset `base` stands for: the model that a run begins with; its own, where it goes on."""
-    if start is None and checkpoints.latest(run) is not None:
+def _base(run: Path, initial: Checkpoint | None) -> ModelSettings | None:
+    """The model that the preset `base` stands for: that of `train.init_from`, or of the run if it is resumed."""
+    if initial is None and checkpoints.latest(run) is not None:
         return checkpoints.model_settings(read_json(run / "settings.json")["model"])
-    return start.model if start else None
+    return initial.model if initial else None
 
 
-def _begin(run: Path, resolved: dict[str, dict[str, Any]]) -> None:
-    run.mkdir(parents=True, exist_ok=True)
-    write_json(run / "settings.json", resolved)
-
-
-def fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
-    """Fill in what the datastore decides. A model may have more rows than the tokenizer has ids: those of others often do."""
-    vocab_size = int(datastore.manifest["vocab_size"])
-    if 0 < model.vocab_size < vocab_size:
-        raise InputError(
-            f"model.vocab_size = {model.vocab_size}: the datastore's tokenizer has {vocab_size}; use 0, or more than these."
-        )
-    if model.chunk_length != datastore.chunk_length:
-        raise InputError(
-            f"model.chunk_length = {model.chunk_length}: the datastore has chunks of {datastore.chunk_length}."
-        )
-    return replace(model, vocab_size=model.vocab_size or vocab_size)
-
-
-def resolved_data(data: DataSettings, datastores: list[Path]) -> dict[str, dict[str, Any]]:
-    """The section `data` of a run's settings, with the datastores that it reads."""
-    return as_plain_json({"data": {**asdict(data), "datastores": [absolute(folder) for folder in datastores]}})
-
-
-def as_plain_json(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Settings as JSON holds them."""
-    return json.loads(json.dumps(sections, default=str))
-
-
-def _check_tuning(tuning: TuningSettings, settings: TrainSettings) -> None:
-    """Raise InputError where nothing sensible would come of it."""
-    if tuning.weights != "all" and not settings.init_from:
-        raise InputError(
-            f"tuning.weights = {tuning.weights!r}: what is frozen would stay as it was drawn; name trained weights in "
-            "train.init_from."
-        )
-
-
-def _model(model: ModelSettings, settings: TrainSettings) -> Retro:
-    """A model with weights drawn from the seed."""
-    torch.manual_seed(settings.seed)
-    return Retro(model)
-
-
-def _fitted(model: Retro, task: Task, placement: Placement) -> dict[str, Tensor]:
-    """Encoder and cross-attention that copy beside a trained decoder: by one process for all, so that all have the same."""
-    start_copying(model, task.data, task.data_settings.sequence_length, placement)
-    return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(RETRIEVAL)}
-
-
-def _share_out(model: Retro, processes: Processes, placement: Placement, settings: TrainSettings) -> Passes:
-    """The model, shared out over processes; each data-parallel one drops features of its own where there is dropout."""
+def _distributed(model: Retro, processes: Processes, placement: Placement, settings: TrainSettings) -> DistributedModel:
+    """Divide the model among the processes. With several, each data-parallel one has its own random numbers for dropout."""
     if processes.count > 1:
         torch.manual_seed(mix(mix(settings.seed) + processes.data_rank) >> 1)
     options: dict[str, Any] = {
@@ -338,63 +405,3 @@ def _share_out(model: Retro, processes: Processes, placement: Placement, setting
     if processes.along("pipeline") is not None:
         return Pipeline(model, processes, placement, settings.batch_size, **options)
     return WholeModel(model, processes, placement, **options)
-
-
-def _optimizer(passes: Passes, factors: Mapping[str, float], settings: TrainSettings) -> torch.optim.AdamW:
-    return make_optimizer(
-        passes.parts,
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-        factors=factors,
-    )
-
-
-def _measure(task: Task, passes: Passes, placement: Placement) -> dict[str, float]:
-    """Measure a model whose every part is in evaluation mode."""
-    for part in passes.parts:
-        part.eval()
-    figures = task.measure(passes.parts[0], placement=placement, token_losses_of=passes.token_losses)
-    for part in passes.parts:
-        part.train()
-    return figures
-
-
-def _batches(
-    data: Source,
-    settings: TrainSettings,
-    dropped: float,
-    step: int,
-    processes: Processes,
-    placement: Placement,
-) -> Iterator[TensorBatch]:
-    """This process's rows of the batches from a step to the end of the run."""
-    workers = settings.num_workers
-    return load(
-        data,
-        batches=range(
-            step * settings.gradient_accumulation_steps, settings.steps * settings.gradient_accumulation_steps
-        ),
-        batch_size=settings.batch_size,
-        rows=processes.rows(settings.batch_size),
-        dropped=dropped,
-        workers=workers if workers >= 0 else 2 if placement.device.type == "cuda" else 0,
-        placement=placement,
-    )
-
-
-def _utilisation(
-    model: ModelSettings,
-    data: DataSettings,
-    settings: TrainSettings,
-    tuning: TuningSettings,
-    placement: Placement,
-    num_devices: int,
-) -> Callable[[float], float]:
-    """Model-FLOPs utilisation at a rate in tokens per second; see `retro.estimates.flops`."""
-    ks = data.k_choices or (data.k,)
-    length = data.sequence_length
-    flops = sum(training_flops(model, length, k, tuning) for k in ks) / len(ks) / length
-    peak = settings.peak_tflops * 1e12 or peak_flops(placement)
-    return lambda tokens_per_second: tokens_per_second * flops / (peak * num_devices)

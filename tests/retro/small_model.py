@@ -17,7 +17,7 @@ from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from retro.training.settings import TrainSettings
-from retro.training.step import StepResult, make_step
+from retro.training.step import OptimizerStep, StepResult
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
 T = U * M
@@ -125,7 +125,8 @@ def step_of(
     placement = choose_placement("cpu", "float32")
     processes = Processes(ALONE, placement.device)
     passes = WholeModel(model, processes, placement, z_weight=settings.z_loss_weight)
-    return make_step(passes, optimizer, batches, processes, placement, settings)
+    step, count = OptimizerStep(passes, optimizer, processes, placement, settings), settings.gradient_accumulation_steps
+    return lambda number: step(number, [next(batches) for _ in range(count)])
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ def test_a_run_goes_on_with_an_extended_vocabulary(
     text = np.append(tokenizer.bos_id, tokenizer.encode(CHINESE[0]))
     before = LanguageModel.open(out / "model.safetensors", config.datastore, retrieval=False).score([text])
     start = replace(config.train, steps=2, init_from=str(out / "model.safetensors"), warmup_steps=0)
-    outcome = train(config.run, [config.datastore], config.model, config.data, start, config.evaluation)
+    outcome = train(config.run, replace(config, train=start).run_settings)
     after = LanguageModel.open(outcome.checkpoint, retrieval=False).score([text])
     assert after[0].sum() > before[0].sum()
 

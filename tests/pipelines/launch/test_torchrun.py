@@ -129,7 +129,7 @@ def test_processes_have_the_losses_of_one_and_one_speaks(config: Config, tmp_pat
     said = processes.said.read_text().splitlines()
     for beginning in ("data: ", "step 1 ", "train: 2,048 tokens in ", "checkpoint: ", "report: "):
         assert sum(line.startswith(beginning) for line in said) == 1, (beginning, said)
-    train(tmp_path / "one", [config.datastore], config.model, config.data, config.train, config.evaluation)
+    train(tmp_path / "one", config.run_settings)
     assert losses(config.run) == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
 
 
@@ -205,7 +205,7 @@ def test_torchrun_starts_all_anew_when_one_dies_and_stops_them_at_the_same_step(
     (step,) = re.findall(r"SIGTERM: .* is saved at step (\d+); the same command goes on", log.read_text())
     found = checkpoints.open_checkpoint(config.run)
     assert found.step == int(step)
-    assert found.layout == {"pipeline": 1, "data": WORLD, "tensor": 1}
+    assert found.mesh_dims == {"pipeline": 1, "data": WORLD, "tensor": 1}
     # Its checkpoint is anybody's: another number of processes goes on with it.
     ended = replace(config, train=replace(endless.train, steps=found.step + 2))
     assert main(["train", str(write(ended))]) == 0

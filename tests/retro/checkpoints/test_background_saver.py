@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
-from retro.checkpoints.checkpoint import Tensors
+from retro.checkpoints.checkpoint import TensorFiles
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
 
 STATE = {
     "step": 3,
@@ -31,7 +32,7 @@ def trained() -> tuple[Retro, torch.optim.Optimizer]:
     model = Retro(
         ModelSettings(vocab_size=50, d_model=16, d_ffw=16, num_heads=1, head_dim=16, num_layers=3, cca_layers=())
     )
-    optimizer = make_optimizer([model], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-2))
     step(model, optimizer)
     return model, optimizer
 
@@ -53,7 +54,7 @@ def test_the_bytes_are_those_of_a_save_without_a_thread_although_training_goes_o
         state = {**STATE, "step": number}
         checkpoints.write(tmp_path / "plain", state, training_state.tensors_of(model, optimizer))
 
-        def late(copies: Tensors, state=state) -> None:
+        def late(copies: TensorFiles, state=state) -> None:
             goes_on.wait()
             checkpoints.write(tmp_path / "threaded", state, copies)
 
@@ -69,7 +70,7 @@ def test_a_second_save_waits_for_the_first_and_uses_the_same_memory() -> None:
     tensors = {"file": {"a": torch.arange(5.0)}}
     saver, seen = Saver(), []
 
-    def keep(copies: Tensors) -> None:
+    def keep(copies: TensorFiles) -> None:
         seen.append((copies["file"]["a"].data_ptr(), copies["file"]["a"].tolist()))
 
     saver.save(tensors, keep)
@@ -104,7 +105,7 @@ def test_copies_of_cuda_tensors_are_pinned_and_hold_what_was_there(tmp_path: Pat
         tensors = {"file": {"plain": plain, "sharded": DTensor.from_local(plain.clone(), mesh, [Shard(0)])}}
         saver, seen = Saver(), []
 
-        def look(copies: Tensors) -> None:
+        def look(copies: TensorFiles) -> None:
             for copy in copies["file"].values():
                 local = copy.to_local() if isinstance(copy, DTensor) else copy
                 seen.append((local.is_pinned(), local.clone()))

@@ -23,7 +23,7 @@ from tests.conftest import tiny_config
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
     config = replace(tiny_config(tmp_path_factory.mktemp("checkpoint"), tiny_corpus), datastore=tiny_datastore.folder)
-    train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)
+    train(config.run, config.run_settings)
     return config.run
 
 

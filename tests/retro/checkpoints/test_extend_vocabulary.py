@@ -12,7 +12,7 @@ from retro.checkpoints.checkpoint import FORMAT_VERSION, Checkpoint, load_model,
 from retro.checkpoints.extend_vocabulary import check_tables, extend_tables, tables
 from retro.checkpoints.single_file import write_exported
 from retro.model.retro import Retro
-from retro.training.initial_weights import start_from
+from retro.training.initial_weights import load_initial_weights
 from tests.retro.small_model import SCHEMES, V, batch, build, logits, one_thread  # noqa: F401
 
 CUTS = [[3], [1, 2, 4], [7, 7], [V - 1, 0]]
@@ -111,7 +111,7 @@ def test_a_run_can_start_from_it(tmp_path):
     larger = extended(stored(build(), tmp_path), V, tmp_path)
     torch.manual_seed(1)
     model = Retro(larger.model)
-    start_from(larger, model, [])
+    load_initial_weights(larger, model, [])
     assert torch.equal(model.embedding.weight, load_model(larger, torch.device("cpu")).embedding.weight)
 
 

@@ -37,9 +37,10 @@ from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.single_file import export
 from retro.model.retro import Retro
 from retro.parallel.coordination import on_all, on_first, open_group
-from retro.training.initial_weights import start_from
+from retro.training.initial_weights import load_initial_weights
 from retro.training.optimizer import make_optimizer
 from retro.training.run_folder import last_checkpoint
+from retro.training.settings import TrainSettings
 from tests.conftest import PATIENCE, forkserver
 from tests.retro.small_model import SETTINGS, batch
 
@@ -50,7 +51,7 @@ MODEL = replace(
 )
 LAYOUT = {"data": WORLD}
 STATE: dict[str, Any] = {
-    "layout": LAYOUT,
+    "mesh_dims": LAYOUT,
     "step": 1,
     "tokens": 128,
     "settings": {"model": json.loads(json.dumps(asdict(MODEL))), "train": {"seed": 3}, "data": {}},
@@ -103,7 +104,7 @@ def new_model(seed: int = 0, **changes: Any) -> Retro:
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return make_optimizer([model], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return make_optimizer([model], TrainSettings(lr=1e-2))
 
 
 def shard(model: Retro, mesh: DeviceMesh) -> Retro:
@@ -167,7 +168,7 @@ def resumed_by_four(case: Case) -> None:
     """Another model, without a step: weights, moments and random states are those that were saved, and so is what follows."""
     model = shard(new_model(seed=1), case.mesh)
     optimizer = new_optimizer(model)
-    training_state.restore(checkpoints.open_checkpoint(case.run), model, optimizer, case.group, layout=LAYOUT)
+    training_state.restore(checkpoints.open_checkpoint(case.run), model, optimizer, case.group, mesh_dims=LAYOUT)
     assert torch.equal(torch.get_rng_state(), random_state(case.rank))
     assert_equal(held(model, optimizer), case.held)
     step(model, optimizer)
@@ -271,7 +272,7 @@ def weights_of_a_baseline(case: Case) -> None:
     tensors = training_state.tensors_of(baseline, new_optimizer(baseline), case.rank)
     settings = {**STATE["settings"], "model": asdict(baseline.settings)}
     checkpoints.write(case.folder / "baseline", {**STATE, "settings": settings}, tensors, case.group)
-    start_from(checkpoints.open_checkpoint(case.folder / "baseline"), model, ["0123"])
+    load_initial_weights(checkpoints.open_checkpoint(case.folder / "baseline"), model, ["0123"])
     silent = {
         name: torch.zeros_like(drawn[name])
         for name in drawn
@@ -287,7 +288,7 @@ def saved_in_the_background(case: Case) -> None:
     saver.prepare(training_state.tensors_of(case.model, case.optimizer, case.rank))
     run = case.folder / "background"
 
-    def late(number: int, copies: checkpoints.Tensors) -> None:
+    def late(number: int, copies: checkpoints.TensorFiles) -> None:
         assert goes_on.wait(PATIENCE)
         checkpoints.publish(run, {**STATE, "step": number}, copies, keep=2, group=case.group)
 
@@ -517,7 +518,7 @@ def test_where_work_is_shared_out_otherwise_processes_are_seeded_from_seed_step_
     model, states = new_model(seed=1), []
     for stream, step_number in ((0, 1), (0, 1), (1, 1), (0, 2)):
         training_state.restore(
-            replace(opened, step=step_number), model, new_optimizer(model), layout={"data": 2}, stream=stream
+            replace(opened, step=step_number), model, new_optimizer(model), mesh_dims={"data": 2}, stream=stream
         )
         states.append(torch.get_rng_state())
     assert torch.equal(states[0], states[1])

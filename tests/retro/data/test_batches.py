@@ -148,7 +148,7 @@ def test_pickled_data_is_opened_again_and_carries_no_arrays(data: TrainingData) 
 
 
 def test_retrieval_is_dropped_for_about_the_share_asked_for(data: TrainingData) -> None:
-    batch = data.batch(range(200), dropped=0.3)
+    batch = data.batch(range(200), retrieval_dropout=0.3)
     without = (batch.neighbor_lengths == 0).all(axis=(1, 2))
     assert 0.15 < without.mean() < 0.45
 

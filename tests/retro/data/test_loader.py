@@ -22,7 +22,7 @@ def batches(folder: Path, numbers: range, workers: int) -> list[TensorBatch]:
             batches=numbers,
             batch_size=3,
             rows=range(3),
-            dropped=0.3,
+            retrieval_dropout=0.3,
             workers=workers,
             placement=HERE,
         )

@@ -66,7 +66,7 @@ def test_batches_are_equal_in_every_way_of_reading(config: Config, starved: Conf
             other = TrainingData(folders, replace(settings, **way), retrieval=True)
             for first in range(0, 80, 8):
                 samples = range(first, first + 8)
-                assert same(mapped.batch(samples, dropped=0.2), other.batch(samples, dropped=0.2))
+                assert same(mapped.batch(samples, retrieval_dropout=0.2), other.batch(samples, retrieval_dropout=0.2))
 
 
 def test_held_out_documents_have_materialized_neighbors_too(config: Config) -> None:

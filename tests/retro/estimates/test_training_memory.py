@@ -15,6 +15,7 @@ from retro.parallel.pipeline_parallel import Stage
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ParallelSettings, divided
 from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, build
 
 RUN = Pass(8, 16, 2)
@@ -26,7 +27,7 @@ def tensor_bytes(tensors: Any) -> int:
 
 def test_whole_states_are_what_a_real_step_leaves() -> None:
     model = build()
-    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     neighbors = torch.zeros(1, 4, 2, 8, dtype=torch.int64)
     model(torch.zeros(1, 16, dtype=torch.int64), neighbors=neighbors).sum().backward()
     gradients = tensor_bytes(parameter.grad for parameter in model.parameters())

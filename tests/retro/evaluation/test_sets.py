@@ -137,7 +137,7 @@ def test_training_logs_every_set_by_name_and_refuses_a_wrong_one_before_it_leave
 
     def run(*sets: str) -> Outcome:
         evaluation = EvaluationSettings(sets=sets)
-        return train(config.run, [tiny_datastore.folder], config.model, config.data, config.train, evaluation)
+        return train(config.run, replace(config, datastore=tiny_datastore.folder, evaluation=evaluation).run_settings)
 
     with pytest.raises(InputError, match="is not a datastore"):
         run("web=nowhere")

@@ -22,16 +22,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def run(config: Config, **options: Any) -> Outcome:
-    return finetune(
-        config.run,
-        [config.datastore],
-        config.model,
-        config.data,
-        config.train,
-        config.evaluation,
-        config.finetune,
-        **options,
-    )
+    return finetune(config.run, config.run_settings, config.finetune, **options)
 
 
 def with_finetune(config: Config, **changes: Any) -> Config:

@@ -144,7 +144,7 @@ def test_an_epoch_goes_through_all_rows_in_an_order_of_its_own(
     assert learned | apart == set(range(len(INSTRUCTIONS)))
     assert not learned & apart
     assert data.origin(0)["examples"] == [f"{settings.examples[0]}:{example + 1}" for example in data.rows.rows[data.row_of(0)]]  # fmt: skip
-    dropped = data.batch(range(size), dropped=1.0)
+    dropped = data.batch(range(size), retrieval_dropout=1.0)
     assert dropped.neighbor_lengths is not None
     assert not dropped.neighbor_lengths.any()
 

@@ -115,7 +115,7 @@ def test_a_run_is_of_its_examples_and_of_its_verb(config: Config) -> None:
     again = with_finetune(config, examples=(moved,))
     assert weights(run(again)) == weights(first)
     with pytest.raises(InputError, match=r"it was one of `retro finetune`"):
-        train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)
+        train(config.run, config.run_settings)
     write(moved, INSTRUCTIONS[1:])
     with pytest.raises(InputError, match=r"the datastore has changed, or the examples"):
         run(again)

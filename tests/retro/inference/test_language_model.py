@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny
     """Of a few steps on `tiny_datastore`."""
     config = tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus)
     settings = replace(config.train, steps=4, eval_every=0, precision="float32")
-    return train(config.run, [tiny_datastore.folder], config.model, config.data, settings, config.evaluation).checkpoint
+    return train(config.run, replace(config, datastore=tiny_datastore.folder, train=settings).run_settings).checkpoint
 
 
 @pytest.fixture(scope="module")

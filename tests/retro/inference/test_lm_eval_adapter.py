@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datast
     """A few steps of training, so that retrieval changes what the model says."""
     config = tiny_config(tmp_path_factory.mktemp("adapter"), tiny_corpus)
     settings = replace(config.train, precision="float32")
-    train(config.run, [tiny_datastore.folder], config.model, config.data, settings, config.evaluation)
+    train(config.run, replace(config, datastore=tiny_datastore.folder, train=settings).run_settings)
     return config.run
 
 

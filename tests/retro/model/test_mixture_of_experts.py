@@ -287,7 +287,7 @@ def test_a_step_learns_from_the_balance_loss_and_logs_the_routing() -> None:
     def step(batches: list[dict[str, Any]], **changes: Any) -> tuple[dict[str, float], Retro]:
         model = build(**{"num_experts": E, **changes}).train()
         settings = TrainSettings(steps=1, warmup_steps=0, gradient_accumulation_steps=len(batches), max_grad_norm=0.0)
-        optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        optimizer = make_optimizer([model], TrainSettings(lr=1e-3, weight_decay=0.0))
         return step_of(model, optimizer, iter(batches), settings)(0).metrics, model
 
     together, model = step([whole])

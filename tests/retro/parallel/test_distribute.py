@@ -3,7 +3,6 @@
 Four processes are started once and do every run in turn, as a start of PyTorch takes longer than most of them.
 """
 
-import itertools
 import json
 import math
 import os
@@ -27,13 +26,13 @@ from retro.device import choose_placement
 from retro.model.mixture_of_experts import Experts
 from retro.model.retro import Retro
 from retro.parallel.distribute import distribute
-from retro.parallel.forward_backward import Passes, Share, WholeModel, all_parameters
+from retro.parallel.forward_backward import DistributedModel, StepContext, WholeModel, all_parameters
 from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, ParallelSettings
 from retro.parallel.traffic import Communication
 from retro.training.settings import TrainSettings
-from retro.training.step import make_step
+from retro.training.step import OptimizerStep
 from retro.training.trainer import train
 from retro.tuning.settings import ALL, TuningSettings
 from tests.conftest import PATIENCE, forkserver, tiny_config
@@ -123,16 +122,15 @@ def run_of(
     if options in TUNED:
         whole = options == "prefix"  # without retrieval to draw
         settings = replace(settings, init_from=str(config.run / ("retro" if whole else "base")))
-    outcome = train(
-        folder,
-        [config.datastore],
-        replace(config.model, **OPTIONS[options]),
-        replace(config.data, k_choices=(0, 2)) if options == "retrofit" else config.data,
-        settings,
-        config.evaluation,
-        ParallelSettings(**parallel),
-        TUNED.get(options, ALL),
+    config = replace(
+        config,
+        model=replace(config.model, **OPTIONS[options]),
+        data=replace(config.data, k_choices=(0, 2)) if options == "retrofit" else config.data,
+        train=settings,
+        parallel=ParallelSettings(**parallel),
+        tuning=TUNED.get(options, ALL),
     )
+    outcome = train(folder, config.run_settings)
     timed = ("tokens_per_second", "mfu")
     return [{name: value for name, value in line.items() if name not in timed} for line in outcome.metrics]
 
@@ -152,10 +150,10 @@ def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dic
     passes = WholeModel(model, processes, placement)
     optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr_factor": 1.0}])
     settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0)
-    step = make_step(passes, optimizer, map(dict, itertools.repeat(own)), processes, placement, settings)
-    step(0)
+    step = OptimizerStep(passes, optimizer, processes, placement, settings)
+    step(0, [own] * accumulation)
     with Communication() as communication:
-        step(1)
+        step(1, [own] * accumulation)
     return {"volume": dict(communication.volume), "sent": dict(communication.sent)}
 
 
@@ -169,16 +167,16 @@ def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, floa
     size = 8 // accumulation
     shared: Any = (model, processes, placement)
     piped = parallel.pipeline > 1
-    passes: Passes = Pipeline(*shared, size, z_weight=0.01) if piped else WholeModel(*shared, z_weight=0.01)
+    passes: DistributedModel = Pipeline(*shared, size, z_weight=0.01) if piped else WholeModel(*shared, z_weight=0.01)
     rows = processes.rows(size)
     own = [
         {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
         for part in divided(answers_only(8), accumulation)
     ]
-    parameters = [parameter for _, parameter in all_parameters(passes.parts)]
+    parameters = [parameter for _, parameter in all_parameters(passes.model_parts)]
     optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
     settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0, z_loss_weight=0.01)
-    return make_step(passes, optimizer, iter(own), processes, placement, settings)(0).metrics
+    return OptimizerStep(passes, optimizer, processes, placement, settings)(0, own).metrics
 
 
 def graphs() -> dict[str, int]:
@@ -199,7 +197,7 @@ def graphs() -> dict[str, int]:
             if name == "evaluation":
                 passes.token_losses(cut)
             else:
-                passes.forward_backward(cut, Share(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True))
+                passes.forward_backward(cut, StepContext(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True))
         counts[name] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return counts
 
@@ -413,7 +411,7 @@ def test_activation_checkpointing_keeps_less_and_changes_nothing() -> None:
             passes.hidden_and_routing(**inputs)
         kept[how] = sum(sizes)
         with FlopCounterMode(display=False) as counter:
-            share = Share(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True)
+            share = StepContext(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True)
             passes.forward_backward({**inputs, "labels": tokens}, share)
         operations[how] = counter.get_total_flops()
         gradients[how] = {name: parameter.grad for name, parameter in model.named_parameters()}

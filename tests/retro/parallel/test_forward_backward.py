@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retro.device import TensorBatch, choose_placement
-from retro.parallel.forward_backward import Share, WholeModel
+from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from tests.retro.small_model import T, U, batch, build
@@ -46,7 +46,7 @@ def inputs(k: int = 2, documents: bool = False) -> TensorBatch:
 
 def gradients(passes: WholeModel, given: TensorBatch) -> dict[str, Tensor]:
     torch.manual_seed(0)  # of dropout
-    passes.forward_backward(dict(given), Share(torch.tensor(1), len(given["tokens"]), 1.0, True))
+    passes.forward_backward(dict(given), StepContext(torch.tensor(1), len(given["tokens"]), 1.0, True))
     found = {name: one.grad for name, one in passes.model.named_parameters() if one.grad is not None}
     passes.model.zero_grad(set_to_none=True)
     return found

@@ -15,8 +15,7 @@ from retro.checkpoints import checkpoint as checkpoints
 from retro.data.batches import TrainingData
 from retro.model.loss import Losses
 from retro.parallel import forward_backward as passes
-from retro.training.loop import _MOST_REFUSED
-from retro.training.trainer import Outcome, train
+from retro.training.trainer import MAX_REFUSED_IN_A_ROW, Outcome, train
 from tests.conftest import tiny_config
 
 BAD = 6  # the step whose batch is bad, counted from 1; there are 2 sequences in each
@@ -51,7 +50,7 @@ def poison(tokens_of_bad: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None
 
 def run(config: Config, **changes) -> Outcome:
     settings = replace(config.train, **changes)
-    return train(config.run, [config.datastore], config.model, config.data, settings, config.evaluation)
+    return train(config.run, replace(config, train=settings).run_settings)
 
 
 def weights(folder: Path) -> list[bytes]:
@@ -131,8 +130,8 @@ def test_a_run_of_nothing_but_bad_batches_stops_though_it_should_skip(config: Co
 
     monkeypatch.setattr(passes, "summed_losses", losses)
     with pytest.raises(FloatingPointError, match="in a row"):
-        run(config, on_nan="skip", steps=_MOST_REFUSED + 5)
-    assert checkpoints.open_checkpoint(config.run).step == _MOST_REFUSED
+        run(config, on_nan="skip", steps=MAX_REFUSED_IN_A_ROW + 5)
+    assert checkpoints.open_checkpoint(config.run).step == MAX_REFUSED_IN_A_ROW
 
 
 def test_a_gradient_that_is_not_finite_is_refused_as_a_loss_is(config: Config, monkeypatch) -> None:

@@ -14,7 +14,7 @@ from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro.checkpoints import checkpoint as checkpoints
 from retro.device import Placement, choose_inference_placement, choose_placement
-from retro.training import trainer
+from retro.training import step as training_step
 from retro.training.step import GradScaler, judge, make_scaler
 from retro.training.trainer import Outcome, train
 from tests.conftest import tiny_config
@@ -28,7 +28,7 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
 
 def run(config: Config, **changes) -> Outcome:
     settings = replace(config.train, **changes)
-    return train(config.run, [config.datastore], config.model, config.data, settings, config.evaluation)
+    return train(config.run, replace(config, train=settings).run_settings)
 
 
 def lines(outcome: Outcome) -> list[dict]:
@@ -43,7 +43,7 @@ def begin_with_scale(monkeypatch: pytest.MonkeyPatch, scale: float, growth_inter
         enabled = placement.dtype == torch.float16
         return GradScaler("cpu", init_scale=scale, growth_interval=growth_interval, enabled=enabled)
 
-    monkeypatch.setattr(trainer, "make_scaler", scaler)
+    monkeypatch.setattr(training_step, "make_scaler", scaler)
 
 
 def test_float16_follows_float32(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from retro.checkpoints.single_file import export
 from retro.model.presets import baseline_of
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
-from retro.training.initial_weights import start_from
+from retro.training.initial_weights import load_initial_weights
 from retro.training.trainer import train
 from tests.conftest import tiny_config
 
@@ -36,7 +36,7 @@ def baseline(config: Config) -> Checkpoint:
 
 
 def trained(config: Config) -> Checkpoint:
-    outcome = train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)
+    outcome = train(config.run, config.run_settings)
     return checkpoints.open_checkpoint(outcome.checkpoint)
 
 
@@ -45,7 +45,7 @@ def started(checkpoint: Checkpoint, settings: ModelSettings) -> tuple[dict[str, 
     torch.manual_seed(1)
     model = Retro(settings)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    start_from(checkpoint, model, checkpoint.datastores)
+    load_initial_weights(checkpoint, model, checkpoint.datastores)
     return before, model.state_dict()
 
 
@@ -66,7 +66,7 @@ def test_retrieval_begins_as_off_beside_a_trained_decoder_or_copies(
     baseline: Checkpoint, retro: Checkpoint, copying: bool
 ) -> None:
     model = Retro(replace(retro.model, shared_embeddings=copying, copying_init=copying)).eval()
-    start_from(baseline, model, baseline.datastores)
+    load_initial_weights(baseline, model, baseline.datastores)
     tokens, neighbors = torch.arange(32)[None], torch.arange(2 * 2 * 8).view(1, 2, 2, 8)
     assert torch.equal(model(tokens, neighbors=neighbors), model(tokens)) != copying
 
@@ -133,7 +133,7 @@ def test_a_run_that_starts_from_weights_knows_them_and_goes_on_without_the_file(
 
 
 def test_weights_of_another_datastore_are_taken_with_a_warning(retro: Checkpoint, caplog) -> None:
-    start_from(retro, Retro(retro.model), ["another"])
+    load_initial_weights(retro, Retro(retro.model), ["another"])
     assert "tokenizer must be the same" in caplog.text
 
 

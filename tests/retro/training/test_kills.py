@@ -50,7 +50,7 @@ def test_twenty_kills_change_neither_weights_nor_metrics(
 
 
 def run(config: Config) -> None:
-    train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation)
+    train(config.run, config.run_settings)
 
 
 def run_until_killed(config: Config, operation: int, later: float) -> None:

@@ -10,6 +10,7 @@ from retro.model.loss import loss
 from retro.model.retro import Retro
 from retro.training.learning_rate_scaling import learning_rate_factors
 from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, batch
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
@@ -20,14 +21,7 @@ def movement(width: int, **changes: Any) -> dict[str, float]:
     sizes = {"d_model": width, "d_ffw": 2 * width, "head_dim": width // 2, "num_layers": 2, "cca_layers": (2,)}
     encoder = {"encoder_d_model": width, "encoder_d_ffw": 2 * width, "encoder_head_dim": width // 2}
     model = Retro(replace(SETTINGS, **{**sizes, **encoder, "mup_base_width": 32, **changes}))
-    optimizer = make_optimizer(
-        [model],
-        lr=1e-2,
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-        fused=True,
-        factors=learning_rate_factors(model),
-    )
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-2, weight_decay=0.0), learning_rate_factors(model))
     found: dict[str, torch.Tensor] = {}
     watched = {"self-attention": model.attention["1"], "cross-attention": model.cross["2"]}
     watched |= {"feed-forward": model.feed_forward["1"], "encoder": model.encoder.feed_forward[1]}

@@ -43,8 +43,9 @@ def test_weights_and_biases_get_one_run_offline_however_often_it_is_resumed(
             if len(steps) > stop_after:
                 raise KeyboardInterrupt
 
-        folders = [tiny_datastore.folder]
-        train(config.run, folders, config.model, config.data, settings, config.evaluation, advance=advance)
+        train(
+            config.run, replace(config, datastore=tiny_datastore.folder, train=settings).run_settings, advance=advance
+        )
 
     def logged() -> list[Path]:
         return sorted((config.run / "wandb").glob("offline-run-*/run-*.wandb"))

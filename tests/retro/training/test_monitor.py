@@ -34,7 +34,7 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
 
 def run(config: Config, **changes) -> Outcome:
     settings = replace(config.train, **changes)
-    return train(config.run, [config.datastore], config.model, config.data, settings, config.evaluation)
+    return train(config.run, replace(config, train=settings).run_settings)
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from retro.training.optimizer import learning_rate, make_optimizer
+from retro.training.settings import TrainSettings
 from tests.retro.small_model import build
 
 
@@ -12,10 +13,12 @@ from tests.retro.small_model import build
     ("schedule", "middle", "end"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1), ("wsd", 1, 0.1)]
 )
 def test_a_schedule_warms_up_and_ends_where_it_should(schedule, middle: float, end: float) -> None:
+    settings = TrainSettings(
+        lr_schedule=schedule, steps=210, warmup_steps=10, lr=1.0, min_lr_ratio=0.1, decay_ratio=0.2
+    )
+
     def rate(step: int) -> float:
-        return learning_rate(
-            step, lr_schedule=schedule, steps=210, warmup_steps=10, lr=1.0, min_lr_ratio=0.1, decay_ratio=0.2
-        )
+        return learning_rate(step, settings)
 
     assert rate(0) == pytest.approx(0.1, abs=1e-6)
     assert rate(9) == pytest.approx(1)
@@ -28,7 +31,7 @@ def test_a_schedule_warms_up_and_ends_where_it_should(schedule, middle: float, e
 
 def test_matrices_decay_and_norms_do_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
-    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
         "0.weight": 0.1,
@@ -42,7 +45,7 @@ def test_matrices_decay_and_norms_do_not() -> None:
 def test_what_heads_have_of_their_own_does_not_decay(scheme: str) -> None:
     """Transformer-XL's u and v are biases, taps and smear are shares: two dimensions do not make a matrix."""
     model = build(scheme, num_experts=0 if scheme == "neox" else 4)  # experts have no biases
-    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     spared = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters() if not decay[id(p)]}
     found = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters()}
@@ -69,7 +72,7 @@ def test_what_heads_have_of_their_own_does_not_decay(scheme: str) -> None:
 def test_parameters_with_a_factor_learn_and_decay_as_they_should() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     factors = {"1.weight": 0.25}
-    optimizer = make_optimizer([model], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=False, factors=factors)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-2), factors)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert {name: found[id(p)]["lr_factor"] for name, p in model.named_parameters()} == {
         "0.weight": 1,

@@ -47,9 +47,8 @@ def run(
     advance: Callable[[int], None] = options.pop("advance", lambda _: None)
     model = options.pop("model", ModelSettings(preset="base", chunk_length=16))
     settings = replace(config.train, **{"init_from": str(start), "lr": 1e-2, **options})
-    return train(
-        folder, [config.datastore], model, config.data, settings, config.evaluation, tuning=tuning, advance=advance
-    )
+    config = replace(config, model=model, train=settings, tuning=tuning)
+    return train(folder, config.run_settings, advance=advance)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def interruptible() -> Iterator[None]:
 
 
 def run(config: Config, **options) -> Outcome:
-    return train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation, **options)
+    return train(config.run, config.run_settings, **options)
 
 
 def signal_in_step(step: int, *numbers: int):

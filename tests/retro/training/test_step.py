@@ -20,7 +20,7 @@ def test_the_loss_is_the_cross_entropy_and_the_z_loss_stands_beside_it() -> None
     model = build()
     settings = TrainSettings(steps=10, warmup_steps=0, z_loss_weight=0.01, gradient_accumulation_steps=2, lr=1e-3)
     expected = losses(model.hidden(tokens), model.output_weight, tokens, z_weight=0.01)
-    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     batches = iter([{"tokens": tokens, "labels": tokens} for _ in range(2)])
     result = step_of(model, optimizer, batches, settings)(0)
     metrics = result.metrics
@@ -34,14 +34,7 @@ def test_groups_learn_at_their_share_of_the_schedule() -> None:
     tokens, _, _ = batch()
     model = Retro(replace(build().settings, init="mup", mup_base_width=16))
     settings = TrainSettings(steps=10, warmup_steps=2, lr=1e-3)
-    optimizer = make_optimizer(
-        [model],
-        lr=1e-3,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        fused=True,
-        factors=learning_rate_factors(model),
-    )
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-3), learning_rate_factors(model))
     metrics = step_of(model, optimizer, iter([{"tokens": tokens, "labels": tokens}]), settings)(0).metrics
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert metrics["lr"] == pytest.approx(5e-4, rel=1e-3)
@@ -89,7 +82,7 @@ def test_a_step_reads_its_figures_at_once() -> None:
     """Beside them the loss alone looks at a batch: how many of its labels count."""
     model, whole = build(num_experts=4, experts_every=1).train(), answers_only()
     settings = TrainSettings(steps=2, warmup_steps=0, gradient_accumulation_steps=2, monitor_every=0)
-    optimizer = make_optimizer([model], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     step = step_of(model, optimizer, iter(divided(whole, 2) * 2), settings)
     step(0)
     with Reads() as reads:

@@ -34,7 +34,7 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
 
 
 def run(config: Config, **options) -> Outcome:
-    return train(config.run, [config.datastore], config.model, config.data, config.train, config.evaluation, **options)
+    return train(config.run, config.run_settings, **options)
 
 
 def with_train(config: Config, **changes) -> Config:
@@ -306,7 +306,7 @@ def test_two_datastores_are_mixed(config: Config, tmp_path: Path) -> None:
         )
     )
     settings = replace(config.data, datastores=(config.datastore, other.folder), weights=(0.5, 0.5))
-    outcome = train(config.run, list(settings.datastores), config.model, settings, config.train, config.evaluation)
+    outcome = train(config.run, replace(config, data=settings).run_settings)
     assert len(checkpoints.open_checkpoint(config.run).datastores) == 2
     assert len(losses(outcome)) == 8
 

@@ -56,7 +56,7 @@ def tensors(off: bool = False) -> TensorBatch:
 def steps(model: Retro, count: int, data: TensorBatch, lr: float = 1e-2) -> list[float]:
     """The losses of a few steps on one batch."""
     settings = TrainSettings(steps=count, warmup_steps=0, lr_schedule="constant", lr=lr, monitor_every=1)
-    optimizer = make_optimizer([model.train()], lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer([model.train()], TrainSettings(lr=lr))
     batches: Iterator[TensorBatch] = (dict(each) for each in repeat(data))
     step = step_of(model, optimizer, batches, settings)
     found = [step(number).metrics["loss"] for number in range(count)]

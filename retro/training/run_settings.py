@@ -1,0 +1,90 @@
+"""Settings of a training run: the sections of its configuration, in one object."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.remote import absolute
+from retro.data.settings import DataSettings
+from retro.evaluation.settings import EvaluationSettings
+from retro.model.settings import ModelSettings
+from retro.parallel.settings import ALONE, ParallelSettings
+from retro.training.settings import TrainSettings
+from retro.tuning.settings import ALL, TuningSettings
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The sections of a configuration that define a training run.
+
+    Attributes:
+        model: sizes and options; `vocab_size` 0 is filled in from the datastore's tokenizer.
+        data: datastores (at least one), sequences and neighbors.
+        train: steps, optimizer, schedule, intervals.
+        evaluation: held-out documents and how they are scored.
+        parallel: how the processes of torch's process group, if there is one, share the work.
+        tuning: which weights are trained, and which adapter is added.
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    parallel: ParallelSettings = ALONE
+    tuning: TuningSettings = ALL
+
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.train.batch_size * self.train.gradient_accumulation_steps
+
+    @property
+    def retrieval_dropout(self) -> float:
+        """`data.retrieval_dropout`, but 0 if only retrieval is trained: a frozen decoder learns nothing without neighbors."""
+        return 0.0 if self.tuning.retrieval_only else self.data.retrieval_dropout
+
+    def check(self) -> None:
+        """Raise InputError for sections that do not fit together."""
+        if self.tuning.weights != "all" and not self.train.init_from:
+            raise InputError(
+                f"tuning.weights = {self.tuning.weights!r}: the frozen weights would stay random. Name trained weights in "
+                "train.init_from."
+            )
+
+    def recorded(self, extra: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The sections that a checkpoint keeps, as JSON holds them.
+
+        Args:
+            extra: settings of the task, dataclasses by the name of their section.
+        """
+        data = {**asdict(self.data), "datastores": [absolute(folder) for folder in self.data.datastores]}
+        sections = {
+            "model": asdict(self.model),
+            "train": asdict(self.train),
+            "tuning": asdict(self.tuning),
+            "data": data,
+        }
+        sections |= {name: asdict(section) for name, section in extra.items()}
+        return json.loads(json.dumps(sections, default=str))
+
+
+def fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
+    """Fill in what the datastore decides. Imported models often have more rows than the tokenizer has ids.
+
+    Raises:
+        InputError: the model has too small a vocabulary or another chunk length.
+    """
+    vocab_size = int(datastore.manifest["vocab_size"])
+    if 0 < model.vocab_size < vocab_size:
+        raise InputError(
+            f"model.vocab_size = {model.vocab_size}: the datastore's tokenizer has {vocab_size} ids; use 0, or at least "
+            f"{vocab_size}."
+        )
+    if model.chunk_length != datastore.chunk_length:
+        raise InputError(
+            f"model.chunk_length = {model.chunk_length}: the datastore has chunks of {datastore.chunk_length}."
+        )
+    return replace(model, vocab_size=model.vocab_size or vocab_size)

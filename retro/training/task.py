@@ -1,0 +1,76 @@
+"""What a run learns from, and how it is evaluated: the documents of datastores here, examples in `retro/finetuning`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from retro.data.batches import TrainingData
+from retro.data.loader import BatchSource
+from retro.data.neighbor_choice import NeighborUse
+from retro.device import Placement, TensorBatch
+from retro.evaluation.bits_per_byte import measure_sets
+from retro.evaluation.sets import open_sets
+from retro.model.retro import Retro
+from retro.training.run_settings import RunSettings, fit_to
+
+TokenLosses = Callable[[TensorBatch], Tensor]
+"""A batch → the loss of each token, float32 [B, T]: `DistributedModel.token_losses`."""
+
+
+class Task(Protocol):
+    """Training data and an evaluation."""
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings, with everything filled in that the data decide."""
+
+    @property
+    def extra_sections(self) -> Mapping[str, Any]:
+        """The task's own settings: dataclasses by the name of their section."""
+
+    @property
+    def data(self) -> BatchSource:
+        """The batches."""
+
+    @property
+    def num_ids(self) -> int:
+        """Ids of the tokenizer."""
+
+    def evaluate(self, model: Retro, placement: Placement, token_losses_of: TokenLosses) -> dict[str, float]:
+        """Metrics of a model in evaluation mode; for a pipeline, `model` is this process's first part."""
+
+
+class DocumentTask:
+    """Learns the documents of one or several datastores, and measures bits per byte of held-out ones."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        """Open the datastores.
+
+        Raises:
+            InputError: the datastores, the model and the settings do not fit together.
+        """
+        data, retrieval = settings.data, bool(settings.model.cca_layers)
+        self.data = TrainingData(data.datastores, data, retrieval=retrieval)
+        self.data.plan(settings.train.steps * settings.samples_per_step)
+        datastore = self.data.datastores[0]
+        self.settings = replace(settings, model=fit_to(settings.model, datastore))
+        self.extra_sections: Mapping[str, Any] = {}
+        self.num_ids = int(datastore.manifest["vocab_size"])
+        self._use = NeighborUse(data.k if retrieval else 0, data.neighbor_source, seed=data.seed)
+        self._sets = open_sets(
+            settings.evaluation.sets, data.datastores, self.settings.model, self._use.k, data.reading
+        )
+
+    def evaluate(self, model: Retro, placement: Placement, token_losses_of: TokenLosses) -> dict[str, float]:
+        """`NAME_bits_per_byte_off` and `NAME_bits_per_byte_on` of each evaluation set."""
+        return measure_sets(
+            model,
+            self._sets,
+            replace(self.settings.evaluation, max_tokens=self.settings.train.eval_tokens),
+            placement,
+            use=self._use,
+            sequence_length=self.settings.data.sequence_length,
+            token_losses_of=token_losses_of,
+        )
