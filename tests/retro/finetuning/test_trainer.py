@@ -145,7 +145,7 @@ def test_an_adapter_alone_is_tuned_beside_the_base(config: Config, tiny_run: Pat
     pytest.importorskip("peft")
     config = with_train(config, steps=2, warmup_steps=1, init_from=str(tiny_run), lr=1e-2)
     config = replace(config, model=ModelSettings(preset="base", chunk_length=16))
-    outcome = run(config, tuning=TuningSettings(weights="none", adapter=adapter))
+    outcome = run(replace(config, tuning=TuningSettings(weights="none", adapter=adapter)))
     before, after = (read_tensors(index(open_checkpoint(path).weights)) for path in (tiny_run, outcome.checkpoint))
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert set(before) < set(after)
