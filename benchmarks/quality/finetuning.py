@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/finetuning"))
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--clozes", type=int, default=1, help="cloze questions of a passage of about 60 words")
-    parser.add_argument("--corpus-bytes", type=int, default=6_000_000, help="of the corpora beside the passages")
+    parser.add_argument("--corpus-bytes", type=int, default=1_000_000, help="of the corpora beside the passages")
     parser.add_argument(
         "--steps", type=int, help="of each run; 0: those of the results; if not given, as many as fit into --minutes"
     )

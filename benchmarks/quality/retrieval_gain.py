@@ -17,20 +17,22 @@ Results need thousands of steps: see docs/results/retrieval-gain.md.
 
 import argparse
 import json
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from benchmarks.common import Budget, add_minutes, budget, measured_on, say, seconds
 from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_fit, write_part, written
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
-from indexing.embedders import EmbedderSettings
+from indexing.embedders import EmbedderSettings, TransformerEmbedder
 from indexing.neighbors.search import NeighborSettings
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
+from pipelines.planning.calibration import draw_sample
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS, baseline_of
 from retro.model.settings import ModelSettings
@@ -49,7 +51,7 @@ ABLATIONS: dict[str, dict[str, bool]] = {
     "shared-smeared": {"shared_embeddings": True, "smeared_keys": True},
     "one-before": {"shared_embeddings": True, "smeared_keys": True, "copying_init": True},
 }
-_PROBE_MEGABYTES = 0.2
+_LEAST_MEGABYTES = 0.3  # for a tokenizer
 EMBEDDERS = {"lexical": EmbedderSettings(), "minilm": EmbedderSettings(kind="transformer", path="minilm")}
 
 
@@ -78,16 +80,19 @@ def datastore_config(folder: Path, name: str, paths: tuple[str, ...], options: a
 
 def megabytes_that_fit(paths: tuple[str, ...], options: argparse.Namespace, limit: Budget) -> float:
     """Megabytes of text that MiniLM embeds in half of the time that is left. The other stages take less than the other half."""
-    with tempfile.TemporaryDirectory(prefix="retro-part-") as folder:
-        part = write_part(paths, _PROBE_MEGABYTES, Path(folder) / "corpus.jsonl")
-        config = datastore_config(Path(folder) / "minilm", "minilm", (part,), options)
-        file = written(Path(folder) / "minilm.toml", config)
-        retro("index", file, "--stage", "chunk")
-        took = seconds(lambda: retro("index", file, "--stage", "embed"))
-    found = max(1.0, limit.left / 2 / took) * _PROBE_MEGABYTES
-    say(f"{found:.1f} MB of the corpus, chosen so that both datastores are built in {options.minutes:g} minutes")
-    say("--corpus-mb sets the size; 0: all of the corpus")
-    return found
+    sample = draw_sample(CorpusSettings(paths=paths), 100_000)
+    text = "".join(document.text for document in sample.documents).encode()
+    size = 4 * options.chunk_length  # bytes of a chunk, about
+    rows = np.array([list(text[start : start + size]) for start in range(0, min(len(text), 64 * size) - size, size)])
+    embedder = TransformerEmbedder(EMBEDDERS["minilm"], lambda row: bytes(row.tolist()).decode(errors="replace"))
+    lengths = np.full(len(rows), size)
+    embedder.embed(rows, lengths)  # warms up
+    took = seconds(lambda: embedder.embed(rows, lengths))
+    found = limit.left / 2 / took * rows.size / 1e6
+    say(
+        f"{found:.2f} MB of the corpus, so that both datastores are built in {options.minutes:g} minutes. --corpus-mb sets it"
+    )
+    return max(found, _LEAST_MEGABYTES)
 
 
 def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
