@@ -12,7 +12,7 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.tokenization.tokenizer import TokenizerSettings
-from pipelines.executors import ExecutorSettings
+from pipelines.executors.settings import ExecutorSettings
 from retro.data.settings import DataSettings
 from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.settings import FinetuneSettings

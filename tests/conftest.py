@@ -29,7 +29,8 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
-from pipelines.executors import ExecutorSettings, make_executor
+from pipelines.executors.factory import make_executor
+from pipelines.executors.settings import ExecutorSettings
 from pipelines.stages.table import build
 from retro.data.settings import DataSettings
 from retro.model.retro import Retro
@@ -143,7 +144,7 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
         embedder=EmbedderSettings(dimension=32, bigram_buckets=1024),
         index=IndexSettings(tune_queries=100),
         neighbors=NeighborSettings(stored=6, candidates=24),
-        executor=ExecutorSettings(threads=1),
+        executor=ExecutorSettings(num_threads=1),
         data=DataSettings(sequence_length=64, k=2),
         model=ModelSettings(
             d_model=32,

@@ -29,7 +29,7 @@ from indexing.index.build import IndexSettings
 from indexing.retrieval import bm25
 from indexing.retrieval.retriever import CANDIDATES, COSINE_WEIGHT, Retriever
 from pipelines.config import Config
-from pipelines.executors import make_executor
+from pipelines.executors.factory import make_executor
 from pipelines.stages.table import build
 from pipelines.terminal import progress, setup_logging
 from retro.question_answering.question_sets import Question, read_questions

@@ -17,7 +17,7 @@ from indexing.store.artifact import read_manifest
 from indexing.store.files import read_json
 from pipelines.config import Config
 from pipelines.config_files import load
-from pipelines.executors import make_executor
+from pipelines.executors.factory import make_executor
 from pipelines.planning.calibration import calibrate, name_in
 from pipelines.planning.datastore import corpus_tokens, models_of, plan_for
 from pipelines.stages.table import build

@@ -40,7 +40,7 @@ from benchmarks.common import Budget, add_minutes, budget, say, seconds, write
 from indexing.retrieval.retriever import Retriever
 from pipelines.config import Config
 from pipelines.config_files import load
-from pipelines.executors import make_executor
+from pipelines.executors.factory import make_executor
 from pipelines.stages.table import build
 
 _QUERIES = 4096

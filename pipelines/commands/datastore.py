@@ -40,7 +40,7 @@ class IndexOptions(Config):
 
 def index(options: IndexOptions) -> int:
     """`retro index CONFIG`."""
-    from pipelines.executors import make_executor
+    from pipelines.executors.factory import make_executor
     from pipelines.reports.datastore import summary_table, write_index_report
     from pipelines.stages.table import build
 

@@ -52,7 +52,7 @@ class DemoOptions:
 def demo(options: DemoOptions) -> int:
     """`retro demo`."""
     from pipelines.evaluation.bits_per_byte import in_words, measure_all
-    from pipelines.executors import make_executor
+    from pipelines.executors.factory import make_executor
     from pipelines.reports.datastore import sample_examples, write_index_report
     from pipelines.stages.table import build
     from retro.checkpoints.checkpoint import load_model, open_checkpoint

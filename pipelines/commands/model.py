@@ -1,6 +1,7 @@
 """What each verb on models and runs does with its settings: a few lines of calls into the layers below."""
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,14 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
     from retro.training.loggers import as_line
     from retro.training.run_folder import read_metrics
 
-    if config.executor.train.workers:
+    if config.executor.kind == "ray":
         from pipelines.launch.ray_train import train_on_ray
 
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError(
+                "executor.kind = 'ray': torchrun or Slurm has started this process as one of several. "
+                "Start one process, or set --executor.kind local."
+            )
         train_on_ray(config, name, learning)
     else:
         with joined() as rank:

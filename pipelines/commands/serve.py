@@ -3,7 +3,7 @@
 options ─► the port is taken ─► datastores and checkpoint are opened ─► make_app ─► uvicorn, until SIGTERM or Ctrl-C
         │                                     new requests 503, the others finish ◄─┘
         │                       after --shutdown-seconds or a second signal: 503 ◄─┘
-        └─► on = "ray": the same application in the front ends of `ray_serve.py`
+        └─► executor.kind = "ray": the same application in the front ends of `ray_serve.py`
 """
 
 import contextlib
@@ -17,11 +17,12 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from indexing.store.errors import InputError
+from pipelines.executors.settings import ExecutorChoice
 from pipelines.launch.cluster_settings import ClusterSettings
 from pipelines.terminal import echo
 from retro.server.settings import ServeSettings
@@ -48,8 +49,7 @@ class ServeOptions(ServeSettings):
     """Environment variable with the bearer token that requests must carry; without it no token is needed."""
     device: str = "auto"
     """Of the model: `auto`, `cpu`, `cuda` …"""
-    on: Literal["machine", "ray"] = "machine"
-    """`machine`: this process; `ray`: a Ray cluster, as `cluster` says."""
+    executor: ExecutorChoice = field(default_factory=ExecutorChoice)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ def serve(datastore: str, options: ServeOptions) -> int:
 
     token = _token(options)
     options = replace(options, allowed_hosts=(*options.allowed_hosts, options.host))
-    if options.on == "ray":
+    if options.executor.kind == "ray":
         return _serve_on_ray((datastore, *options.extra_datastores), options, token)
     with _bound(options.host, options.port) as listening:
         retriever = Retriever.open(datastore, *options.extra_datastores)
@@ -93,7 +93,7 @@ def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str
     from pipelines.launch.ray_serve import Served, serve_on_ray
 
     served = Served(datastores, options.checkpoint, options.device, token, options)
-    with serve_on_ray(served, options.cluster, options.host, options.port) as url:
+    with serve_on_ray(served, options.cluster, options.executor.ray_address, options.host, options.port) as url:
         # Only now: Ray has put a handler of its own there, which aborts the process three seconds later.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         echo(f"ready: {url}")

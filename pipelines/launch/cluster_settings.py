@@ -10,8 +10,6 @@ from indexing.store.errors import InputError
 class ClusterSettings:
     """How a datastore is spread over a Ray cluster."""
 
-    ray_address: str = ""
-    """Cluster to join (`auto`, `ray://…`); empty: the one that runs this job, or a new one on this machine."""
     parts: int = 1
     """Parts of the index of each datastore, at most its shards; each is held in memory by one worker and its replicas."""
     part_replicas: int = 1

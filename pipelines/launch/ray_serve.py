@@ -26,7 +26,8 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.vectors.exact_search import rerank
-from pipelines.executors import connect, use_threads
+from pipelines.executors.ray_cluster import connect
+from pipelines.executors.tasks import use_threads
 from pipelines.launch.cluster_settings import ClusterSettings
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.language_model import LanguageModel
@@ -219,7 +220,7 @@ def front_end_app(served: Served, cluster: ClusterSettings, parts: Sequence[Part
 
 
 @contextmanager
-def serve_on_ray(served: Served, cluster: ClusterSettings, host: str, port: int) -> Iterator[str]:
+def serve_on_ray(served: Served, cluster: ClusterSettings, address: str, host: str, port: int) -> Iterator[str]:
     """Deploy, and yield the URL once everything is up; afterwards take the application away again.
 
     Raises:
@@ -228,7 +229,7 @@ def serve_on_ray(served: Served, cluster: ClusterSettings, host: str, port: int)
     from ray import serve
 
     app = application(served, cluster)
-    connect(cluster.ray_address, "cluster.ray_address")
+    connect(address)
     serve.start(http_options={"host": host, "port": port, "request_timeout_s": served.settings.request_seconds + 5})
     try:
         serve.run(app, name=APPLICATION)

@@ -15,12 +15,15 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from indexing.store.errors import InputError
 from pipelines.config import Config
-from pipelines.executors import connect, use_threads
+from pipelines.executors.ray_cluster import connect
+from pipelines.executors.settings import Resources
+from pipelines.executors.tasks import use_threads
 from pipelines.launch.in_process import Learning, train_quietly, training_progress
 
 log = logging.getLogger("retro")
@@ -40,12 +43,13 @@ def train_on_ray(config: Config, name: str = "train", learning: Learning = train
     Raises:
         InputError: there is no cluster, workers failed too often, or a worker's own InputError or FloatingPointError.
     """
-    connect(config.executor.ray_address, "executor.ray_address")
+    connect(config.executor.ray_address)
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    resources = config.executor.train
+    resources = resolve_workers(config.executor.train, ray.cluster_resources(), config.train.device)
+    config = replace(config, executor=replace(config.executor, train=resources))
     reserved: dict[str, float] = {"CPU": resources.cpus}
     if resources.gpus:
         reserved["GPU"] = resources.gpus
@@ -80,6 +84,21 @@ def train_on_ray(config: Config, name: str = "train", learning: Learning = train
             f"{config.run}: training on Ray failed more than executor.train_failures = {config.executor.train_failures} "
             f"times; the same command goes on from the last checkpoint. {failure}"
         ) from failure
+
+
+def resolve_workers(resources: Resources, cluster: Mapping[str, float], device: str) -> Resources:
+    """Fill in `workers` where it is 0: one for each GPU of the cluster, or one without GPUs.
+
+    Args:
+        resources: what a worker reserves. `gpus` becomes 1 if it is 0 and workers shall have a GPU.
+        cluster: all resources of the cluster, as Ray names them.
+        device: `train.device`; with "cpu" workers reserve no GPU.
+    """
+    if resources.workers:
+        return resources
+    total = cluster.get("GPU", 0.0)
+    gpus = resources.gpus or float(total > 0 and device != "cpu")
+    return replace(resources, gpus=gpus, workers=max(1, int(total / gpus)) if gpus else 1)
 
 
 _RAYS_OWN = ".ray"
@@ -176,7 +195,7 @@ def _work(arguments: dict[str, Any]) -> None:
         return
     if os.path.isdir(arguments["folder"]):  # relative paths mean what they mean to the driver
         os.chdir(arguments["folder"])
-    use_threads(config.executor.threads or max(1, int(config.executor.train.cpus)))
+    use_threads(config.executor.num_threads or max(1, int(config.executor.train.cpus)))
     log.handlers[:] = [_Lines(relay)]
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -32,7 +32,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from pipelines.config import Config
-from pipelines.executors import Advance, LocalExecutor
+from pipelines.executors.tasks import Advance, LocalExecutor
 from pipelines.planning.bytes import Workload, key_for, with_lists_for
 from pipelines.planning.datastore import Calibration, models_of
 from pipelines.planning.seconds import Observation, StepModel, coefficients

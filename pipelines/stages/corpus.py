@@ -36,7 +36,7 @@ from indexing.store.files import checksum, read_json, write_json
 from indexing.store.remote import present
 from indexing.tokenization.tokenizer import install_tokenizer, train_sentencepiece
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor, Task
+from pipelines.executors.tasks import Advance, Executor, Task
 from pipelines.terminal import progress
 
 log = logging.getLogger("retro")

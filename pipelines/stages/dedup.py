@@ -22,7 +22,7 @@ from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.remote import present
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor
+from pipelines.executors.tasks import Advance, Executor
 from pipelines.stages import corpus as corpus_stage
 from pipelines.stages.shards import fingerprint_of, prefixed, run_tasks, shard_task
 

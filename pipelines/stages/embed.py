@@ -11,7 +11,7 @@ from indexing.store.artifact import Recipe, create, fingerprint, is_finished, re
 from indexing.store.datastore import Datastore, open_array, shard_name
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor
+from pipelines.executors.tasks import Advance, Executor
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.corpus import generations
 from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards

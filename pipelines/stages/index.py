@@ -12,7 +12,7 @@ from indexing.store.datastore import Datastore, Split, open_array, shard_name
 from indexing.store.remote import present
 from indexing.vectors.floats import to_float32
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor
+from pipelines.executors.tasks import Advance, Executor
 from pipelines.stages.corpus import generations
 from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
 

@@ -8,7 +8,7 @@ from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor
+from pipelines.executors.tasks import Advance, Executor
 from pipelines.stages.shards import fingerprint_of, run_tasks, shard_counts, shard_task, shards
 
 

@@ -25,7 +25,8 @@ from indexing.store.artifact import (
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.vectors.product_search import ProductIndex
 from pipelines.config import Config
-from pipelines.executors import Advance, Executor, ExecutorSettings
+from pipelines.executors.settings import ExecutorSettings
+from pipelines.executors.tasks import Advance, Executor
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.corpus import generations
 from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards

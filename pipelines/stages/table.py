@@ -21,7 +21,7 @@ from indexing.store.datastore import SPLITS, Datastore, read_datastore_manifest,
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
-from pipelines.executors import Executor
+from pipelines.executors.tasks import Executor
 from pipelines.stages import corpus as corpus_stage
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.chunk import run_chunk

@@ -255,7 +255,10 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
         (["index", "CONFIG", "--index.seed", "-1"], ["index.seed = -1"]),
         (["index", "CONFIG", "--index.seed", str(2**31)], ["index.seed = 2147483648"]),
         (["index", "CONFIG", "--index.points-per-list", str(2**31)], ["index.points_per_list = 2147483648"]),
-        (["index", "CONFIG", "--executor.threads", "99999999999"], ["executor.threads = 99999999999", "32,767"]),
+        (
+            ["index", "CONFIG", "--executor.num-threads", "99999999999"],
+            ["executor.num_threads = 99999999999", "32,767"],
+        ),
         (["index", "CONFIG", "--embedder.seed", "-1"], ["embedder.seed = -1"]),
         (["index", "CONFIG", "--tokenizer.seed", "-1"], ["tokenizer.seed is -1"]),
         (["index", "CONFIG", "--index.factory", "IDMap,Flat"], ["index.factory = 'IDMap,Flat'", "remove IDMap"]),
@@ -301,6 +304,12 @@ def test_a_mistake_is_told_in_one_message_with_status_2(trained: Path, capsys, a
     assert all(word in message for word in words), message
 
 
+def test_training_on_ray_is_refused_in_one_of_several_processes(trained: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", str(trained / "config.toml"), "--executor.kind", "ray"]) == 2
+    assert "executor.kind = 'ray': torchrun or Slurm" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -315,7 +324,7 @@ def test_the_program_without_a_verb_lists_them(capsys) -> None:
     assert all(f"\n  {verb} " in printed for verb in VERBS)
 
 
-OTHER_SPELLINGS = {"to", "out", "json", "html", "also", "mend"}
+OTHER_SPELLINGS = {"to", "out", "json", "html", "also", "mend", "on"}
 """Names that an option has in other programs, or had here: `--output`, `--format`, `--repair`, `--extra-datastores`, `--k`."""
 
 

@@ -91,8 +91,17 @@ def free_port() -> int:
 
 @pytest.fixture
 def url(cluster: Any, tiny_datastore: Datastore) -> Iterator[str]:
-    """`retro serve --on ray` as a process of its own."""
-    options = ["--on", "ray", "--port", str(free_port()), "--cluster.parts", "2", "--cluster.part-seconds", "20"]
+    """`retro serve --executor.kind ray` as a process of its own."""
+    options = [
+        "--executor.kind",
+        "ray",
+        "--port",
+        str(free_port()),
+        "--cluster.parts",
+        "2",
+        "--cluster.part-seconds",
+        "20",
+    ]
     options += [
         "--cluster.part-cpus",
         "0.6",

@@ -15,12 +15,13 @@ import pytest
 from indexing.store.datastore import Datastore
 from pipelines.config import Config
 from pipelines.config_files import to_toml
-from pipelines.executors import ExecutorSettings, Resources
+from pipelines.executors.settings import ExecutorSettings, Resources
+from pipelines.launch.ray_train import resolve_workers
 from retro.training.run_folder import read_metrics
 from tests.conftest import PATIENCE, tiny_config, wait_until
 from tests.pipelines.launch.test_torchrun import Processes, last_checkpoint, losses, steps_done
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # ray's own warnings
+pytestmark = pytest.mark.filterwarnings("ignore")  # ray's own warnings
 
 STEPS = 200
 
@@ -30,7 +31,7 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
     changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "num_threads": 0, "eval_every": 0}
     settings = replace(config.train, steps=STEPS, checkpoint_every=10, **changes)
-    executor = ExecutorSettings(train=Resources(workers=2))
+    executor = ExecutorSettings(kind="ray", train=Resources(workers=2))
     return replace(config, model=replace(config.model, dropout=0.1), train=settings, executor=executor)
 
 
@@ -69,6 +70,24 @@ def workers() -> Iterator[int]:
             yield int(path.parent.name)
 
 
+@pytest.mark.parametrize(
+    ("given", "gpus", "device", "expected"),
+    [
+        (Resources(), 0, "auto", Resources(workers=1)),
+        (Resources(), 8, "auto", Resources(workers=8, gpus=1)),
+        (Resources(), 8, "cpu", Resources(workers=1)),
+        (Resources(gpus=2), 8, "auto", Resources(workers=4, gpus=2)),
+        (Resources(workers=3), 8, "auto", Resources(workers=3)),
+    ],
+)
+def test_without_a_number_of_workers_there_is_one_for_each_gpu(
+    given: Resources, gpus: int, device: str, expected: Resources
+) -> None:
+    assert resolve_workers(given, {"CPU": 64.0} | ({"GPU": float(gpus)} if gpus else {}), device) == expected
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
 def test_a_killed_worker_changes_nothing(cluster: Any, config: Config) -> None:
     driver = Driver(cluster, config)
     driver.until(lambda: steps_done(driver.run) > 25)
@@ -90,6 +109,8 @@ def test_a_killed_worker_changes_nothing(cluster: Any, config: Config) -> None:
     assert {path.name for path in driver.run.iterdir()} == {path.name for path in calm.run.iterdir()}
 
 
+@pytest.mark.cluster
+@pytest.mark.slow
 def test_a_mistake_is_said_once_and_a_driver_that_is_stopped_takes_its_workers_along(
     cluster: Any, config: Config
 ) -> None:

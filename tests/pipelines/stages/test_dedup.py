@@ -18,7 +18,7 @@ from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings
 from pipelines.commands.model import InspectOptions, inspect
 from pipelines.config import Config
-from pipelines.executors import ExecutorSettings
+from pipelines.executors.settings import ExecutorSettings
 from pipelines.stages import dedup as dedup_stage
 from tests.conftest import build_local, tiny_config
 from tests.indexing.corpus.test_megatron import write_megatron

@@ -19,7 +19,8 @@ from indexing.store.files import read_json
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.config_files import to_toml
-from pipelines.executors import ExecutorSettings, LocalExecutor
+from pipelines.executors.settings import ExecutorSettings
+from pipelines.executors.tasks import LocalExecutor
 from pipelines.stages.shards import run_tasks, shard_task
 from tests.conftest import build_local, contents, tiny_config
 

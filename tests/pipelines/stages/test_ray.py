@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 
 from indexing.store.errors import InputError
-from pipelines import executors
 from pipelines.config import Config
 from pipelines.config_files import to_toml
-from pipelines.executors import ExecutorSettings, RayExecutor, Resources, Task
+from pipelines.executors import ray_pool
+from pipelines.executors.ray_pool import RayExecutor
+from pipelines.executors.settings import ExecutorSettings, Resources
+from pipelines.executors.tasks import Task
 from tests.conftest import PATIENCE, build_local, contents, once_logged, tiny_config, wait_until, write_corpus
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # ray's own warnings
@@ -107,7 +109,7 @@ def parent_of(process: int) -> int:
 
 def test_ray_job_submit_builds_the_bytes_of_one_process(cluster, tmp_path, tiny_corpus, tiny_datastore) -> None:
     """Through the job server, which wants the token; the relative path means the folder that the job runs in."""
-    config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(kind="ray", threads=1))
+    config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(kind="ray", num_threads=1))
     relative = Path(os.path.relpath(config.datastore))
     file = tmp_path / "config.toml"
     file.write_text(to_toml(replace(config, datastore=relative)))
@@ -205,7 +207,7 @@ def test_a_shard_that_kills_its_workers_is_given_up_by_name_and_the_others_are_m
 def test_progress_is_counted_once_and_stragglers_and_failures_are_named(
     executor, tmp_path, caplog, monkeypatch
 ) -> None:
-    monkeypatch.setattr(executors, "_POLL_SECONDS", 0.1)  # named after ten times as long
+    monkeypatch.setattr(ray_pool, "_POLL_SECONDS", 0.1)  # named after ten times as long
     named = tmp_path / "named"
     once_logged(caplog, "chunks/4: running for ", named.touch)
 
@@ -232,7 +234,7 @@ def test_progress_is_counted_once_and_stragglers_and_failures_are_named(
 
 
 def test_a_stage_that_finds_no_room_says_so(executor, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(executors, "_WAITING_SECONDS", 1)
+    monkeypatch.setattr(ray_pool, "_WAITING_SECONDS", 1)
     settings = replace(executor.settings, chunk=Resources(cpus=1, gpus=1))
     waiting = RayExecutor(settings)
     once_logged(caplog, "no worker has started", lambda: os.kill(os.getpid(), signal.SIGINT))

@@ -20,7 +20,8 @@ from indexing.store.retrieval_set import RetrievalSet
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.config_files import load, to_toml
-from pipelines.executors import ExecutorSettings, Resources, Task
+from pipelines.executors.settings import ExecutorSettings, Resources
+from pipelines.executors.tasks import Task
 from pipelines.stages.table import build
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings

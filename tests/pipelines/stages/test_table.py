@@ -24,7 +24,7 @@ from indexing.store.files import read_json, write_checked
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.config_files import to_toml
-from pipelines.executors import ExecutorSettings
+from pipelines.executors.settings import ExecutorSettings
 from tests.conftest import at_operation, build_local, contents, forkserver, kill_itself, tiny_config, write_corpus
 
 
@@ -40,7 +40,7 @@ def test_the_same_settings_give_the_same_bytes(tmp_path, tiny_corpus, tiny_datas
 
 
 def test_the_number_of_threads_does_not_change_a_byte(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
-    config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(threads=2))
+    config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(num_threads=2))
     assert contents(build_local(config).folder) == contents(tiny_datastore.folder)
 
 

@@ -1,0 +1,17 @@
+"""The executor that `executor.kind` names."""
+
+from pipelines.executors.settings import ExecutorSettings
+from pipelines.executors.tasks import Executor, LocalExecutor
+
+
+def make_executor(settings: ExecutorSettings) -> Executor:
+    """Make it; on Ray, join the cluster.
+
+    Raises:
+        InputError: no cluster answers.
+    """
+    if settings.kind == "local":
+        return LocalExecutor(settings)
+    from pipelines.executors.ray_pool import RayExecutor
+
+    return RayExecutor(settings)

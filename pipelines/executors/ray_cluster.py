@@ -1,0 +1,61 @@
+"""Join a Ray cluster, after a check that it answers: Ray itself tries for minutes and logs nothing at first."""
+
+import os
+import re
+import socket
+
+from indexing.store.errors import InputError
+
+_ANSWER_SECONDS = 7  # for a cluster to accept a connection, and to answer
+
+
+def connect(address: str) -> None:
+    """Join a Ray cluster, or start one on this machine. A process that has joined one stays in it.
+
+    Args:
+        address: `auto`, `ray://…`; empty: the cluster that runs this job, or a new one.
+
+    Raises:
+        InputError: no cluster answers, or it refuses this process.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    try:
+        require_answer(address or os.environ.get("RAY_ADDRESS", ""))
+        ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
+    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
+        where = address or os.environ.get("RAY_ADDRESS", "")
+        raise InputError(
+            f"executor.ray_address: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
+            "authentication needs RAY_AUTH_MODE=token and the token in this environment too (docs/how-to/run-on-a-cluster.md)."
+        ) from error
+
+
+def require_answer(address: str) -> None:
+    """Return if a gRPC server answers at `HOST:PORT` or `ray://HOST:PORT`. Other addresses are not checked.
+
+    Raises:
+        ConnectionError: nothing listens there, or it does not speak gRPC as Ray does.
+    """
+    found = re.fullmatch(r"(ray://)?(\[[^\]]+\]|[^:/]+):(\d+)", address)
+    if found is None:  # `auto`, empty, or an address that Ray refuses at once
+        return
+    import grpc
+    import ray
+
+    client, host, port = found.groups()
+    if not client and host in ("localhost", "127.0.0.1", "[::1]"):
+        host = ray.util.get_node_ip_address()  # Ray uses this address then
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return
+    with grpc.insecure_channel(f"{host}:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
+        except grpc.FutureTimeoutError:
+            raise ConnectionError(f"the server there did not answer in {_ANSWER_SECONDS} s") from None

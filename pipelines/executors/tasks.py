@@ -1,0 +1,78 @@
+"""Tasks of a stage, and the executor that runs them in this process.
+
+A task is an idempotent function call that writes its own artifact and returns counts, never arrays. The bytes on disk do not
+depend on the executor.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from indexing.store.errors import InputError
+from pipelines.executors.settings import ExecutorSettings
+
+log = logging.getLogger("retro")
+
+Advance = Callable[[int], None]
+StageName = Literal["chunk", "embed", "train_index", "add", "neighbors"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call: `function(*arguments, advance=…)`.
+
+    Attributes:
+        name: what the task makes, for messages: `embeddings/00003`.
+        arguments: of the call.
+        size: units that the task adds to the progress bar.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+    size: int
+
+
+class Executor(Protocol):
+    """Runs the tasks of a stage."""
+
+    def map(
+        self, stage: StageName, function: Callable[..., Any], tasks: Sequence[Task], advance: Advance
+    ) -> Iterator[Any]:
+        """Yield the result of each task in order; call `advance` with finished units."""
+
+
+class LocalExecutor:
+    """Runs one task after another in this process."""
+
+    def __init__(self, settings: ExecutorSettings) -> None:
+        self.num_threads = settings.num_threads
+
+    def map(
+        self, stage: StageName, function: Callable[..., Any], tasks: Sequence[Task], advance: Advance
+    ) -> Iterator[Any]:
+        """See `Executor.map`."""
+        if self.num_threads:
+            use_threads(self.num_threads)
+        for task in tasks:
+            try:
+                result = function(*task.arguments, advance=advance)
+            except Exception as error:
+                log.error("%s failed: %s", task.name, reason(error))
+                raise
+            yield result
+
+
+def use_threads(num_threads: int) -> None:
+    """Set the threads of torch and Faiss in this process. Ray sets OMP_NUM_THREADS=1 in a worker and does not reset it."""
+    import faiss
+    import torch
+
+    torch.set_num_threads(num_threads)
+    faiss.omp_set_num_threads(num_threads)
+
+
+def reason(error: BaseException | None) -> str:
+    """An error in one line: the message, after the type unless it is a user's mistake."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (InputError, OSError)) else f"{type(error).__name__}: {text}"
