@@ -135,7 +135,7 @@ def test_a_killed_worker(cluster, tmp_path, corpus, expected) -> None:
     driver = Driver(cluster, chunk_config(tmp_path, corpus))
     os.kill(driver.worker_at_work(), signal.SIGKILL)
     said = driver.finish()
-    assert said.count("its worker died, begun again") == 1
+    assert said.count("its worker died; the task is started again") == 1
     assert contents(driver.datastore) == expected
 
 
@@ -150,7 +150,7 @@ def test_a_killed_raylet_whose_node_never_comes_back(cluster, tmp_path, corpus, 
         said = driver.finish()
     finally:
         cluster.add_node(num_cpus=1)
-    assert "its worker died, begun again" in said
+    assert "its worker died; the task is started again" in said
     assert contents(driver.datastore) == expected
 
 
@@ -200,7 +200,7 @@ def test_a_shard_that_kills_its_workers_is_given_up_by_name_and_the_others_are_m
     tasks = [Task(f"chunks/{number}", (number,), 1) for number in range(3)]
     with pytest.raises(InputError, match=r"chunks/1: its worker died 4 times .*executor\.chunk\.memory"):
         list(executor.map("chunk", work, tasks, lambda _: None))
-    assert caplog.text.count("chunks/1: its worker died, begun again") == 3
+    assert caplog.text.count("chunks/1: its worker died; the task is started again") == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
 
 
@@ -240,4 +240,4 @@ def test_a_stage_that_finds_no_room_says_so(executor, caplog, monkeypatch) -> No
     once_logged(caplog, "no worker has started", lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         list(waiting.map("chunk", lambda *, advance: None, [Task("chunks/0", (), 1)], lambda _: None))
-    assert "chunk: no worker has started for 1 s: each wants Resources(cpus=1, gpus=1" in caplog.text
+    assert "chunk: no worker has started for 1 s: each needs Resources(cpus=1, gpus=1" in caplog.text
