@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
-from pipelines.config_files import load
+from pipelines.settings.load import load
 from pipelines.terminal import echo, setup_logging
 from retro.training.signals import Stopped
 

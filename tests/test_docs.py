@@ -11,15 +11,15 @@ import pytest
 from docs.generate_reference import pages
 from pipelines.cli import VERBS
 from pipelines.config import Config
-from pipelines.config_files import _leaves
+from pipelines.settings.fields import leaf_types
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 GENERATED = pages()
 WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(set(PAGES) - set(GENERATED))]
-OPTIONS = {verb: set(_leaves(row.load()[1])) for verb, row in VERBS.items()}
-KEYS = set(_leaves(Config))
+OPTIONS = {verb: set(leaf_types(row.load()[1])) for verb, row in VERBS.items()}
+KEYS = set(leaf_types(Config))
 SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
 
 

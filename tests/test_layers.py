@@ -19,7 +19,7 @@ LEVELS = (
     ("retro/huggingface", "retro/question_answering", "retro/server"),
     ("retro/finetuning",),
     ("pipelines/terminal.py", "pipelines/executors"),
-    ("pipelines/config_files.py", "pipelines/results.py"),
+    ("pipelines/settings", "pipelines/results.py"),
     ("pipelines/config.py",),
     ("pipelines/launch", "pipelines/stages"),
     ("pipelines/planning", "pipelines/reports"),

@@ -12,7 +12,7 @@ from benchmarks.common import Budget, say, seconds
 from indexing.corpus.readers import CorpusSettings
 from indexing.store.files import write_bytes
 from pipelines.config import Config
-from pipelines.config_files import to_toml
+from pipelines.settings.toml_file import to_toml
 from pipelines.planning.calibration import draw_sample
 
 SHORT_EVALUATION = 4_000

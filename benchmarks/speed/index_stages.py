@@ -43,7 +43,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from indexing.vectors.exact_search import exact_search, recall
 from indexing.vectors.product_search import ProductIndex
 from pipelines.config import Config
-from pipelines.config_files import load
+from pipelines.settings.load import load
 from pipelines.stages.corpus import read_plan
 
 _RECALL = 0.95

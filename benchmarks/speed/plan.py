@@ -16,10 +16,10 @@ from benchmarks.common import add_minutes, budget, write
 from indexing.store.artifact import read_manifest
 from indexing.store.files import read_json
 from pipelines.config import Config
-from pipelines.config_files import load
 from pipelines.executors.factory import make_executor
 from pipelines.planning.calibration import calibrate, name_in
 from pipelines.planning.datastore import corpus_tokens, models_of, plan_for
+from pipelines.settings.load import load
 from pipelines.stages.table import build
 from pipelines.terminal import StagesView, aligned, human_bytes, setup_logging
 

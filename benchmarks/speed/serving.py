@@ -39,8 +39,8 @@ import numpy as np
 from benchmarks.common import Budget, add_minutes, budget, say, seconds, write
 from indexing.retrieval.retriever import Retriever
 from pipelines.config import Config
-from pipelines.config_files import load
 from pipelines.executors.factory import make_executor
+from pipelines.settings.load import load
 from pipelines.stages.table import build
 
 _QUERIES = 4096

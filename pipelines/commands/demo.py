@@ -19,9 +19,10 @@ from indexing.store.files import read_json, write_bytes, write_json
 from pipelines.commands.datastore import indented
 from pipelines.commands.model import GenerateOptions, generate_texts
 from pipelines.config import Config
-from pipelines.config_files import load, to_toml
 from pipelines.launch.in_process import run_training
 from pipelines.reports import html as report
+from pipelines.settings.load import load
+from pipelines.settings.toml_file import to_toml
 from pipelines.terminal import echo, one_line, print_rows
 from retro.evaluation.settings import EvaluationSettings
 

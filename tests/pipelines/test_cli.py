@@ -11,9 +11,10 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli import VERBS, main
-from pipelines.config_files import _leaves, to_toml
 from pipelines.reports.datastore import summary_table
 from pipelines.results import Format
+from pipelines.settings.fields import leaf_types
+from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from tests.conftest import tiny_config
 
@@ -330,7 +331,7 @@ OTHER_SPELLINGS = {"to", "out", "json", "html", "also", "mend", "on"}
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_calls_the_same_option_by_the_same_name(verb: str) -> None:
-    options = _leaves(VERBS[verb].load()[1])
+    options = leaf_types(VERBS[verb].load()[1])
     assert not OTHER_SPELLINGS & set(options)
     assert options.get("format", Format) is Format
     if verb.split()[0] in ("eval", "plan"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.config import Config
-from pipelines.config_files import load
+from pipelines.settings.load import load
 from retro.model.presets import resolve
 from retro.model.settings import ModelSettings
 

@@ -13,11 +13,11 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_checked
 from pipelines.cli import main
-from pipelines.config_files import to_toml
 from pipelines.evaluation import question_answering as eval_qa
 from pipelines.evaluation.question_answering import Answered
 from pipelines.evaluation.question_answering_modes import Mode, all_modes, found_passages
 from pipelines.evaluation.settings import QaSettings
+from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.decoder import Given
 from retro.inference.settings import GenerationSettings

@@ -8,7 +8,7 @@ import pytest
 from indexing.store.datastore import Datastore
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.config_files import to_toml
+from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.finetuning.settings import FinetuneSettings
 from tests.conftest import tiny_config

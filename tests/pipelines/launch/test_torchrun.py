@@ -26,7 +26,7 @@ import torch.distributed as dist
 from indexing.store.datastore import Datastore
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.config_files import to_toml
+from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train

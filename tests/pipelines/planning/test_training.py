@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipelines.cli import main
-from pipelines.config_files import load, to_toml
 from pipelines.planning.training import PlanTrainOptions, advice, flops_per_token, measured_flops, plan_training
+from pipelines.settings.load import load
+from pipelines.settings.toml_file import to_toml
 from retro.data.settings import DataSettings
 from retro.estimates.flops import forward_flops
 from retro.model.settings import ModelSettings

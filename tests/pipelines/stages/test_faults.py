@@ -18,9 +18,9 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.config_files import to_toml
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import LocalExecutor
+from pipelines.settings.toml_file import to_toml
 from pipelines.stages.shards import run_tasks, shard_task
 from tests.conftest import build_local, contents, tiny_config
 

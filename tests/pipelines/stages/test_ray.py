@@ -19,11 +19,11 @@ import pytest
 
 from indexing.store.errors import InputError
 from pipelines.config import Config
-from pipelines.config_files import to_toml
 from pipelines.executors import ray_pool
 from pipelines.executors.ray_pool import RayExecutor
 from pipelines.executors.settings import ExecutorSettings, Resources
 from pipelines.executors.tasks import Task
+from pipelines.settings.toml_file import to_toml
 from tests.conftest import PATIENCE, build_local, contents, once_logged, tiny_config, wait_until, write_corpus
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # ray's own warnings

@@ -19,9 +19,10 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.config_files import load, to_toml
 from pipelines.executors.settings import ExecutorSettings, Resources
 from pipelines.executors.tasks import Task
+from pipelines.settings.load import load
+from pipelines.settings.toml_file import to_toml
 from pipelines.stages.table import build
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings

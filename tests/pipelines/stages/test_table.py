@@ -23,8 +23,8 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.config_files import to_toml
 from pipelines.executors.settings import ExecutorSettings
+from pipelines.settings.toml_file import to_toml
 from tests.conftest import at_operation, build_local, contents, forkserver, kill_itself, tiny_config, write_corpus
 
 

@@ -12,7 +12,7 @@ import pytest
 from indexing.store.datastore import Datastore
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.config_files import to_toml
+from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
 from retro.training.signals import Stopped, signals_as_requests
 from retro.training.trainer import Outcome, train

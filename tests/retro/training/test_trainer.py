@@ -17,7 +17,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_checked
 from pipelines.config import Config
-from pipelines.config_files import to_toml
+from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
 from retro.model.loss import _compiled_slopes
 from retro.training.meter import Meter

@@ -12,7 +12,8 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from indexing.store.errors import InputError
-from pipelines.config_files import as_plain, load, to_toml
+from pipelines.settings.load import load
+from pipelines.settings.toml_file import as_plain, to_toml
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,14 @@ def test_hyphens_and_underscores_are_the_same_and_numbers_may_be_negative(tmp_pa
     assert got.train == Train(log_to=("x",), layers=(-1, 2))
 
 
+def test_a_value_that_begins_with_two_hyphens_follows_an_equals_sign():
+    assert load(Settings, None, ["--datastore=--x"], verb="v").datastore == Path("--x")
+
+
+def test_of_an_option_given_twice_the_last_wins():
+    assert load(Settings, None, ["--train.steps", "1", "--train.steps", "2"], verb="v").train.steps == 2
+
+
 def test_none_is_written_as_text(tmp_path: Path):
     assert load_text(tmp_path, '[train]\nlimit = "None"\n').train.limit is None
     assert load_text(tmp_path, "[train]\nlimit = 3\n", "--train.limit", "None").train.limit is None
@@ -158,14 +167,17 @@ def test_a_missing_file_and_a_binary_file_are_user_mistakes(tmp_path: Path):
         (["--train.lrr", "1e-3"], ["unknown option --train.lrr.", "--train.lr", "retro train CONFIG --help"]),
         (["--lr=1"], ["unknown option --lr.", "--train.lr?"]),
         (["--train.log-too", "x"], ["Did you mean --train.log-to"]),
-        (["--train.lr", "fast"], ["--train.lr:", "'fast'", "Accepted is a number."]),
-        (["--train.steps", "1.5"], ["--train.steps:", "'1.5'", "Accepted is a whole number."]),
-        (["--train.schedule", "linear"], ["--train.schedule", "'linear'", '"cosine" or "wsd"']),
-        (["--train.layers", "1", "x"], ["--train.layers", "'x'", "a list"]),
-        (["--train.betas", "1"], ["--train.betas", "a list of 2, each item a number"]),
+        (["--train.lr", "fast"], ["--train.lr fast: accepted is a number."]),
+        (["--train.steps", "1.5"], ["--train.steps 1.5: accepted is a whole number."]),
+        (["--train.schedule", "linear"], ['--train.schedule linear: accepted is "cosine" or "wsd"']),
+        (["--train.layers", "1", "x"], ["--train.layers 1 x: accepted is a list"]),
+        (["--train.betas", "1"], ["--train.betas 1: accepted is a list of 2, each item a number"]),
         (["--train.warmup", "1"], ["unknown option --train.warmup. Options of train: --train.steps, --train.lr"]),
-        (["--train.limit", "x"], ["--train.limit", 'a whole number or "None"']),
-        (["--train.lr"], ["--train.lr", "Missing value"]),
+        (["--train.limit", "x"], ['--train.limit x: accepted is a whole number or "None"']),
+        (["--train.lr"], ["--train.lr: a value is missing: accepted is a number."]),
+        (["--train.lr", "--train.compile"], ["--train.lr: a value is missing"]),
+        (["--train.compile=true"], ["unexpected argument '--train.compile=true'", "switch"]),
+        (["--train.steps", "1", "2"], ["unexpected argument '2'"]),
         (["--train.compile", "True"], ["unexpected argument 'True'", "switch"]),
         (["stray"], ["unexpected argument 'stray'"]),
     ],
@@ -186,7 +198,7 @@ def test_an_impossible_option_is_told_with_the_file_in_front_but_not_its_line(tm
         load(Settings, None, ["--train.lr", "-2"], verb="train")
 
 
-def test_an_option_can_mend_the_file(tmp_path: Path):
+def test_an_option_can_correct_the_file(tmp_path: Path):
     assert load_text(tmp_path, "[train]\nlr = -1\n", "--train.lr", "1").train.lr == 1
 
 
@@ -274,6 +286,6 @@ def test_as_plain_is_what_json_can_hold():
 
 
 def test_importing_settings_and_progress_is_light():
-    code = "import sys, pipelines.config_files, pipelines.terminal; print({'torch', 'faiss', 'ray', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, pipelines.settings.load, pipelines.terminal; print({'torch', 'faiss', 'ray', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
