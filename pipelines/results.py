@@ -1,6 +1,7 @@
-"""What a verb has found: printed as text or as JSON, and written to a file."""
+"""Results of a verb: tables, text or JSON on standard output, and files."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,28 @@ from typing import Any, Literal
 
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
-from pipelines.terminal import echo
+from pipelines.terminal import aligned, echo
 
 Format = Literal["text", "json"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header, for the terminal and for HTML pages."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+    @property
+    def text(self) -> str:
+        """Lines with aligned columns."""
+        return "\n".join(aligned([self.header, *self.rows]))
+
+    @property
+    def numeric(self) -> list[bool]:
+        """For each column, whether most of its cells begin with a number; pages align these to the right."""
+        columns = [[row[number] for row in self.rows if row[number:]] for number in range(len(self.header))]
+        return [sum(bool(re.match(r"[-+−]?\.?\d", cell)) for cell in cells) * 2 > len(cells) for cells in columns]
 
 
 def print_result(result: Any, text: str, form: Format) -> None:

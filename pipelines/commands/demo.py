@@ -21,9 +21,10 @@ from pipelines.commands.model import GenerateOptions, generate_texts
 from pipelines.config import Config
 from pipelines.launch.in_process import run_training
 from pipelines.reports import html as report
+from pipelines.results import Table
 from pipelines.settings.load import load
 from pipelines.settings.toml_file import to_toml
-from pipelines.terminal import echo, one_line, print_rows
+from pipelines.terminal import echo, one_line
 from retro.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def demo(options: DemoOptions) -> int:
     }
     baseline, off, *on = results["baseline"] + results["retro"]
     table = _results_table(baseline, off, on)
-    print_rows([[f"   {table.header[0]}", *table.header[1:]], *([f"   {row[0]}", *row[1:]] for row in table.rows)])
+    echo(indented(table.text))
     verdict = [
         f"RETRO ON (k={on[0].k}) against OFF, the same weights: {in_words(*compare(on[0], off))}",
         f"RETRO ON (k={on[0].k}) against the baseline: {in_words(*compare(on[0], baseline))}; "
@@ -230,7 +231,7 @@ def _print_datastore(measured: dict[str, Any]) -> None:
     )
 
 
-def _results_table(baseline: "Result", off: "Result", on: "list[Result]") -> report.Table:
+def _results_table(baseline: "Result", off: "Result", on: "list[Result]") -> Table:
     names = ["baseline (no retrieval)", "RETRO, retrieval OFF", *(f"RETRO, retrieval ON, k={r.k}" for r in on)]
     rows = [
         [
@@ -241,7 +242,7 @@ def _results_table(baseline: "Result", off: "Result", on: "list[Result]") -> rep
         ]
         for name, r in zip(names, [baseline, off, *on], strict=True)
     ]
-    return report.Table(["held-out text", "bits per byte", "against baseline", "perplexity"], rows)
+    return Table(["held-out text", "bits per byte", "against baseline", "perplexity"], rows)
 
 
 def _print_examples(examples: list[report.NeighborExample]) -> None:
@@ -271,7 +272,7 @@ def _write_html(
     retriever: Any,
     measured: dict[str, Any],
     outcomes: dict[str, Any],
-    table: report.Table,
+    table: Table,
     verdict: list[str],
     examples: list[report.NeighborExample],
     prompt: str,

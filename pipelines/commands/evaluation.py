@@ -8,7 +8,6 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.evaluation.settings import QaSettings
 from pipelines.results import ResultOptions
-from pipelines.terminal import aligned
 from retro.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
@@ -36,15 +35,16 @@ class EvalOptions(ResultOptions):
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval perplexity CHECKPOINT`."""
     from pipelines.evaluation import bits_per_byte as eval_report
-    from pipelines.evaluation import datastore_shares as eval_shares
+    from pipelines.evaluation import datastore_fractions as eval_fractions
     from pipelines.evaluation.bits_per_byte_page import write_eval_page
+    from pipelines.evaluation.bits_per_byte_tables import tables_of
     from retro.checkpoints.checkpoint import open_checkpoint
     from retro.evaluation.overlap_statistics import OverlapStatistics
     from retro.evaluation.sets import open_sets
 
     settings = options.evaluation
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
-    eval_shares.check_shares(opened, settings)
+    eval_fractions.check_fractions(opened, settings)
     folders = [options.datastore] if options.datastore else opened[0].folders
     k = max(settings.k, default=0) if any(each.model.cca_layers for each in opened) else 0
     sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
@@ -55,7 +55,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     source = Datastore.open(options.leakage_from) if options.leakage_from else None
     measured = eval_report.measure_checkpoints(opened, sets, settings, options.device, source)
     levels: list[eval_report.Level] = []
-    shares: list[eval_shares.ShareLevel] = []
+    shares: list[eval_fractions.FractionLevel] = []
     statistics: list[OverlapStatistics] = []
     for each, rows in zip(sets, measured, strict=True):
         leakage = eval_report.leakage_by_chunk(each, rows, settings, source)
@@ -63,15 +63,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         if leakage is not None:
             statistics.append(eval_report.statistics_of(each, rows, leakage, settings, source))
         if settings.datastore_fractions:
-            shares += eval_shares.measure_shares(opened, each, rows, settings, options.device)
-    table = eval_report.results_table([each for rows in measured for each in rows])
-    text = [*aligned([table.header, *table.rows]), *eval_report.change_lines(levels)]
-    tables = [eval_shares.shares_table(shares)] if shares else []
-    if statistics:
-        labels = [each.label for each in measured[0]]
-        tables = [eval_report.leakage_table(levels, labels), eval_report.overlap_table(statistics), *tables]
-    for table in tables:
-        text += ["", *aligned([table.header, *table.rows])]
+            shares += eval_fractions.measure_fractions(opened, each, rows, settings, options.device)
     results = {
         "fingerprints": {
             **dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False)),
@@ -79,9 +71,10 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         },
         "settings": eval_report.settings_of(opened, sets, settings, source),
         **eval_report.as_json(levels, statistics),
-        **eval_shares.as_json(shares),
+        **eval_fractions.as_json(shares),
     }
-    options.deliver(results, "\n".join(text), write_eval_page)
+    tables = {title: table for title, table in tables_of(results).items() if table.rows}
+    options.deliver(results, "\n\n".join(f"{title}\n{table.text}" for title, table in tables.items()), write_eval_page)
     return 0
 
 
@@ -131,8 +124,7 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
     settings = asdict(options) | {"checkpoint": checkpoint, "questions": questions, "language": language}
     results = {"fingerprints": prints, "settings": settings} | eval_qa.as_json(rows, asked, options.seed)
-    table = eval_qa.answers_table(results["results"])
-    options.deliver(results, "\n".join(aligned([table.header, *table.rows])), write_qa_page)
+    options.deliver(results, eval_qa.answers_table(results["results"]).text, write_qa_page)
     return 0
 
 

@@ -14,7 +14,7 @@ from pipelines.commands.datastore import VerifyOptions
 from pipelines.config import Config
 from pipelines.launch.in_process import Learning, finetune_quietly, run_training, train_quietly
 from pipelines.results import Format, print_result
-from pipelines.terminal import echo, grouped, human_bytes, print_rows, progress
+from pipelines.terminal import echo, grouped, human_bytes, progress
 from retro.inference.settings import GenerationSettings
 
 log = logging.getLogger("retro")
@@ -76,7 +76,7 @@ def report(runs: list[str], options: ReportOptions) -> int:
     path = (
         Path(options.output) if options.output else folders[0] / ("comparison.html" if folders[1:] else "report.html")
     )
-    print_rows(write_run_report(folders, path))
+    echo(write_run_report(folders, path).text)
     echo(f"report: {path}")
     return 0
 

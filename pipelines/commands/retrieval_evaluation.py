@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from indexing.store.datastore import Datastore
-from pipelines.results import ResultOptions
-from pipelines.terminal import aligned, progress
+from pipelines.results import ResultOptions, Table
+from pipelines.terminal import progress
 from retro.question_answering.retrieval_metrics import RetrievalResult, RetrievalSettings
 
 
@@ -39,17 +39,16 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
     prints = {"datastore": retriever.datastore.fingerprint}
     prints |= {folder: Datastore.open(folder).fingerprint for folder in options.extra_datastores}
     rows = [asdict(each) for each in results]
-    text = "\n".join(aligned(results_rows(results)))
-    options.deliver({"fingerprints": prints, "settings": settings, "results": rows}, text)
+    options.deliver({"fingerprints": prints, "settings": settings, "results": rows}, results_table(results).text)
     return 0
 
 
-def results_rows(results: list[RetrievalResult]) -> list[list[str]]:
-    """A table with a row for each way of ordering."""
+def results_table(results: list[RetrievalResult]) -> Table:
+    """A row for each way of ordering."""
     ks = list(results[0].hit)
     header = ["ordered by", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
     rows = []
     for each in results:
         figures = (*each.hit.values(), *each.recall.values(), each.mrr)
         rows.append([each.rerank, *(f"{figure:.3f}" for figure in figures), f"{each.num_questions:,}"])
-    return [header, *rows]
+    return Table(header, rows)

@@ -12,7 +12,6 @@ import numpy as np
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from pipelines.reports.html import Table
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborSource, NeighborUse
@@ -237,67 +236,6 @@ def _pairs(measured: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
     theirs = {each.result.k: each for each in measured if each.model != measured[0].model}
     inside = [(each, ours[0]) for each in ours[1:]]
     return inside + [(each, theirs.get(each.result.k, theirs[0])) for each in ours if theirs]
-
-
-def results_table(measured: Sequence[Measured]) -> Table:
-    """A row for each measurement over all chunks."""
-    rows = [
-        [
-            each.result.set,
-            each.label,
-            f"{each.result.bits_per_byte:.4f}",
-            f"{each.result.perplexity:.2f}",
-            f"{each.result.tokens:,}",
-            f"{each.result.tokens_per_second:,.0f}",
-        ]
-        for each in measured
-    ]
-    return Table(["set", "retrieval", "bits/byte", "perplexity", "tokens", "tokens/s"], rows)
-
-
-def leakage_table(levels: Sequence[Level], labels: Sequence[str]) -> Table:
-    """A row for each α of one or several sets: share of the chunks, bits-per-byte, changes."""
-    compared = [f"{change.measured} against {change.reference}" for change in levels[0].changes]
-    rows = []
-    for level in levels:
-        if level.leakage_at_most is None:
-            continue
-        figures = [f"{row['bits_per_byte']:.4f}" for row in level.results]
-        figures += [f"{change.percent:+.2f}% ({change.low:+.2f} to {change.high:+.2f})" for change in level.changes]
-        missing = ["–"] * (len(labels) + len(compared) - len(figures))
-        rows.append(
-            [level.set, f"{level.leakage_at_most:g}", f"{100 * level.share_of_chunks:.1f}%", *figures, *missing]
-        )
-    return Table(["set", "leakage at most", "chunks", *labels, *compared], rows)
-
-
-def overlap_table(statistics: Sequence[OverlapStatistics]) -> Table:
-    """A row for each set: how much its chunks share with their neighbors, and whether these are of the same source."""
-    rows = [
-        [
-            each.set,
-            f"{each.chunks:,}",
-            f"{each.mean:.3f}",
-            f"{each.median:.3f}",
-            f"{100 * each.without_neighbors:.1f}%",
-            f"{100 * each.nearest_of_same_source:.1f}%",
-            f"{100 * each.any_of_same_source:.1f}%",
-        ]
-        for each in statistics
-    ]
-    same = f"of the same {statistics[0].source_column}" if statistics else ""
-    header = ["set", "chunks", "mean overlap", "median", "without neighbors", f"nearest {same}", f"any {same}"]
-    return Table(header, rows)
-
-
-def change_lines(levels: Sequence[Level]) -> list[str]:
-    """What differs over all chunks, in words."""
-    return [
-        f"{level.set}: {change.measured} against {change.reference}: {in_words(change.percent, change.low, change.high)}"
-        for level in levels
-        if level.leakage_at_most is None
-        for change in level.changes
-    ]
 
 
 def settings_of(

@@ -1,15 +1,11 @@
-"""The page of `retro eval perplexity`: what its JSON file says, as plots and tables on one HTML page.
-
-results (plain data) → bits-per-byte by k, by share of the datastore, by α; overlap → sections → write_report
-"""
+"""The HTML page of `retro eval perplexity`: the tables and plots of its JSON file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.reports.html import Line, Section, Table, line_plot, setting_rows, stairs, write_report
-
-Rows = Sequence[Mapping[str, Any]]
+from pipelines.evaluation.bits_per_byte_tables import Rows, label_of, tables_of
+from pipelines.reports.html import Line, Section, line_plot, settings_table, stairs, write_report
 
 
 def write_eval_page(path: Path, results: Mapping[str, Any]) -> None:
@@ -17,53 +13,45 @@ def write_eval_page(path: Path, results: Mapping[str, Any]) -> None:
 
     Args:
         path: the HTML file.
-        results: what `retro eval perplexity --json` writes.
+        results: the content of the JSON file.
     """
     sets = list(dict.fromkeys(row["set"] for row in results["results"]))
+    plots = {
+        "Held-out documents": _plots_by_k(results["results"], sets),
+        "By leakage": _plots_by_leakage(results["leakage"], sets),
+        "Overlap with neighbors": _plots_of_overlap(results["overlap"]),
+        "By size of the datastore": _plots_by_fraction(results["datastore_fractions"], sets),
+    }
     sections = [
-        Section("Held-out documents", table=_results(results["results"]), plots=_plots_by_k(results["results"], sets)),
-        Section("Compared", text=_COMPARED, table=_changes(results["changes"])),
-        Section(
-            "By what stands in the datastore already",
-            text=_LEAKAGE,
-            table=_leakage(results["leakage"]),
-            plots=_plots_by_leakage(results["leakage"], sets),
-        ),
-        Section(
-            "Overlap with neighbors", table=_overlap(results["overlap"]), plots=_plots_of_overlap(results["overlap"])
-        ),
-        Section(
-            "By size of the datastore",
-            text=_SHARES,
-            table=_shares(results["datastore_fractions"]),
-            plots=_plots_by_share(results["datastore_fractions"], sets),
-        ),
-        Section("Fingerprints", table=Table(["of", "fingerprint"], setting_rows(results["fingerprints"]))),
-        Section("Settings", table=Table(["setting", "value"], setting_rows(results["settings"]))),
+        Section(title, text=_TEXTS.get(title, ""), table=table, plots=plots.get(title, []))
+        for title, table in tables_of(results).items()
+        if table.rows
     ]
+    sections.append(Section("Fingerprints", table=settings_table(results["fingerprints"], "fingerprint of")))
+    sections.append(Section("Settings", table=settings_table(results["settings"])))
     write_report(
         path,
         title="Evaluation",
         subtitle=", ".join(results["settings"]["checkpoints"]),
         figures=_figures(results),
-        sections=[section for section in sections if section.plots or (section.table and section.table.rows)],
+        sections=sections,
     )
 
 
-_COMPARED = (
-    "Bits per byte against another measurement of the same tokens; 95% of bootstraps over documents lie in the range."
-)
-_LEAKAGE = (
-    "r of a chunk is its longest run of tokens that stands in one of its nearest neighbors, over its length. "
-    "Bits per byte over the chunks with r of at most α: what is left at a small α is not copied."
-)
-_SHARES = (
-    "Retrieval ON with neighbors from a share of the documents of the datastore, drawn by a hash; "
-    "larger shares hold the smaller ones."
-)
+_TEXTS = {
+    "Changes": "Bits per byte compared with another measurement of the same tokens.",
+    "By leakage": (
+        "Leakage r of a chunk: the longest run of its tokens that also occurs in one of its nearest neighbors, divided by its "
+        "length. The table scores only chunks with r of at most α. Gains at a small α are not copies."
+    ),
+    "By size of the datastore": (
+        "Retrieval ON with neighbors from a fraction of the datastore's documents, drawn by a hash. Larger fractions contain the "
+        "smaller ones."
+    ),
+}
 
 
-# --- figures and tables --------------------------------------------------------------------------------------------
+# --- figures ---------------------------------------------------------------------------------------------------------
 
 
 def _figures(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -73,87 +61,12 @@ def _figures(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     figures = [(f"{first['set']}, OFF", f"{first['bits_per_byte']:.4f}", "bits per byte")]
     if on := [row for row in ours if row["k"]]:
         best = min(on, key=lambda row: row["bits_per_byte"])
-        figures.append((f"{first['set']}, {_label(best)}", f"{best['bits_per_byte']:.4f}", "bits per byte"))
+        figures.append((f"{first['set']}, {label_of(best)}", f"{best['bits_per_byte']:.4f}", "bits per byte"))
     for change in results["changes"]:
-        if change["set"] == first["set"] and on and change["measured"] == _label(best):
+        if change["set"] == first["set"] and on and change["measured"] == label_of(best):
             note = f"95% of bootstraps: {change['low']:+.2f}% to {change['high']:+.2f}%"
             figures.append((f"{change['measured']} against {change['reference']}", f"{change['percent']:+.2f}%", note))
     return figures
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    """`OFF`, `ON k=2`, `baseline OFF`: as `Measured.label`."""
-    mode = f"ON k={row['k']}" if row["k"] else "OFF"
-    return f"{row['model']} {mode}".strip()
-
-
-def _results(rows: Rows) -> Table:
-    cells = [
-        [
-            row["set"],
-            _label(row),
-            f"{row['bits_per_byte']:.4f}",
-            f"{row['perplexity']:.2f}",
-            f"{row['tokens']:,}",
-            f"{row['bytes']:,}",
-        ]
-        for row in rows
-    ]
-    return Table(["set", "retrieval", "bits/byte", "perplexity", "tokens", "bytes"], cells)
-
-
-def _changes(rows: Rows) -> Table:
-    cells = [
-        [
-            row["set"],
-            row["measured"],
-            row["reference"],
-            f"{row['percent']:+.2f}%",
-            f"{row['low']:+.2f}% to {row['high']:+.2f}%",
-        ]
-        for row in rows
-    ]
-    return Table(["set", "measured", "against", "bits/byte", "95% of bootstraps"], cells)
-
-
-def _leakage(levels: Rows) -> Table:
-    labels = list(dict.fromkeys(_label(row) for level in levels for row in level["results"]))
-    cells = []
-    for level in levels:
-        found = {_label(row): f"{row['bits_per_byte']:.4f}" for row in level["results"]}
-        first = [level["set"], f"{level['leakage_at_most']:g}", f"{100 * level['share_of_chunks']:.1f}%"]
-        cells.append(first + [found.get(label, "–") for label in labels])
-    return Table(["set", "α", "chunks", *labels], cells)
-
-
-def _overlap(rows: Rows) -> Table:
-    cells = [
-        [
-            row["set"],
-            f"{row['chunks']:,}",
-            str(row["neighbors"]),
-            f"{row['mean']:.3f}",
-            f"{row['median']:.3f}",
-            f"{100 * row['without_neighbors']:.1f}%",
-            f"{row['sources']:,} ({row['source_column']})",
-            f"{100 * row['nearest_of_same_source']:.1f}%",
-            f"{100 * row['any_of_same_source']:.1f}%",
-        ]
-        for row in rows
-    ]
-    header = ["set", "chunks", "neighbors", "mean r", "median r", "without neighbors"]
-    return Table([*header, "sources", "nearest of the same", "any of the same"], cells)
-
-
-def _shares(levels: Rows) -> Table:
-    labels = list(dict.fromkeys(_label(row) for level in levels for row in level["results"]))
-    cells = []
-    for level in levels:
-        found = {_label(row): f"{row['bits_per_byte']:.4f}" for row in level["results"]}
-        size = [f"{level['datastore_documents']:,}", f"{level['datastore_chunks']:,}"]
-        first = [level["set"], f"{level['datastore_share']:g}", *size]
-        cells.append(first + [found.get(label, "–") for label in labels])
-    return Table(["set", "share", "documents", "chunks", *labels], cells)
 
 
 # --- plots ---------------------------------------------------------------------------------------------------------
@@ -179,9 +92,11 @@ def _plots_by_leakage(levels: Rows, sets: Sequence[str]) -> list[str]:
     return _plots_by(levels, sets, "leakage_at_most", "α: overlap with neighbors at most", "by α", log_x=False)
 
 
-def _plots_by_share(levels: Rows, sets: Sequence[str]) -> list[str]:
-    """Bits-per-byte by share of the datastore of every measurement; OFF, dashed, is the same for all."""
-    return _plots_by(levels, sets, "datastore_share", "share of the datastore", "by size of the datastore", log_x=True)
+def _plots_by_fraction(levels: Rows, sets: Sequence[str]) -> list[str]:
+    """Bits-per-byte by fraction of the datastore for every measurement. OFF is dashed, and the same for all."""
+    return _plots_by(
+        levels, sets, "datastore_fraction", "fraction of the datastore", "by size of the datastore", log_x=True
+    )
 
 
 def _plots_by(levels: Rows, sets: Sequence[str], key: str, x_label: str, title: str, *, log_x: bool) -> list[str]:
@@ -194,9 +109,9 @@ def _plots_by(levels: Rows, sets: Sequence[str], key: str, x_label: str, title: 
         ks = sorted({row["k"] for level in ours for row in level["results"]} - {0})
         for level in ours:
             for row in level["results"]:
-                curves.setdefault(_label(row), []).append((level[key], row["bits_per_byte"]))
+                curves.setdefault(label_of(row), []).append((level[key], row["bits_per_byte"]))
                 number = models.index(row["model"]) * max(1, len(ks)) + (ks.index(row["k"]) if row["k"] else 0)
-                colors[_label(row)] = (number, not row["k"])
+                colors[label_of(row)] = (number, not row["k"])
         lines = {label: _line(sorted(points), *colors[label]) for label, points in curves.items()}
         if any(len(points) > 1 for points in curves.values()):
             plots.append(line_plot(lines, x_label, "bits per byte", f"{name}: {title}", log_x=log_x))

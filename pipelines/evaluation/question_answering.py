@@ -17,7 +17,7 @@ from indexing.store.remote import url_of
 from indexing.store.retrieval_set import check_tokenizer
 from pipelines.evaluation.question_answering_modes import Asked, Mode
 from pipelines.evaluation.settings import QaSettings
-from pipelines.reports.html import Table
+from pipelines.results import Table
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from retro.inference.language_model import LanguageModel

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.evaluation.question_answering import answers_table
-from pipelines.reports.html import Section, Table, setting_rows, write_report
+from pipelines.reports.html import Section, settings_table, write_report
+from pipelines.results import Table
 
 _ANSWERS_SHOWN = 40
 _MODES = (
@@ -22,7 +23,7 @@ def write_qa_page(path: Path, results: Mapping[str, Any]) -> None:
 
     Args:
         path: the HTML file.
-        results: what `retro eval qa --json` writes.
+        results: the content of the JSON file.
     """
     rows = results["results"]
     modes = [row["mode"] for row in rows]
@@ -41,7 +42,7 @@ def write_qa_page(path: Path, results: Mapping[str, Any]) -> None:
         sections=[
             Section("Exact match and F1, per cent", text=_MODES, table=answers_table(rows)),
             Section("The first answers", table=Table(["question", "right", *modes], answers)),
-            Section("Fingerprints", table=Table(["of", "fingerprint"], setting_rows(results["fingerprints"]))),
-            Section("Settings", table=Table(["setting", "value"], setting_rows(results["settings"]))),
+            Section("Fingerprints", table=settings_table(results["fingerprints"], "fingerprint of")),
+            Section("Settings", table=settings_table(results["settings"])),
         ],
     )

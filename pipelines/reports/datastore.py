@@ -22,6 +22,7 @@ from indexing.store.remote import present, publish_file
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.vectors.exact_search import exact_search, recall
 from pipelines.reports import html as report
+from pipelines.results import Table
 from pipelines.stages.index import sample_queries
 from pipelines.terminal import Step, human_bytes, summary_rows
 
@@ -224,7 +225,7 @@ def recalls(measured: dict[str, Any]) -> list[tuple[int, float]]:
     return sorted((int(name.rpartition("_")[2]), value) for name, value in measured["recall"].items())
 
 
-def summary_table(measured: dict[str, Any]) -> report.Table:
+def summary_table(measured: dict[str, Any]) -> Table:
     """The figures that people ask for first."""
     rows = []
     for name in SPLITS:
@@ -242,7 +243,7 @@ def summary_table(measured: dict[str, Any]) -> report.Table:
     rows.append(["search, one query (p50)", f"{measured['latency_ms']['single_p50']:.2f} ms"])
     rows.append(["search, in a batch", f"{measured['latency_ms']['batched']:.3f} ms"])
     rows += [[f"{name} on disk", human_bytes(size)] for name, size in measured["bytes"].items()]
-    return report.Table(["", "measured"], rows)
+    return Table(["", "measured"], rows)
 
 
 def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
@@ -261,7 +262,7 @@ def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
         ],
         sections=[
             report.Section("Measured", table=summary_table(measured), plots=plots_of(retriever, measured)),
-            *([report.Section("The run that finished it", table=report.Table(header, rows))] if steps else []),
+            *([report.Section("The run that finished it", table=Table(header, rows))] if steps else []),
             report.Section("Held-out chunks and their neighbors", examples=sample_examples(retriever)),
         ],
     )

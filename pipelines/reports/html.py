@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from indexing.store.files import write_bytes
+from pipelines.results import Table
 
 _TEMPLATES = Path(__file__).parent / "templates"
 # Of middle lightness, so that they show on white and on dark, and told apart by the color-blind in this order.
@@ -27,20 +28,6 @@ _MARKED_WORDS = 3
 _CHARACTER = 0.75
 # That fit side by side above a plot, with six for the sample of each line.
 _LEGEND_CHARACTERS = 72
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a header; columns of numbers are right-aligned."""
-
-    header: list[str]
-    rows: list[list[str]]
-
-    @property
-    def numeric(self) -> list[bool]:
-        """For each column, whether most of its cells begin with a number."""
-        columns = [[row[number] for row in self.rows if row[number:]] for number in range(len(self.header))]
-        return [sum(bool(re.match(r"[-+−]?\.?\d", cell)) for cell in cells) * 2 > len(cells) for cells in columns]
 
 
 @dataclass(frozen=True)
@@ -100,16 +87,23 @@ def write_report(
     write_bytes(path, html.encode("utf-8", errors="replace"))
 
 
-def setting_rows(values: Mapping[str, Any], above: str = "") -> list[list[str]]:
-    """Settings or fingerprints as rows of a table, inner ones by their dotted names."""
-    rows = []
+def settings_table(values: Mapping[str, Any], name: str = "setting") -> Table:
+    """Settings or fingerprints as a table, without those that are None."""
+    rows = [[key, shown(value)] for key, value in flat(values).items() if value is not None]
+    return Table([name, "value"], rows)
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    out: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            rows += setting_rows(value, f"{above}{key}.")
-        elif value is not None:
-            shown = ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
-            rows.append([above + key, shown])
-    return rows
+        out |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
+    return out
+
+
+def shown(value: Any) -> str:
+    """A setting as text."""
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value)
 
 
 def marked(text: str, other: str) -> Any:

@@ -7,7 +7,7 @@ plotted too, under its own name.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
-from pipelines.reports.html import Line, Section, Table, line_plot, write_report
+from pipelines.reports.html import Line, Section, flat, line_plot, shown, write_report
+from pipelines.results import Table
 from retro.evaluation.sets import short_names
 from retro.training.monitor import PREFIX
 from retro.training.run_folder import read_metrics
@@ -99,18 +100,10 @@ def open_run(folder: Path, name: str) -> Run:
         raise InputError(
             f"{folder} is not the folder of a run ({settings} is missing). `retro train CONFIG` makes one."
         )
-    return Run(name, read_metrics(folder), dict(_flat(read_json(settings))))
+    return Run(name, read_metrics(folder), flat(read_json(settings)))
 
 
-def _flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield above + key, value
-
-
-def write_run_report(folders: Sequence[Path], path: Path) -> list[list[str]]:
+def write_run_report(folders: Sequence[Path], path: Path) -> Table:
     """Write the page.
 
     Args:
@@ -118,7 +111,7 @@ def write_run_report(folders: Sequence[Path], path: Path) -> list[list[str]]:
         path: the HTML file.
 
     Returns:
-        the page's first table as rows of text, its header first, to be printed.
+        the table of all runs.
 
     Raises:
         InputError: a folder is no run's, or stands there twice.
@@ -144,7 +137,7 @@ def write_run_report(folders: Sequence[Path], path: Path) -> list[list[str]]:
         figures=figures_of(runs[0]) if len(runs) == 1 else (),
         sections=[section for section in sections if section.plots or (section.table and section.table.rows)],
     )
-    return [summary.header, *summary.rows]
+    return summary
 
 
 def _has(runs: Sequence[Run], metric: str) -> bool:
@@ -230,17 +223,13 @@ def held_out_table(runs: Sequence[Run]) -> Table:
 def settings_sections(runs: Sequence[Run]) -> list[Section]:
     """The settings that differ between runs, a column for each run, and those that do not."""
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
-    values = {key: [_shown(run.settings.get(key, "–")) for run in runs] for key in keys}
+    values = {key: [shown(run.settings.get(key, "–")) for run in runs] for key in keys}
     differing = [[key, *row] for key, row in values.items() if len(set(row)) > 1]
     common = [[key, row[0]] for key, row in values.items() if len(set(row)) == 1]
     return [
         Section("Settings that differ", table=Table(["setting", *(run.name for run in runs)], differing)),
         Section("Settings in common" if len(runs) > 1 else "Settings", table=Table(["setting", "value"], common)),
     ]
-
-
-def _shown(value: Any) -> str:
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
 # --- layer groups --------------------------------------------------------------------------------------------------

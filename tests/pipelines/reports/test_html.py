@@ -10,13 +10,13 @@ from pipelines.reports.html import (
     NeighborExample,
     NeighborText,
     Section,
-    Table,
     _tick,
     histogram,
     line_plot,
     marked,
     write_report,
 )
+from pipelines.results import Table
 
 
 def test_a_report_holds_its_parts_and_escapes_text(tmp_path) -> None:

@@ -1,6 +1,6 @@
-"""How much a smaller datastore helps: bits-per-byte with neighbors from growing shares of it, as tables and JSON.
+"""How much a smaller datastore helps: bits-per-byte with neighbors from growing shares of it.
 
-chunks, shares of the datastore → neighbors found anew → Measured (OFF, ON k=2 …) → ShareLevel: results and changes
+chunks, shares of the datastore → neighbors found anew → Measured (OFF, ON k=2 …) → FractionLevel: results and changes
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,6 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from pipelines.evaluation.bits_per_byte import Change, Measured, measure, rows_and_changes
-from pipelines.reports.html import Table
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborUse
@@ -22,26 +21,26 @@ from retro.evaluation.settings import EvaluationSettings
 
 
 @dataclass(frozen=True)
-class ShareLevel:
+class FractionLevel:
     """What was measured on one set with a share of the datastore that it retrieves from.
 
     Attributes:
         set: its name.
-        datastore_share: of the documents.
+        datastore_fraction: of the documents.
         datastore_documents, datastore_chunks: that it held.
         results: OFF of every model, then ON with neighbors from the share.
         changes: between them.
     """
 
     set: str
-    datastore_share: float
+    datastore_fraction: float
     datastore_documents: int
     datastore_chunks: int
     results: list[dict[str, Any]]
     changes: list[Change]
 
 
-def check_shares(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> None:
+def check_fractions(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> None:
     """Raise InputError where shares are asked for and no model retrieves, or one was trained with random neighbors."""
     retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.cca_layers]
     if settings.datastore_fractions and not (retrieving and settings.k):
@@ -61,13 +60,13 @@ def check_shares(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings
             )
 
 
-def measure_shares(
+def measure_fractions(
     checkpoints: Sequence[Checkpoint],
     evaluation_set: EvaluationSet,
     measured: Sequence[Measured],
     settings: EvaluationSettings,
     device: str,
-) -> Iterator[ShareLevel]:
+) -> Iterator[FractionLevel]:
     """Retrieval ON with neighbors from each share of the datastore, in growing order, beside OFF.
 
     Args:
@@ -116,23 +115,9 @@ def measure_shares(
         ]
         ordered = [row for name in names for row in (*off, *on) if row.model == name]
         rows, changes = rows_and_changes(ordered, settings.seed)
-        yield ShareLevel(evaluation_set.name, part.share, part.documents, part.chunks, rows, changes)
+        yield FractionLevel(evaluation_set.name, part.share, part.documents, part.chunks, rows, changes)
 
 
-def shares_table(levels: Sequence[ShareLevel]) -> Table:
-    """A row for each share of the datastore and each measurement with retrieval ON, beside OFF of the same model."""
-    rows = []
-    for level in levels:
-        off = {row["model"]: row["bits_per_byte"] for row in level.results if not row["k"]}
-        for row in level.results:
-            if row["k"]:
-                label = " ".join(filter(None, (row["model"], f"ON k={row['k']}")))
-                change = 100 * (row["bits_per_byte"] / off[row["model"]] - 1)
-                size = [f"{level.datastore_share:g}", f"{level.datastore_documents:,}", f"{level.datastore_chunks:,}"]
-                rows.append([level.set, *size, label, f"{row['bits_per_byte']:.4f}", f"{change:+.2f}%"])
-    return Table(["set", "share", "documents", "chunks", "retrieval", "bits/byte", "against OFF"], rows)
-
-
-def as_json(levels: Sequence[ShareLevel]) -> dict[str, Any]:
+def as_json(levels: Sequence[FractionLevel]) -> dict[str, Any]:
     """`datastore_fractions`: for each set and share what it holds, results and changes."""
     return {"datastore_fractions": [asdict(level) for level in levels]}
