@@ -1,4 +1,4 @@
-"""The one tree of settings: each branch stands beside its owner, this file only joins them."""
+"""The tree of all settings. Each section is defined next to the code that uses it."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,12 +25,12 @@ from retro.tuning.settings import TuningSettings
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a datastore and a training run are made of; one TOML file serves every verb."""
+    """All settings of a datastore and a training run, in one TOML file for every verb."""
 
     datastore: Path = Path("datastore")
-    """The folder that holds chunks, embeddings, index and neighbors, or any fsspec URL (`s3://bucket/name`)."""
+    """Folder of chunks, embeddings, index and neighbors, or an fsspec URL (`s3://bucket/name`)."""
     run: Path = Path("run")
-    """The folder of a training run: resolved settings, metrics, checkpoints."""
+    """Folder of a training run: resolved settings, metrics, checkpoints."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     dedup: DedupSettings = field(default_factory=DedupSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
@@ -49,7 +49,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if url := url_of(self.run):
-            raise InputError(f"run = {url!r}: must be a folder of this machine; only datastores may lie at a URL.")
+            raise InputError(f"run = {url!r}: must be a local folder; only datastores can have a URL.")
 
     @property
     def run_settings(self) -> RunSettings:

@@ -1,17 +1,17 @@
-"""Everything that reaches the terminal: one progress bar, one view of all stages, one logger, one `echo`, readable numbers.
+"""Output on the terminal: a progress bar, a view of all stages, the logger, `echo`, and readable numbers.
 
     with progress("embed", total=12345, unit="chunks") as advance:
         advance(512)
 
-In a terminal: a bar with rate and time left. Elsewhere: quiet. In both, one line through the logger at the end.
+On a terminal: a bar with rate and time left. Elsewhere: nothing. Both log one line at the end.
 
     view = StagesView()
     with view.shown(["chunk", "embed"]):
         with view.stage("chunk"):
             with progress(...)
 
-In a terminal: a row for each stage, waiting, running with the bar of what it does now, or finished. Elsewhere: a line when a stage
-starts, each minute, and when something is done. In both, a summary with the rate of everything at the end: `view.steps`.
+On a terminal: a row for each stage, which waits, runs with a bar, or is finished. Elsewhere: a line when a stage starts, every
+minute, and when a step ends. Both log a summary of all steps with their rates at the end: `view.steps`.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from rich.text import Text
 
 log = logging.getLogger("retro")
 
-_LINE_SECONDS = 60.0  # between two lines of something that runs where there is no terminal
+_LINE_SECONDS = 60.0  # between two lines of a running step where there is no terminal
 
 _live: list[Progress] = []  # the display that is on screen, shared by nested bars
 _views: list["StagesView"] = []  # the view that is open
@@ -50,12 +50,12 @@ _views: list["StagesView"] = []  # the view that is open
 
 @contextlib.contextmanager
 def progress(name: str, *, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-    """A bar for long work; yields the function that says how many more units are done.
+    """Show a bar for long work; yields the function to call with the number of units just finished.
 
     Args:
-        name: what is being done.
-        total: units in all; None where nobody knows.
-        unit: plural name of what is counted; `bytes` are shown with prefixes.
+        name: of the work.
+        total: number of units; None if unknown.
+        unit: plural name of the units; `bytes` are shown with prefixes.
     """
     if _views and _views[-1].current is not None:
         with _views[-1].step(name, total, unit) as advance:
@@ -86,14 +86,14 @@ def _made(units: int, unit: str, seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """Something that a stage has done.
+    """A finished step of a stage.
 
     Attributes:
         stage: as on the command line.
-        name: what was done.
-        units: how much of it.
-        unit: plural name of what was counted; empty for a stage of which everything was finished before.
-        seconds: how long it took.
+        name: of the step.
+        units: number of finished units.
+        unit: plural name of the units; empty for a stage that was finished before.
+        seconds: duration.
     """
 
     stage: str
@@ -104,10 +104,10 @@ class Step:
 
 
 class StagesView:
-    """All stages of a build in one view; see the top of this file.
+    """Shows all stages of a build; see the top of this file.
 
     Args:
-        quiet: neither draw nor log, only record.
+        quiet: only record the steps.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -121,7 +121,7 @@ class StagesView:
 
     @contextlib.contextmanager
     def shown(self, names: Sequence[str]) -> Iterator[None]:
-        """Show these stages, all of them waiting; at the end, unless something fails, log the summary."""
+        """Show these stages as waiting; at the end, unless an error occurs, log the summary."""
         self._names = list(names)
         with contextlib.nullcontext() if self.quiet else _display() as self._display:
             if self._display is not None:
@@ -143,7 +143,7 @@ class StagesView:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """The stage that runs now: what calls `progress` meanwhile is part of it."""
+        """Run a stage. Calls of `progress` inside are its steps."""
         self.current, before = name, len(self.steps)
         place = f"stage {self._names.index(name) + 1} of {len(self._names)}, {name}"
         try:
@@ -159,7 +159,7 @@ class StagesView:
 
     @contextlib.contextmanager
     def step(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-        """See `progress`, which calls this inside a stage."""
+        """Run a step; `progress` calls this inside a stage."""
         assert self.current is not None
         stage, started, done = self.current, time.perf_counter(), 0
 
@@ -182,7 +182,7 @@ class StagesView:
         self._say("%s: %s", name, _made(done, unit, self.steps[-1].seconds))
 
     def _say(self, message: str, *arguments: object) -> None:
-        """A line where nobody sees the rows."""
+        """Log a line where there is no terminal."""
         if self._display is None and not self.quiet:
             log.info(message, *arguments)
 
@@ -192,7 +192,7 @@ class StagesView:
 
 
 def _so_far(done: int, total: int | None, unit: str, seconds: float) -> str:
-    """`45%, 4,500 of 10,000 chunks, 120/s, 46 s left`, as far as it is known."""
+    """`45%, 4,500 of 10,000 chunks, 120/s, 46 s left`, without the parts that are unknown."""
     rate = done / max(seconds, 1e-9)
     if not total:
         return f"{human_count(done, unit, named=True)} so far, {human_count(rate, unit)}/s"
@@ -206,7 +206,7 @@ def _so_far(done: int, total: int | None, unit: str, seconds: float) -> str:
 
 @contextlib.contextmanager
 def _repeated(line: Callable[[], None] | None) -> Iterator[None]:
-    """Call `line` every minute from another thread: k-means says nothing for hours, and a log must show that it lives."""
+    """Call `line` every minute from another thread, because k-means can run for hours without a message."""
     if line is None:
         yield
         return
@@ -226,9 +226,9 @@ def _repeated(line: Callable[[], None] | None) -> Iterator[None]:
 
 
 def summary_rows(steps: Iterable[Step]) -> list[list[str]]:
-    """A table of what was done: stage, step, units, time, rate; the header is its first row, the total its last."""
+    """Rows of all steps: stage, step, units, time, rate. The first row is the header, the last one the total."""
     steps = list(steps)
-    rows = [["stage", "step", "made", "time", "rate"]]
+    rows = [["stage", "step", "units", "time", "rate"]]
     for number, step in enumerate(steps):
         first = not number or steps[number - 1].stage != step.stage
         row = [step.stage if first else "", step.name if step.unit else "", "", _time_of(step), ""]
@@ -262,22 +262,22 @@ def grouped(groups: Mapping[str, list[list[str]]]) -> str:
 def echo(text: object = "", file: TextIO | None = None) -> None:
     """Print text, `printable`, on standard output or to a file. The project prints through this function alone.
 
-    Where the reader has gone (`| head`), the program ends without a word, with the status of SIGPIPE.
+    If the reader has closed the pipe (`| head`), the program exits with the status of SIGPIPE and no message.
     """
     file = file or sys.stdout
     try:
         print(printable(str(text)), file=file, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what is still to be flushed goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # the rest is discarded
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
-# Control characters but line breaks and tabs, marks that reverse the order of what follows, halves of surrogate pairs.
+# Control characters except line breaks and tabs, marks that reverse the direction of text, halves of surrogate pairs.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""Text that cannot control the terminal (its title, its clipboard, its colors), whoever wrote it.
+    r"""Text without control sequences, which could set the terminal's title, clipboard or colors.
 
     Control characters become `\u001b` and the like, so JSON keeps its meaning; line breaks and tabs stay.
     """
@@ -285,13 +285,13 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    r"""The same without line breaks and tabs (`\u000a`, `\u0009`), for a name that must not look like more than one line."""
+    r"""Printable text with line breaks and tabs escaped too (`\u000a`, `\u0009`), for a name within one line."""
     return printable(text).replace("\n", "\\u000a").replace("\t", "\\u0009")
 
 
 @contextlib.contextmanager
 def _display() -> Iterator[Progress | None]:
-    """The live display: a new one, the one already on screen, or None where nobody watches."""
+    """The live display: a new one, the one already on screen, or None without a terminal."""
     if _live:
         yield _live[-1]
         return
@@ -317,7 +317,7 @@ def _display() -> Iterator[Progress | None]:
 
 
 class _Running(ProgressColumn):
-    """A column that is empty in the row of a stage that waits or is finished."""
+    """A column that is empty in the rows of waiting and finished stages."""
 
     def __init__(self, column: ProgressColumn) -> None:
         self.column = column
@@ -329,7 +329,7 @@ class _Running(ProgressColumn):
 
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """Done, total and rate; of a stage that does not run, how it stands."""
+        """Units, total and rate; for a stage that does not run, its state."""
         if task.fields["note"] is not None:
             return Text(task.fields["note"])
         unit = task.fields["unit"]
@@ -339,10 +339,10 @@ class _Rate(ProgressColumn):
 
 
 class _Handler(logging.Handler):
-    """Messages on standard error, above the bar where there is one."""
+    """Prints log messages on standard error, above the bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One message, which says so if it is a warning."""
+        """Print one message, with its level if it is a warning or an error."""
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         message = printable(level + self.format(record))
         if _live:
@@ -352,9 +352,9 @@ class _Handler(logging.Handler):
 
 
 def setup_logging() -> None:
-    """Send the project's messages to standard error, and warnings of libraries; called once, by the command line."""
+    """Print the project's log messages and the warnings of libraries on standard error; the command line calls this once."""
     log.handlers[:] = [_Handler()]
-    logging.lastResort = _Handler(logging.WARNING)  # for every logger without a handler
+    logging.lastResort = _Handler(logging.WARNING)  # for loggers without a handler
     log.setLevel(logging.INFO)
     log.propagate = False
 

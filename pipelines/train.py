@@ -1,10 +1,10 @@
-"""`python -m pipelines.train CONFIG …`: training by this process, by torchrun's, or by Ray's.
+"""`python -m pipelines.train CONFIG …`: training in this process, in those of torchrun, or on Ray.
 
-torchrun --nproc-per-node 8 -m -- pipelines.train CONFIG               each process is one of many
+torchrun --nproc-per-node 8 -m -- pipelines.train CONFIG               one of several processes
 python -m pipelines.train CONFIG --executor.kind ray                   workers of a Ray cluster, also by `ray job submit`
-python -m pipelines.train CONFIG                                       alone, as `retro train CONFIG`
+python -m pipelines.train CONFIG                                       one process, as `retro train CONFIG`
 
-Without `--`, torchrun takes options that begin like its own, `--run` for example, for its own.
+The `--` stops torchrun from reading options that begin like its own, for example `--run`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What each verb on datastores does with its settings: a few lines of calls into the layers below."""
+"""Verbs that plan, build, search and check datastores."""
 
 import logging
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ log = logging.getLogger("retro")
 
 @dataclass(frozen=True)
 class IndexOptions(Config):
-    """Build a datastore, or bring it up to date. What is finished is kept, so a stopped run goes on where it was."""
+    """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
 
     stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialize", "merge"] = "all"
-    """One stage only; `all` runs them in order (`materialize` where neighbors.materialized asks for it)."""
+    """Run one stage only; `all` runs them in order (`materialize` where neighbors.materialized asks for it)."""
     rebuild: bool = False
-    """First remove what this stage and the ones after it have made."""
+    """First remove the files of this stage and of all later stages."""
     append: bool = False
-    """First add the files of the corpus that the datastore does not have, as new shards with the trained index as it is."""
+    """First add new files of the corpus as new shards. The trained index stays as it is."""
     strict: bool = False
-    """Stop at the first problem in the corpus instead of reporting it."""
+    """Stop at the first problem in the corpus instead of counting it."""
 
 
 def index(options: IndexOptions) -> int:
@@ -65,17 +65,17 @@ class PlanOptions(Config, ResultOptions):
     """Estimate size, time, memory and cost of a datastore from a calibration of about a minute on this machine."""
 
     tokens: float = 0.0
-    """Tokens of the datastore (2e12); 0 = those of `corpus.paths`."""
+    """Tokens of the datastore (2e12); 0 = all tokens of `corpus.paths`."""
     machines: int = 1
-    """Machines like this one that work side by side."""
+    """Machines like this one that work in parallel."""
     price: float = 0.0
-    """Of a machine for an hour, in any currency; 0 = no costs are shown."""
+    """Price of a machine for an hour, in any currency; 0 = no costs."""
     days: float = 30.0
-    """Time within which everything should be done: how many machines that takes is printed."""
+    """Days until everything should be done; the plan names the number of machines for it."""
     nprobe: int = 0
-    """Inverted lists that a search visits; 0 = extrapolated from what the recall target took in the calibration."""
+    """Inverted lists that a search visits; 0 = extrapolated from the nprobe that reached the recall target in the calibration."""
     sample_bytes: int = 8 * 2**20
-    """Text that the calibration builds: more takes longer and tells more."""
+    """Bytes of text in the calibration. More bytes take longer and give a better estimate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +105,7 @@ def plan(options: PlanOptions) -> int:
     }
     titles = {
         "planned": "This datastore",
-        "paper": "The paper's 2 trillion tokens: 28 billion full chunks of 64 tokens of 4 bytes, with this embedder",
+        "paper": "The paper's datastore: 28 billion full chunks of 64 tokens of 4 bytes, with this embedder",
     }
     blocks = ["\n".join(aligned(calibration_rows(calibration)))]
     for name, each in plans.items():
@@ -119,14 +119,14 @@ def plan(options: PlanOptions) -> int:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The chunks of a datastore that are nearest to a text."""
+    """Print the chunks of a datastore that are nearest to a text."""
 
     k: int = 5
-    """How many."""
+    """Number of chunks."""
     rerank: Rerank = "embeddings"
-    """What candidates are ordered by: exact distances of the `embeddings`, `bm25`, or both (`hybrid`)."""
+    """Order of the candidates: exact distances of the `embeddings`, `bm25` scores, or both (`hybrid`)."""
     filters: tuple[str, ...] = ()
-    """`COLUMN=VALUE`: only chunks of documents with that value; several values of a column are alternatives."""
+    """`COLUMN=VALUE`: search only documents with this value. Several values of one column are alternatives."""
     extra_datastores: tuple[str, ...] = ()
     """More datastores to search together with the first one."""
     format: Format = "text"
@@ -153,10 +153,10 @@ def _hit_text(rank: int, hit: Hit) -> str:
 
 
 def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
-    """`COLUMN=VALUE` each → the values of every column.
+    """Parse filters, `COLUMN=VALUE` each, into the values of every column.
 
     Raises:
-        InputError: one is written otherwise.
+        InputError: a filter has another form.
     """
     filters: dict[str, list[str]] = {}
     for each in given:
@@ -169,12 +169,12 @@ def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class DeleteOptions:
-    """Delete documents of a datastore by id: no search and no batch names their chunks any more."""
+    """Delete documents by id. Searches and training batches no longer return their chunks."""
 
     ids: tuple[str, ...] = ()
-    """Their ids, as `retro search` shows them."""
+    """Ids of documents, as `retro search` prints them."""
     ids_from: str = ""
-    """File with one id a line."""
+    """File with one id per line."""
 
 
 def delete(datastore: str, options: DeleteOptions) -> int:
@@ -185,7 +185,7 @@ def delete(datastore: str, options: DeleteOptions) -> int:
     wanted = [*options.ids, *(Path(options.ids_from).read_text().split("\n") if options.ids_from else ())]
     numbers = opened.train.find_documents([each for each in wanted if each])
     if not numbers:
-        raise InputError("name documents to delete: --ids ID …, or --ids-from FILE with one id a line.")
+        raise InputError("no documents to delete: set --ids ID …, or --ids-from FILE with one id per line.")
     ranges = np.array([opened.train.chunk_range(number) for number in numbers], dtype=np.int64)
     echo(
         f"{datastore}: {delete_ranges(opened.folder, ranges):,} documents deleted, {int(np.diff(ranges).sum()):,} chunks"
@@ -194,7 +194,7 @@ def delete(datastore: str, options: DeleteOptions) -> int:
 
 
 def inspect_datastore(folder: Path, form: Format) -> int:
-    """Print totals, stages, problems of the corpus, near copies removed and, once it is measured, the report."""
+    """Print totals, stages, problems of the corpus, removed near copies and, where there is a report, the recalls."""
     from pipelines.stages import dedup as dedup_stage
 
     datastore = Datastore.open(folder)
@@ -204,7 +204,7 @@ def inspect_datastore(folder: Path, form: Format) -> int:
         for name, split in datastore.manifest["splits"].items()
     }
     deduplicated = "dedup" in read_manifest(folder / "chunks" / shard_name(0))["recipe"]["inputs"]
-    facts = {
+    metadata = {
         "path": str(folder),
         "fingerprint": datastore.fingerprint,
         "stages": list(datastore.manifest["fingerprints"]),
@@ -217,34 +217,36 @@ def inspect_datastore(folder: Path, form: Format) -> int:
         "dedup": dedup_stage.summary(folder / dedup_stage.FOLDER / "removed") if deduplicated else None,
         "report": read_json(folder / "report.json") if (folder / "report.json").exists() else None,
     }
-    print_result(facts, grouped(_datastore_groups(facts)), form)
+    print_result(metadata, grouped(_datastore_groups(metadata)), form)
     return 0
 
 
-def _datastore_groups(facts: dict[str, Any]) -> dict[str, list[list[str]]]:
+def _datastore_groups(metadata: dict[str, Any]) -> dict[str, list[list[str]]]:
     """The rows of `retro inspect DATASTORE` under their headings."""
-    tokenizer = facts["tokenizer"]
+    tokenizer = metadata["tokenizer"]
     lossless = "lossless" if tokenizer["lossless"] else "not lossless"
     rows = [
-        ["fingerprint", facts["fingerprint"]],
-        ["finished stages", ", ".join(facts["stages"])],
+        ["fingerprint", metadata["fingerprint"]],
+        ["finished stages", ", ".join(metadata["stages"])],
         ["tokenizer", f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, {lossless}"],
-        ["chunk length", str(facts["chunk_length"])],
-        ["deleted", f"{facts['deleted_documents']:,} documents"],
-        ["on disk", human_bytes(facts["disk_bytes"])],
+        ["chunk length", str(metadata["chunk_length"])],
+        ["deleted", f"{metadata['deleted_documents']:,} documents"],
+        ["on disk", human_bytes(metadata["disk_bytes"])],
     ]
     corpus = []
-    for name, totals in facts["splits"].items():
+    for name, totals in metadata["splits"].items():
         parts = (f"{totals[key]:,} {key}" for key in ("documents", "chunks", "tokens", "bytes"))
         corpus.append([name, ", ".join(parts) + f", in {totals['shards']} shards"])
-    problems = ", ".join(f"{kind}: {count:,}" for kind, count in facts["problems"].items())
+    problems = ", ".join(f"{kind}: {count:,}" for kind, count in metadata["problems"].items())
     corpus.append(["problems", problems or "none"])
-    corpus += [["dedup", facts["dedup"]]] if facts["dedup"] else []
-    return {facts["path"]: rows, "corpus": corpus} | (_measured_groups(facts["report"]) if facts["report"] else {})
+    corpus += [["dedup", metadata["dedup"]]] if metadata["dedup"] else []
+    return {metadata["path"]: rows, "corpus": corpus} | (
+        _measured_groups(metadata["report"]) if metadata["report"] else {}
+    )
 
 
 def _measured_groups(measured: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """The recalls of two searches: the one that answers queries, and the one that found the stored neighbors."""
+    """Recalls of two searches: that of queries, and the one that found the stored neighbors."""
     from pipelines.reports.datastore import recalls
 
     index = measured["index"]
@@ -262,15 +264,15 @@ def _measured_groups(measured: dict[str, Any]) -> dict[str, list[list[str]]]:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Compare every byte with its checksum: of a datastore, and every cross-reference in it; of a checkpoint, a run (all its
-    checkpoints) or an exported file. One line for each thing that is broken, with how to repair it."""
+    """Compare every file with its checksum, and check the cross-references of a datastore. A run has all of its checkpoints
+    checked. Each error is one line that says how to repair it."""
 
     repair: bool = False
-    """Remove the broken parts of a datastore, so that `retro index CONFIG` makes them again."""
+    """Remove the broken parts of a datastore. `retro index CONFIG` then builds them again."""
 
 
 def verify(datastore: str, options: VerifyOptions) -> int:
-    """`retro verify DATASTORE`: 0 = all is well, 1 = something is broken."""
+    """`retro verify DATASTORE`: 0 = no errors, 1 = errors."""
     from indexing.verification.datastore import mend, verify_datastore
     from pipelines.stages.table import lock
 
@@ -282,15 +284,15 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         echo(problem)
     size = f"{found.artifacts:,} artifacts, {found.files:,} files, {human_bytes(found.bytes)}"
     if not found.problems:
-        echo(f"{folder}: {size}, finished stages {', '.join(found.stages)}: all is as it was written")
+        echo(f"{folder}: {size}, finished stages {', '.join(found.stages)}: no errors")
         return 0
-    echo(f"{folder}: {size}: {len(found.problems)} broken")
+    echo(f"{folder}: {size}: {len(found.problems)} errors")
     if options.repair:
         append = " --append" if any(name.startswith("appended/") for name in removed) else ""
-        echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` makes it again")
+        echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` builds them again")
     return 1
 
 
 def indented(text: str) -> str:
-    """Text moved in by three blanks."""
+    """Text with every line indented by three blanks."""
     return "\n".join(f"   {line}" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""`retro doctor`: what is installed, what the machine has, and what is known not to work together."""
+"""`retro doctor`: installed packages, devices and memory, and versions with known conflicts."""
 
 import importlib
 import importlib.metadata
@@ -30,7 +30,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report; `action` is what mends a warning or an error."""
+    """One line of the report; `action` is the command that repairs a warning or an error."""
 
     level: Literal["ok", "warning", "error"]
     topic: str
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Versions, builds, devices, threads and known conflicts on this machine."""
+    """Check installed packages, builds, devices, threads and known conflicts on this machine."""
 
     format: Format = "text"
     """Print `text` or `json`."""
@@ -52,7 +52,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def examine() -> list[Finding]:
-    """Everything that can be seen without doing work."""
+    """Examine packages and machine."""
     versions = installed_versions()
     imports = {name: check_import(name, module, versions) for name, module in REQUIRED.items()}
     findings = [check_python(sys.version_info[:2]), *imports.values()]
@@ -60,7 +60,7 @@ def examine() -> list[Finding]:
         message = versions.get(name) or f"not installed (optional: {command})"
         findings.append(Finding("ok", name, message))
     findings += conflicts(versions)
-    # What does not import has been told; the doctor must survive it to tell the rest.
+    # Continue without the packages that do not import; they are reported above.
     usable = {name for name, finding in imports.items() if finding.level != "error"}
     if "faiss-cpu" in usable:
         findings += check_faiss(versions)
@@ -70,16 +70,16 @@ def examine() -> list[Finding]:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """Whether this Python is one that the dependencies work on."""
+    """Check that the dependencies support this version of Python."""
     message = f"{'.'.join(map(str, version))} ({platform.python_version()} on {platform.machine()})"
     if (3, 11) <= version < (3, 13):
         return Finding("ok", "python", message)
     action = "make a virtual environment with Python 3.11 or 3.12"
-    return Finding("error", "python", f"{message}: autofaiss needs one below 3.13, retro 3.11 or later", action)
+    return Finding("error", "python", f"{message}: autofaiss needs a version below 3.13, retro 3.11 or later", action)
 
 
 def installed_versions() -> dict[str, str]:
-    """Distribution name to version, of those that matter here."""
+    """Distribution name → version, for the dependencies."""
     versions = {}
     for name in (*REQUIRED, *OPTIONAL):
         try:
@@ -90,7 +90,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_import(name: str, module: str, versions: Mapping[str, str]) -> Finding:
-    """Whether a package really imports: what resolves need not."""
+    """Check that a package imports. An installed package may not."""
     try:
         importlib.import_module(module)
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
@@ -104,17 +104,17 @@ def check_import(name: str, module: str, versions: Mapping[str, str]) -> Finding
 
 
 def requirement(name: str) -> str:
-    """A dependency with the range of versions that this project asks for."""
+    """A dependency with the range of versions that this project requires."""
     try:
-        asked = importlib.metadata.requires("retro") or []
+        required = importlib.metadata.requires("retro") or []
     except importlib.metadata.PackageNotFoundError:
-        asked = []  # run from a checkout that was not installed
-    same = [line for line in asked if re.match(re.escape(name) + r"[^\w-]", line + " ") and ";" not in line]
+        required = []  # runs from a checkout that is not installed
+    same = [line for line in required if re.match(re.escape(name) + r"[^\w-]", line + " ") and ";" not in line]
     return same[0] if same else name
 
 
 def conflicts(versions: Mapping[str, str]) -> list[Finding]:
-    """Pairs of versions that are known not to work together.
+    """Find pairs of versions with a known conflict.
 
     Args:
         versions: distribution name to version.
@@ -146,7 +146,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_faiss(versions: Mapping[str, str]) -> list[Finding]:
-    """Which build of Faiss is in place."""
+    """The installed build of Faiss."""
     import faiss
 
     options = faiss.get_compile_options().strip()
@@ -157,24 +157,24 @@ def check_faiss(versions: Mapping[str, str]) -> list[Finding]:
 
 
 def faiss_conflicts(versions: Mapping[str, str], has_gpu: bool) -> list[Finding]:
-    """faiss-cpu and faiss-gpu install the same `faiss` folder: the last one wins, and autofaiss always brings faiss-cpu.
+    """Check faiss-cpu against faiss-gpu. Both install the folder `faiss`, the last one wins, and autofaiss requires faiss-cpu.
 
     Args:
         versions: distribution name to version.
-        has_gpu: whether the files in place are built for GPUs.
+        has_gpu: whether the installed files are built for GPUs.
     """
     if not {"faiss-cpu", "faiss-gpu"} <= set(versions):
         return []
     if not has_gpu:
-        message = "faiss-cpu and faiss-gpu are both installed, and the files in place are those of faiss-cpu"
+        message = "faiss-cpu and faiss-gpu are both installed, and the folder faiss has the files of faiss-cpu"
         return [Finding("warning", "faiss build", message, "pip install --force-reinstall --no-deps faiss-gpu")]
     if _numbers(versions["faiss-cpu"]) != _numbers(versions["faiss-gpu"]):
-        message = f"faiss-gpu {versions['faiss-gpu']} lies over files of faiss-cpu {versions['faiss-cpu']}"
+        message = f"faiss-gpu {versions['faiss-gpu']} has overwritten files of faiss-cpu {versions['faiss-cpu']}"
         action = f"pip uninstall -y faiss-cpu faiss-gpu && pip install faiss-cpu=={versions['faiss-gpu']}"
         action += f" && pip install --force-reinstall --no-deps faiss-gpu=={versions['faiss-gpu']}"
         return [Finding("warning", "faiss build", message, action)]
-    # What `retro[gpu]` makes; nothing to mend, but worth knowing before the next `pip install`.
-    return [Finding("ok", "faiss build", "faiss-cpu and faiss-gpu are both installed; faiss-gpu's files are in place")]
+    # `retro[gpu]` installs both. It works until the next `pip install` changes one of them.
+    return [Finding("ok", "faiss build", "faiss-cpu and faiss-gpu are both installed; the files of faiss-gpu are used")]
 
 
 def check_devices() -> list[Finding]:
@@ -194,7 +194,7 @@ def check_devices() -> list[Finding]:
 
 
 def check_threads(usable: Collection[str]) -> Finding:
-    """Cores, and how many threads torch and faiss will start on them, each on its own."""
+    """Number of cores, and of threads that torch and faiss start on them."""
     # A container or `taskset` may allow fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = {}

@@ -1,4 +1,4 @@
-"""What each verb that measures a model does with its settings: a few lines of calls into the layers below."""
+"""Verbs that evaluate a model."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalOptions(ResultOptions):
-    """Bits-per-byte of held-out documents, retrieval OFF and ON."""
+    """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON."""
 
     against: str = ""
-    """Another checkpoint or run, say the baseline: scored on the same sets and windows, and compared."""
+    """Another checkpoint, for example a baseline, to score on the same sets and windows and to compare with."""
     datastore: str = ""
-    """Datastore in place of those of the training run: its held-out documents are scored."""
+    """Datastore whose held-out documents are scored; empty: the datastores of the training run."""
     leakage_from: str = ""
-    """Datastore of the same chunks whose nearest neighbors say what leaks; empty: that of each set."""
+    """Datastore of the same chunks whose nearest neighbors define leakage; empty: the datastore of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     output: str = ""
@@ -51,7 +51,9 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     for one in opened:
         _check_ids(one, sets)
     if not sets:
-        raise InputError(f"{checkpoint}: its datastores hold nothing out; name documents with --evaluation.sets.")
+        raise InputError(
+            f"{checkpoint}: its datastores have no held-out documents; name documents with --evaluation.sets."
+        )
     source = Datastore.open(options.leakage_from) if options.leakage_from else None
     measured = eval_report.measure_checkpoints(opened, sets, settings, options.device, source)
     levels: list[eval_report.Level] = []
@@ -89,12 +91,12 @@ def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
 
 @dataclass(frozen=True)
 class EvalQaOptions(QaSettings, ResultOptions):
-    """Exact match and F1 of a model's answers to questions: closed book, with passages in the prompt or as neighbors, with
-    retrieval ON."""
+    """Measure exact match and F1 of answers to questions: closed book, with passages in the prompt, with passages as
+    neighbors, and with retrieval ON."""
 
     passages: str = ""
-    """Datastore to search with the questions: its chunks stand in the prompts, or are neighbors, and retrieval ON reads it;
-    empty: retrieval ON reads the datastore of the training run."""
+    """Datastore to search for passages. Retrieval ON then searches it too; empty: retrieval ON searches the datastore of the
+    training run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     output: str = ""
@@ -130,24 +132,25 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
 
 @dataclass(frozen=True)
 class EvalHarnessOptions(ResultOptions):
-    """Tasks of EleutherAI's lm-eval, retrieval ON or OFF. Its own command line: `python -m retro.inference.lm_eval_adapter --help`."""
+    """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or OFF. `python -m retro.inference.lm_eval_adapter` has all options
+    of the harness."""
 
     tasks: tuple[str, ...] = ()
-    """Names of tasks or groups, wildcards too."""
+    """Names of tasks or groups; wildcards are allowed."""
     include_path: str = ""
-    """Folder with YAML files of more tasks."""
+    """Folder with YAML files of further tasks."""
     retrieval: bool = True
-    """Whether complete chunks are given neighbors."""
+    """Search neighbors for complete chunks (ON)."""
     k: int = 2
     """Neighbors of each chunk."""
     datastore: str = ""
-    """Datastore to search; empty: the one of the training run."""
+    """Datastore to search; empty: the datastore of the training run."""
     shots: int = -1
-    """Solved examples in front of each; -1 = as the task says."""
+    """Solved examples before each question; -1 = the task's own number."""
     limit: int = 0
-    """Examples of each task; 0 = all."""
+    """Number of examples of each task; 0 = all."""
     batch_size: int = 8
-    """Sequences that are read together."""
+    """Sequences in a batch."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
 
@@ -168,7 +171,7 @@ def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
         raise InputError("--tasks is empty: name tasks of lm-eval; `lm-eval ls tasks` lists them.")
     manager = TaskManager(include_path=options.include_path or None, include_defaults=not options.include_path)
     unknown = [name for name in options.tasks if not manager.match_tasks([name])]
-    if unknown and options.include_path:  # reading all that lm-eval brings takes seconds
+    if unknown and options.include_path:  # reading the tasks of lm-eval takes seconds
         manager = TaskManager(include_path=options.include_path)
         unknown = [name for name in options.tasks if not manager.match_tasks([name])]
     if unknown:
@@ -190,7 +193,7 @@ def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
         task_manager=manager,
         log_samples=False,
     )
-    assert results is not None  # only other processes of a group get none
+    assert results is not None  # only processes other than rank 0 get None
     settings = {"checkpoint": checkpoint} | asdict(options)
     kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
     options.deliver({**model.get_model_info(), "settings": settings, **kept}, make_table(results))

@@ -1,4 +1,4 @@
-"""What the verbs on models in Hugging Face's format do with their settings: a few lines of calls into the layers below."""
+"""`retro import FOLDER`: models in Hugging Face format."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +11,21 @@ from pipelines.terminal import echo, human_bytes
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Read a decoder from a local folder in Hugging Face format and write it as one file, which then serves as CHECKPOINT. Of a
-    folder that `retro export` has written it comes back as it was, and the other options mean nothing."""
+    """Read a decoder from a local folder in Hugging Face format and write it as one file, which other verbs accept as
+    CHECKPOINT. A folder that `retro export` wrote is restored exactly; the other options then have no effect."""
 
     output: Path
     """The file, `NAME.safetensors`."""
     chunk_length: int = 64
-    """Tokens of a chunk of the datastores that it is used with."""
+    """Chunk length of the datastores that the model will use."""
     context: int = 0
-    """Tokens that it sees at most in scoring and generation; 0 = as many as it was made for, up to 2,048."""
+    """Maximum number of tokens of context in scoring and generation; 0 = that of the model, up to 2,048."""
     precision: Precision = "auto"
-    """Of matrix products in scoring and generation, as `train.precision`."""
+    """Precision of matrix products in scoring and generation, as `train.precision`."""
     verify: bool = True
-    """Compare its logits with those of `transformers`, where that is installed; both models are in memory at a time."""
+    """Compare logits with `transformers`, if that is installed. Both models are in memory at the same time."""
     overwrite: bool = False
-    """Replace the file if it exists."""
+    """Replace an existing file."""
 
 
 def import_(folder: str, options: ImportOptions) -> int:
@@ -36,9 +36,7 @@ def import_(folder: str, options: ImportOptions) -> int:
     from retro.huggingface.import_folder import import_base, read_base
 
     if options.output.suffix != ".safetensors":
-        raise InputError(
-            f"output = {str(options.output)!r}: the name must end in .safetensors, by which such a file is known."
-        )
+        raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
     check_target(options.output, options.overwrite)
     if is_exported(Path(folder)):
         state, tensors = read_folder(Path(folder))
@@ -48,12 +46,14 @@ def import_(folder: str, options: ImportOptions) -> int:
     base = read_base(Path(folder), options.chunk_length)
     if options.verify and has_transformers():
         difference, largest = verify(base)
-        echo(f"logits differ from transformers' by {difference:.2g} at most, the largest is {largest:.3g}")
+        echo(
+            f"logits differ from those of transformers by at most {difference:.2g}; the largest logit is {largest:.3g}"
+        )
     elif options.verify:
         echo("logits were not compared: transformers is not installed (pip install 'retro[transformer]')")
     import_base(base, options.output, options.context, options.precision)
     number = sum(tensor.numel() for tensor in base.tensors.values())
     echo(f"{options.output}: {base.family}, {number:,} parameters, {human_bytes(options.output.stat().st_size)}")
     if base.added_rows:
-        echo(f"{base.added_rows} ids of its tokenizer had no rows: they have the mean of the others")
+        echo(f"{base.added_rows} ids of the tokenizer had no rows; their rows are the mean of the others")
     return 0

@@ -1,4 +1,4 @@
-"""What each verb on models and runs does with its settings: a few lines of calls into the layers below."""
+"""Verbs that train, run, check and export models."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from pipelines.terminal import echo, grouped, human_bytes, progress
 from retro.inference.settings import GenerationSettings
 
 log = logging.getLogger("retro")
-_WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # files that others write
+_WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # formats of other programs
 
 
 def train(config: Config) -> int:
@@ -32,7 +32,7 @@ def finetune(config: Config) -> int:
 
 
 def _learn(config: Config, name: str, learning: Learning) -> int:
-    """In this process, in several that torchrun has started, or on Ray. Among several processes the first one speaks."""
+    """Train on Ray, in this process, or in the processes of torchrun. Only rank 0 prints."""
     from pipelines.reports.training_runs import write_run_report
     from retro.checkpoints.checkpoint import latest
     from retro.parallel.coordination import joined
@@ -62,7 +62,7 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What training runs did, on one page: curves, held-out figures, settings. Also of a run that still goes on."""
+    """Write one HTML page with curves, evaluation results and settings of one or more runs, finished or running."""
 
     output: str = ""
     """HTML file to write; empty: `report.html` in the run's folder, or for several runs `comparison.html` in the first one."""
@@ -83,18 +83,18 @@ def report(runs: list[str], options: ReportOptions) -> int:
 
 @dataclass(frozen=True)
 class GenerateOptions(GenerationSettings):
-    """Continue a prompt, with retrieval at every chunk boundary."""
+    """Continue prompts, with retrieval at every chunk boundary."""
 
     prompt: tuple[str, ...] = ("",)
-    """Texts to continue, all at once; an empty one: from the beginning of a document."""
+    """Texts to continue, in one batch; an empty text continues from the beginning of a document."""
     chat: bool = False
-    """The texts are what users say to a model that was fine-tuned on instructions: answer them, in its own template."""
+    """Answer the texts with the chat template of a model that was fine-tuned on instructions."""
     retrieval: bool = True
-    """Whether finished chunks ask the datastore for neighbors."""
+    """Search neighbors for finished chunks (ON)."""
     k: int = 2
-    """Neighbors of each chunk."""
+    """Number of neighbors of each chunk."""
     datastore: str = ""
-    """Datastore to search; empty: the one of the training run."""
+    """Datastore to search; empty: the datastore of the training run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     format: Format = "text"
@@ -142,7 +142,7 @@ def _prompts(language_model: Any, options: GenerateOptions) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What a datastore or a checkpoint holds."""
+    """Print what a datastore or a checkpoint contains."""
 
     format: Format = "text"
     """Print `text` or `json`."""
@@ -156,7 +156,7 @@ def inspect(path: str, options: InspectOptions) -> int:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is of a checkpoint (whole or not), a run, `RUN@best` or an exported file; else it is of a datastore."""
+    """Whether a path names a checkpoint (complete or not), a run, `RUN@best` or an exported file, and not a datastore."""
     named = path.suffix == ".safetensors" or path.name.endswith("@best")
     return named or (path / "state.json").exists() or (path / "checkpoints").is_dir()
 
@@ -172,7 +172,7 @@ def inspect_checkpoint(path: Path, form: Format) -> int:
     opened = open_checkpoint(path)
     with torch.device("meta"):
         model = Retro(opened.model)
-    facts = {
+    metadata = {
         "path": str(opened.path),
         "fingerprint": opened.fingerprint,
         "step": opened.step,
@@ -183,37 +183,43 @@ def inspect_checkpoint(path: Path, form: Format) -> int:
         "datastores": opened.settings["data"]["datastores"],
         "settings": opened.settings,
     }
-    print_result(facts, grouped(_checkpoint_groups(facts)), form)
+    print_result(metadata, grouped(_checkpoint_groups(metadata)), form)
     return 0
 
 
-def _checkpoint_groups(facts: dict[str, Any]) -> dict[str, list[list[str]]]:
+def _checkpoint_groups(metadata: dict[str, Any]) -> dict[str, list[list[str]]]:
     """The rows of `retro inspect CHECKPOINT` under their headings."""
-    rows = [["fingerprint", facts["fingerprint"]], ["step", f"{facts['step']:,}"], ["tokens", f"{facts['tokens']:,}"]]
-    rows.append(["parameters", f"{facts['parameters']:,} and {facts['parameters_with_embeddings']:,} with embeddings"])
-    if facts["active_parameters"] != facts["parameters"]:
-        rows.append(["parameters of a token", f"{facts['active_parameters']:,}"])
-    rows.append(["datastores", ", ".join(facts["datastores"])])
+    rows = [
+        ["fingerprint", metadata["fingerprint"]],
+        ["step", f"{metadata['step']:,}"],
+        ["tokens", f"{metadata['tokens']:,}"],
+    ]
+    rows.append(
+        ["parameters", f"{metadata['parameters']:,} and {metadata['parameters_with_embeddings']:,} with embeddings"]
+    )
+    if metadata["active_parameters"] != metadata["parameters"]:
+        rows.append(["parameters of a token", f"{metadata['active_parameters']:,}"])
+    rows.append(["datastores", ", ".join(metadata["datastores"])])
     sections = {
         f"[{section}]": [[key, str(value)] for key, value in values.items()]
-        for section, values in facts["settings"].items()
+        for section, values in metadata["settings"].items()
     }
-    return {facts["path"]: rows, **sections}
+    return {metadata["path"]: rows, **sections}
 
 
 def verify(path: str, options: VerifyOptions) -> int:
-    """`retro verify DATASTORE|CHECKPOINT`: 0 = all is as written, 1 = something is broken."""
+    """`retro verify DATASTORE|CHECKPOINT`: 0 = no errors, 1 = errors."""
     if not is_checkpoint(Path(path)):
         return datastore_verbs.verify(path, options)
     if options.repair:
         raise InputError(
-            f"--repair applies only to datastores, and {path} is not one. Remove a broken checkpoint yourself."
+            f"--repair applies only to datastores, and {path} is not one. Remove a broken checkpoint by hand."
         )
     return verify_checkpoints(Path(path))
 
 
 def verify_checkpoints(path: Path) -> int:
-    """Compare every byte of a checkpoint, or of all checkpoints of a run, with sizes and checksums of when it was written."""
+    """Compare the files of a checkpoint, or of all checkpoints of a run, with their sizes and checksums."""
     from retro.checkpoints.checkpoint import best, finished, locate, open_checkpoint
 
     of_run = {*finished(path), best(path)} - {None}
@@ -227,25 +233,25 @@ def verify_checkpoints(path: Path) -> int:
             broken += 1
             echo(error)
     checked = f"{path}: {len(checkpoints):,} checkpoints, {human_bytes(size)}"
-    echo(f"{checked}: {broken:,} broken" if broken else f"{checked}: every byte is as written")
+    echo(f"{checked}: {broken:,} broken" if broken else f"{checked}: no errors")
     return int(broken > 0)
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write a checkpoint's weights, settings and fingerprints as one file, which then serves as CHECKPOINT too, or as a folder
-    that transformers opens."""
+    """Write weights, settings and fingerprints of a checkpoint as one file, which other verbs accept as CHECKPOINT, or as a
+    folder for Hugging Face transformers."""
 
     output: Path
-    """The file, `NAME.safetensors`; or a folder in Hugging Face's format, any other name."""
+    """A file, `NAME.safetensors`, or a folder in Hugging Face format, any other name."""
     datastore: str = ""
-    """With a folder: datastore whose tokenizer goes into it; empty: that of the training run."""
+    """Only for a folder: datastore whose tokenizer is copied; empty: the datastore of the training run."""
     tokenizer: str = ""
-    """With a folder: a Hugging Face tokenizer's folder to copy as it is, in place of the datastore's."""
+    """Only for a folder: a Hugging Face tokenizer's folder to copy instead of the datastore's tokenizer."""
     max_shard_size: str = "5GB"
-    """With a folder: size of a file of weights."""
+    """Only for a folder: maximum size of a file of weights."""
     overwrite: bool = False
-    """Replace the file if it exists. A folder must be new or empty."""
+    """Replace an existing file. A folder must be new or empty."""
 
 
 def export(checkpoint: str, options: ExportOptions) -> int:
@@ -255,7 +261,7 @@ def export(checkpoint: str, options: ExportOptions) -> int:
 
     if options.output.suffix in _WEIGHTS:
         raise InputError(
-            f"output = {str(options.output)!r}: a file must end in .safetensors, and a folder not like one of weights."
+            f"output = {str(options.output)!r}: a file name must end in .safetensors, and a folder name must not end in {options.output.suffix}."
         )
     check_target(options.output, options.overwrite)
     opened = open_checkpoint(Path(checkpoint))
@@ -273,10 +279,10 @@ def export(checkpoint: str, options: ExportOptions) -> int:
 
 
 def check_target(file: Path, overwrite: bool) -> None:
-    """Refuse to replace a file unless told to.
+    """Check that a file may be written.
 
     Raises:
-        InputError: it exists.
+        InputError: the file exists, and `overwrite` is false.
     """
     if file.is_file() and not overwrite:
-        raise InputError(f"output = {str(file)!r} exists already. Name another file, or replace it with --overwrite.")
+        raise InputError(f"output = {str(file)!r} exists already. Name another file, or set --overwrite.")

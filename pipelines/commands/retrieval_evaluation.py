@@ -1,4 +1,4 @@
-"""`retro eval retrieval`: how well a datastore is searched, measured with questions whose answers stand in known documents."""
+"""`retro eval retrieval`: quality of a datastore's search on questions with known documents."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from retro.question_answering.retrieval_metrics import RetrievalResult, Retrieva
 
 @dataclass(frozen=True)
 class EvalRetrievalOptions(RetrievalSettings, ResultOptions):
-    """hit@k, recall@k and MRR of a question set, over documents, for every way of ordering what is found."""
+    """Measure hit@k, recall@k and MRR over documents, for every order of the candidates."""
 
     extra_datastores: tuple[str, ...] = ()
     """More datastores to search together with the first one."""
@@ -44,7 +44,7 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
 
 
 def results_table(results: list[RetrievalResult]) -> Table:
-    """A row for each way of ordering."""
+    """A row for each order of the candidates."""
     ks = list(results[0].hit)
     header = ["ordered by", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
     rows = []

@@ -1,7 +1,7 @@
 """`retro serve DATASTORE`: the query API and its page, run by uvicorn on one machine, or by Ray Serve on a cluster.
 
-options ─► the port is taken ─► datastores and checkpoint are opened ─► make_app ─► uvicorn, until SIGTERM or Ctrl-C
-        │                                     new requests 503, the others finish ◄─┘
+options ─► bind the port ─► open datastores and checkpoint ─► make_app ─► uvicorn, until SIGTERM or Ctrl-C
+        │                                     new requests get 503, others finish ◄─┘
         │                       after --shutdown-seconds or a second signal: 503 ◄─┘
         └─► executor.kind = "ray": the same application in the front ends of `ray_serve.py`
 """
@@ -35,20 +35,20 @@ log = logging.getLogger("retro")
 
 @dataclass(frozen=True)
 class ServeOptions(ServeSettings):
-    """Serve a datastore, and with a checkpoint a language model that reads it, over HTTP."""
+    """Serve a datastore over HTTP, and with a checkpoint also a language model that retrieves from it."""
 
     checkpoint: str = ""
-    """Checkpoint to score and generate with; empty: only search, embeddings and the page."""
+    """Checkpoint for scoring and generation; empty: only search, embeddings and the page."""
     extra_datastores: tuple[str, ...] = ()
     """More datastores to search together with the first one."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 = all of this machine's."""
+    """Address to listen on; 0.0.0.0 = all addresses of this machine."""
     port: int = 8080
-    """0 = any that is free."""
+    """Port to listen on; 0 = any free port."""
     token_env: str = "RETRO_TOKEN"
-    """Environment variable with the bearer token that requests must carry; without it no token is needed."""
+    """Environment variable with the bearer token of requests. If it is not set, requests need no token."""
     device: str = "auto"
-    """Of the model: `auto`, `cpu`, `cuda` …"""
+    """Device of the model: `auto`, `cpu`, `cuda` …"""
     executor: ExecutorChoice = field(default_factory=ExecutorChoice)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
 
@@ -80,21 +80,21 @@ def serve(datastore: str, options: ServeOptions) -> int:
         service = app.state.service
         _settle()
         server = _Server(
-            uvicorn_config(app), service, "\n".join([*_facts(service, bool(token), options), f"ready: {url}"])
+            uvicorn_config(app), service, "\n".join([*_lines(service, bool(token), options), f"ready: {url}"])
         )
         server.run(sockets=[listening])
-    answered = "what was accepted has been answered"
+    answered = "all accepted requests were answered"
     echo(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}")
     return 0
 
 
 def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str) -> int:
-    """Until SIGTERM or Ctrl-C. Ray drains the front ends: what was accepted is answered."""
+    """Serve until SIGTERM or Ctrl-C. Ray drains the front ends, so accepted requests are answered."""
     from pipelines.launch.ray_serve import Served, serve_on_ray
 
     served = Served(datastores, options.checkpoint, options.device, token, options)
     with serve_on_ray(served, options.cluster, options.executor.ray_address, options.host, options.port) as url:
-        # Only now: Ray has put a handler of its own there, which aborts the process three seconds later.
+        # Only now: Ray installs its own handler, which aborts the process after three seconds.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         echo(f"ready: {url}")
         try:
@@ -106,15 +106,15 @@ def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str
 
 
 class _Server(uvicorn.Server):
-    """Prints a line once it is ready. After a signal it finishes what was accepted, while new requests are answered 503.
+    """Prints a line when it is ready. After a signal it finishes accepted requests and answers new ones with 503.
 
-    After `shutdown_seconds`, or a second signal, it answers 503 to what is still under way and exits.
+    After `shutdown_seconds`, or a second signal, it answers unfinished requests with 503 and exits.
     """
 
     def __init__(self, config: uvicorn.Config, service: "Service", ready: str) -> None:
         super().__init__(config)
         self._service, self._ready, self._stop_at = service, ready, 0.0
-        self.cut_off = 0  # requests that were under way when the time was over
+        self.cut_off = 0  # requests that were unfinished when the time was over
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -123,7 +123,9 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         admission = self._service.admission
-        seconds = 0.0 if admission.draining else self._service.settings.shutdown_seconds  # a second time: at once
+        seconds = (
+            0.0 if admission.draining else self._service.settings.shutdown_seconds
+        )  # at the second signal: at once
         self._stop_at, admission.draining = time.monotonic() + seconds, True
 
     async def on_tick(self, counter: int) -> bool:
@@ -135,29 +137,29 @@ class _Server(uvicorn.Server):
 
 
 def _settle() -> None:
-    """What concerns the whole process, which now belongs to the server."""
-    # What was made so far stays: looking through all of it for garbage stops every request for a fifth of a second.
+    """Tune the process for serving."""
+    # Objects made so far stay. Without freeze, a garbage collection of them stops all requests for 0.2 s.
     gc.collect()
     gc.freeze()
-    # The thread that searches gives way to the one that reads requests after this time, not after the usual 5 ms.
+    # The searching thread yields to the one that reads requests after this time, not after the default 5 ms.
     sys.setswitchinterval(5e-4)
 
 
 def _token(options: ServeOptions) -> str:
-    """The bearer token; a warning where anybody could ask without one."""
+    """The bearer token, or ""; logs a warning if other machines can send requests without one."""
     token = os.environ.get(options.token_env)
     if token is None and options.token_env != ServeOptions.token_env:
         raise InputError(f"token_env = {options.token_env!r}: the environment variable {options.token_env} is not set.")
     if token == "":
-        raise InputError(f"{options.token_env} is set and empty: give it a token, or unset it to serve without one.")
+        raise InputError(f"{options.token_env} is set but empty: set it to a token, or unset it to serve without one.")
     token = token or ""
     if not token.isascii() or token != token.strip():
         raise InputError(
-            f"{options.token_env}: a token is ASCII without blanks around it, as it stands in an HTTP header."
+            f"{options.token_env}: a token must be ASCII without leading or trailing blanks, because it is sent in an HTTP header."
         )
     if not token and not _is_loopback(options.host):
         log.warning(
-            "listening at %s without a token: whoever reaches this machine can ask. Set %s to ask for one.",
+            "listening on %s without a token: anyone who can reach this machine can send requests. Set %s to require one.",
             options.host, options.token_env,
         )  # fmt: skip
     return token
@@ -171,7 +173,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has the port, so that a taken one is told before anything is opened; nobody is let in yet."""
+    """Bind the port before datastores are opened, so that a port in use is an error at once."""
     with contextlib.ExitStack() as undo:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -180,23 +182,23 @@ def _bound(host: str, port: int) -> socket.socket:
             bound.bind(address)
         except OSError as error:
             raise InputError(
-                f"{host}:{port}: {error.strerror}. Name another --host or --port; --port 0 takes any that is free."
+                f"{host}:{port}: {error.strerror}. Name another --host or --port; --port 0 takes any free port."
             ) from error
         undo.pop_all()
     return bound
 
 
-def _facts(service: "Service", token: bool, options: ServeOptions) -> list[str]:
-    """What is served, for the terminal."""
+def _lines(service: "Service", token: bool, options: ServeOptions) -> list[str]:
+    """Lines for the terminal about the datastores and the model."""
     from retro.server.datastore_info import datastore_info
 
-    facts = datastore_info(service)
-    lines = [f"datastore: {each['name']}, {each['chunks']:,} chunks" for each in facts["datastores"]]
-    model = facts["model"]
+    metadata = datastore_info(service)
+    lines = [f"datastore: {each['name']}, {each['chunks']:,} chunks" for each in metadata["datastores"]]
+    model = metadata["model"]
     if model:
         lines.append(
             f"model: {model['name']}, step {model['step']:,}" + ("" if model["retrieval"] else ", no retrieval")
         )
     else:
         lines.append("model: none (--checkpoint adds one)")
-    return [*lines, f"token: that of {options.token_env}" if token else "token: none is needed"]
+    return [*lines, f"token: from {options.token_env}" if token else "token: none"]

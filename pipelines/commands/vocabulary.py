@@ -1,8 +1,8 @@
-"""`retro extend-vocabulary CHECKPOINT|TOKENIZER`: pieces of a corpus for a tokenizer, and rows for them in a model.
+"""`retro extend-vocabulary CHECKPOINT|TOKENIZER`: add pieces learned on a corpus to a tokenizer, and rows for them to a model.
 
-FOLDER/tokenizer/          what tokenizer.path names
-       model.safetensors   the model with rows for the new pieces, if there is one
-       figures.json        tokens per byte before and after, and what else is printed
+FOLDER/tokenizer/          the value for tokenizer.path
+       model.safetensors   the model with rows for the new pieces, if a CHECKPOINT is given
+       figures.json        tokens per byte before and after, and the other printed figures
 """
 
 import hashlib
@@ -31,33 +31,33 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class ExtendVocabularyOptions:
-    """Add pieces that are learnt on a corpus to a tokenizer, and rows for them to a model. Old ids and rows stay as they are."""
+    """Add pieces learned on a corpus to a tokenizer, and rows for them to a model. Old ids and rows stay unchanged."""
 
     output: Path
     """A new folder for `tokenizer/`, `model.safetensors` and `figures.json`."""
     pieces: int = 8000
-    """New pieces, at most."""
+    """Maximum number of new pieces."""
     tokenizer: str = ""
-    """The model's tokenizer: a SentencePiece .model, a tokenizer.json, a folder with one of them, or a datastore; empty: that
-    of the datastore it was trained on."""
+    """Tokenizer of the checkpoint: a SentencePiece .model, a tokenizer.json, a folder with one of them, or a datastore; empty:
+    the tokenizer of its training datastore."""
     keep: tuple[str, ...] = ()
-    """Files, folders or globs of other text: a new piece that would change the ids of a sample of it is left out."""
+    """Files, folders or globs of text whose ids must stay the same. Pieces that change the ids of a sample of it are dropped."""
     ascii: bool = False
-    """Also learn pieces with ASCII characters and blanks, terms of a trade for instance. Texts in English then change where
-    they stand; without, every text in ASCII keeps its ids."""
+    """Also learn pieces of ASCII characters and blanks, for example technical terms. English texts that contain them then get
+    other ids. Without this option, every ASCII text keeps its ids."""
     sample_bytes: int = 32 * 2**20
-    """Bytes of text to learn from, and at most as many to keep: uniform samples of pieces of all documents."""
+    """Bytes of text to learn from, and maximum bytes of text to keep: uniform samples of all documents."""
     seed: int = 0
     """Seed of the samples."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
     def __post_init__(self) -> None:
         if self.pieces < 1:
-            raise InputError(f"pieces is {self.pieces}; it must be 1 or more.")
+            raise InputError(f"pieces = {self.pieces}: must be 1 or more.")
         if self.sample_bytes < 1:
-            raise InputError(f"sample_bytes is {self.sample_bytes}; it must be 1 or more.")
+            raise InputError(f"sample_bytes = {self.sample_bytes}: must be 1 or more.")
         if self.seed < 0:
-            raise InputError(f"seed is {self.seed}; it must be 0 or more.")
+            raise InputError(f"seed = {self.seed}: must be 0 or more.")
 
 
 def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
@@ -70,9 +70,7 @@ def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
     checkpoint = open_checkpoint(Path(path)) if locate(Path(path)) else None
     if checkpoint is None:
         if options.tokenizer:
-            raise InputError(
-                f"{path} is no checkpoint, so tokenizer = {options.tokenizer!r} is of no model. Leave it out."
-            )
+            raise InputError(f"--tokenizer applies only to checkpoints, and {path} is not one. Remove the option.")
         base = open_base(Path(path))
     else:
         base = open_base(Path(options.tokenizer or checkpoint.folders[0]))
@@ -101,38 +99,38 @@ def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Pieces of texts: to learn from and to measure with, of the corpus and of what is kept."""
+    """Samples of the corpus and of the texts to keep: to learn from, and to measure on."""
 
-    learnt: list[str]
+    learned: list[str]
     held_out: list[str]
     kept: list[str]
     kept_held_out: list[str]
 
 
 def _read(options: ExtendVocabularyOptions) -> _Samples:
-    """Go through corpus and kept texts once. What measures is held out: of the corpus by its split, of the kept by halves.
+    """Read the corpus and the kept texts once. Held out for measuring: the corpus's own splits, and half of the kept texts.
 
     Raises:
-        InputError: there is no text in one of them.
+        InputError: one of them has no text.
     """
     corpus = options.corpus
-    learnt, held_out = Sample(options.sample_bytes, options.seed), Sample(_HELD_OUT_BYTES, options.seed)
+    learned, held_out = Sample(options.sample_bytes, options.seed), Sample(_HELD_OUT_BYTES, options.seed)
     kept, kept_held_out = Sample(options.sample_bytes, options.seed), Sample(_HELD_OUT_BYTES, options.seed)
 
     def into(first: Sample, second: Sample, weights: tuple[int, int, int]) -> Callable[[str], None]:
         return lambda text: (first if split_of(text, weights) == "train" else second).add(text)
 
-    _go_through(corpus, "corpus.paths", into(learnt, held_out, corpus.split))
+    _go_through(corpus, "corpus.paths", into(learned, held_out, corpus.split))
     if options.keep:
         _go_through(replace(corpus, paths=options.keep), "keep", into(kept, kept_held_out, (1, 1, 0)))
-    samples = _Samples(learnt.pieces(), held_out.pieces(), kept.pieces(), kept_held_out.pieces())
-    if not samples.learnt:
+    samples = _Samples(learned.pieces(), held_out.pieces(), kept.pieces(), kept_held_out.pieces())
+    if not samples.learned:
         raise InputError(
-            f"corpus.paths = {corpus.paths}: there is no document with text that is not held out. Text is looked for under "
+            f"corpus.paths = {corpus.paths}: found no training document with text. The text is read from "
             f"corpus.text_key = {corpus.text_key!r}; corpus.split = {corpus.split}."
         )
     if options.keep and not samples.kept + samples.kept_held_out:
-        raise InputError(f"keep = {options.keep}: there is no document with text under corpus.text_key.")
+        raise InputError(f"keep = {options.keep}: found no document with text under corpus.text_key.")
     return samples
 
 
@@ -145,7 +143,7 @@ def _go_through(settings: CorpusSettings, key: str, add: Callable[[str], None]) 
     files = list_files(settings, key)
     tokens = next((file for file in files if is_megatron(file.name)), None)
     if tokens is not None:
-        raise InputError(f"{key}: {tokens.path} holds tokens; pieces are learnt from text.")
+        raise InputError(f"{key}: {tokens.path} contains tokens; pieces are learned from text.")
     with progress(key.partition(".")[0], total=None, unit="bytes") as advance:
         for file in files:
             for document in read_documents(file, settings, on_problem=strict_problem if settings.strict else note):
@@ -161,28 +159,28 @@ def _digest(texts: Sequence[str]) -> str:
 
 def _extend(base: Base, samples: _Samples, options: ExtendVocabularyOptions, folder: Path) -> Extension:
     with progress("pieces", total=None, unit="pieces") as advance:
-        extension = extend(base, samples.learnt, samples.kept, options.pieces, folder, ascii=options.ascii)
+        extension = extend(base, samples.learned, samples.kept, options.pieces, folder, ascii=options.ascii)
         advance(len(extension.pieces))
     return extension
 
 
 def _measure(extension: Extension, samples: _Samples) -> dict[str, Comparison]:
-    texts = {"corpus": samples.held_out or samples.learnt, "keep": samples.kept_held_out or samples.kept}
+    texts = {"corpus": samples.held_out or samples.learned, "keep": samples.kept_held_out or samples.kept}
     return {name: compare(extension, pieces) for name, pieces in texts.items() if pieces}
 
 
 def _rows(extension: Extension, figures: dict[str, Comparison]) -> list[list[str]]:
-    """The figures as people read them."""
+    """The printed figures."""
     first, last = extension.old.vocab_size, extension.tokenizer.vocab_size - 1
     rows = [
-        ["ids", f"{first:,} as they were, {len(extension.pieces):,} new ones: {first} to {last}"],
-        ["lossless", "yes" if extension.tokenizer.meta.lossless else "no, as the base"],
+        ["ids", f"{first:,} unchanged, {len(extension.pieces):,} new: {first} to {last}"],
+        ["lossless", "yes" if extension.tokenizer.meta.lossless else "no, like the base"],
     ]
     for name, figure in figures.items():
         before, after = figure.old_tokens / figure.num_bytes, figure.new_tokens / figure.num_bytes
         rows += [
-            [f"{name}: tokens a byte", f"{before:.4f} → {after:.4f}"],
-            [f"{name}: new pieces in it", f"{100 * figure.used:.1f}%"],
-            [f"{name}: samples with the ids they had", f"{figure.unchanged:,} of {figure.texts:,}"],
+            [f"{name}: tokens per byte", f"{before:.4f} → {after:.4f}"],
+            [f"{name}: new pieces that occur", f"{100 * figure.used:.1f}%"],
+            [f"{name}: samples with unchanged ids", f"{figure.unchanged:,} of {figure.texts:,}"],
         ]
     return rows

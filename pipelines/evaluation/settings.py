@@ -1,4 +1,4 @@
-"""How `retro eval qa` asks its questions."""
+"""Settings of `retro eval qa`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,31 +9,31 @@ from indexing.store.errors import InputError
 
 @dataclass(frozen=True)
 class QaSettings:
-    """How questions are asked."""
+    """How `retro eval qa` asks questions."""
 
     k: int = 2
-    """Neighbors of each chunk of a prompt with retrieval ON; 0 = ON is not measured."""
+    """Neighbors of each chunk of a prompt with retrieval ON; 0 = do not measure ON."""
     prompt_passages: int = 2
-    """Passages in an open-book prompt, the nearest chunks to the question with their continuations."""
+    """Passages in an open-book prompt: the chunks nearest to the question, with their continuations."""
     neighbor_passages: int = 0
-    """Passages found for the question that all chunks read as neighbors, in the paper's prompt, on which `retro finetune`
-    trains (paper: 20); 0 = not measured."""
+    """Passages found for the question that every chunk of the paper's prompt reads as neighbors, as in `retro finetune`
+    (paper: 20); 0 = not measured."""
     gold: bool = False
-    """Measure these neighbors once more, with the documents in front that the questions name as `positive_ids`."""
+    """Also measure these neighbors with the documents first that a question names as `positive_ids`."""
     rerank: Rerank = "embeddings"
-    """What the candidates for passages are ordered by."""
+    """Order of the candidates for passages."""
     shots: int = 0
-    """Solved questions in front of each, not in the paper's prompt: the first of the file, which are not asked then."""
+    """Solved questions before each question, except in the paper's prompt. These are the first of the file and are not asked."""
     max_questions: int = 0
-    """Ask so many, the first of the file; 0 = all."""
+    """Number of questions to ask, from the beginning of the file; 0 = all."""
     max_tokens: int = 24
-    """Tokens of an answer, at most; it ends with its line."""
+    """Maximum number of tokens of an answer. A line break ends it."""
     language: Literal["auto", "en", "zh"] = "auto"
-    """Of the prompts' words and of the measures; `auto`: that of most questions."""
+    """Language of prompts and measures; `auto`: the language of most questions."""
     batch_size: int = 8
-    """Prompts that are continued together."""
+    """Prompts in a batch."""
     seed: int = 0
-    """Of the bootstrap over questions."""
+    """Seed of the bootstrap over questions."""
 
     def __post_init__(self) -> None:
         least = {"k": 0, "prompt_passages": 0, "neighbor_passages": 0, "shots": 0, "max_questions": 0}

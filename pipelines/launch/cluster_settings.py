@@ -1,4 +1,4 @@
-"""How `retro serve` uses a Ray cluster."""
+"""Settings of `retro serve` on a Ray cluster."""
 
 import math
 from dataclasses import dataclass
@@ -8,24 +8,24 @@ from indexing.store.errors import InputError
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """How a datastore is spread over a Ray cluster."""
+    """Placement of a datastore on a Ray cluster."""
 
     parts: int = 1
-    """Parts of the index of each datastore, at most its shards; each is held in memory by one worker and its replicas."""
+    """Parts of each datastore's index, at most one for each shard. A worker and its replicas hold a part in memory."""
     part_replicas: int = 1
-    """Workers that hold the same part."""
+    """Workers for each part."""
     part_cpus: float = 1
-    """CPUs reserved for a part, which is also how many threads it uses. Memory is reserved for the size of its files."""
+    """CPUs reserved for a part, and the number of its threads. Memory is reserved for the size of its files."""
     part_seconds: float = 2.0
-    """Time for a part to answer; without it the answer is marked as partial."""
+    """Seconds to wait for a part. Answers without it are marked as partial."""
     retry_seconds: float = 5.0
-    """How long a part that did not answer is left out before it is asked again."""
+    """Seconds without queries to a part that did not answer."""
     replicas: int = 1
-    """Front ends, each with the embedder and, with a checkpoint, the model."""
+    """Front ends. Each loads the embedder and, with a checkpoint, the model."""
     replica_cpus: float = 1
     """CPUs reserved for a front end."""
     replica_gpus: float = 0
-    """GPUs reserved for a front end: one that generates."""
+    """GPUs reserved for a front end, for a model that generates."""
 
     def __post_init__(self) -> None:
         for key in ("parts", "part_replicas", "replicas"):

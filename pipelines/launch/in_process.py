@@ -1,4 +1,4 @@
-"""Training as every launcher calls it: by settings, with a progress bar or without."""
+"""Training and fine-tuning by settings, with a progress bar or without; every launcher calls these functions."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,20 +9,20 @@ from pipelines.terminal import progress
 
 
 class Learning(Protocol):
-    """What `retro train` and `retro finetune` do in a process; a function of a module, so that Ray can send it."""
+    """Training or fine-tuning in one process. A function of a module, so that Ray can send it to workers."""
 
     def __call__(self, config: Config, advance: Callable[[int], None] = ...) -> Any:
-        """Go to the end of the run; `advance` is told of trained tokens."""
+        """Train until the run is complete; call `advance` with the number of trained tokens."""
 
 
 def run_training(config: Config, name: str, learning: Learning | None = None) -> Any:
-    """Train with a progress bar; by `train_quietly`, or as told."""
+    """Train with a progress bar, by `learning` or `train_quietly`."""
     with training_progress(config, name) as advance:
         return (learning or train_quietly)(config, advance)
 
 
 def training_progress(config: Config, name: str) -> contextlib.AbstractContextManager[Callable[[int], None]]:
-    """The progress bar of a run. How many steps epochs of examples are is known when they have been prepared."""
+    """The progress bar of a run. With epochs of examples the total is unknown until they are prepared."""
     per_step = config.run_settings.samples_per_step * config.data.sequence_length
     total = None if name == "finetune" and config.finetune.epochs else config.train.steps * per_step
     return progress(name, total=total, unit="tokens")

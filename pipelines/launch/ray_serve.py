@@ -1,12 +1,12 @@
-"""A datastore on Ray Serve: parts of the index where there is room for them, and front ends that ask all parts.
+"""A datastore on Ray Serve: workers that hold parts of the index, and front ends that query all parts.
 
     clients ─► proxies ─► front ends (API, embedder, model) ─┬─► part 0: shards 0 to 3 of the index and their embeddings
                                                              ├─► part 1: shards 4 to 7
                                                              └─► …
-    a part that does not answer in time is named in the answer (`partial`, `missing`), and is not asked for a while
+    an answer names parts that do not answer in time (`partial`, `missing`); they receive no queries for a while
 
-A part orders its candidates by exact distances itself, so the embeddings are read where its shards are held, and what
-crosses the network is ids and distances.
+A part reranks its candidates by exact distances, so it reads the embeddings of its own shards, and only ids and distances
+cross the network.
 """
 
 import logging
@@ -37,7 +37,7 @@ from retro.server.settings import ServeSettings
 log = logging.getLogger("retro")
 
 APPLICATION = "retro"
-_BYTES_MARGIN = 1.2  # of an index in memory over its files: what Faiss keeps beside the codes
+_BYTES_MARGIN = 1.2  # memory of an index over the size of its files: Faiss keeps more than the codes
 _SLEEPING = {
     "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
 }  # as `retro serve` on one machine (pipelines/cli.py)
@@ -45,13 +45,13 @@ _SLEEPING = {
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and within what limits.
+    """What is served, and its limits.
 
     Attributes:
-        datastores: locations that every node reaches; several are searched as one.
-        checkpoint: of the model, empty for none.
+        datastores: locations that every node can read; several are searched as one.
+        checkpoint: of the model; empty: no model.
         device: of the model.
-        token: that every request must show, empty for none.
+        token: bearer token of requests; empty: none.
         settings: the limits of each front end.
     """
 
@@ -70,7 +70,7 @@ class PartOf:
     """Some shards of one datastore of the retrieval set.
 
     Attributes:
-        name: for people, in answers that lack it.
+        name: in answers that lack this part.
         deployment: its name in Ray Serve.
         datastore: number in the retrieval set.
         folder: of the datastore.
@@ -91,7 +91,7 @@ class PartOf:
 
 
 def parts_of(splits: Sequence[Split], count: int) -> list[PartOf]:
-    """`count` parts of every datastore's shards, or as many as it has shards."""
+    """Divide the shards of every datastore into `count` parts, or one part for each shard if there are fewer."""
     parts = []
     for number, split in enumerate(splits):
         num_shards = len(split.chunk_rows)
@@ -105,7 +105,7 @@ def parts_of(splits: Sequence[Split], count: int) -> list[PartOf]:
 
 
 class IndexPart:
-    """Some shards of an index in the memory of one worker."""
+    """Some shards of an index, in the memory of one worker."""
 
     def __init__(self, part: PartOf, threads: int) -> None:
         use_threads(threads)
@@ -133,10 +133,10 @@ class RemoteIndex:
         self._left_out: dict[str, float] = {}  # until when
 
     def search(self, queries: np.ndarray, k: int) -> np.ndarray:
-        """Ask all parts at once: [n, d] float32 → ids [n, k] int64.
+        """Query all parts at once: [n, d] float32 → ids [n, k] int64.
 
         Raises:
-            PartsMissing: some did not answer, or have just not answered.
+            PartsMissing: some parts did not answer now or recently.
         """
         now = time.monotonic()
         asked = {
@@ -197,14 +197,14 @@ def application(served: Served, cluster: ClusterSettings) -> Any:
     front_end = serve.deployment(serve.ingress(lambda: front_end_app(served, cluster, parts))()).options(
         name="front-end",
         num_replicas=cluster.replicas,
-        max_ongoing_requests=2 * served.settings.max_requests,  # what is too much, the front end says itself: 429
+        max_ongoing_requests=2 * served.settings.max_requests,  # the front end itself answers 429 to more
         ray_actor_options=_SLEEPING | {"num_cpus": cluster.replica_cpus, "num_gpus": cluster.replica_gpus},
     )
     return front_end.bind(*bound)
 
 
 def front_end_app(served: Served, cluster: ClusterSettings, parts: Sequence[PartOf]) -> Any:
-    """The HTTP API in a front end's process, which reaches the index through the handles of its parts."""
+    """The HTTP API in a front end's process. It searches the index through handles of the parts."""
     from ray import serve
 
     use_threads(max(1, int(cluster.replica_cpus)))
@@ -221,10 +221,10 @@ def front_end_app(served: Served, cluster: ClusterSettings, parts: Sequence[Part
 
 @contextmanager
 def serve_on_ray(served: Served, cluster: ClusterSettings, address: str, host: str, port: int) -> Iterator[str]:
-    """Deploy, and yield the URL once everything is up; afterwards take the application away again.
+    """Deploy, yield the URL when the application is ready, and delete the application at the end.
 
     Raises:
-        InputError: there is no cluster at the address, or what is served cannot be opened.
+        InputError: no cluster answers at the address, or a datastore or the checkpoint cannot be opened.
     """
     from ray import serve
 

@@ -1,12 +1,12 @@
-"""Training by workers of a Ray cluster (Ray Train): started, and started anew from the last checkpoint when some of them fail.
+"""Training by workers of a Ray cluster (Ray Train). After a failure it restarts from the last checkpoint.
 
     driver ── TorchTrainer ── workers: a process group of torch, each `retro.training.trainer.train` ── checkpoints in RUN, on a file system
       ▲            ▲                                   │                                      that all nodes share
-      │            └────── all anew, a few times ──────┤ one dies
+      │            └────── restart of all workers ─────┤ one dies
       └─────────── relay: lines, tokens, a mistake ────┘
 
-What a worker is told and what it leaves is the same as under torchrun, so a run may go on with either. The driver says what the
-first worker would say if it were alone.
+Workers read and write the same files as the processes of torchrun, so a run may continue with either. The driver logs the lines
+of rank 0.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from pipelines.launch.in_process import Learning, train_quietly, training_progre
 log = logging.getLogger("retro")
 
 _POLL_SECONDS = 1.0
-_AGREEMENT_SECONDS = 10.0  # for all workers to meet the mistake of one
+_AGREEMENT_SECONDS = 10.0  # for all workers to report the same user's mistake
 
 
 def train_on_ray(config: Config, name: str = "train", learning: Learning = train_quietly) -> None:
-    """Train as `config.executor.train` says, and return when the run is complete.
+    """Train with the workers of `config.executor.train`, and return when the run is complete.
 
     Args:
-        config: everything.
+        config: all settings.
         name: of the progress bar.
-        learning: what the workers do.
+        learning: training or fine-tuning in a worker.
 
     Raises:
-        InputError: there is no cluster, workers failed too often, or a worker's own InputError or FloatingPointError.
+        InputError: no cluster answers, workers failed too often, or a worker raised InputError or FloatingPointError.
     """
     connect(config.executor.ray_address)
     import ray
@@ -82,7 +82,7 @@ def train_on_ray(config: Config, name: str = "train", learning: Learning = train
     if failure is not None:
         raise InputError(
             f"{config.run}: training on Ray failed more than executor.train_failures = {config.executor.train_failures} "
-            f"times; the same command goes on from the last checkpoint. {failure}"
+            f"times. Run the same command again to continue from the last checkpoint. {failure}"
         ) from failure
 
 
@@ -102,11 +102,11 @@ def resolve_workers(resources: Resources, cluster: Mapping[str, float], device: 
 
 
 _RAYS_OWN = ".ray"
-"""Folder in RUN by which Ray sees that all nodes share the file system; nothing else is kept there."""
+"""Folder in RUN. Ray uses it to check that all nodes share the file system; it is removed at the end."""
 
 
 class _Relay:
-    """Actor: what the workers have to say, until the driver fetches it."""
+    """Actor that keeps the workers' messages until the driver fetches them."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
@@ -114,34 +114,34 @@ class _Relay:
         self.problems: list[str] = []
 
     def say(self, level: int, line: str) -> None:
-        """A line of the log."""
+        """Keep a line of the log."""
         self.lines.append((level, line))
 
     def trained(self, tokens: int) -> None:
-        """How far the run is. One that was started anew counts from its checkpoint."""
+        """Keep the number of trained tokens. A restarted run counts from its checkpoint."""
         self.tokens = max(self.tokens, tokens)
 
     def refuse(self, problem: str) -> None:
-        """A user's mistake, as one of the workers has met it."""
+        """Keep the message of a user's mistake from one worker."""
         self.problems.append(problem)
 
     def num_refusals(self) -> int:
-        """How many workers have met a mistake."""
+        """Number of workers that have reported a mistake."""
         return len(self.problems)
 
     def mistake(self) -> str:
-        """The first mistake that was met, or nothing."""
+        """The first reported mistake, or ""."""
         return next(iter(self.problems), "")
 
     def news(self) -> tuple[list[tuple[int, str]], int]:
-        """Lines since the last call, and tokens."""
+        """Lines since the last call, and the number of trained tokens."""
         lines, self.lines = self.lines, []
         return lines, self.tokens
 
 
 @contextlib.contextmanager
 def _passed_on(ray: Any, relay: Any, advance: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile, let this process's log and progress bar show what the relay hears."""
+    """Forward the relay's lines and tokens to the log and the progress bar of this process."""
     ended, shown = threading.Event(), 0
 
     def pass_on() -> None:
@@ -167,22 +167,22 @@ def _passed_on(ray: Any, relay: Any, advance: Callable[[int], None]) -> Iterator
 
 
 class _Lines(logging.Handler):
-    """Sends messages to the relay."""
+    """Sends log messages to the relay."""
 
     def __init__(self, relay: Any) -> None:
         super().__init__()
         self.relay = relay
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One message."""
+        """Send one message."""
         self.relay.say.remote(record.levelno, self.format(record))
 
 
 def _work(arguments: dict[str, Any]) -> None:
-    """What a worker does.
+    """Train in a worker.
 
-    A user's mistake is not tried again, as it would be the same mistake. Where all workers have met it, they just end. Else some
-    wait for the one that has failed, and only Ray can end them: it starts all anew, and they find that there is nothing to do.
+    After a user's mistake nothing is retried. If all workers report it, they return. If only some do, the others wait for them,
+    and only Ray can end them: it restarts all workers, which then return at once.
     """
     import ray
 
@@ -193,7 +193,7 @@ def _work(arguments: dict[str, Any]) -> None:
     relay = arguments["relay"]
     if ray.get(relay.mistake.remote()):
         return
-    if os.path.isdir(arguments["folder"]):  # relative paths mean what they mean to the driver
+    if os.path.isdir(arguments["folder"]):  # relative paths are those of the driver
         os.chdir(arguments["folder"])
     use_threads(config.executor.num_threads or max(1, int(config.executor.train.cpus)))
     log.handlers[:] = [_Lines(relay)]
@@ -217,4 +217,4 @@ def _work(arguments: dict[str, Any]) -> None:
                 raise
             time.sleep(0.1)
     finally:
-        ray.get(relay.trained.remote(trained))  # calls are answered in order: now the relay has heard all of them
+        ray.get(relay.trained.remote(trained))  # calls are answered in order, so the relay has all of them now

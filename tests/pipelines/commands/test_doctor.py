@@ -68,7 +68,7 @@ def test_a_python_that_autofaiss_cannot_run_on_is_an_error() -> None:
     ("gpu", "cpu", "has_gpu", "level", "words"),
     [
         ("1.15.1", "1.15.1", False, "warning", "those of faiss-cpu"),
-        ("1.15.1", "1.15.1", True, "ok", "faiss-gpu's files are in place"),
+        ("1.15.1", "1.15.1", True, "ok", "the files of faiss-gpu are used"),
         ("1.14.0", "1.15.1", True, "warning", "lies over"),
     ],
 )

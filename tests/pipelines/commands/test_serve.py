@@ -269,7 +269,7 @@ def test_a_token_that_no_header_can_hold(tiny_datastore: Datastore, monkeypatch:
 def test_an_empty_token_is_a_mistake(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
     """As of `RETRO_TOKEN=$(cat no-such-file)`: the server would be open to all."""
     monkeypatch.setenv("RETRO_TOKEN", "")
-    assert "RETRO_TOKEN is set and empty" in said(str(tiny_datastore.folder))
+    assert "RETRO_TOKEN is set but empty" in said(str(tiny_datastore.folder))
 
 
 def test_everybody_may_ask_is_warned_of(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

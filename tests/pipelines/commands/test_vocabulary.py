@@ -89,11 +89,11 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
     for given, message in [
         ([str(tiny_run), *arguments, "--output", str(tmp_path / "there")], "exists already"),
         ([str(tiny_run), *arguments, "--tokenizer", str(other), *out], "Name the tokenizer of this model"),
-        ([str(tiny_datastore.folder), *arguments, "--tokenizer", str(other), *out], "is no checkpoint"),
+        ([str(tiny_datastore.folder), *arguments, "--tokenizer", str(other), *out], "applies only to checkpoints"),
         ([str(tiny_run), *same, *out], "nothing new"),
         ([str(tiny_run), "--corpus.paths", str(empty), *out], "no document with text"),
         ([str(tiny_run), *arguments, "--keep", str(empty), *out], "keep = "),
-        ([str(tiny_run), *arguments, "--pieces", "0", *out], "pieces is 0"),
+        ([str(tiny_run), *arguments, "--pieces", "0", *out], "pieces = 0"),
         ([str(tmp_path / "nowhere"), *arguments, *out], "is no tokenizer"),
     ]:
         assert main(["extend-vocabulary", *given]) == 2

@@ -237,7 +237,7 @@ def test_a_file_that_may_not_grow_further(tmp_path, tiny_corpus, tiny_datastore)
 def test_verify_says_what_is_broken_and_mend_and_index_bring_it_back(config, tiny_datastore, capsys) -> None:
     folder = str(config.datastore)
     assert main(["verify", folder]) == 0
-    assert "all is as it was written" in capsys.readouterr().out
+    assert "no errors" in capsys.readouterr().out
     victim = config.datastore / "embeddings/00002/train.npy"
     stat, data = victim.stat(), bytearray(victim.read_bytes())
     data[-1] ^= 1
@@ -247,7 +247,7 @@ def test_verify_says_what_is_broken_and_mend_and_index_bring_it_back(config, tin
     assert main(["verify", folder]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"{victim} has changed since it was written (checksum): remove embeddings/00002")
-    assert said[-1].endswith("1 broken")
+    assert said[-1].endswith("1 errors")
     assert main(["verify", folder, "--repair"]) == 1
     assert "removed embeddings/00002; `retro index CONFIG` makes it again" in capsys.readouterr().out
     build_local(config)
