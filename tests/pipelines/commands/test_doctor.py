@@ -67,12 +67,12 @@ def test_a_python_that_autofaiss_cannot_run_on_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("gpu", "cpu", "has_gpu", "level", "words"),
     [
-        ("1.15.1", "1.15.1", False, "warning", "those of faiss-cpu"),
+        ("1.15.1", "1.15.1", False, "warning", "has the files of faiss-cpu"),
         ("1.15.1", "1.15.1", True, "ok", "the files of faiss-gpu are used"),
-        ("1.14.0", "1.15.1", True, "warning", "lies over"),
+        ("1.14.0", "1.15.1", True, "warning", "has overwritten"),
     ],
 )
-def test_two_builds_of_faiss_in_one_folder_are_told_with_the_one_in_place(gpu, cpu, has_gpu, level, words) -> None:
+def test_two_builds_of_faiss_in_one_folder_are_reported_with_the_one_in_use(gpu, cpu, has_gpu, level, words) -> None:
     (finding,) = faiss_conflicts({"faiss-gpu": gpu, "faiss-cpu": cpu}, has_gpu)
     assert (finding.level, words in finding.message) == (level, True)
     assert bool(finding.action) == (level == "warning")
