@@ -69,7 +69,7 @@ def asking(server: Serving, token: str = "right") -> httpx.Client:
 def test_it_says_what_it_serves(with_token: Serving, tiny_datastore: Datastore) -> None:
     assert f"{tiny_datastore.train.num_chunks:,} chunks" in with_token.said
     assert "model: tiny, step 8" in with_token.said
-    assert "token: that of RETRO_TOKEN" in with_token.said
+    assert "token: from RETRO_TOKEN" in with_token.said
     assert with_token.url.startswith("http://127.0.0.1:")
 
 

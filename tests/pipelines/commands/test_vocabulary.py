@@ -70,7 +70,7 @@ def test_a_tokenizer_alone_keeps_the_ids_of_other_texts(
     kept = json.loads((out / "figures.json").read_text())["keep"]
     assert kept["unchanged"] == kept["texts"] > 10
     assert kept["new_tokens"] == kept["old_tokens"]
-    assert "keep: samples with the ids they had" in capsys.readouterr().out
+    assert "keep: samples with unchanged ids" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_refused_and_leaves_nothing(
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
         ([str(tiny_run), *arguments, "--tokenizer", str(other), *out], "Name the tokenizer of this model"),
         ([str(tiny_datastore.folder), *arguments, "--tokenizer", str(other), *out], "applies only to checkpoints"),
         ([str(tiny_run), *same, *out], "nothing new"),
-        ([str(tiny_run), "--corpus.paths", str(empty), *out], "no document with text"),
+        ([str(tiny_run), "--corpus.paths", str(empty), *out], "no training document with text"),
         ([str(tiny_run), *arguments, "--keep", str(empty), *out], "keep = "),
         ([str(tiny_run), *arguments, "--pieces", "0", *out], "pieces = 0"),
         ([str(tmp_path / "nowhere"), *arguments, *out], "is no tokenizer"),
