@@ -1,4 +1,4 @@
-"""What `retro eval perplexity` measures: every evaluation set, retrieval OFF and ON, one model or two, as tables and JSON.
+"""Measurements of `retro eval perplexity`: every evaluation set, retrieval OFF and ON, one model or two.
 
 model, set → Measured (OFF, ON k=2 …) ┬→ all chunks ─────────────────────────┬→ Level: results and changes
 chunks, neighbors → leakage r(C) ─────┴→ chunks with r(C) ≤ α, for every α ──┘
@@ -26,7 +26,7 @@ from retro.model.retro import Retro
 
 @dataclass(frozen=True)
 class Measured:
-    """A result and the name of the model that it is of; empty where there is only one."""
+    """A result and the name of its model, which is empty if there is only one model."""
 
     model: str
     result: Result
@@ -39,7 +39,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Change:
-    """How far bits-per-byte of `measured` lies from that of `reference`, in percent; 95% of bootstraps in low to high."""
+    """Difference of bits per byte of `measured` from `reference`, in percent; low to high holds 95% of bootstraps."""
 
     measured: str
     reference: str
@@ -50,14 +50,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Level:
-    """What was measured on one set over the same chunks.
+    """Measurements on one set over the same chunks.
 
     Attributes:
         set: its name.
         leakage_at_most: α; None = all chunks.
-        share_of_chunks: that count.
-        results: of every model, retrieval OFF and ON, without arrays; empty where no chunk is left.
-        changes: between them; empty where no chunk is left.
+        share_of_chunks: fraction of the chunks that are scored.
+        results: of every model, retrieval OFF and ON, without arrays; empty if no chunk is left.
+        changes: between them; empty if no chunk is left.
     """
 
     set: str
@@ -77,7 +77,7 @@ def measure_all(
     source: NeighborSource = "nearest",
     by_chunk: bool = False,
 ) -> list[Result]:
-    """Results with retrieval OFF, then ON for each k, if the model can retrieve; with a progress bar."""
+    """Measure with retrieval OFF, then ON for each k if the model can retrieve; with progress bars."""
     uses = [NeighborUse(k, source) for k in ((0, *settings.k) if model.settings.cca_layers else (0,))]
     return [
         measure(model, evaluation_set, settings, placement, use, sequence_length, by_chunk=by_chunk) for use in uses
@@ -95,7 +95,7 @@ def measure(
     by_chunk: bool = False,
     note: str = "",
 ) -> Result:
-    """One measurement, with a progress bar, in whose name the note stands."""
+    """Measure once, with a progress bar; `note` is part of its name."""
     name = f"eval {evaluation_set.name}{note} " + (f"k={use.k}" if use.k else "OFF")
     total = min(settings.max_tokens or evaluation_set.tokens, evaluation_set.tokens)
     with progress(name, total=total, unit="tokens") as advance:
@@ -118,14 +118,14 @@ def measure_checkpoints(
     device: str,
     source: Datastore | None = None,
 ) -> list[list[Measured]]:
-    """Every set's measurements of one or two models, in the windows and the precision of the first one.
+    """Measure one or two models on every set, with the windows and the precision of the first model.
 
     Args:
-        checkpoints: the model, then the one that it is compared with.
-        sets: which fit the first model.
+        checkpoints: the model, and the one to compare with.
+        sets: sets that fit the first model.
         settings: k, windows, thresholds of leakage.
         device: `auto`, `cpu`, `cuda` …
-        source: datastore whose neighbors say what leaks; None: that of each set, if it stores neighbors.
+        source: datastore whose neighbors define leakage; None: the datastore of each set, if it stores neighbors.
 
     Raises:
         InputError: a model or the source does not fit a set, or the second model is the first one.
@@ -147,7 +147,9 @@ def measure_checkpoints(
                 settings,
                 placement,
                 sequence_length=checkpoints[0].settings["data"]["sequence_length"],
-                source=checkpoint.settings["data"].get("neighbor_source", "nearest"),  # a control stays one
+                source=checkpoint.settings["data"].get(
+                    "neighbor_source", "nearest"
+                ),  # a control keeps random neighbors
                 by_chunk=bool(settings.leakage_thresholds) and (source or each.datastore).has("neighbors"),
             )
             rows += [Measured(name, result) for result in results]
@@ -155,13 +157,13 @@ def measure_checkpoints(
 
 
 def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """No name for one; the names of the runs for two, or the steps of one run."""
+    """Names of the models: "" for one; for two the names of their runs, or the steps of one run."""
     if len(checkpoints) == 1:
         return [""]
     folders = [checkpoint.path.resolve() for checkpoint in checkpoints]
     runs = [folder.parent.parent if folder.parent.name == "checkpoints" else folder for folder in folders]
     if len(set(folders)) == 1:
-        raise InputError(f"--against {folders[1]}: this is the same checkpoint; name another one.")
+        raise InputError(f"--against {folders[1]}: this is the same checkpoint. Name another one.")
     return short_names(runs if len(set(runs)) > 1 else folders)
 
 
@@ -171,7 +173,7 @@ def leakage_by_chunk(
     settings: EvaluationSettings,
     source: Datastore | None = None,
 ) -> np.ndarray | None:
-    """r of every chunk that was scored, with a progress bar; None where the results are not by chunk."""
+    """Leakage r of every scored chunk, with a progress bar; None if the results are not by chunk."""
     if (chunks := measured[0].result.chunks) is None:
         return None
     with progress(f"leakage {evaluation_set.name}", total=len(chunks.ids), unit="chunks") as advance:
@@ -185,7 +187,7 @@ def statistics_of(
     settings: EvaluationSettings,
     source: Datastore | None = None,
 ) -> OverlapStatistics:
-    """What the scored chunks share with their neighbors; `leakage` of `leakage_by_chunk`."""
+    """Overlap of the scored chunks with their neighbors; `leakage` comes from `leakage_by_chunk`."""
     chunks = measured[0].result.chunks
     assert chunks is not None, "not measured by chunk"
     return overlap_statistics(evaluation_set, chunks.ids, leakage, settings.leakage_neighbors, source)
@@ -197,11 +199,11 @@ def levels_of(
     settings: EvaluationSettings,
     leakage: np.ndarray | None,
 ) -> Iterator[Level]:
-    """All chunks of a set, then, where their leakage is known, those that leak at most each of the thresholds.
+    """Measurements over all chunks of a set, then, if leakage is known, over the chunks below each threshold.
 
     Args:
         evaluation_set: the set.
-        measured: on it: the first model's OFF and ON, then another's.
+        measured: on this set: OFF and ON of the first model, then of the second.
         settings: thresholds, seed of the bootstrap.
         leakage: r of every scored chunk, or None.
     """
@@ -219,7 +221,7 @@ def _level(name: str, threshold: float | None, share: float, measured: Sequence[
 
 
 def rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[dict[str, Any]], list[Change]]:
-    """Results as plain values, and what is compared among them."""
+    """Results as plain values, and the changes between them."""
     rows = [{"model": each.model} | each.result.as_json() for each in measured]
     changes = [
         Change(first.label, second.label, *compare(first.result, second.result, seed))
@@ -229,7 +231,7 @@ def rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[dict
 
 
 def _pairs(measured: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
-    """What is compared: ON with OFF of the first model; its OFF and ON with the other's, of the same k or else OFF."""
+    """Pairs to compare: ON with OFF of the first model; its OFF and ON with the second model of the same k, or else its OFF."""
     if not measured:
         return []
     ours = [each for each in measured if each.model == measured[0].model]
@@ -244,7 +246,7 @@ def settings_of(
     settings: EvaluationSettings,
     source: Datastore | None = None,
 ) -> dict[str, Any]:
-    """What was asked for and of what, for people: nothing that a fingerprint says already."""
+    """Paths and settings, for people."""
     return {
         "checkpoints": [str(each.path) for each in checkpoints],
         "steps": [each.step for each in checkpoints],
@@ -256,9 +258,9 @@ def settings_of(
 
 
 def as_json(levels: Sequence[Level], statistics: Sequence[OverlapStatistics] = ()) -> dict[str, Any]:
-    """What was measured over all chunks and by what leaks.
+    """Measurements over all chunks and by leakage.
 
-    `results` and `changes` over all chunks, a row each; `leakage`: for each set and α the same and the share of chunks;
+    `results` and `changes`: rows over all chunks; `leakage`: the same for each set and α, with the fraction of chunks;
     `overlap`: a row for each set.
     """
     whole = [level for level in levels if level.leakage_at_most is None]
@@ -271,5 +273,5 @@ def as_json(levels: Sequence[Level], statistics: Sequence[OverlapStatistics] = (
 
 
 def in_words(percent: float, low: float, high: float) -> str:
-    """A change of bits-per-byte with its uncertainty, as `compare` gives it."""
+    """A change of bits per byte with its uncertainty, as `compare` returns it."""
     return f"{percent:+.2f}% bits per byte (95% of bootstraps over documents: {low:+.2f}% to {high:+.2f}%)"

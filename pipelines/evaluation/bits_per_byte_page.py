@@ -55,7 +55,7 @@ _TEXTS = {
 
 
 def _figures(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The first set's figures that people look for first: OFF, the best ON, and how far it lies from OFF."""
+    """Figures of the first set: OFF, the best ON, and its change from OFF."""
     first = results["results"][0]
     ours = [row for row in results["results"] if (row["set"], row["model"]) == (first["set"], first["model"])]
     figures = [(f"{first['set']}, OFF", f"{first['bits_per_byte']:.4f}", "bits per byte")]
@@ -73,7 +73,7 @@ def _figures(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _plots_by_k(rows: Rows, sets: Sequence[str]) -> list[str]:
-    """A curve of bits-per-byte by k for each set and model, OFF at 0; nothing where only one k was measured."""
+    """A curve of bits per byte by k for each set and model, with OFF at 0; none if only one k was measured."""
     plots = []
     for name in sets:
         lines: dict[str, Line] = {}
@@ -88,12 +88,12 @@ def _plots_by_k(rows: Rows, sets: Sequence[str]) -> list[str]:
 
 
 def _plots_by_leakage(levels: Rows, sets: Sequence[str]) -> list[str]:
-    """Bits-per-byte(α) of every measurement, retrieval OFF dashed."""
+    """Bits per byte by α for every measurement; OFF is dashed."""
     return _plots_by(levels, sets, "leakage_at_most", "α: overlap with neighbors at most", "by α", log_x=False)
 
 
 def _plots_by_fraction(levels: Rows, sets: Sequence[str]) -> list[str]:
-    """Bits-per-byte by fraction of the datastore for every measurement. OFF is dashed, and the same for all."""
+    """Bits per byte by fraction of the datastore for every measurement. OFF is dashed, and the same for all."""
     return _plots_by(
         levels, sets, "datastore_fraction", "fraction of the datastore", "by size of the datastore", log_x=True
     )

@@ -1,6 +1,6 @@
-"""How much a smaller datastore helps: bits-per-byte with neighbors from growing shares of it.
+"""Bits per byte with neighbors from fractions of the datastore: what a smaller datastore is worth.
 
-chunks, shares of the datastore → neighbors found anew → Measured (OFF, ON k=2 …) → FractionLevel: results and changes
+chunks, fractions of the datastore → new search of neighbors → Measured (OFF, ON k=2 …) → FractionLevel: results and changes
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ from retro.evaluation.settings import EvaluationSettings
 
 @dataclass(frozen=True)
 class FractionLevel:
-    """What was measured on one set with a share of the datastore that it retrieves from.
+    """Measurements on one set with a fraction of its datastore.
 
     Attributes:
         set: its name.
         datastore_fraction: of the documents.
-        datastore_documents, datastore_chunks: that it held.
-        results: OFF of every model, then ON with neighbors from the share.
+        datastore_documents, datastore_chunks: in this fraction.
+        results: OFF of every model, then ON with neighbors from the fraction.
         changes: between them.
     """
 
@@ -41,7 +41,7 @@ class FractionLevel:
 
 
 def check_fractions(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> None:
-    """Raise InputError where shares are asked for and no model retrieves, or one was trained with random neighbors."""
+    """Raise InputError if fractions are set and no model retrieves, or one was trained with random neighbors."""
     retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.cca_layers]
     if settings.datastore_fractions and not (retrieving and settings.k):
         raise InputError(
@@ -56,7 +56,7 @@ def check_fractions(checkpoints: Sequence[Checkpoint], settings: EvaluationSetti
         if checkpoint.settings["data"].get("neighbor_source", "nearest") != "nearest":
             raise InputError(
                 f"evaluation.datastore_fractions: {checkpoint.path} was trained with data.neighbor_source = 'random', "
-                "to which a share of the datastore means nothing."
+                "so fractions of the datastore have no effect."
             )
 
 
@@ -67,13 +67,13 @@ def measure_fractions(
     settings: EvaluationSettings,
     device: str,
 ) -> Iterator[FractionLevel]:
-    """Retrieval ON with neighbors from each share of the datastore, in growing order, beside OFF.
+    """Measure retrieval ON with neighbors from each fraction of the datastore, in ascending order, and add OFF.
 
     Args:
-        checkpoints: the models that were measured, in the same order; one that cannot retrieve has its OFF alone.
+        checkpoints: the measured models, in the same order; one without retrieval has only OFF.
         evaluation_set: a set.
-        measured: every model's results on it.
-        settings: shares, k, windows.
+        measured: results of every model on this set.
+        settings: fractions, k, windows.
         device: `auto`, `cpu`, `cuda` …
     """
     placement = choose_inference_placement(device, checkpoints[0].settings["train"]["precision"])

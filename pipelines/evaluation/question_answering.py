@@ -1,4 +1,4 @@
-"""What `retro eval qa` measures: exact match and F1 of a model's answers in every mode, as a table, JSON and a page.
+"""Measurements of `retro eval qa`: exact match and F1 of a model's answers in every mode.
 
 questions ─► modes (`question_answering_modes.py`) ─► prompts, neighbors ─► LanguageModel ─► answers ─► Answered: exact match, F1
 """
@@ -31,11 +31,11 @@ class Answered:
     """The answers to all questions in one mode.
 
     Attributes:
-        mode: which.
+        mode: how the questions were asked.
         answers: [n] texts.
         exact_match, f1: [n] float64 of each.
-        answer_in_passages: share of the questions of which a right answer stands in what was read: no reader of passages alone
-            does better. None: nothing was read.
+        answer_in_passages: fraction of the questions with a right answer in the passages, the upper bound of a model that only
+            copies; None: no passages.
     """
 
     mode: Mode
@@ -45,7 +45,7 @@ class Answered:
     answer_in_passages: float | None = None
 
     def as_json(self, seed: int) -> dict[str, Any]:
-        """Means with 95% of bootstraps over questions."""
+        """Means, with the range of 95% of bootstraps over questions."""
         row: dict[str, Any] = {"mode": self.mode.name, **asdict(self.mode), "questions": len(self.answers)}
         for name in ("exact_match", "f1"):
             row[name], row[f"{name}_low"], row[f"{name}_high"] = mean_with_interval(getattr(self, name), seed)
@@ -55,13 +55,13 @@ class Answered:
 def open_model(
     checkpoint: Path, passages: Path | str | None, settings: QaSettings, device: str
 ) -> tuple[LanguageModel, Retriever | None]:
-    """The model, with what it retrieves from, and the passages opened for search.
+    """Open the model with its retriever, and the datastore of passages.
 
-    With passages, retrieval ON reads them too, else the datastore of the training run.
+    Retrieval ON searches the passages, or without passages the datastore of the training run.
 
     Raises:
-        InputError: one cannot be opened, or retrieval ON is asked of passages that the model cannot read; or passages are asked
-            for as neighbors, and none are there.
+        InputError: a path cannot be opened, the passages do not fit retrieval ON, or passages as neighbors are set without
+            a datastore of passages.
     """
     opened = open_checkpoint(checkpoint)
     if settings.neighbor_passages and passages is None and opened.model.cca_layers:
@@ -72,12 +72,12 @@ def open_model(
     retriever = Retriever.open(passages)
     if retrieval:
         _check_readable(opened, retriever.datastore)
-    source = retriever if retrieval or not opened.datastores else None  # a base has its tokenizer from no other place
+    source = retriever if retrieval or not opened.datastores else None  # a base model has no other tokenizer
     return LanguageModel.open(checkpoint, source, device, retrieval=retrieval), retriever
 
 
 def _check_readable(checkpoint: Checkpoint, passages: Datastore) -> None:
-    again = "Build it with the model's tokenizer and chunk length, or set --k 0: passages are then in the prompt only."
+    again = "Build it with the model's tokenizer and chunk length, or set --k 0 to use passages in the prompt only."
     ids, m = int(passages.manifest["vocab_size"]), passages.chunk_length
     compared = [("vocab_size", checkpoint.num_ids, ids, checkpoint.reads(ids))]
     compared += [("chunk_length", checkpoint.model.chunk_length, m, checkpoint.model.chunk_length == m)]
@@ -87,7 +87,7 @@ def _check_readable(checkpoint: Checkpoint, passages: Datastore) -> None:
     if not checkpoint.datastores:
         return
     first = Path(checkpoint.folders[0])
-    if url_of(first) or (first / "tokenizer").exists():  # a checkpoint may have outlived what it was trained on
+    if url_of(first) or (first / "tokenizer").exists():  # the training datastore may be deleted
         check_tokenizer(Datastore.open(first), passages, "--passages")
 
 
@@ -98,12 +98,12 @@ def measure_answers(
     settings: QaSettings,
     language: Language,
 ) -> list[Answered]:
-    """The answers in every mode, with progress bars.
+    """Answer the questions in every mode, with progress bars.
 
     Args:
-        language_model: open with retrieval, if a mode asks for it.
-        modes: as `qa_modes.all_modes` gives them.
-        questions: which all have answers.
+        language_model: opened with retrieval, if a mode needs it.
+        modes: from `all_modes`.
+        questions: all with answers.
         settings: lengths.
         language: of the measures.
     """
@@ -133,14 +133,14 @@ def measure_answers(
 
 
 def select(questions: Sequence[Question], settings: QaSettings, path: Path) -> tuple[list[Question], list[Question]]:
-    """The solved questions in front, and the ones that are asked.
+    """Split the questions into solved examples and questions to ask.
 
     Raises:
-        InputError: one has no answers, or none is left to ask.
+        InputError: a question has no answers, or no question is left to ask.
     """
     for each in questions:
         if not each.answers:
-            raise InputError(f"{path}: question {each.id!r} has no answers: nothing can be scored against it.")
+            raise InputError(f"{path}: question {each.id!r} has no answers, so it cannot be scored.")
     shots, asked = questions[: settings.shots], questions[settings.shots :]
     asked = asked[: settings.max_questions or None]
     if not asked:
@@ -149,12 +149,12 @@ def select(questions: Sequence[Question], settings: QaSettings, path: Path) -> t
 
 
 def language_for(questions: Sequence[Question], settings: QaSettings) -> Language:
-    """The language that the settings name, or that of the questions."""
+    """The language of the settings, or of the questions."""
     return language_of([each.question for each in questions]) if settings.language == "auto" else settings.language
 
 
 def answer_in_passages(questions: Sequence[Question], passages: Sequence[Sequence[str]]) -> float:
-    """Share of the questions of which a right answer stands in a passage: no reader of passages alone does better."""
+    """Fraction of the questions with a right answer in one of their passages."""
     held = [
         any(right.lower() in text.lower() for right in each.answers for text in texts)
         for each, texts in zip(questions, passages, strict=True)
@@ -163,7 +163,7 @@ def answer_in_passages(questions: Sequence[Question], passages: Sequence[Sequenc
 
 
 def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each mode, of rows as `Answered.as_json` gives them."""
+    """A row for each mode, from rows of `Answered.as_json`."""
     cells = []
     for row in rows:
         figures = [
@@ -176,7 +176,7 @@ def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def as_json(rows: Sequence[Answered], questions: Sequence[Question], seed: int) -> dict[str, Any]:
-    """`results`: a row for each mode; `answers`: for each question the right ones, and what each mode answered."""
+    """`results`: a row for each mode; `answers`: for each question the right answers and the answer of each mode."""
     given = {row.mode.name: row.answers for row in rows}
     return {
         "results": [row.as_json(seed) for row in rows],

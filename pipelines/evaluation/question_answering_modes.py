@@ -1,4 +1,4 @@
-"""How `retro eval qa` asks: in every mode the prompts of all questions, and what stands in them or beside them.
+"""Modes of `retro eval qa`: prompts of all questions, and the passages in them or given as neighbors.
 
 questions ─┬─────────────────────────────► lines ──────────► closed book ─────────────────────────┐ each with
            │                         ┌───► lines ──────────► passages in the prompt ──────────────┘ retrieval OFF and ON
@@ -26,14 +26,14 @@ from retro.question_answering.text_prompts import Prompts, room_for_prompts
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to ask.
+    """How questions are asked.
 
     Attributes:
-        prompt: `lines`, one for each passage, question and answer, or the `paper`'s, which holds the question alone.
-        passages: in the prompt.
-        k: neighbors of each chunk, found with the chunk.
-        neighbors: passages found with the question that all chunks read in place of these.
-        gold: whether the passages that hold the answer stand first among them.
+        prompt: `lines`: a line for each passage, question and answer; `paper`: the paper's prompt with the question only.
+        passages: number of passages in the prompt.
+        k: neighbors of each chunk, searched with the chunk.
+        neighbors: passages, searched with the question, that all chunks read instead.
+        gold: whether passages with the answer come first among them.
     """
 
     prompt: Literal["lines", "paper"] = "lines"
@@ -44,7 +44,7 @@ class Mode:
 
     @property
     def name(self) -> str:
-        """`closed book`, or what is open: `passages in the prompt, ON k=2`, `paper's prompt, 20 passages as neighbors`."""
+        """`closed book`, or the open parts: `passages in the prompt, ON k=2`, `paper's prompt, 20 passages as neighbors`."""
         parts = ["passages in the prompt"] if self.passages else []
         parts += [f"ON k={self.k}"] if self.k else []
         parts += [f"{self.neighbors} passages as neighbors"] if self.neighbors else []
@@ -53,26 +53,26 @@ class Mode:
 
 
 class Asked(NamedTuple):
-    """All questions in one mode: the tokens of each prompt, the neighbors given to each, the texts of its passages."""
+    """All questions in one mode: tokens of each prompt, its given neighbors, and the texts of its passages."""
 
     mode: Mode
     prompts: list[np.ndarray]
-    given: Given | None = None  # None: none, or what each chunk finds
-    texts: list[list[str]] | None = None  # what stands in the prompt or in the neighbors; None: nothing
+    given: Given | None = None  # None: no neighbors, or those that each chunk finds
+    texts: list[list[str]] | None = None  # passages in the prompt or as neighbors; None: no passages
 
 
 class Found(NamedTuple):
     """The passages of each question, best first."""
 
     searched: list[list[Passage]]
-    gold: list[list[Passage]] | None  # those in front that the question names; None: not asked for
+    gold: list[list[Passage]] | None  # with those first that the question names; None: not measured
 
 
 def found_passages(retriever: Retriever, questions: Sequence[Question], settings: QaSettings) -> Found | None:
-    """As many as the settings ask for, with a progress bar; None if they ask for none.
+    """Find the passages that the settings need, with a progress bar; None if they need none.
 
     Raises:
-        InputError: gold ones are asked for, and a question names none that is searched.
+        InputError: `gold` is set, and a question names no document of the datastore.
     """
 
     def find(name: str, k: int, *, positives_first: bool) -> list[list[Passage]]:
@@ -98,15 +98,15 @@ def all_modes(
     shots: Sequence[Question] = (),
     found: Found | None = None,
 ) -> Iterator[Asked]:
-    """Every mode that model, settings and passages allow, closed book first.
+    """All modes that model, settings and passages allow, closed book first.
 
     Args:
-        language_model: open with retrieval, if ON shall be measured.
+        language_model: opened with retrieval, to measure ON.
         questions: n of them.
         settings: neighbors, lengths.
         language: of the prompts.
-        shots: solved questions in front of each.
-        found: the passages of each question; None: no passages in prompts, or as neighbors.
+        shots: solved questions before each.
+        found: the passages of each question; None: no passages.
 
     Raises:
         InputError: a question is too long for the model.
@@ -150,7 +150,7 @@ def _as_in_paper(
     for gold, passages in ((False, found.searched), (True, found.gold)):
         if passages is not None:
             given = [form.neighbors(each, count) for each in passages]
-            # What is cut off cannot be read: the texts are those of the tokens.
+            # Passages may be cut off, so their texts are decoded from the tokens.
             kept = [[row[:length] for row, length in zip(*each, strict=True)] for each in given]
             texts = [form.tokenizer.decode_batch(each) for each in kept]
             yield Asked(Mode("paper", neighbors=count, gold=gold), prompts, given, texts)

@@ -1,4 +1,4 @@
-"""The page of `retro eval qa`: what its JSON file says, as tables on one HTML page."""
+"""The HTML page of `retro eval qa`: the tables of its JSON file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +11,10 @@ from pipelines.results import Table
 _ANSWERS_SHOWN = 40
 _MODES = (
     "Closed book: the question alone, retrieval OFF. ON: each chunk of the prompt finds its own neighbors. Passages in the prompt: "
-    "those found for the question, as text before it. Passages as neighbors: the same, read through the cross-attention. "
-    "The paper's prompt holds the question alone, and is what `retro finetune` trains on: compare it with itself. "
-    "In brackets 95% of bootstraps over questions. Answer in passages: questions, per cent, of which a right answer stands in "
-    "what was read."
+    "passages found for the question, as text before it. Passages as neighbors: the same, read through cross-attention. "
+    "The paper's prompt holds only the question, as in `retro finetune`; compare it only with itself. "
+    "In brackets: range of 95% of bootstraps over questions. Answer in passages: percentage of questions with a right answer in "
+    "their passages."
 )
 
 
@@ -40,7 +40,7 @@ def write_qa_page(path: Path, results: Mapping[str, Any]) -> None:
             for row in (rows[0], max(rows, key=lambda row: row["f1"]))
         ],
         sections=[
-            Section("Exact match and F1, per cent", text=_MODES, table=answers_table(rows)),
+            Section("Exact match and F1, percent", text=_MODES, table=answers_table(rows)),
             Section("The first answers", table=Table(["question", "right", *modes], answers)),
             Section("Fingerprints", table=settings_table(results["fingerprints"], "fingerprint of")),
             Section("Settings", table=settings_table(results["settings"])),

@@ -1,4 +1,4 @@
-"""Bytes of every artifact of a datastore, and of memory while it is made: they follow from the format (docs/reference/file-formats.md)."""
+"""Bytes of every artifact of a datastore, computed from the file formats, and memory of the build (docs/reference/file-formats.md)."""
 
 import math
 import re
@@ -12,34 +12,34 @@ from indexing.store.errors import InputError
 
 SPLITS = 3
 _NPY_HEADER = 128
-_INDEX_HEADER = 200  # of a `.faiss` file, about
+_INDEX_HEADER = 200  # of a `.faiss` file, approximately
 _MANIFEST_BYTES = {
     "chunks": 1860,
     "embeddings": 630,
     "index": 430,
     "neighbors": 1360,
     "materialized": 1360,
-}  # of a shard's artifact, about
+}  # of a shard's artifact, approximately
 _BLOCK = 32  # vectors of a fast-scan list are stored in blocks
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A datastore's size, and that of its index.
+    """Size of a datastore and of its index.
 
     Attributes:
         text_bytes: UTF-8 bytes of all documents.
         documents: in all splits.
-        tokens: in all splits, with the beginning and end of each document.
-        chunks: in all splits: these are embedded and get neighbors.
+        tokens: in all splits, including those that begin and end a document.
+        chunks: in all splits; all are embedded and have neighbors.
         train_chunks: those in the index.
         shards: of every stage.
         key: Faiss factory string of the index.
-        nprobe: lists visited for a query, by codes.
-        list_nprobe: lists visited for a query, by embeddings.
+        nprobe: visited lists of a query that compares codes.
+        list_nprobe: visited lists of a query that compares embeddings.
         trained_on: vectors that the index is trained on.
-        tune_queries: for which `nprobe` is tuned.
-        search: how the neighbors of all chunks are found.
+        tune_queries: queries that tune `nprobe`.
+        search: method that finds the neighbors of all chunks.
     """
 
     text_bytes: float
@@ -57,39 +57,39 @@ class Workload:
 
     @property
     def lists(self) -> int:
-        """Inverted lists; 1 for an index without."""
+        """Number of inverted lists; 1 for an index without lists."""
         return lists_of(self.key)
 
     @property
     def coarse(self) -> float:
-        """Work of finding a vector's list: all centroids, or the steps down a graph."""
+        """Centroids compared to find a vector's list: all of them, or those on the way through a graph."""
         return math.log2(self.lists) if "HNSW" in self.key else self.lists
 
     @property
     def compared(self) -> float:
-        """Codes, or vectors, that a query is compared with."""
+        """Codes or vectors that a query is compared with."""
         if self.search == "exact":
             return self.train_chunks
         return self.train_chunks * min(1.0, self.visited / self.lists)
 
     @property
     def visited(self) -> float:
-        """Lists visited in the search that is taken."""
+        """Visited lists of the chosen search."""
         return self.list_nprobe if self.search == "lists" else self.nprobe
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the bytes of a chunk depend on.
+    """Sizes that determine the bytes of a chunk.
 
     Attributes:
         chunk_length: m.
         token_bytes: 2 or 4.
         dimension: d of the embeddings.
         stored: neighbors stored for each chunk.
-        materialized: of them, with their tokens.
+        materialized: stored neighbors with tokens.
         document_bytes: of a document's row in `documents.parquet`.
-        parquet_bytes: of such a file without rows.
+        parquet_bytes: of a `documents.parquet` without rows.
     """
 
     chunk_length: int
@@ -105,13 +105,13 @@ class Layout:
 
 
 def lists_of(key: str) -> int:
-    """Inverted lists of a Faiss factory string; 1 for an index without."""
+    """Inverted lists of a Faiss factory string; 1 for an index without lists."""
     found = re.search(r"IVF(\d+)", key)
     return int(found[1]) if found else 1
 
 
 def with_lists_for(key: str, chunks: float) -> str:
-    """The same kind of index for fewer chunks: 4·√chunks lists, as a power of two, and not more than it has."""
+    """The same kind of index for fewer chunks: 4·√chunks lists, rounded down to a power of two, and at most those of `key`."""
     wanted = 2 ** math.floor(math.log2(4 * math.sqrt(max(1.0, chunks))))
     return re.sub(r"IVF\d+", f"IVF{min(wanted, lists_of(key))}", key)
 
@@ -123,11 +123,11 @@ def key_for(chunks: float, dimension: int, settings: IndexSettings) -> tuple[str
             return choose_key(int(chunks), dimension, settings), settings
         except InputError:
             settings = replace(settings, memory=f"{2**power}GB")
-    raise InputError(f"index: no index of {chunks:,.0f} × {dimension} is proposed at any index.memory.")
+    raise InputError(f"index: no index of {chunks:,.0f} × {dimension} exists for any index.memory.")
 
 
 def index_bytes(key: str, dimension: int) -> tuple[int, int]:
-    """Bytes of a stored vector without its id, and of the trained index, which every shard holds a copy of.
+    """Bytes of a stored vector without its id, and of the trained index, which is copied into every shard.
 
     Raises:
         InputError: Faiss does not understand the key.
@@ -139,7 +139,7 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
         index = faiss.index_factory(dimension, key, faiss.METRIC_L2)
     except RuntimeError as error:
         raise InputError(f"index.factory = {key!r} with dimension {dimension}: {error}") from error
-    trained, inner = _INDEX_HEADER, index  # `index` owns what the others are parts of
+    trained, inner = _INDEX_HEADER, index  # `index` owns the parts
     if isinstance(index, faiss.IndexPreTransform):
         chain: Any = index.chain
         transforms = [faiss.downcast_VectorTransform(chain.at(number)) for number in range(chain.size())]
@@ -160,7 +160,7 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
 
 
 def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
-    """Bytes of the folders of a datastore that grow with it."""
+    """Bytes of the folders of a datastore."""
     code, trained = index_bytes(size.key, layout.dimension)
     files = size.shards * SPLITS
     documents = (8 + layout.document_bytes) * size.documents + (8 + layout.parquet_bytes) * files
@@ -181,8 +181,8 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
 def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float]:
     """Resident memory of one worker in each step: the process with all libraries, plus what grows with the datastore.
 
-    Memory-mapped embeddings are not counted; re-ranking reads them at random, so they should fit into the page cache. An index that is
-    larger than `sharded_index.MEMORY` is searched in groups of shards, each group as it is stored and as it searches fastest.
+    Memory-mapped embeddings are not counted. Reranking reads them at random, so they should fit into the page cache. An index larger
+    than `indexing.index.sharded.MEMORY` is searched in groups of shards; a group is in memory as stored and in its fastest form.
     """
     code, trained = index_bytes(size.key, layout.dimension)
     whole = (code + 8) * size.train_chunks + size.shards * trained

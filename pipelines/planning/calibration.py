@@ -1,9 +1,9 @@
-"""What a machine does in a second: a sample of the corpus is built, with the project's own stages, at two sizes.
+"""Calibration of a machine: build samples of the corpus, of two sizes, with the real stages.
 
-    corpus (or what Python carries) ── uniform sample ──► warm up, a quarter, all of it ── build ──► Observation of each
+    corpus (or Python's documentation and sources) ── uniform sample ──► warm up, a quarter, all of it ── build ──► Observation of each
 
-The sample goes to a temporary folder and is removed. Two sizes tell what is fixed (opening a model, training codes) from what
-grows, and how far the inverted lists have to be searched deeper when there are more chunks. `plan.py` makes predictions of it.
+The samples are built in a temporary folder. Two sizes separate fixed costs (opening a model, training codes) from growing ones, and
+show how nprobe grows with the number of chunks. `planning/datastore.py` predicts from the observations.
 """
 
 import heapq
@@ -40,19 +40,19 @@ from pipelines.stages.table import build
 from pipelines.terminal import StagesView, Step, progress
 
 _WARM_UP_BYTES = 250_000
-_AGAIN_SECONDS = 30  # what took less than this is done once more: noise evens out
-_SCANNED_BYTES = 256 * 2**20  # of text looked through for the sample
+_AGAIN_SECONDS = 30  # shorter calibrations run again, to average out noise
+_SCANNED_BYTES = 256 * 2**20  # bytes of text read for the sample
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Documents drawn from a corpus, and how much there is of it.
+    """Documents drawn from a corpus, and the size of the corpus.
 
     Attributes:
         documents: uniformly drawn, in the order of the corpus.
-        valid: documents of the `valid` split, all of them where they are few: the queries for which nprobe is tuned are those
-            of the real build then.
-        text_bytes: UTF-8 bytes in the whole corpus, estimated where not all of it was looked through; 0 = unknown.
+        valid: documents of the `valid` split; all of them if there are few, so that nprobe is tuned with the queries of the real
+            build.
+        text_bytes: UTF-8 bytes in the whole corpus, estimated if only a part was read; 0 = unknown.
     """
 
     documents: list[Document]
@@ -61,11 +61,11 @@ class Sample:
 
 
 class _Enough(Exception):
-    """Enough of the corpus has been looked through."""
+    """Enough of the corpus has been read."""
 
 
 class _Drawn:
-    """Documents of about `limit` bytes of text: those with the smallest random numbers of all that were offered."""
+    """Keeps about `limit` bytes of documents: those with the smallest random numbers."""
 
     def __init__(self, limit: int, rng: random.Random) -> None:
         self.limit, self.rng = limit, rng
@@ -84,9 +84,9 @@ class _Drawn:
 
 
 def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> Sample:
-    """Draw documents of about `sample_bytes` of text, and a tenth as much of those held out for validation.
+    """Draw documents of about `sample_bytes` of text, and a tenth as much held-out text.
 
-    Of a large corpus some files, in random order, are looked through until `_SCANNED_BYTES` of text have been seen.
+    Of a large corpus some files are read, in random order, until `_SCANNED_BYTES` of text have been seen.
 
     Raises:
         InputError: a path does not exist, or there is no text.
@@ -110,24 +110,22 @@ def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> S
             break
         scanned_stored += file.size
     if not drawn.kept:
-        raise InputError(
-            f"corpus.paths = {settings.paths}: {len(files)} files hold no document with text to calibrate on that is not held out."
-        )
+        raise InputError(f"corpus.paths = {settings.paths}: {len(files)} files contain no training document with text.")
     total = sum(file.size for file in files)
     text_bytes = scanned_text * total / scanned_stored if scanned_stored else 0.0
     return Sample(drawn.documents(), valid.documents(), text_bytes)
 
 
 def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2**20) -> Calibration:
-    """Build samples of the corpus in a temporary folder, with the settings of the datastore that is planned.
+    """Build samples of the corpus in a temporary folder, with the settings of the planned datastore.
 
     Args:
-        config: its settings. Without `corpus.paths`, or where these hold tokens, the text is what Python carries.
-        tokens: of the datastore; 0 = all of the corpus. It decides which kind of index is calibrated.
+        config: its settings. Without `corpus.paths`, or if these contain tokens, the text is Python's documentation and sources.
+        tokens: of the datastore, which determine the kind of index; 0 = all of the corpus.
         sample_bytes: of text in the largest sample.
 
     Raises:
-        InputError: a bad path, a corpus without text, or one of unknown size when `tokens` is 0.
+        InputError: a path does not exist, the corpus has no text, or its size is unknown and `tokens` is 0.
     """
     started = time.perf_counter()
     with (
@@ -137,12 +135,12 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
         sample, text = _sample(config, sample_bytes, Path(work))
         if not tokens and not sample.text_bytes:
             raise InputError(
-                "tokens = 0 stands for the whole corpus, whose size is not known: there is no corpus.paths, or it holds tokens, "
-                "or its files are too large to be looked through. Give --tokens, for example 1e9."
+                "tokens = 0 means the whole corpus, and its size is unknown: corpus.paths is empty, contains tokens, or has files "
+                "too large for the calibration. Set --tokens, for example 1e9."
             )
         bench = _Bench(config, Path(work), sample, advance)
         transformer = bench.embed_with_model() if config.embedder.kind == "transformer" else None
-        first = bench.build(_WARM_UP_BYTES)[0].workload  # loads every library, and tells how many chunks there will be
+        first = bench.build(_WARM_UP_BYTES)[0].workload  # loads every library, and gives the number of chunks per byte
         chunks = (tokens / first.tokens or sample.text_bytes / first.text_bytes) * first.chunks
         bench.kind = key_for(chunks, bench.embedder.dimension, config.index)[0]
         whole = sum(document.size for document in sample.documents)
@@ -167,7 +165,7 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
 
 
 def _sample(config: Config, sample_bytes: int, work: Path) -> tuple[Sample, str]:
-    """The sample, and in words where it is from."""
+    """The sample, and its source in words."""
     paths = config.corpus.paths
     if paths and not any(is_megatron(file.name) for file in list_files(config.corpus)):
         return draw_sample(config.corpus, sample_bytes), ", ".join(paths)
@@ -177,29 +175,29 @@ def _sample(config: Config, sample_bytes: int, work: Path) -> tuple[Sample, str]
 
 
 class _Bench:
-    """Builds samples of one corpus, each in a folder of its own.
+    """Builds samples of one corpus, each in its own folder.
 
     Args:
-        config: of the datastore that is planned.
+        config: of the planned datastore.
         work: the temporary folder.
         sample: of its text.
-        advance: told of the text that has been built.
+        advance: called with the bytes of built text.
     """
 
     def __init__(self, config: Config, work: Path, sample: Sample, advance: Advance) -> None:
         self.config, self.work, self.advance = config, work, advance
-        # Shuffled, so that a smaller sample is uniform too. Each has the same held-out documents: the same queries.
+        # Shuffled, so that a smaller sample is uniform too. All samples have the same held-out documents and queries.
         self.documents, self.valid = random.Random(0).sample(sample.documents, len(sample.documents)), sample.valid
         self.kind = "IVF128,Flat"
         self.embedder = _lexical(config.embedder)
-        self.chunk_bytes = 4.0 * config.chunks.chunk_length  # of text, about; known after the first build
+        self.chunk_bytes = 4.0 * config.chunks.chunk_length  # of text; an estimate until the first build
         self.token_bytes = 2
         self.numbers = itertools.count()
 
     def build(self, text_bytes: int, shards: int = 1) -> list[Observation]:
-        """Build a sample of about this much text in as many shards, and search it in each way that may be chosen.
+        """Build a sample of about `text_bytes`, and search it with every method that the build could choose.
 
-        The observation of the whole build is the last.
+        The last observation is that of the whole build.
         """
         config = self._config(text_bytes, shards, self.valid)
         key = with_lists_for(self.kind, text_bytes / self.chunk_bytes)
@@ -222,7 +220,7 @@ class _Bench:
         return [*others, observed]
 
     def embed_with_model(self) -> np.ndarray:
-        """What opening the configured transformer takes, and what a chunk: seconds [2]. Sets the width of embeddings."""
+        """Seconds [2] to open the configured transformer, and to embed a chunk. Sets the dimension of embeddings."""
         drivers, seconds = [], []
         for text_bytes in (_WARM_UP_BYTES // 4, _WARM_UP_BYTES):
             config, view = self._config(text_bytes, 1, []), StagesView(quiet=True)
@@ -234,7 +232,7 @@ class _Bench:
         return coefficients(np.array(drivers), np.array(seconds))
 
     def _config(self, text_bytes: int, shards: int, valid: Sequence[Document]) -> Config:
-        """Settings for a sample of about this much text and these held-out documents, which is written to a file."""
+        """Write a sample of about `text_bytes` and these held-out documents to a file; returns its settings."""
         folder = self.work / str(next(self.numbers))
         folder.mkdir()
         sizes = itertools.accumulate((document.size for document in self.documents), initial=0)
@@ -260,7 +258,7 @@ def _searched_by(search: Method, config: Config) -> Config:
 
 
 def _lexical(settings: EmbedderSettings) -> EmbedderSettings:
-    """The lexical embedder that stands in for these: search and index depend on the width of embeddings, not on their maker."""
+    """The lexical embedder for the calibration: search and index depend only on the dimension of embeddings."""
     if settings.kind == "lexical" and settings.path:
         stored = EmbedderSettings(**read_json(Path(settings.path) / "embedder" / "embedder.json"))
         return replace(stored, path="")
@@ -268,7 +266,7 @@ def _lexical(settings: EmbedderSettings) -> EmbedderSettings:
 
 
 def _embedded_with(seconds: np.ndarray, observation: Observation) -> Observation:
-    """An observation with the time of another embedder: seconds [2] to open it, and for a chunk."""
+    """An observation with the times of another embedder: seconds [2] to open it, and to embed a chunk."""
     if "embed" not in observation.seconds:
         return observation
     kept = {name: value for name, value in observation.seconds.items() if name != "embed: count n-grams"}
@@ -286,7 +284,7 @@ def _observed(config: Config, search: Method, datastore: Datastore, steps: list[
     models = models_of(config)
     return Observation(
         workload=Workload(
-            text_bytes=read_manifest(folder / "corpus")["counts"]["bytes"],  # with what [dedup] leaves out
+            text_bytes=read_manifest(folder / "corpus")["counts"]["bytes"],  # including text that [dedup] removes
             documents=totals["documents"],
             tokens=totals["tokens"],
             chunks=totals["chunks"],
@@ -306,12 +304,12 @@ def _observed(config: Config, search: Method, datastore: Datastore, steps: list[
 
 
 def name_in(models: Mapping[str, StepModel], name: str) -> str:
-    """The model that a step belongs to: the longest that its name begins with (`train-index IVF512,…`), or the name itself."""
+    """The step model of a step: the longest model name that the step's name begins with (`train-index IVF512,…`), or the step's name."""
     return max((model for model in models if name.startswith(model)), key=len, default=name)
 
 
 def crossing(curve: Sequence[tuple[int, float]], target: float) -> float:
-    """The nprobe at which a curve of (nprobe, recall) reaches the target, between two points by its logarithm; 0 = never."""
+    """The nprobe at which a curve of (nprobe, recall) reaches the target, log-interpolated between points; 0 = never."""
     for (low, before), (high, after) in itertools.pairwise(curve):
         if before < target <= after:
             return float(low * (high / low) ** ((target - before) / (after - before)))

@@ -1,9 +1,9 @@
-"""What a datastore takes: bytes of every artifact, seconds of every step, memory and cost, from a calibration.
+"""Plan of a datastore: bytes of every artifact, seconds of every step, memory and cost, from a calibration.
 
-    Observation (what this machine did, at two sizes or more) ─┐
-    Workload (the datastore that is planned) ──────────────────┴─► artifact_bytes, step_seconds, memory ──► Plan
+    Observation (builds on this machine, of two or more sizes) ─┐
+    Workload (the planned datastore) ───────────────────────────┴─► artifact_bytes, step_seconds, memory ──► Plan
 
-docs/explanation/plan.md explains how. Nothing here measures anything.
+docs/explanation/plan.md explains the method. This file measures nothing.
 """
 
 import math
@@ -34,18 +34,18 @@ PAPER_CHUNKS = 28e9  # section 2.3: 28 billion keys, 64 tokens each, of the 1.75
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was observed on one machine.
+    """Observations on one machine.
 
     Attributes:
         machine: processor or GPU, cores, memory.
         memory_bytes: of the machine.
-        peak_bytes: largest resident set of the process that did everything.
-        observations: two or more, the largest last.
+        peak_bytes: largest resident set of the calibrating process.
+        observations: two or more, the largest one last.
         token_bytes: 2 or 4.
         dimension: d of the embeddings.
-        text: where the sample comes from.
-        corpus_bytes: of text in the whole corpus; 0 = unknown.
-        seconds: that all of it took.
+        text: source of the sample.
+        corpus_bytes: bytes of text in the whole corpus; 0 = unknown.
+        seconds: duration of the calibration.
     """
 
     machine: str
@@ -63,10 +63,10 @@ class Calibration:
 
 
 def per_byte(name: str, text_bytes: float, observations: Sequence[Observation], tokenizer: TokenizerSettings) -> float:
-    """Tokens, chunks or documents of a byte of text, in a corpus of so many bytes.
+    """Tokens, chunks or documents per byte of text, in a corpus of `text_bytes`.
 
-    A tokenizer trained on little text fits that text better than it will fit more: what it gains falls with the root of the size of
-    its sample (docs/explanation/plan.md), which two sizes tell.
+    A tokenizer trained on little text fits that text better than a larger one. The gain falls with the square root of the
+    sample size (docs/explanation/plan.md), and is estimated from two sizes.
     """
     first, last = observations[0].workload, observations[-1].workload
     low, high = (getattr(size, name) / size.text_bytes for size in (first, last))
@@ -80,9 +80,9 @@ def per_byte(name: str, text_bytes: float, observations: Sequence[Observation], 
 
 
 def text_of(tokens: float, observations: Sequence[Observation], tokenizer: TokenizerSettings) -> float:
-    """Bytes of text that have so many tokens."""
+    """Bytes of text with this number of tokens."""
     text_bytes = tokens * observations[-1].workload.text_bytes / observations[-1].workload.tokens
-    for _ in range(20):  # a fixed point, and the density hardly changes
+    for _ in range(20):  # fixed-point iteration; the density hardly changes
         text_bytes = tokens / per_byte("tokens", text_bytes, observations, tokenizer)
     return text_bytes
 
@@ -92,16 +92,16 @@ def text_of(tokens: float, observations: Sequence[Observation], tokenizer: Token
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step takes.
+    """Time, memory and cost of a step.
 
     Attributes:
         name: of the step.
-        seconds: that one machine would work.
-        shared: whether several machines work on it.
-        machines: that work on it.
-        wall_seconds: from its beginning to its end.
+        seconds: work of one machine.
+        shared: whether several machines can share the step.
+        machines: number of machines that work on it.
+        wall_seconds: from start to end.
         memory_bytes: of a worker.
-        cost: of the machines that work, at the price given.
+        cost: of the working machines, at the given price.
     """
 
     name: str
@@ -115,15 +115,15 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a datastore takes.
+    """Plan of a datastore.
 
     Attributes:
-        size: of it and of its index.
+        size: of the datastore and its index.
         bytes: of every artifact.
         steps: in order.
-        settings: those that have to differ from what was given, by name.
-        calibrated_nprobe: the one that reached the recall target in the largest sample.
-        calibrated_seconds: of `neighbors`, with that one: less, for a lower recall where more chunks need a larger one.
+        settings: those that must differ from the given ones, by name.
+        calibrated_nprobe: the nprobe that reached the recall target in the largest sample.
+        calibrated_seconds: of `neighbors` with that nprobe; faster, but with a lower recall if more chunks need a larger nprobe.
     """
 
     size: Workload
@@ -135,22 +135,22 @@ class Plan:
 
     @property
     def wall_seconds(self) -> float:
-        """Of all steps, one after the other."""
+        """Sum over all steps, which run one after the other."""
         return sum(step.wall_seconds for step in self.steps)
 
 
 def machines_within(steps: Sequence[StepPlan], seconds: float) -> int | None:
-    """Machines with which all steps are done within this time; None if those that one machine does take longer."""
+    """Number of machines that finish all steps in this time; None if the steps of a single machine take longer."""
     alone = sum(step.seconds for step in steps if not step.shared)
     shared = sum(step.seconds for step in steps if step.shared)
     return max(1, math.ceil(shared / (seconds - alone))) if seconds > alone else None
 
 
 def extrapolated(chunks: float, lists: int, needed: Sequence[tuple[float, float]]) -> float:
-    """The nprobe at which the recall target will be reached among this many chunks in so many lists.
+    """Extrapolate the nprobe that reaches the recall target in an index of this size.
 
-    From one size to the other the logarithm of what was needed has grown by a share of that of the number of chunks; it goes on
-    like that. The share is held between 0 and a half: with 4·√N lists, a half is a constant share of all lists.
+    Between the two sizes, log(nprobe) grew in proportion to log(chunks). The extrapolation uses the same slope, clamped to 0 to
+    0.5: with 4·√N lists, 0.5 is a constant fraction of all lists.
 
     Args:
         chunks: in the index.
@@ -164,12 +164,12 @@ def extrapolated(chunks: float, lists: int, needed: Sequence[tuple[float, float]
 
 
 def power_of_two(nprobe: float) -> int:
-    """The next one, as `nprobe` is tuned."""
+    """The next power of two, as `nprobe` is tuned."""
     return int(2 ** math.ceil(round(math.log2(nprobe), 6)))
 
 
 def corpus_tokens(config: Config, calibration: Calibration) -> float:
-    """Tokens of the corpus that was calibrated on; 0 = unknown."""
+    """Tokens of the corpus of the calibration; 0 = unknown."""
     text_bytes = calibration.corpus_bytes
     return (
         text_bytes * per_byte("tokens", text_bytes, calibration.observations, config.tokenizer) if text_bytes else 0.0
@@ -186,15 +186,15 @@ def plan_for(
     *,
     paper: bool = False,
 ) -> Plan:
-    """The plan of a datastore of this many tokens.
+    """Plan a datastore of this number of tokens.
 
     Args:
         config: its settings.
         calibration: of a machine like those that will build it.
-        tokens: with the beginning and end of each document.
-        machines: that work side by side.
+        tokens: including the tokens that begin and end each document.
+        machines: that work in parallel.
         price: of a machine for an hour.
-        nprobe: lists visited; 0 = extrapolated from the calibration.
+        nprobe: visited lists; 0 = extrapolated from the calibration.
         paper: every chunk is full and tokens take 4 bytes, as with the paper's vocabulary of 128,000.
 
     Raises:
@@ -252,7 +252,7 @@ def plan_for(
 
 
 def _search(config: Config, size: Workload, dimension: int) -> Method:
-    """The way of searching that `retro index` would take."""
+    """The search method that `retro index` would choose."""
     if config.neighbors.search != "auto":
         return config.neighbors.search
     searched = Searched(
@@ -271,7 +271,7 @@ def _search(config: Config, size: Workload, dimension: int) -> Method:
 
 
 def _parquet(observations: Sequence[Observation]) -> tuple[float, float]:
-    """Bytes of a document's row in `documents.parquet`, and of a file without rows."""
+    """Bytes of a row of `documents.parquet`, and of a file without rows."""
     drivers = [[each.workload.documents, each.workload.shards * SPLITS] for each in observations]
     found = coefficients(np.array(drivers), np.array([float(each.parquet_bytes) for each in observations]))
     return float(found[0]), float(found[1])
@@ -300,7 +300,7 @@ def models_of(config: Config) -> dict[str, StepModel]:
 
 
 def paper_config(config: Config) -> Config:
-    """The same settings for the paper's size: 64 tokens in a chunk, an index chosen for it, shards of 16 GiB of text."""
+    """These settings at the paper's size: chunks of 64 tokens, an index chosen for it, shards of 16 GiB of text."""
     return replace(
         config,
         chunks=replace(config.chunks, chunk_length=64),

@@ -1,4 +1,4 @@
-"""Seconds of every step of a build: sums of what drives it, each times a coefficient that fits what was observed (docs/explanation/plan.md)."""
+"""Seconds of every step of a build: a weighted sum of its drivers, with coefficients fitted to observations (docs/explanation/plan.md)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from pipelines.planning.bytes import Workload
 
 @dataclass(frozen=True)
 class Observation:
-    """What a build took.
+    """Times of a build.
 
     Attributes:
-        workload: what was built.
-        seconds: of each step, by its name in `step_models`; of `neighbors` alone where only the search was another one.
-        crossing: the nprobe, between powers of two, at which the recall target was reached.
+        workload: size of the build.
+        seconds: of each step, by its name in `step_models`; only `neighbors` if only the search was repeated.
+        crossing: interpolated nprobe at which recall reached the target.
         parquet_bytes: of `documents.parquet` in all shards and splits.
     """
 
@@ -27,11 +27,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepModel:
-    """How the seconds of a step grow.
+    """Model of the seconds of a step.
 
     Attributes:
-        drivers: of a workload: amounts whose weighted sum the seconds are, first the one that they grow with.
-        shared: whether all machines work on it; otherwise one does.
+        drivers: workload → amounts; the seconds are their weighted sum, and grow with the first.
+        shared: whether all machines work on it, or only one.
     """
 
     drivers: Callable[[Workload], tuple[float, ...]]
@@ -39,10 +39,12 @@ class StepModel:
 
 
 def step_models(sample_bytes: int, fit_chunks: int) -> dict[str, StepModel]:
-    """The model of every step, by its name; `tokenizer.sample_bytes` and `embedder.fit_chunks` bound two of them."""
+    """The model of every step by name; `sample_bytes` of the tokenizer and `fit_chunks` of the embedder bound two of them."""
 
     def of_queries(size: Workload) -> tuple[float, ...]:
-        codes = size.train_chunks * min(1.0, size.nprobe / size.lists)  # with the last nprobe: half of what all look at
+        codes = size.train_chunks * min(
+            1.0, size.nprobe / size.lists
+        )  # of the last nprobe, half of the codes that all compare
         return size.tune_queries * codes, size.tune_queries
 
     def of_neighbors(size: Workload) -> tuple[float, ...]:
@@ -65,11 +67,10 @@ UNKNOWN = StepModel(lambda size: (size.chunks,))
 
 
 def coefficients(drivers: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Coefficients [d], none negative, of drivers [n, d] that fit the seconds [n] with the least relative error.
+    """Fit non-negative coefficients [d] of drivers [n, d] to the seconds [n] by least relative error.
 
-    Measurements are noisy, and differences between them noisier: a driver whose coefficient would be negative is left out. The first
-    one never is: it is what the step is known to grow with, and a plan errs on the side of more. There are no more coefficients
-    than different sizes.
+    Measurements are noisy, so a driver with a negative coefficient is dropped. The first driver always stays: the step is known to
+    grow with it, and a plan should rather be too high. There are at most as many coefficients as different sizes.
     """
     kept = [column for column in range(drivers.shape[1]) if drivers[:, column].any()][: len(np.unique(drivers, axis=0))]
     found = np.zeros(drivers.shape[1])
@@ -88,7 +89,7 @@ def coefficients(drivers: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 def step_seconds(
     size: Workload, observations: Sequence[Observation], models: Mapping[str, StepModel]
 ) -> dict[str, float]:
-    """Seconds that one machine like the calibrated one would work on each step."""
+    """Predicted seconds of each step on one machine like the calibrated one."""
     out = {}
     for name in observations[-1].seconds:
         model = models.get(name, UNKNOWN)
@@ -102,5 +103,5 @@ def step_seconds(
 
 
 def reading_seconds(size: Workload, scan_seconds: float, sample_bytes: int) -> float:
-    """What drawing the tokenizer's sample takes beyond training on it: every text is read, as in the scan."""
+    """Seconds to draw the tokenizer's sample: every text is read, as in the scan."""
     return scan_seconds * max(0.0, 1 - sample_bytes / size.text_bytes)

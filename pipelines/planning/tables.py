@@ -1,4 +1,4 @@
-"""A plan as text on a terminal and as JSON."""
+"""The plan of a datastore as text and as JSON."""
 
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +9,7 @@ from pipelines.terminal import human_bytes, human_count, human_seconds
 
 
 def calibration_rows(calibration: Calibration) -> list[list[str]]:
-    """On what the plan rests."""
+    """Machine and sample of the calibration."""
     largest = calibration.observations[-1].workload
     return [
         ["calibrated on", f"{calibration.machine}, {human_bytes(calibration.memory_bytes)}"],
@@ -24,17 +24,17 @@ def calibration_rows(calibration: Calibration) -> list[list[str]]:
 def plan_tables(
     plan: Plan, calibration: Calibration, machines: int, price: float, days: float
 ) -> list[list[list[str]]]:
-    """What is planned, its bytes, its steps, and the machines that it would take: four tables."""
+    """Four tables: the datastore, its bytes, its steps, and the machines that it needs."""
     size, total = plan.size, sum(plan.bytes.values())
     what = [
         ["tokens", f"{human_count(round(size.tokens))}, {human_bytes(size.text_bytes)} of text"],
-        ["chunks", f"{size.chunks:,.0f}, of which {size.train_chunks:,.0f} in the index; shards: {size.shards:,}"],
+        ["chunks", f"{size.chunks:,.0f}, {size.train_chunks:,.0f} of them in the index; shards: {size.shards:,}"],
         ["index", f"{size.key}, nprobe {size.nprobe:,.0f}, trained on {size.trained_on:,} vectors"],
         ["neighbors", _search(size)],
         *([["needs", ", ".join(f"{key} = {value}" for key, value in plan.settings.items())]] if plan.settings else []),
     ]
     artifacts = [
-        ["artifact", "bytes", "a chunk"],
+        ["artifact", "bytes", "per chunk"],
         *([name, human_bytes(value), f"{value / size.chunks:.0f} B"] for name, value in plan.bytes.items()),
         ["all", human_bytes(total), f"{total / size.chunks:.0f} B"],
     ]
@@ -57,17 +57,17 @@ def _search(size: Workload) -> str:
 
 
 def _needs(plan: Plan, calibration: Calibration, days: float) -> list[list[str]]:
-    """What machines it would take: how many for the time, how large for the memory."""
+    """The number of machines for the given time, and their memory."""
     alone = [step for step in plan.steps if not step.shared]
     wanted = machines_within(plan.steps, days * 86_400)
     slowest = max(alone, key=lambda step: step.seconds, default=None)
     if wanted is not None:
         in_time = f"{wanted:,} like this one"
         if wanted > plan.size.shards:
-            in_time += f", in as many shards: there are {plan.size.shards:,}, so lower corpus.shard_bytes"
+            in_time += f", which need as many shards; there are {plan.size.shards:,}, so lower corpus.shard_bytes"
     else:
         assert slowest is not None
-        in_time = f"no number of them suffices: {slowest.name} runs on one, for {long_time(slowest.seconds)}"
+        in_time = f"not possible: {slowest.name} runs on one machine and takes {long_time(slowest.seconds)}"
     largest = max(plan.steps, key=lambda step: step.memory_bytes)
     memory = (
         f"{human_bytes(largest.memory_bytes)} ({largest.name}); this one has {human_bytes(calibration.memory_bytes)}"
@@ -77,7 +77,7 @@ def _needs(plan: Plan, calibration: Calibration, days: float) -> list[list[str]]
         rows.append(
             [
                 f"neighbors at nprobe {plan.calibrated_nprobe:,.0f}",
-                f"{long_time(plan.calibrated_seconds)} of machine time, as in the calibration, with a lower recall",
+                f"{long_time(plan.calibrated_seconds)} of machine time, with the nprobe of the calibration and a lower recall",
             ]
         )
     return rows
@@ -92,5 +92,5 @@ def long_time(seconds: float) -> str:
 
 
 def as_json(calibration: Calibration, plans: dict[str, Plan]) -> dict[str, Any]:
-    """The calibration and the plans, in bytes and seconds."""
+    """Calibration and plans as plain values, in bytes and seconds."""
     return {"calibration": asdict(calibration), "plans": {name: asdict(plan) for name, plan in plans.items()}}

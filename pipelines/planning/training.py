@@ -1,10 +1,10 @@
-"""`retro plan train [CONFIG]`: what a training run takes: parameters, operations, memory by mode, time for a number of tokens.
+"""`retro plan train [CONFIG]`: parameters, operations, memory by mode, and time of a training run.
 
     [model] [data] [train]  +  --devices, --device-memory, --tokens, --peak-tflops, --mfu  (or --measured RUN)
         ├─ retro/estimates/flops.py   ─► operations of a token ─► seconds of a step, days
-        └─ retro/estimates/training_memory.py  ─► a row for each ZeRO stage × checkpointing × offload, what fits, the cheapest that does
+        └─ retro/estimates/training_memory.py  ─► a row for each ZeRO stage × checkpointing × offload; the cheapest that fits
 
-Nothing is trained and no device is asked; docs/results/parallel.md says how good the figures are.
+Nothing is trained and no device is used. docs/results/parallel.md compares the figures with measurements.
 """
 
 import itertools
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from retro.estimates.training_memory import Memory
 
 _RECOMPUTATION: dict[Checkpointing, float] = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
-"""Operations over those without checkpointing: a forward pass more beside three; products that are kept cost none."""
+"""Operations relative to no checkpointing: full checkpointing adds a forward pass to three; selective adds none."""
 
 
 @dataclass(frozen=True)
 class PlanTrainOptions(Config, ResultOptions):
-    """What a training run takes on devices of some size: memory by ZeRO stage, checkpointing and offload, and time."""
+    """Estimate memory by ZeRO stage, checkpointing and offload, and time of a training run."""
 
     devices: int = 8
-    """Devices that train together, one process each."""
+    """Number of devices, with one process each."""
     device_memory: str = "80GB"
-    """Memory of each (`24GB`, `80GB`); a tenth of it is left for the runtime and for fragmentation."""
+    """Memory of each device (`24GB`, `80GB`). A tenth of it is reserved for the runtime and fragmentation."""
     tokens: float = 0.0
-    """Tokens to train on (2e12); 0 = those of `train.steps`."""
+    """Tokens to train on (2e12); 0 = as set by `train.steps`."""
     peak_tflops: float = 989.0
     """Peak of a device in 10^12 operations per second: 989 for bfloat16 on an H100 or H200, 312 on an A100."""
     mfu: float = 0.4
-    """Share of the peak that training reaches (model-FLOPs utilisation)."""
+    """Model FLOPs utilization: fraction of the peak that training reaches."""
     measured: str = ""
-    """Folder of a run on devices of this kind: its `tokens_per_second` takes the place of `peak_tflops` and `mfu`."""
+    """Folder of a run on the same kind of devices. Its `tokens_per_second` replaces `peak_tflops` and `mfu`."""
     measured_devices: int = 1
-    """Devices that it ran on."""
+    """Number of devices of that run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,15 +72,15 @@ class PlanTrainOptions(Config, ResultOptions):
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to train.
+    """A combination of parallel settings.
 
     Attributes:
-        parallel: how devices share the run.
-        memory: of the device that holds most.
-        sent_bytes: by a device in a step, for parameters and gradients.
-        step_seconds: of an optimizer step.
-        days: of all tokens.
-        fits: whether it fits into a device.
+        parallel: the settings.
+        memory: of the device with the largest memory use.
+        sent_bytes: parameters and gradients that a device sends in a step.
+        step_seconds: time of an optimizer step.
+        days: time for all tokens.
+        fits: whether it fits into the device memory.
     """
 
     parallel: ParallelSettings
@@ -93,17 +93,17 @@ class Mode:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What a run takes.
+    """Plan of a training run.
 
     Attributes:
-        parameters: without embeddings, as the paper counts.
+        parameters: without embeddings, as in the paper.
         all_parameters: with them.
         flops_per_token: of forward and backward pass.
         tokens: to train on.
         tokens_per_step: of all devices.
-        num_sequences: of one device in one pass.
-        device_flops: operations per second that a device is expected to do.
-        modes: from the cheapest to the dearest.
+        num_sequences: of a device in a forward pass.
+        device_flops: expected operations per second of a device.
+        modes: from the cheapest to the most expensive.
     """
 
     parameters: int
@@ -117,7 +117,7 @@ class TrainPlan:
 
     @property
     def cheapest(self) -> Mode | None:
-        """The first that fits."""
+        """The first mode that fits."""
         return next((mode for mode in self.modes if mode.fits), None)
 
 
@@ -133,10 +133,10 @@ def plan_train(options: PlanTrainOptions) -> int:
 
 
 def plan_training(options: PlanTrainOptions) -> TrainPlan:
-    """The plan of a configuration.
+    """Plan a run.
 
     Raises:
-        InputError: the model or its batch cannot be divided so, or the measured run says nothing.
+        InputError: model or batch cannot be divided among the devices, or the measured run has no rates.
     """
     import torch
 
@@ -191,7 +191,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
 
 
 def modes_of(options: PlanTrainOptions) -> list[ParallelSettings]:
-    """Every mode, cheapest first: what is sent to the host costs most, then what is computed again, then what is sent to others."""
+    """All modes, cheapest first. Offload costs most, then recomputation, then communication."""
     data = _num_data(options)
     zeros: tuple[Zero, ...] = get_args(Zero) if data > 1 else (0,)
     return [
@@ -206,7 +206,7 @@ def _num_data(options: PlanTrainOptions) -> int:
 
 
 def flops_per_token(model: ModelSettings, data: DataSettings, tuning: TuningSettings = ALL) -> float:
-    """Operations of training on a token, as MFU counts them (`retro/estimates/flops.py`)."""
+    """Training operations per token, as MFU counts them (`retro/estimates/flops.py`)."""
     from retro.estimates.flops import training_flops
 
     ks = data.k_choices or (data.k,)
@@ -214,20 +214,22 @@ def flops_per_token(model: ModelSettings, data: DataSettings, tuning: TuningSett
 
 
 def measured_flops(run: Path, num_devices: int) -> float:
-    """Operations per second of a device in a run that was made: the median of its rates, times what a token of its model takes.
+    """Operations per second of a device in a finished run: the median of its rates times the operations per token.
 
     Raises:
-        InputError: it is no run, or has not logged a rate yet.
+        InputError: the folder is not a run, or has no rates yet.
     """
     from retro.training.run_folder import read_metrics
 
     if not (run / "settings.json").is_file():
-        raise InputError(f"measured = {str(run)!r}: this is no folder of a training run (settings.json is missing).")
+        raise InputError(f"measured = {str(run)!r}: not the folder of a training run (settings.json is missing).")
     rates = [line["tokens_per_second"] for line in read_metrics(run) if "tokens_per_second" in line]
     if not rates:
-        raise InputError(f"{run / 'metrics.jsonl'}: no line has tokens_per_second yet; let the run log a step first.")
-    told: dict[str, dict[str, Any]] = read_json(run / "settings.json")
-    model, data, tuning = (_without_lists(told.get(section, {})) for section in ("model", "data", "tuning"))
+        raise InputError(
+            f"{run / 'metrics.jsonl'}: no line has tokens_per_second yet. Wait until the run has logged a step."
+        )
+    sections: dict[str, dict[str, Any]] = read_json(run / "settings.json")
+    model, data, tuning = (_without_lists(sections.get(section, {})) for section in ("model", "data", "tuning"))
     flops = flops_per_token(ModelSettings(**model), DataSettings(**data), TuningSettings(**tuning))
     return statistics.median(rates) * flops / num_devices
 
@@ -237,7 +239,7 @@ def _without_lists(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _busy(options: PlanTrainOptions) -> float:
-    """Share of the time in which a device of a pipeline computes: it waits for the first microbatch and after the last."""
+    """Fraction of the time in which a device of a pipeline computes. It waits for the first microbatch and after the last one."""
     parallel = options.parallel
     if parallel.pipeline == 1:
         return 1.0
@@ -247,10 +249,10 @@ def _busy(options: PlanTrainOptions) -> float:
 
 
 def _size(text: str) -> float:
-    """Bytes of `80GB`, powers of 1000.
+    """Bytes of a size such as `80GB`, with powers of 1000.
 
     Raises:
-        InputError: it is none.
+        InputError: it has another form.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text)
     if not match:
@@ -262,13 +264,13 @@ def _size(text: str) -> float:
 
 
 def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
-    """What is planned, and the modes: two tables."""
+    """Two tables: the run, and the modes."""
     data, train = options.data, options.train
     ks = ", ".join(map(str, data.k_choices or (data.k,)))
     of_peak = "measured" if options.measured else f"{options.mfu:.0%} of {options.peak_tflops:g}"
     what = [
         ["parameters", f"{plan.parameters:,}; {plan.all_parameters:,} with embeddings"],
-        ["operations", f"{plan.flops_per_token / 1e9:,.2f} GFLOP a token, n = {data.sequence_length:,}, k = {ks}"],
+        ["operations", f"{plan.flops_per_token / 1e9:,.2f} GFLOP per token, n = {data.sequence_length:,}, k = {ks}"],
         [
             "devices",
             f"{options.devices:,} of {options.device_memory}, {plan.device_flops / 1e12:,.3g} TFLOP/s each ({of_peak})",
@@ -276,12 +278,12 @@ def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
         [
             "step",
             f"{human_count(plan.tokens_per_step)} tokens: {train.gradient_accumulation_steps} × {train.batch_size} sequences, "
-            f"{plan.num_sequences} of a device in a pass",
+            f"{plan.num_sequences} per device and pass",
         ],
         ["tokens", f"{plan.tokens:,.0f} in {plan.tokens / plan.tokens_per_step:,.0f} steps"],
     ]
     head = ["ZeRO", "checkpointing", "offload", "parameters", "gradients", "optimizer", "gathered", "activations"]
-    modes = [[*head, "working", "device", "host", "sent a step", "step", "all tokens", "fits"]]
+    modes = [[*head, "working", "device", "host", "sent per step", "step", "all tokens", "fits"]]
     for mode in plan.modes:
         parallel, memory = mode.parallel, mode.memory
         parts = (memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.activations)
@@ -296,21 +298,21 @@ def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
 
 
 def advice(plan: TrainPlan, options: PlanTrainOptions) -> str:
-    """The cheapest mode that fits, or what to change."""
+    """The cheapest mode that fits, or advice if none fits."""
     mode = plan.cheapest
     if mode is None:
         least = min(plan.modes, key=lambda mode: mode.memory.device)
         return (
-            f"Nothing fits into {options.device_memory}: the least is {human_bytes(least.memory.device)}. Lower train.batch_size (and raise "
-            "train.gradient_accumulation_steps), share layers (--parallel.tensor, --parallel.pipeline), or take more devices."
+            f"No mode fits into {options.device_memory}: the smallest needs {human_bytes(least.memory.device)}. Lower train.batch_size (and raise "
+            "train.gradient_accumulation_steps), divide layers (--parallel.tensor, --parallel.pipeline), or use more devices."
         )
     parallel = mode.parallel
-    told = (
+    changes = (
         f'zero = {parallel.zero}, activation_checkpointing = "{parallel.activation_checkpointing}"'
         + ", cpu_offload = true" * parallel.cpu_offload
     )
     return (
-        f"The cheapest that fits: {told}: {human_bytes(mode.memory.device)} on a device, {_short_time(mode.step_seconds)} a step, "
+        f"The cheapest mode that fits: {changes}: {human_bytes(mode.memory.device)} per device, {_short_time(mode.step_seconds)} per step, "
         f"{long_time(86_400 * mode.days)} for all tokens."
     )
 

@@ -1,6 +1,6 @@
-"""What a datastore is worth, measured: recall of its neighbors, what is missing, how long a search takes.
+"""Report of a datastore: recall of its neighbors, missing neighbors, time of a search.
 
-Written to `report.json` and `report.html`. These hold times, so they are not part of what two equal builds share.
+Written to `report.json` and `report.html`. These files contain times, so they differ between equal builds.
 """
 
 import logging
@@ -33,11 +33,11 @@ _EXAMPLES = 3
 
 
 def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict[str, Any]:
-    """Measure a finished datastore and write both reports; read them back where nothing has changed since.
+    """Measure a finished datastore and write both reports, or read them if the datastore has not changed.
 
     Args:
         datastore: with neighbors.
-        steps: what the run that finished it has done, and how long it took.
+        steps: of the build that finished it.
 
     Returns:
         the content of `report.json`.
@@ -57,7 +57,7 @@ def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict
 
 
 def measure(retriever: Retriever) -> dict[str, Any]:
-    """Every figure of the report."""
+    """Measure all figures of the report."""
     datastore, folder = retriever.datastore, retriever.datastore.folder
     ids, queries, split_name = sample_queries(datastore, _SAMPLE, seed=1)
     split = datastore.split(split_name)
@@ -93,7 +93,7 @@ def measure(retriever: Retriever) -> dict[str, Any]:
 
 
 def _way(search: str, index: dict[str, Any]) -> str:
-    """How neighbors were found, with the number of lists that were visited."""
+    """The method that found the neighbors, with its number of visited lists."""
     if search == "exact":
         return "exhaustive search"
     return f"{search}, nprobe {index['lists']['nprobe'] if search == 'lists' else index['nprobe']}"
@@ -126,7 +126,7 @@ def _exact_distances(
 
 
 def _overlaps(split: Split, retrieval: RetrievalSet, ids: np.ndarray, near: np.ndarray) -> np.ndarray:
-    """r of the paper's section 2.7 between sampled chunks and their nearest neighbors with continuation."""
+    """Overlap r (paper, section 2.7) of sampled chunks with their nearest neighbors and continuations."""
     present = near >= 0
     tokens, lengths = retrieval.with_continuation(near[present])
     own, own_lengths = split.tokens.gather(ids[present]), split.lengths.gather(ids[present])
@@ -140,7 +140,7 @@ def _quantiles(values: np.ndarray) -> dict[str, float]:
 
 
 def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
-    """Milliseconds for one query alone, and for one of a batch; search and re-ranking, embedding left out."""
+    """Milliseconds of search and reranking, without embedding, for a single query and for a query in a batch."""
     single = []
     for row in range(min(50, len(queries))):
         started = time.perf_counter()
@@ -153,9 +153,9 @@ def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
 
 
 def _skew(retriever: Retriever) -> float | None:
-    """Chunks in the largest inverted list over the mean, over all shards of the datastore's own index; None without lists."""
+    """Size of the largest inverted list over the mean, for all shards of the datastore's own index; None without lists."""
     index = retriever.indexes[0]
-    assert isinstance(index, ShardedIndex)  # opened here, from its folder
+    assert isinstance(index, ShardedIndex)  # opened from its folder
     parts = [ivf for shard in index.each() if (ivf := ivf_of(shard)) is not None]
     if not parts:
         return None
@@ -164,7 +164,7 @@ def _skew(retriever: Retriever) -> float | None:
 
 
 def examples_of(retriever: Retriever, ids: np.ndarray, split: Split, k: int = 2) -> list[report.NeighborExample]:
-    """Chunks of a split with their stored neighbors, as text."""
+    """Chunks of a split with their stored neighbors as text."""
     out = []
     for chunk_id in ids:
         tokens = split.tokens.gather(np.array([chunk_id]))[0][: int(split.lengths.gather(np.array([chunk_id]))[0])]
@@ -187,7 +187,7 @@ def examples_of(retriever: Retriever, ids: np.ndarray, split: Split, k: int = 2)
 
 
 def sample_examples(retriever: Retriever, count: int = _EXAMPLES) -> list[report.NeighborExample]:
-    """A few held-out chunks with their neighbors: full chunks, drawn at random, so that they are typical and not flattering."""
+    """A few full held-out chunks with their neighbors, drawn at random."""
     ids, _, name = sample_queries(retriever.datastore, 200, seed=2)
     split = retriever.datastore.split(name)
     full = ids[split.lengths.gather(ids) == split.chunk_length]
@@ -196,7 +196,7 @@ def sample_examples(retriever: Retriever, count: int = _EXAMPLES) -> list[report
 
 
 def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[str]:
-    """The distance histogram, and the recall curve where there is something to tune."""
+    """A histogram of distances, and the recall curve of an index with nprobe."""
     split = retriever.datastore.split(measured["recall_split"])
     ids = np.sort(np.random.default_rng(3).choice(split.num_chunks, min(20_000, split.num_chunks), replace=False))
     distances = split.neighbor_distances.gather(ids)
@@ -226,7 +226,7 @@ def recalls(measured: dict[str, Any]) -> list[tuple[int, float]]:
 
 
 def summary_table(measured: dict[str, Any]) -> Table:
-    """The figures that people ask for first."""
+    """The most important figures."""
     rows = []
     for name in SPLITS:
         totals = measured["splits"].get(name)
@@ -247,7 +247,7 @@ def summary_table(measured: dict[str, Any]) -> Table:
 
 
 def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
-    """`report.html` of a datastore."""
+    """Write `report.html` of a datastore."""
     totals = measured["splits"]["train"]
     steps = [Step(**step) for step in measured["build"]]
     header, *rows = summary_rows(steps)
@@ -262,7 +262,7 @@ def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
         ],
         sections=[
             report.Section("Measured", table=summary_table(measured), plots=plots_of(retriever, measured)),
-            *([report.Section("The run that finished it", table=Table(header, rows))] if steps else []),
+            *([report.Section("Build steps", table=Table(header, rows))] if steps else []),
             report.Section("Held-out chunks and their neighbors", examples=sample_examples(retriever)),
         ],
     )

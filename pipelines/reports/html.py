@@ -1,4 +1,4 @@
-"""Reports that people look at: one HTML file, plots as inline SVG, nothing fetched from anywhere.
+"""Reports: one HTML file with plots as inline SVG, which loads nothing from other places.
 
 figures, tables, plots, examples (plain data) → templates/report.html → one file, written atomically
 """
@@ -18,21 +18,21 @@ from indexing.store.files import write_bytes
 from pipelines.results import Table
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# Of middle lightness, so that they show on white and on dark, and told apart by the color-blind in this order.
+# Of medium lightness, for light and dark pages. Color-blind readers can distinguish them in this order.
 _COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ec4899", "#06b6d4")
-# Stand-ins for colors that the page decides (a light or a dark one); a plot seen alone falls back to the second value.
+# Placeholders for colors of the page's theme. A plot outside the page uses the second value.
 _THEMED = {"#010203": "var(--ink, #1f2937)", "#010204": "var(--soft, #6b7280)", "#010205": "var(--line, #e5e7eb)"}
 _INK, _SOFT, _LINE = _THEMED
-# Shorter runs of shared words are chance; a Chinese character is less than a word.
+# Shorter runs of shared words are likely to be chance. A Chinese character counts less than a word.
 _MARKED_WORDS = 3
 _CHARACTER = 0.75
-# That fit side by side above a plot, with six for the sample of each line.
+# Characters that fit above a plot, with six for the sample of each line.
 _LEGEND_CHARACTERS = 72
 
 
 @dataclass(frozen=True)
 class NeighborText:
-    """One neighbor as text: its score, where it is from, the chunk and what follows it."""
+    """A neighbor as text: score, document, chunk and continuation."""
 
     score: float
     document: str
@@ -42,7 +42,7 @@ class NeighborText:
 
 @dataclass(frozen=True)
 class NeighborExample:
-    """A chunk, what follows it, and its neighbors."""
+    """A chunk, its continuation, and its neighbors."""
 
     chunk: str
     continuation: str
@@ -51,7 +51,7 @@ class NeighborExample:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report; what is empty is left out."""
+    """A part of a report; empty parts are not shown."""
 
     title: str
     text: str = ""
@@ -75,7 +75,7 @@ def write_report(
         title: its heading.
         subtitle: a line under it.
         sections: in order.
-        figures: label, value and note of the few numbers that stand on top.
+        figures: label, value and note of the numbers at the top.
     """
     import jinja2
 
@@ -107,7 +107,7 @@ def shown(value: Any) -> str:
 
 
 def marked(text: str, other: str) -> Any:
-    """`text` as HTML in which the runs of words that stand in `other` too are marked."""
+    """`text` as HTML, with marks on runs of words that `other` contains too."""
     from markupsafe import Markup, escape
 
     words, theirs = _words(text), _words(other)
@@ -127,12 +127,12 @@ def marked(text: str, other: str) -> Any:
 
 
 def _words(text: str) -> list[str]:
-    """Words, blanks, punctuation and single characters of scripts without blanks: together they are the text."""
+    """Split into words, blanks, punctuation, and single characters of scripts without blanks."""
     return re.findall(r"\s+|[^\W\u3040-\u30ff\u3400-\u9fff]+|.", text, flags=re.DOTALL)
 
 
 def _weight(word: str) -> float:
-    """How much of a word it is; blanks and punctuation are nothing."""
+    """Weight of a word; 0 for blanks and punctuation."""
     if not word[0].isalnum():
         return 0.0
     return _CHARACTER if word >= "\u3040" else 1.0
@@ -145,13 +145,13 @@ Numbers = Sequence[float] | np.ndarray
 
 
 class Line(NamedTuple):
-    """A line of a plot. A plain pair (xs, ys) is one too.
+    """A line of a plot; a pair (xs, ys) is accepted too.
 
     Attributes:
         xs, ys: its points.
         color: number of its color; None = the next one.
-        dashed: whether it is.
-        raw: points of a fainter line behind it, of the same color.
+        dashed: whether the line is dashed.
+        raw: points of a fainter line behind it, in the same color.
     """
 
     xs: Numbers
@@ -170,7 +170,7 @@ def line_plot(
     log_x: bool = False,
     log_y: bool = False,
 ) -> str:
-    """Lines by name as an SVG."""
+    """Plot lines by name as an SVG."""
     with _style(title):
         figure, axes = _figure(x_label, y_label, title)
         for number, (name, points) in enumerate(series.items()):
@@ -196,7 +196,7 @@ def line_plot(
 
 
 def histogram(series: Mapping[str, Any], x_label: str, title: str, *, bins: int = 50) -> str:
-    """Distributions by name over common bins, as an SVG."""
+    """Plot distributions by name over common bins as an SVG."""
     values = {name: np.asarray(value, dtype=np.float64) for name, value in series.items() if len(value)}
     if not values:
         return stairs({}, [], x_label, title)
@@ -206,7 +206,7 @@ def histogram(series: Mapping[str, Any], x_label: str, title: str, *, bins: int 
 
 
 def stairs(shares: Mapping[str, Numbers], edges: Numbers, x_label: str, title: str) -> str:
-    """Shares [b] in each of the bins between edges [b + 1], by name, as an SVG."""
+    """Plot shares [b] of the bins between edges [b + 1], by name, as an SVG."""
     with _style(title):
         figure, axes = _figure(x_label, "share", title)
         for color, (name, share) in zip(cycle(_COLORS), shares.items(), strict=False):
@@ -216,7 +216,7 @@ def stairs(shares: Mapping[str, Numbers], edges: Numbers, x_label: str, title: s
 
 
 def _style(title: str) -> Any:
-    """What all plots share. Text stays text and ids are fixed: small files, equal for equal data."""
+    """Style of all plots. Text stays text and ids are fixed, so files are small, and equal for equal data."""
     import matplotlib
 
     settings = {
@@ -240,7 +240,7 @@ def _figure(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = figure.add_subplot()
     axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label, labelpad=7)  # fonts of readers may be wider
+    axes.set_ylabel(y_label, labelpad=7)  # the fonts of readers may be wider
     axes.grid(linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -257,7 +257,7 @@ def _svg(figure: Any, axes: Any, title: str) -> str:
         axis.set_major_formatter(lambda value, _: _tick(value))
         axis.set_minor_formatter(NullFormatter())
     if labels := axes.get_legend_handles_labels()[1]:
-        # Above the axes: never over the data, and no search for a free place.
+        # Above the axes, so that it never covers data.
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1),
@@ -271,9 +271,9 @@ def _svg(figure: Any, axes: Any, title: str) -> str:
     figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), transparent=True)
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
-    # The page's font; older releases of matplotlib write it after the size.
+    # Use the page's font. Older releases of matplotlib write it after the size.
     svg = re.sub(r"(font-family:|font: [\w. ]*px) [^;\"]*", r"\1 system-ui, sans-serif", svg)
-    # Several plots share a page, where an id may stand once; these are never referred to.
+    # An id must be unique on a page with several plots. No element refers to these.
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
     for color, themed in _THEMED.items():
         svg = svg.replace(color, themed)
@@ -281,7 +281,7 @@ def _svg(figure: Any, axes: Any, title: str) -> str:
 
 
 def _tick(value: float) -> str:
-    """`200k`, `1.5M`, `0.25`: what fits below a tick."""
+    """The label of a tick: `200k`, `1.5M`, `0.25`."""
     for size, prefix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= max(size, 10_000):
             return f"{value / size:.4g}{prefix}"

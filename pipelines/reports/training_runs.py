@@ -1,9 +1,9 @@
-"""What a training run did, or several side by side: read from their folders, shown on one page.
+"""Report of one or more training runs, read from their folders, on one HTML page.
 
 RUN/metrics.jsonl, RUN/settings.json → curves by metric, tables → RUN/report.html
 
-Nothing but these two files is read, so the page can be made while a run goes on. A metric that is not known here is
-plotted too, under its own name.
+Only these two files are read, so a page can be made while a run is in progress. Unknown metrics are plotted too, under their
+own names.
 """
 
 import re
@@ -22,14 +22,14 @@ from retro.evaluation.sets import short_names
 from retro.training.monitor import PREFIX
 from retro.training.run_folder import read_metrics
 
-# Metrics with a place of their own: title and unit. Their order is that of the page.
+# Title and unit of metrics with their own plot, in the order of the page.
 _KNOWN = {
     "loss": ("Training loss", "nats per token"),
     "lr": ("Learning rate", ""),
     "gradient_norm": ("Norm of the gradient, before clipping", ""),
     "tokens_per_second": ("Speed", "tokens per second"),
 }
-# What the monitor measures in every layer group: title and unit.
+# Title and unit of the monitor's figures of layer groups.
 _GROUP_FIGURES = {
     "gradient_norm": ("Norm of the gradient", ""),
     "update_ratio": ("Update over weights", ""),
@@ -39,17 +39,17 @@ _GROUP_FIGURES = {
 _POSITION = ("step", "tokens")
 _HELD_OUT = re.compile(r"(.+)_(bits_per_byte|loss)_(on|off)")
 _HELD_OUT_UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token of answers"}
-_POINTS = 400  # of a curve on the page; a longer one is thinned
+_POINTS = 400  # of a curve on the page; longer curves are thinned
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder says.
+    """The content of a run's folder.
 
     Attributes:
-        name: what tells it from the others on the page.
+        name: unique on the page.
         lines: of `metrics.jsonl`.
-        settings: `section.key` to value.
+        settings: `section.key` → value.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def metrics(self) -> list[str]:
-        """Names of all numbers that were logged, in order of first appearance."""
+        """Names of all logged numbers, in order of first appearance."""
         names = dict.fromkeys(
             name for line in self.lines for name, value in line.items() if isinstance(value, int | float)
         )
@@ -66,11 +66,11 @@ class Run:
 
     @property
     def sets(self) -> list[str]:
-        """Evaluation sets that were scored."""
+        """Names of the scored evaluation sets."""
         return list(dict.fromkeys(found[1] for name in self.metrics if (found := _HELD_OUT.fullmatch(name))))
 
     def figure(self, name: str) -> str:
-        """What an evaluation set is measured by: `bits_per_byte`, or `loss` where it holds examples."""
+        """The figure of an evaluation set: `bits_per_byte`, or `loss` if it holds examples."""
         return next(found[2] for each in self.metrics if (found := _HELD_OUT.fullmatch(each)) and found[1] == name)
 
     @property
@@ -79,21 +79,21 @@ class Run:
         return (self.lines[-1]["step"], self.lines[-1]["tokens"]) if self.lines else (0, 0)
 
     def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and values of a metric, where it was logged and is a finite number: each [n] float64."""
+        """Tokens and finite values of a metric: each [n] float64."""
         pairs = [(line["tokens"], line[metric]) for line in self.lines if isinstance(line.get(metric), int | float)]
         tokens, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
         return tokens[np.isfinite(values)], values[np.isfinite(values)]
 
     def held_out(self, name: str, mode: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and figure of an evaluation set, retrieval `on` or `off`; empty where that was not scored."""
+        """Tokens and figure of an evaluation set, retrieval `on` or `off`; empty if it was not scored."""
         return self.curve(f"{name}_{self.figure(name)}_{mode}") if name in self.sets else (np.empty(0), np.empty(0))
 
 
 def open_run(folder: Path, name: str) -> Run:
-    """Read a run's folder; a last line that is still being written is left out.
+    """Read a run's folder; an incomplete last line is ignored.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not the folder of a run.
     """
     settings = folder / "settings.json"
     if not settings.exists():
@@ -114,10 +114,10 @@ def write_run_report(folders: Sequence[Path], path: Path) -> Table:
         the table of all runs.
 
     Raises:
-        InputError: a folder is no run's, or stands there twice.
+        InputError: a folder is not a run, or is named twice.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise InputError(f"{', '.join(map(str, folders))}: a run stands there twice; name different ones.")
+        raise InputError(f"{', '.join(map(str, folders))}: a run is named twice. Name different runs.")
     runs = [open_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
     summary = runs_table(runs)
     sections = [
@@ -145,7 +145,7 @@ def _has(runs: Sequence[Run], metric: str) -> bool:
 
 
 def more_metrics(runs: Sequence[Run]) -> list[str]:
-    """Names of metrics that have no place of their own."""
+    """Names of metrics without their own plot."""
     names = dict.fromkeys(name for run in runs for name in run.metrics)
     return [name for name in names if not (name in _KNOWN or _HELD_OUT.fullmatch(name) or name.startswith(PREFIX))]
 
@@ -154,13 +154,13 @@ def more_metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def progress_of(run: Run) -> str:
-    """How far a run is."""
+    """Progress of a run."""
     step, steps = run.position[0], run.settings.get("train.steps", 0)
-    return f"Finished after {step:,} steps" if step >= steps else f"Step {step:,} of {steps:,}: going on, or stopped"
+    return f"Finished after {step:,} steps" if step >= steps else f"Step {step:,} of {steps:,}: running or stopped"
 
 
 def figures_of(run: Run) -> list[tuple[str, str, str]]:
-    """Label, value and note of the numbers that people look for first."""
+    """Label, value and note of the most important numbers."""
     step, tokens = run.position
     figures = [("steps", f"{step:,}", f"{tokens:,} tokens")]
     _, losses = run.curve("loss")
@@ -185,20 +185,20 @@ def figures_of(run: Run) -> list[tuple[str, str, str]]:
 
 
 def gain(run: Run, name: str) -> str:
-    """The last figure of a set, ON against OFF, in percent; empty where one of them is missing."""
+    """Change of the last figure of a set, ON against OFF, in percent; empty if one is missing."""
     _, changes = gain_curve(run, name)
     return f"{changes[-1]:+.2f}%" if len(changes) else ""
 
 
 def gain_curve(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and by how many percent the figure of a set is more ON than OFF."""
+    """Tokens, and change of a set's figure, ON against OFF, in percent."""
     (tokens, on), (tokens_off, off) = run.held_out(name, "on"), run.held_out(name, "off")
     both, left, right = np.intersect1d(tokens, tokens_off, return_indices=True)
     return both, 100 * (on[left] / off[right] - 1)
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
-    """How far each run is, how fast it went, and its loss."""
+    """Progress, speed and loss of each run."""
     rows = []
     for run in runs:
         step, tokens = run.position
@@ -210,7 +210,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def held_out_table(runs: Sequence[Run]) -> Table:
-    """For every run and set the last and the best figure, OFF and ON, and what retrieval gains."""
+    """For every run and set the last and the best figure, OFF and ON, and their change."""
     rows = []
     for run in runs:
         for name in run.sets:
@@ -221,7 +221,7 @@ def held_out_table(runs: Sequence[Run]) -> Table:
 
 
 def settings_sections(runs: Sequence[Run]) -> list[Section]:
-    """The settings that differ between runs, a column for each run, and those that do not."""
+    """Settings that differ between runs, with a column for each run, and settings in common."""
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     values = {key: [shown(run.settings.get(key, "–")) for run in runs] for key in keys}
     differing = [[key, *row] for key, row in values.items() if len(set(row)) > 1]
@@ -235,25 +235,25 @@ def settings_sections(runs: Sequence[Run]) -> list[Section]:
 # --- layer groups --------------------------------------------------------------------------------------------------
 
 _GROUPS_TEXT = (
-    "Of decoder layers the plots show the one with the largest value, of each kind. Update over weights: the norm of what a "
-    "step changes over the norm of what it changes. Overflow: entries that are no finite numbers. Underflow: entries below "
-    "the smallest normal number of the precision, as they stand under the loss scale."
+    "The plots show the largest value of all decoder layers of a kind. Update over weights: norm of a step's update over the "
+    "norm of the weights. Overflow: share of entries that are not finite. Underflow: share of entries below the smallest "
+    "normal number of the precision, after loss scaling."
 )
 
 
 def groups_of(run: Run) -> list[str]:
-    """The layer groups that the monitor has looked at: embedding, encoder and head, then the layers by kind."""
+    """The monitored layer groups: embedding, encoder and head, then the layers by kind."""
     names = {name.split("/")[2] for name in run.metrics if name.startswith(PREFIX)}
     return sorted(names, key=lambda name: (kind_of(name) != name, name))
 
 
 def kind_of(group: str) -> str:
-    """`attention` of `attention_03`; other groups are kinds of their own."""
+    """`attention` for `attention_03`; other groups are their own kind."""
     return re.sub(r"_\d+$", "", group)
 
 
 def groups_table(runs: Sequence[Run]) -> Table:
-    """The last and the largest values of every layer group."""
+    """Last and largest values of every layer group."""
     rows = []
     for run in runs:
         for group in groups_of(run):
@@ -267,7 +267,7 @@ def groups_table(runs: Sequence[Run]) -> Table:
 
 
 def group_plots(runs: Sequence[Run]) -> list[str]:
-    """For each run and figure a line for each kind of group: of its layers the largest value. Shares that stay 0 are left out."""
+    """A plot for each run and figure, with a line for the largest value of each kind of layer. Plots of zeros are left out."""
     plots = []
     for run in runs:
         kinds = list(dict.fromkeys(map(kind_of, groups_of(run))))
@@ -280,7 +280,7 @@ def group_plots(runs: Sequence[Run]) -> list[str]:
 
 
 def largest_of(run: Run, figure: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and the largest value of a figure among the layer groups of a kind: each [n] float64."""
+    """Tokens, and the largest value of a figure over the layer groups of a kind: each [n] float64."""
     names = [f"{PREFIX}{figure}/{group}" for group in groups_of(run) if kind_of(group) == kind]
     found: dict[float, float] = {}
     for tokens, values in map(run.curve, names):
@@ -293,7 +293,7 @@ def largest_of(run: Run, figure: str, kind: str) -> tuple[np.ndarray, np.ndarray
 
 
 def metric_plot(runs: Sequence[Run], metric: str, title: str, unit: str) -> str:
-    """A metric of every run against tokens, smoothed; where no more than two runs share the page, over the raw values."""
+    """Plot a metric of every run against tokens, smoothed; with one or two runs, over the raw values."""
     lines = {}
     for number, run in enumerate(runs):
         tokens, values = run.curve(metric)
@@ -306,7 +306,7 @@ def metric_plot(runs: Sequence[Run], metric: str, title: str, unit: str) -> str:
 
 
 def held_out_plots(runs: Sequence[Run]) -> list[str]:
-    """The figure of every set, and what retrieval gains on it."""
+    """Plots of every set's figure, and of its change by retrieval."""
     plots = []
     for name in dict.fromkeys(name for run in runs for name in run.sets):
         lines, gains = {}, {}
@@ -326,19 +326,19 @@ def held_out_plots(runs: Sequence[Run]) -> list[str]:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """The mean over a thirtieth of the curve around each value [n]; near the ends over what there is."""
+    """Moving mean over a thirtieth of the curve [n], over fewer values near the ends."""
     window = np.ones(len(values) // 60 * 2 + 1)
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 def thinned(tokens: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Points of a curve at equal distances, the first and the last among them."""
+    """Points of a curve at equal distances, with the first and the last."""
     kept = np.unique(np.linspace(0, max(0, len(values) - 1), _POINTS).round().astype(np.int64))[: len(values)]
     return tokens[kept], values[kept]
 
 
 def spikes(tokens: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The smallest and the largest value of every stretch of a curve: thinned, but nothing that stood out is lost."""
+    """The smallest and the largest value of every stretch of a curve, so that thinning keeps spikes."""
     stretches = np.array_split(np.arange(len(values)), min(len(values), _POINTS))
     kept = np.unique([part[pick(values[part])] for part in stretches for pick in (np.argmin, np.argmax)])
     return tokens[kept], values[kept]

@@ -30,7 +30,7 @@ def test_the_verb_prints_every_mode_and_writes_them(tmp_path: Path, capsys) -> N
     plan = json.loads(out.read_text())
     assert len(plan["modes"]) == 4 * 3 + 3 * 3  # offload needs ZeRO
     assert f"{plan['all_parameters']:,} with embeddings" in printed
-    assert 'The cheapest that fits: zero = 0, activation_checkpointing = "none"' in printed
+    assert 'The cheapest mode that fits: zero = 0, activation_checkpointing = "none"' in printed
 
 
 def test_a_file_of_settings_may_be_named_and_plans_of_datastores_stay(
@@ -71,7 +71,7 @@ def test_what_fits_is_marked_and_the_cheapest_named() -> None:
     assert [mode.fits for mode in plan.modes] == [mode.memory.device <= room for mode in plan.modes]
     assert not plan.modes[0].fits
     assert plan.cheapest == next(mode for mode in plan.modes if mode.fits)
-    assert "Nothing fits into 1MB" in planned("--device-memory", "1MB")[1]["told"]
+    assert "No mode fits into 1MB" in planned("--device-memory", "1MB")[1]["told"]
 
 
 def test_a_run_that_was_measured_says_what_a_device_does(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_run_that_was_measured_says_what_a_device_does(tmp_path: Path) -> None
         (["--peak-tflops", "0"], "peak_tflops = 0: must be above 0"),
         (["--devices", "3"], "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
         (["--data.sequence-length", "100"], "data.sequence_length = 100: must be a multiple of model.chunk_length"),
-        (["--measured", "nowhere"], "measured = 'nowhere': this is no folder of a training run"),
+        (["--measured", "nowhere"], "measured = 'nowhere': not the folder of a training run"),
         (["--zero", "1"], "unknown option --zero"),
         (["nowhere.toml"], "nowhere.toml"),
     ],

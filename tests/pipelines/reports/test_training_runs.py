@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "retro", steps=7)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 8, "tok')
-    assert "Step 7 of 20: going on, or stopped" in page_of(folder)
+    assert "Step 7 of 20: running or stopped" in page_of(folder)
     assert len(read_metrics(folder)) == 8
 
 
@@ -162,7 +162,7 @@ def test_what_is_no_run_and_a_run_named_twice_are_refused(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"is not the folder of a run.*settings\.json.*retro train"):
         write_run_report([tmp_path], tmp_path / "page.html")
     folder = write_run(tmp_path / "retro")
-    with pytest.raises(InputError, match="stands there twice"):
+    with pytest.raises(InputError, match="named twice"):
         write_run_report([folder, folder], tmp_path / "page.html")
     (folder / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n')
     with pytest.raises(InputError, match=r"metrics\.jsonl:2: not JSON"):
