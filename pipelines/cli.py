@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
+from indexing.store.remote import url_of
 from pipelines.settings.load import load
 from pipelines.terminal import echo, setup_logging
 from retro.training.signals import Stopped
@@ -223,8 +224,24 @@ def run_verb(arguments: Sequence[str]) -> int:
     run, settings = verb.load()
     if optional or verb.positional == ("CONFIG",):
         return run(load(settings, Path(given[0]) if given else None, options, verb=usage))
+    loaded = load(settings, None, options, verb=usage)
+    require_paths(verb, given)
     values: list[Any] = [given] if _takes_several(verb) else given
-    return run(*values, load(settings, None, options, verb=usage))
+    return run(*values, loaded)
+
+
+def require_paths(verb: Verb, given: Sequence[str]) -> None:
+    """Check that the named files and folders exist, before anything heavy is imported.
+
+    Raises:
+        InputError: one does not exist.
+    """
+    names = verb.positional * len(given) if _takes_several(verb) else verb.positional
+    for name, value in zip(names, given, strict=False):
+        if name != "TEXT" and not url_of(value) and not Path(value.removesuffix("@best")).exists():
+            raise InputError(
+                f"{value} does not exist; {name.rstrip('…')} must be a file or folder that exists, or a URL."
+            )
 
 
 def find_verb(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -36,6 +36,9 @@ MISTAKES = (
     ["serve", "datastore", "--port", "70000"],
     ["export", "run"],
     ["demo", "--minutes", "0"],
+    ["search", "nowhere", "text"],
+    ["eval", "perplexity", "nowhere"],
+    ["inspect", "nowhere"],
 )
 
 

@@ -70,10 +70,10 @@ def test_search_shows_what_a_corpus_would_do_to_a_terminal(tmp_path, capsys) -> 
     assert all(hit["document"]["id"].startswith(ATTACK) for hit in json.loads(printed))
 
 
-def test_generated_text_is_shown(monkeypatch, capsys) -> None:
+def test_generated_text_is_shown(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr(LanguageModel, "open", lambda *given, **options: SimpleNamespace())
     monkeypatch.setattr(model_verbs, "generate_texts", lambda model, options: [ATTACK + "\n\tend"])
-    assert main(["generate", "run", "--prompt", "begin "]) == 0
+    assert main(["generate", str(tmp_path), "--prompt", "begin "]) == 0
     printed = capsys.readouterr().out
     assert controls(printed) == set()
     assert printed.endswith("\n\tend\n")

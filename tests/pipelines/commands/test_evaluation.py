@@ -273,7 +273,7 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
     ("arguments", "words"),
     [
         (["eval", "qa", "RUN"], ["usage: retro eval qa CHECKPOINT QUESTIONS"]),
-        (["eval", "qa", "RUN", "nowhere.jsonl"], ["nowhere.jsonl cannot be read"]),
+        (["eval", "qa", "RUN", "nowhere.jsonl"], ["nowhere.jsonl does not exist; QUESTIONS must be"]),
         (["eval", "qa", "RUN", "QUESTIONS", "--shots", "7"], ["has 7 questions", "none is left to ask"]),
         (["eval", "qa", "RUN", "QUESTIONS", "--max-tokens", "60"], ["max_tokens = 60", "no room"]),
         (["eval", "qa", "RUN", "QUESTIONS", "--k", "-1"], ["k = -1"]),
@@ -283,7 +283,7 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
             ["question 'q0'", 'has no "positive_ids"'],
         ),
         (["eval", "qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
-        (["eval", "qa", "nowhere", "QUESTIONS"], ["nowhere is neither a checkpoint"]),
+        (["eval", "qa", "nowhere", "QUESTIONS"], ["nowhere does not exist; CHECKPOINT must be"]),
         (
             ["eval", "perplexity", "RUN", "--evaluation.datastore-fractions", "2"],
             ["evaluation.datastore_fractions = (2.0,)"],
