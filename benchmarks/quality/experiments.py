@@ -12,8 +12,8 @@ from benchmarks.common import Budget, say, seconds
 from indexing.corpus.readers import CorpusSettings
 from indexing.store.files import write_bytes
 from pipelines.config import Config
-from pipelines.settings.toml_file import to_toml
 from pipelines.planning.calibration import draw_sample
+from pipelines.settings.toml_file import to_toml
 
 SHORT_EVALUATION = 4_000
 """Tokens that each evaluation scores in runs whose steps are chosen by time: it takes less time than the steps."""
