@@ -234,7 +234,7 @@ def test_a_file_that_may_not_grow_further(tmp_path, tiny_corpus, tiny_datastore)
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_verify_says_what_is_broken_and_mend_and_index_bring_it_back(config, tiny_datastore, capsys) -> None:
+def test_verify_says_what_is_broken_and_repair_and_index_restore_it(config, tiny_datastore, capsys) -> None:
     folder = str(config.datastore)
     assert main(["verify", folder]) == 0
     assert "no errors" in capsys.readouterr().out
@@ -249,7 +249,7 @@ def test_verify_says_what_is_broken_and_mend_and_index_bring_it_back(config, tin
     assert said[0].startswith(f"{victim} has changed since it was written (checksum): remove embeddings/00002")
     assert said[-1].endswith("1 errors")
     assert main(["verify", folder, "--repair"]) == 1
-    assert "removed embeddings/00002; `retro index CONFIG` makes it again" in capsys.readouterr().out
+    assert "removed embeddings/00002; `retro index CONFIG` builds them again" in capsys.readouterr().out
     build_local(config)
     assert main(["verify", folder]) == 0
     assert contents(config.datastore) == contents(tiny_datastore.folder)
