@@ -1,4 +1,4 @@
-"""Settings of what a run trains on: datastores, sequences, neighbors."""
+"""Settings of training data: datastores, sequences, neighbors."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,36 +10,39 @@ from retro.data.neighbor_choice import NeighborSource, NeighborUse
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which datastores are trained on, and in what pieces."""
+    """Which datastores a run reads, and how."""
 
     datastores: tuple[Path, ...] = ()
-    """Datastores to mix; empty: the one of this configuration. They must share one tokenizer."""
+    """Datastores to mix; empty = `datastore`. They must share one tokenizer."""
     weights: tuple[float, ...] = ()
-    """Share of the sequences from each datastore; empty: by their numbers of chunks."""
+    """Fraction of the sequences from each datastore; empty = in proportion to their numbers of chunks."""
     temperature: float = 1.0
-    """Shares by size^(1/temperature): 1 keeps the sizes, above 1 small datastores are read more often."""
+    """Mix in proportion to size^(1/temperature). 1 = by size; above 1, small datastores are read more often."""
     token_budgets: tuple[int, ...] = ()
-    """Tokens read of each datastore over the whole run: shares in proportion, and a longer run is refused."""
+    """Tokens to read from each datastore over the whole run. They set the proportions; a longer run is refused."""
     sequence_length: int = 512
-    """n, tokens of a training sequence: a multiple of the chunk length (paper: 2048)."""
+    """Tokens of a training sequence (n in the paper, 2048): a multiple of the chunk length."""
     k: int = 2
-    """Neighbors of each chunk in training (paper: 2)."""
+    """Neighbors that each chunk reads in training (paper: 2)."""
     k_choices: tuple[int, ...] = ()
-    """Numbers of neighbors of which one is drawn for each batch, 0 for retrieval OFF; empty: always data.k."""
+    """Numbers of neighbors from which each batch draws one; 0 = retrieval OFF. Empty = always `data.k`."""
     neighbor_source: NeighborSource = "nearest"
-    """`nearest`, as stored; `random`: a control, chunks drawn uniformly outside the sequence's documents in each epoch."""
+    """`nearest`: the stored neighbors. `random`: a control, chunks drawn uniformly from outside the sequence's documents,
+    different ones in each epoch."""
     retrieval_dropout: float = 0.1
-    """Share of the sequences trained with retrieval OFF, so that the model stays good without."""
+    """Fraction of the sequences trained without neighbors, so that the model stays good with retrieval OFF. A run that
+    trains retrieval only takes 0."""
     max_overlap: float = 1.0
-    """Neighbors are skipped that share a longer run of tokens with the chunk or with the next one than this share of its
-    length; the next ones stored take their place. 1 skips none."""
+    """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
+    of it. The next stored neighbors replace them. 1 = skip none."""
     seed: int = 0
-    """Of the order of the sequences, of random neighbors and of the draws for data.k_choices and data.retrieval_dropout."""
+    """Seed of the order of sequences, of random neighbors, and of the draws for `data.k_choices` and
+    `data.retrieval_dropout`."""
     reading: Reading = "mmap"
-    """How files are read, the batches are the same: `mmap` maps them into memory (of a URL: fetches them to the local cache
-    first); `pread` reads only the ranges of bytes asked for, for network file systems (of a URL: by range requests)."""
+    """How files are read; batches do not depend on it. `mmap` maps files into memory, and fetches those of a URL to the local
+    cache first. `pread` reads only the bytes that are needed, for network file systems; from a URL by range requests."""
     materialized: bool = False
-    """Read neighbors from where the stage `materialize` has written them beside each chunk, as far as they stand there."""
+    """Read the copies of neighbors that the stage `materialize` has written next to each chunk; others from their own place."""
 
     def __post_init__(self) -> None:
         for key in ("weights", "token_budgets"):
@@ -51,11 +54,11 @@ class DataSettings:
             if any(value <= 0 for value in values):
                 raise InputError(f"data.{key} = {values}: all must be above 0.")
         if self.temperature <= 0:
-            raise InputError(f"data.temperature = {self.temperature}: must be above 0; 1 keeps the sizes.")
+            raise InputError(f"data.temperature = {self.temperature}: must be above 0; 1 mixes by size.")
         given = [key for key in ("weights", "temperature", "token_budgets") if getattr(self, key) not in ((), 1.0)]
         if len(given) > 1:
             raise InputError(
-                f"{' and '.join(f'data.{key}' for key in given)} are given: each decides the shares alone; keep one."
+                f"{' and '.join(f'data.{key}' for key in given)} are set, but only one of them can set the proportions: keep one."
             )
         if self.sequence_length < 1:
             raise InputError(f"data.sequence_length = {self.sequence_length}: must be a multiple of the chunk length.")
@@ -69,5 +72,5 @@ class DataSettings:
             raise InputError(f"data.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 skips no neighbor.")
 
     def neighbor_use(self, k: int) -> NeighborUse:
-        """How k neighbors of each chunk are chosen under these settings."""
+        """How k neighbors of each chunk are chosen with these settings."""
         return NeighborUse(k, self.neighbor_source, self.max_overlap, self.seed, self.materialized)

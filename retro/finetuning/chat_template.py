@@ -1,14 +1,14 @@
-"""Conversations → tokens, and which of them are answers, by a Jinja chat template.
+"""Write conversations as tokens with a Jinja chat template, and mark the tokens of answers.
 
-    messages ─ a mark for each ─ template ─ cut at the marks ─┬ its own words: control tokens and text
-                                                              ├ what system and user say: text
-                                                              └ what the assistant says, and the end of its turn: answers
+    messages ─ a mark for each ─ template ─ cut at the marks ─┬ words of the template: control tokens and text
+                                                              ├ messages of system and user: text
+                                                              └ messages of the assistant, and the ends of its turns: answers
 
-The template sees marks in the place of what is said, so its words are told from the messages': one that holds `<|im_end|>`
-holds these letters, not the control token. What ends a turn is what the template writes after the last answer. A blank before
-an answer belongs to the answer, as before any word.
+The template gets marks instead of the messages, so its words can be distinguished from theirs: `<|im_end|>` in a message is
+text, not the control token. The text that the template writes after the last answer ends a turn. A blank before an answer
+belongs to the answer, as before any word.
 
-Where none is named, the words are plain, for models that know no control tokens; the end of the document then ends a turn:
+Without a template, plain words are used, for models without control tokens. The end of the document then ends a turn:
 
     …system…⏎⏎User: …⏎Assistant: …</s>⏎User: …⏎Assistant: …</s>          in Chinese 用户：…⏎助手：…</s>
 """
@@ -46,8 +46,8 @@ PLAIN: dict[Language, str] = {
     "zh": _PLAIN.replace("USER", "用户：").replace("ASSISTANT", "助手："),
 }
 
-# Of the private use area, in which no text means anything: what a template is given for messages, and for the beginning and
-# the end of a document where the tokenizer has no name for them.
+# Characters of Unicode's private use area. They stand for messages, and for the beginning and the end of a document if the
+# tokenizer has no names for these.
 _MARK, _MARKS = "\ue000{}\ue001", re.compile("\ue000(\\d+)\ue001")
 _BEGIN, _END = "\ue002", "\ue003"
 
@@ -58,14 +58,14 @@ class Written:
 
     Attributes:
         tokens: [t] int64, from the beginning of the document to its end.
-        is_answer: [t] bool, what the assistant says, and the ends of its turns.
+        is_answer: [t] bool, True for messages of the assistant and the ends of its turns.
     """
 
     tokens: np.ndarray
     is_answer: np.ndarray
 
 
-class _Piece(NamedTuple):
+class _TextSpan(NamedTuple):
     text: str
     of_template: bool
     is_answer: bool
@@ -73,12 +73,12 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How conversations are written.
+    """Writes conversations as tokens.
 
     Attributes:
         tokenizer: the model's.
-        source: the Jinja template; empty: plain words.
-        language: of the plain words; `auto`: that of each conversation.
+        source: the Jinja template; empty = plain words.
+        language: of the plain words; `auto` = that of each conversation.
     """
 
     tokenizer: Tokenizer
@@ -86,13 +86,13 @@ class ChatTemplate:
     language: Language | Literal["auto"] = "auto"
 
     def write(self, conversation: Conversation) -> Written:
-        """A whole conversation, whose last message is the assistant's.
+        """Write a conversation that ends with the assistant's message.
 
         Raises:
-            InputError: the template refuses it, or does not write every message once.
+            InputError: the template rejects it, or does not write every message exactly once.
         """
         tokens, answers = [self.tokenizer.bos_id], [False]
-        for is_answer, group in groupby(self._pieces(conversation), key=lambda piece: piece.is_answer):
+        for is_answer, group in groupby(self._spans(conversation), key=lambda span: span.is_answer):
             encoded = list(self._encoded(list(group)))
             if len(tokens) == 1 and encoded[:1] == tokens:  # some templates begin the document themselves
                 encoded = encoded[1:]
@@ -103,26 +103,26 @@ class ChatTemplate:
         return Written(np.array(tokens, dtype=np.int64), np.array(answers))
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        """The tokens [t] int64 that the assistant's answer to some messages follows."""
+        """The tokens [t] int64 after which the assistant's answer starts."""
         written = self.write((*messages, Message("assistant", "x")))
         last = np.flatnonzero(np.diff(written.is_answer.astype(np.int8)) == 1)[-1]
         return written.tokens[: last + 1]
 
-    def _pieces(self, conversation: Conversation) -> Iterator[_Piece]:
-        """What is said, and the template's words between."""
+    def _spans(self, conversation: Conversation) -> Iterator[_TextSpan]:
+        """Messages, and the template's words between them."""
         words = _MARKS.split(self._render(conversation))  # words, number of a message, words, number …, words
         if words[1::2] != [str(number) for number in range(len(conversation))]:
             raise InputError("finetune.template leaves out a message, or writes one twice or in another order.")
         ending, answered = words[-1].rstrip(), False
         for between, message in zip(words[:-1:2], conversation, strict=True):
             if answered and between.startswith(ending):
-                yield _Piece(ending, True, True)
+                yield _TextSpan(ending, True, True)
                 between = between.removeprefix(ending)
             answered = message.role == "assistant"
             before = between.rstrip(" ") if answered else between
-            yield _Piece(before, True, False)
-            yield _Piece(between[len(before) :] + message.content, False, answered)
-        yield _Piece(ending, True, True)
+            yield _TextSpan(before, True, False)
+            yield _TextSpan(between[len(before) :] + message.content, False, answered)
+        yield _TextSpan(ending, True, True)
 
     def _render(self, conversation: Conversation) -> str:
         import jinja2
@@ -137,12 +137,12 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InputError(f"finetune.template: {error}") from error
 
-    def _encoded(self, pieces: Sequence[_Piece]) -> Iterator[int]:
-        """Pieces as tokens, text as far as it goes together; control tokens stand in the template's words alone."""
+    def _encoded(self, spans: Sequence[_TextSpan]) -> Iterator[int]:
+        """Encode spans; adjacent text is encoded together. Only the template's words can contain control tokens."""
         text = ""
-        for piece in pieces:
-            for part in self._control.split(piece.text) if piece.of_template else [piece.text]:
-                if piece.of_template and part in self._control_tokens:
+        for span in spans:
+            for part in self._control.split(span.text) if span.of_template else [span.text]:
+                if span.of_template and part in self._control_tokens:
                     yield from self.tokenizer.encode(text).tolist() if text else ()
                     yield self._control_tokens[part]
                     text = ""
@@ -153,7 +153,7 @@ class ChatTemplate:
     @cached_property
     def _control_tokens(self) -> dict[str, int]:
         begin_and_end = {_BEGIN: self.tokenizer.bos_id, _END: self.tokenizer.eos_id}
-        return {**begin_and_end, **self.tokenizer.control_tokens}  # the later name of a token counts
+        return {**begin_and_end, **self.tokenizer.control_tokens}  # of two names of a token the later one is used
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
@@ -171,7 +171,7 @@ class _Templates(dict[str, Any]):
     def __missing__(self, source: str) -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        # As `transformers` has it, without `strftime_now`: examples must not depend on the day.
+        # The environment of `transformers`, without `strftime_now`: examples must not depend on the date.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_blocks()]
         )
@@ -187,7 +187,7 @@ def _refuse(message: str) -> None:
 
 
 def _generation_blocks() -> Any:
-    """A Jinja extension for `{% generation %} … {% endgeneration %}`, which some templates put around answers: it means nothing."""
+    """A Jinja extension that ignores `{% generation %} … {% endgeneration %}`, which some templates put around answers."""
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -201,14 +201,14 @@ def _generation_blocks() -> Any:
 
 
 def template_of(tokenizer: Tokenizer, finetuned: Mapping[str, Any] | None) -> ChatTemplate:
-    """The words that a model is spoken to in.
+    """The template of a fine-tuned model.
 
     Args:
         tokenizer: the model's.
-        finetuned: the section `finetune` of its checkpoint, which has the template itself, or None.
+        finetuned: the section `finetune` of its checkpoint, which contains the text of the template; None if it has none.
 
     Raises:
-        InputError: it was not fine-tuned on instructions.
+        InputError: the model was not fine-tuned on instructions.
     """
     if finetuned is None or finetuned["format"] != "instructions":
         raise InputError(
@@ -218,16 +218,16 @@ def template_of(tokenizer: Tokenizer, finetuned: Mapping[str, Any] | None) -> Ch
 
 
 def read_template(path: str) -> str:
-    """The Jinja template that `finetune.template` names; empty where it names none.
+    """The Jinja template that `finetune.template` names; empty if it is empty.
 
     Raises:
-        InputError: there is none.
+        InputError: the file or folder has no template.
     """
     if not path:
         return ""
-    place = Path(path).expanduser()
-    file = place / "chat_template.jinja" if place.is_dir() else place
-    config = place / "tokenizer_config.json"
+    location = Path(path).expanduser()
+    file = location / "chat_template.jinja" if location.is_dir() else location
+    config = location / "tokenizer_config.json"
     if not file.is_file() and config.is_file():
         found = read_object(config).get("chat_template")
         if isinstance(found, list):  # several by name
@@ -237,6 +237,6 @@ def read_template(path: str) -> str:
     if not file.is_file():
         raise InputError(
             f"finetune.template = {path!r}: name a Jinja file, or the folder of a tokenizer with a chat_template.jinja or with "
-            'a "chat_template" in tokenizer_config.json; empty: plain words.'
+            'a "chat_template" in tokenizer_config.json; empty = plain words.'
         )
     return file.read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
-"""Lines of instruction data → conversations.
+"""Read conversations from files of instructions or messages.
 
     {"instruction": "…", "input": "…", "output": "…"}                                   a user's message and its answer
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
 
-Both may stand in one file, in any language. What is neither is refused by file and line.
+A file may have lines of both kinds, in any language. Other lines raise an error that names file and line.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class Message(NamedTuple):
-    """What somebody says."""
+    """A message of `system`, `user` or `assistant`."""
 
     role: str
     content: str
@@ -28,15 +28,15 @@ Conversation = tuple[Message, ...]
 
 
 def read_conversations(path: Path) -> Iterator[tuple[int, Conversation]]:
-    """Every conversation of a file in order, with the number of its line, from 1.
+    """Yield each conversation of a file with its line number, from 1.
 
     Raises:
-        InputError: the file cannot be read, or a line is none; the message names file and line.
+        InputError: the file cannot be read, or a line is not a conversation; the message names file and line.
     """
     for number, row in read_json_lines(path, "a file of instructions or conversations"):
         where = f"{path}:{number}"
         if not isinstance(row, dict) or ("messages" in row) == ("instruction" in row):
-            found = f"has {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "is no object"
+            found = f"has {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "is not an object"
             raise InputError(f'{where} {found}: a line has "messages", or "instruction" and "output".')
         yield number, _messages(where, row["messages"]) if "messages" in row else _instruction(where, row)
 
@@ -46,8 +46,8 @@ def _instruction(where: str, row: dict[str, Any]) -> Conversation:
     for key, text in texts.items():
         if not isinstance(text, str) or (key != "input" and not text.strip()):
             raise InputError(f'{where}: "{key}" is {row.get(key)!r}: it must be a text.')
-    asked = "\n".join(text.strip() for text in (texts["instruction"], texts["input"]) if text.strip())
-    return Message("user", asked), Message("assistant", texts["output"].strip())
+    request = "\n".join(text.strip() for text in (texts["instruction"], texts["input"]) if text.strip())
+    return Message("user", request), Message("assistant", texts["output"].strip())
 
 
 def _messages(where: str, rows: Any) -> Conversation:

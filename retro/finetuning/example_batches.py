@@ -1,8 +1,8 @@
-"""Prepared examples → batches: rows of one or several examples, in an order that is a function of the sample number.
+"""Batches of prepared examples: rows of one or several examples, in an order that is a function of the sample number.
 
-    sample number ─ epoch, place in it ─ permutation ─ row ─ its examples, side by side ─ tokens, labels, documents, neighbors
+    sample number ─ epoch, position in it ─ permutation ─ row ─ its examples ─ tokens, labels, documents, neighbors
 
-Which examples share a row is decided once. They see nothing of each other, so a loss does not depend on it.
+The examples of a row are fixed for the run. They do not attend to each other, so losses do not depend on the packing.
 """
 
 import logging
@@ -28,13 +28,13 @@ log = logging.getLogger("retro")
 
 @dataclass(frozen=True)
 class Rows:
-    """Examples in rows.
+    """Examples packed into rows.
 
     Attributes:
-        prepared: where they lie.
+        prepared: the examples.
         rows: numbers of the examples of each row.
         row_length: T, tokens of a row; a longer example loses its end.
-        pad_id: fills a row.
+        pad_id: token that fills a row.
     """
 
     prepared: Prepared
@@ -49,7 +49,7 @@ class Rows:
         """The rows of these numbers with k neighbors of each chunk; 0 = retrieval OFF."""
         m = self.prepared.tokens.row_shape[0]
         num_chunks, num_complete = -(-self.row_length // m), self.row_length // m
-        # Chunks and examples of each place.
+        # Chunk and example at each position of a row, -1 = padding.
         ids, documents = np.full((2, len(numbers), num_chunks), -1, dtype=np.int64)
         lengths = np.zeros(ids.shape, dtype=np.int64)
         for row, number in enumerate(numbers):
@@ -76,7 +76,7 @@ class Rows:
         return Batch(
             tokens=tokens.reshape(len(ids), -1)[:, : self.row_length],
             labels=labels.reshape(len(ids), -1)[:, : self.row_length],
-            # Padding stands at the end, where causality hides it: one example is one document.
+            # Padding is at the end, where causality hides it: a single example needs no documents.
             documents=documents if any(len(self.rows[number]) > 1 for number in numbers) else None,
             neighbors=neighbors,
             neighbor_lengths=neighbor_lengths,
@@ -87,17 +87,17 @@ class Rows:
 def arrange(
     prepared: Prepared, settings: DataSettings, pad_id: int, *, held_out: float, packed: bool
 ) -> tuple[Rows, Rows]:
-    """The rows that are learned, and those that are held out.
+    """The rows to learn, and the held-out rows.
 
     Args:
         prepared: the examples.
         settings: `sequence_length` and `seed`.
-        pad_id: fills rows.
-        held_out: share of the examples.
+        pad_id: token that fills rows.
+        held_out: fraction of the examples.
         packed: whether a row may hold several.
 
     Raises:
-        InputError: nothing is left to learn.
+        InputError: no example is left to learn.
     """
     length = settings.sequence_length
     kept = prepared.first_labels < length
@@ -119,17 +119,17 @@ def arrange(
 
 
 class ExampleData:
-    """The endless stream of training batches of prepared examples: what `TrainingData` is of datastores.
+    """The endless stream of training batches of prepared examples, as `TrainingData` is for datastores.
 
     Args:
         folder: of the prepared examples.
-        files: that they were read from.
+        files: the files of the examples.
         settings: sequence length, neighbors, seed.
-        datastores: fingerprints of those that gave tokenizer and neighbors.
-        pad_id: fills rows.
-        held_out: share of the examples that is not learned.
+        datastores: fingerprints of the datastores of tokenizer and neighbors.
+        pad_id: token that fills rows.
+        held_out: fraction of the examples that is not learned.
         packed: whether a row may hold several.
-        retrieval: whether neighbors are read at all.
+        retrieval: whether neighbors are read.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ExampleData:
         return _reopened, self._arguments
 
     def announce(self) -> None:
-        """Log how many examples there are, and in how many rows."""
+        """Log the number of examples and rows."""
         learned, held_out = (sum(map(len, rows.rows)) for rows in (self.rows, self.held_out))
         longer = int((self.prepared.lengths > self.rows.row_length).sum())
         words = (
@@ -164,13 +164,13 @@ class ExampleData:
         log.info("data: %s", words)
         if longer:
             log.warning(
-                "%d are longer than data.sequence_length = %d and lose their ends", longer, self.rows.row_length
+                "%d examples are longer than data.sequence_length = %d and are cut", longer, self.rows.row_length
             )
         if left_out := len(self.prepared.lengths) - learned - held_out:
-            log.warning("%d are left out: none of their answer would be left", left_out)
+            log.warning("%d examples are left out: cutting them would remove the whole answer", left_out)
 
     def row_of(self, sample: int) -> int:
-        """The row of a sample number: each epoch goes through all of them in another order."""
+        """The row of a sample number. Each epoch reads all rows in another order."""
         epoch, position = divmod(sample, len(self.rows))
         return permuted(position, len(self.rows), mix(mix(self.seed) + epoch))
 
@@ -186,7 +186,7 @@ class ExampleData:
         return batch
 
     def origin(self, sample: int) -> dict[str, Any]:
-        """Where the examples of a sample number stand: `file:line` of each."""
+        """The examples of a sample number, as `file:line`."""
         lines = self.prepared.lines[self.rows.rows[self.row_of(sample)]].tolist()
         return {"sample": sample, "examples": [f"{self.files[file]}:{number}" for file, number in lines]}
 

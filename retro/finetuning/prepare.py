@@ -1,13 +1,14 @@
-"""Files of examples → what batches are made of, once for a run: tokens and labels in chunks, and their neighbors.
+"""Prepare files of examples once for a run: tokens and labels in chunks, and the neighbors of each chunk.
 
-    RUN/examples/1a2b…/  shards.json   00000/  00001/ …                                                  each an artifact:
+    RUN/examples/1a2b…/  shards.json   00000/  00001/ …                                                  each is an artifact:
         tokens.npy [chunks, m]   labels.npy [chunks, m]   neighbors.npy [chunks, k]       neighbor = row of the two arrays below,
         neighbor_tokens.npy [rows, 2m]   neighbor_lengths.npy [rows]                      -1 = none
         lengths.npy   first_labels.npy   places.npy [examples]   lines.npy [examples, 2]
 
-An example of t tokens is t - 1 places, each with the token that follows as its label if that is of an answer. Its first chunk
-begins it, padding fills its last. The neighbors of a chunk are read while the next one is predicted, so the last chunk has none.
-Killed, it goes on with the next shard. The folder's name is the fingerprint of files and settings: others are prepared beside it.
+An example of t tokens has t - 1 positions. The label of a position is the next token if that belongs to an answer. An example
+starts a new chunk, and padding fills its last one. The neighbors of a chunk are read while the next chunk is predicted, so the
+last chunk has none. After a kill, preparation resumes at the next shard. The folder's name is the fingerprint of files and
+settings, so examples with other settings get another folder.
 """
 
 import logging
@@ -42,8 +43,8 @@ _VERSION = 1
 _SHARD_EXAMPLES = 4096
 
 
-class Line(NamedTuple):
-    """An example as it was read: the number of its file, of its line, and what stands there."""
+class NumberedExample(NamedTuple):
+    """An example, the number of its file (from 0) and of its line (from 1)."""
 
     file: int
     number: int
@@ -51,10 +52,10 @@ class Line(NamedTuple):
 
 
 class Neighbors(NamedTuple):
-    """What some chunks [C] read.
+    """The neighbors of C chunks, with each text stored once.
 
     Attributes:
-        rows: [C, k] int64, rows of the others; -1 = none.
+        rows: [C, k] int64, rows of `tokens` and `lengths`; -1 = none.
         tokens: [P, 2m] int64.
         lengths: [P] int64.
     """
@@ -65,21 +66,21 @@ class Neighbors(NamedTuple):
 
 
 def prepare(run: Path, datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> Path:
-    """The folder of the prepared examples of a run: as it is found, or made; see `preparation`."""
+    """The folder of the prepared examples of a run; prepares them if needed. See `preparation`."""
     return next(folder for folder in preparation(run, datastores, settings, k) if folder)
 
 
 def preparation(run: Path, datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> Iterator[Path | None]:
-    """The same in turns that others can wait for: None after each shard, the folder in the end.
+    """Prepare shard by shard, so that other processes can wait for each: yields None after a shard, and at last the folder.
 
     Args:
         run: the run's folder.
         datastores: the first has the tokenizer, and neighbors are found in all of them.
         settings: files and formats.
-        k: neighbors of a chunk; 0 = none are looked for.
+        k: neighbors of a chunk; 0 = no search.
 
     Raises:
-        InputError: a file or a line of it, the template, or the datastore.
+        InputError: an unusable file or line, template or datastore.
     """
     recipe = recipe_of(datastores, settings, k)
     folder = run / "examples" / recipe.fingerprint
@@ -107,7 +108,7 @@ def preparation(run: Path, datastores: Sequence[Path], settings: FinetuneSetting
 
 
 def recipe_of(datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> Recipe:
-    """What prepared examples depend on.
+    """The settings and inputs that prepared examples depend on.
 
     Raises:
         InputError: a file of examples, the template or the datastore is missing.
@@ -130,20 +131,20 @@ def _shard_recipe(recipe: Recipe, number: int) -> Recipe:
     return replace(recipe, settings={**recipe.settings, "shard": number})
 
 
-def read_lines(settings: FinetuneSettings) -> Iterator[Line]:
+def read_lines(settings: FinetuneSettings) -> Iterator[NumberedExample]:
     """The examples of all files, in order.
 
     Raises:
-        InputError: a file or a line; the message names both.
+        InputError: an unusable line; the message names file and line.
     """
     for file, path in enumerate(settings.examples):
         if settings.format == "instructions":
-            yield from (Line(file, number, each) for number, each in read_conversations(path))
+            yield from (NumberedExample(file, number, each) for number, each in read_conversations(path))
             continue
         for number, question in read_numbered_questions(path):
             if not question.answers or not question.answers[0].strip():
-                raise InputError(f'{path}:{number} has no "answers": there is nothing to learn.')
-            yield Line(file, number, question)
+                raise InputError(f'{path}:{number} has no "answers": a question needs at least one.')
+            yield NumberedExample(file, number, question)
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class _Writer:
         settings: formats.
         tokenizer: the datastore's.
         template: of conversations.
-        retriever: what finds neighbors; None: nothing does.
+        retriever: finds neighbors; None = no neighbors.
         chunk_length: m.
         k: neighbors of a chunk.
     """
@@ -174,7 +175,7 @@ class _Writer:
         template = ChatTemplate(tokenizer, read_template(settings.template), settings.language)
         return cls(settings, tokenizer, template, retriever, datastore.chunk_length, k)
 
-    def arrays(self, block: Sequence[Line]) -> dict[str, np.ndarray]:
+    def arrays(self, block: Sequence[NumberedExample]) -> dict[str, np.ndarray]:
         """The arrays of a shard by name."""
         m = self.chunk_length
         written = [self._written(line) for line in block]
@@ -199,7 +200,7 @@ class _Writer:
             "places": np.array([place_of(line.example) for line in block], dtype=np.uint64),
         }
 
-    def _written(self, line: Line) -> Written:
+    def _written(self, line: NumberedExample) -> Written:
         if isinstance(line.example, Question):
             form = self._format(line.example)
             prompt, answer = form.prompt(line.example.question), form.answer(line.example.answers[0])
@@ -214,8 +215,8 @@ class _Writer:
         language: Language = language_of([question.question]) if chosen == "auto" else chosen
         return Format(self.tokenizer, self.chunk_length, language)
 
-    def _neighbors(self, block: Sequence[Line], tokens: np.ndarray, counts: np.ndarray) -> Neighbors:
-        """Of the chunks of a block's examples, tokens [C, m], of which each example has some [examples]."""
+    def _neighbors(self, block: Sequence[NumberedExample], tokens: np.ndarray, counts: np.ndarray) -> Neighbors:
+        """The neighbors of chunks [C, m]; `counts` [examples] are the chunks of each example."""
         if self.retriever is None:
             none = np.empty((0, 2 * self.chunk_length), dtype=np.int64)
             return Neighbors(np.full((len(tokens), 0), -1, dtype=np.int64), none, np.empty(0, dtype=np.int64))
@@ -228,14 +229,14 @@ class _Writer:
 
 
 def found_by_chunk(retriever: Retriever, tokens: np.ndarray, counts: np.ndarray, k: int) -> Neighbors:
-    """What each chunk [C, m] but the last of an example finds by itself."""
-    asking = np.ones(len(tokens), dtype=bool)
-    asking[np.cumsum(counts) - 1] = False
-    chunks = tokens[asking]
+    """Search neighbors for each chunk [C, m], except the last one of each example."""
+    searched = np.ones(len(tokens), dtype=bool)
+    searched[np.cumsum(counts) - 1] = False
+    chunks = tokens[searched]
     found = np.full((len(tokens), k), -1, dtype=np.int64)
     if len(chunks):
         vectors = retriever.embedder.embed(chunks, np.full(len(chunks), tokens.shape[1], dtype=np.int64))
-        found[asking] = retriever.nearest(vectors, k)[0]
+        found[searched] = retriever.nearest(vectors, k)[0]
     ids, rows = np.unique(found, return_inverse=True)
     rows = rows.reshape(found.shape)
     if len(ids) and ids[0] < 0:  # none
@@ -246,7 +247,7 @@ def found_by_chunk(retriever: Retriever, tokens: np.ndarray, counts: np.ndarray,
 def of_questions(
     formats: Sequence[Format], passages: Sequence[Sequence[Passage]], counts: np.ndarray, k: int
 ) -> Neighbors:
-    """The passages of each question, which all chunks of it read; the same passage in one language is one row."""
+    """The passages of each question, which all of its chunks read. A passage in one language is stored once."""
     numbers: dict[tuple[Format, Passage], int] = {}
     rows = np.full((len(passages), k), -1, dtype=np.int64)
     for question, (form, found) in enumerate(zip(formats, passages, strict=True)):
@@ -262,11 +263,11 @@ def of_questions(
 
 
 def place_of(example: Conversation | Question) -> int:
-    """A number of 64 bits, by which examples are held out: that of a hash of what is asked, so that equal questions stay together."""
-    asked = (
+    """A 64-bit hash of an example's question, which decides whether it is held out: equal questions stay together."""
+    question = (
         [example.question]
         if isinstance(example, Question)
         else [message.content for message in example if message.role != "assistant"]
     )
-    digest = blake2b("\n".join(asked).encode(errors="surrogatepass"), digest_size=8).digest()
+    digest = blake2b("\n".join(question).encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -1,4 +1,4 @@
-"""Reading prepared examples: chunks by number, however many shards they lie in."""
+"""Read prepared examples: chunks by number, across shards."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,7 @@ from retro.finetuning.prepare import SHARDS
 
 @dataclass(frozen=True)
 class Prepared:
-    """Examples as `prepare` has left them. Another process opens the files itself: only the folder is pickled.
+    """Prepared examples. Only the folder is pickled; another process opens the files itself.
 
     Attributes:
         folder: of the shards.
@@ -27,47 +27,47 @@ class Prepared:
 
     @property
     def fingerprint(self) -> str:
-        """Of files and settings."""
+        """Fingerprint of the files and settings."""
         return self.folder.name
 
     @cached_property
     def tokens(self) -> ShardedArray:
-        """[chunks, m]."""
+        """[chunks, m], tokens."""
         return self._array("tokens")
 
     @cached_property
     def labels(self) -> ShardedArray:
-        """[chunks, m] int32, the token that follows where it is of an answer."""
+        """[chunks, m] int32, the next token if it belongs to an answer, else -100."""
         return self._array("labels")
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[examples] int64, tokens of each that something follows."""
+        """[examples] int64, tokens of each example except its last one."""
         return self._whole("lengths")
 
     @cached_property
     def lines(self) -> np.ndarray:
-        """[examples, 2] int64, number of the file, from 0, and of the line, from 1."""
+        """[examples, 2] int64, number of the file (from 0) and of the line (from 1)."""
         return self._whole("lines")
 
     @cached_property
     def places(self) -> np.ndarray:
-        """[examples] uint64, by which some are held out."""
+        """[examples] uint64, hashes of the questions: examples with small ones are held out."""
         return self._whole("places")
 
     @cached_property
     def first_chunks(self) -> np.ndarray:
-        """[examples + 1] int64, where the chunks of each begin."""
+        """[examples + 1] int64, the first chunk of each example."""
         counts = -(-self.lengths // self.tokens.row_shape[0])
         return np.concatenate(([0], np.cumsum(counts)))
 
     @cached_property
     def first_labels(self) -> np.ndarray:
-        """[examples] int64, tokens of each before its first label."""
+        """[examples] int64, tokens before the first label of each example."""
         return self._whole("first_labels")
 
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first k neighbors of chunks [C]: tokens [C, k, 2m] int64, and lengths [C, k] int64, 0 for none."""
+        """The first k neighbors of chunks [C]: tokens [C, k, 2m] and lengths [C, k], int64; length 0 = no neighbor."""
         rows = self._neighbors.gather(chunks)[:, :k]
         shards = np.searchsorted(self._neighbors.starts, chunks, side="right") - 1
         rows = np.where(rows < 0, -1, rows + self._neighbor_tokens.starts[shards][:, None])

@@ -1,4 +1,4 @@
-"""What fine-tuning is told, beside what training is."""
+"""Settings of fine-tuning."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ ExampleFormat = Literal["instructions", "questions"]
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Which examples a model is fine-tuned on, and how they are written."""
+    """Which examples a model learns, and how they are written as text."""
 
     examples: tuple[Path, ...] = ()
     """Files of examples, JSON Lines (also .gz, .zst)."""
@@ -20,21 +20,21 @@ class FinetuneSettings:
     """`instructions`: lines with "instruction", "input" (may be missing) and "output", or with "messages" of "role" and "content".
     `questions`: lines with "question" and "answers", whose passages are neighbors (paper, section 4.3)."""
     template: str = ""
-    """Words of instructions and conversations: a Jinja chat template, or the folder of a Hugging Face tokenizer that has one;
-    empty: plain words for base models, User: and Assistant:, in Chinese 用户： and 助手：."""
+    """Template of instructions and conversations: a Jinja chat template, or the folder of a Hugging Face tokenizer with one.
+    Empty = plain words for base models: User: and Assistant:, in Chinese 用户： and 助手：."""
     language: Literal["auto", "en", "zh"] = "auto"
-    """Of these words, and of those around questions and passages; `auto`: that of each example."""
+    """Language of these words, and of the words around questions and passages; `auto` = that of each example."""
     rerank: Rerank = "embeddings"
-    """What the candidates for a question's passages are ordered by: `embeddings`, `bm25` or `hybrid`."""
+    """Ranking of the candidates for a question's passages: `embeddings`, `bm25` or `hybrid`."""
     positives_first: bool = False
-    """Let the documents of "positive_ids" stand before the passages that are found."""
+    """Put the documents of "positive_ids" before the passages that the search finds."""
     held_out: float = 0.05
-    """Share of the examples that is not learned but measured, ON and OFF, every `train.eval_every` steps."""
+    """Fraction of the examples that is not learned, but measured with retrieval ON and OFF every `train.eval_every` steps."""
     packed: bool = True
-    """Put several examples into a row of `data.sequence_length` tokens, each from a chunk on and seeing itself alone; false: one.
-    With `tuning.adapter` `prefix` or `prompt` always one: virtual tokens stand before a row."""
+    """Put several examples into a row of `data.sequence_length` tokens. Each starts at a chunk and attends to itself only.
+    False = one example in a row, as always with `tuning.adapter` `prefix` or `prompt`, whose virtual tokens precede the row."""
     epochs: float = 0.0
-    """How often each example is learned, in the place of `train.steps`; 0: as many steps as that says."""
+    """Passes over the examples, instead of `train.steps`; 0 = use `train.steps`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:

@@ -1,4 +1,4 @@
-"""What a training run is told, beside its model and its data."""
+"""Settings of training: steps, optimizer, schedule, device, evaluation and checkpoints."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,70 +16,69 @@ class TrainSettings:
     """How long and how fast a model learns."""
 
     steps: int = 1000
-    """Optimizer steps of the whole run. A run can be made longer where the steps done keep their learning rates: with
+    """Optimizer steps of the whole run. A run can be extended if the finished steps keep their learning rates: with
     `constant`, and with `wsd` before it decays."""
     batch_size: int = 8
     """Sequences of one forward pass."""
     gradient_accumulation_steps: int = 1
-    """Batches of one optimizer step, a forward and a backward pass each. The loss is the mean over the labels of all."""
+    """Batches of one optimizer step. Each has its own forward and backward pass; the loss is the mean over all labels."""
     lr: float = 1e-3
     """Peak learning rate (paper: 2e-4 for the sizes from 172M to 1.5B)."""
     min_lr_ratio: float = 0.1
-    """Last learning rate over the peak."""
+    """Last learning rate as a fraction of the peak."""
     warmup_steps: int = 100
-    """Linear warm-up from 1e-7 (paper: 750)."""
+    """Steps of linear warm-up from 1e-7 (paper: 750)."""
     lr_schedule: Schedule = "cosine"
-    """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear end)."""
+    """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay)."""
     decay_ratio: float = 0.2
-    """Share of the steps in which `wsd` decays."""
+    """Fraction of the steps in which `wsd` decays, the last ones."""
     weight_decay: float = 0.1
-    """Of matrices and embeddings. Not of gains, biases, Transformer-XL's u and v, and what smears keys and queries."""
+    """AdamW's weight decay (paper: 0.1), for matrices and embeddings. Gains, biases and vectors of heads do not decay."""
     beta1: float = 0.9
-    """Of the first moment."""
+    """AdamW's beta of the first moment (paper: 0.9)."""
     beta2: float = 0.95
-    """Of the second moment."""
+    """AdamW's beta of the second moment (paper: 0.95)."""
     max_grad_norm: float = 1.0
-    """Largest norm of the gradient; 0 = no clipping."""
+    """Clip the norm of the gradient to this value; 0 = no clipping."""
     z_loss_weight: float = 0.0
-    """Weight of the z-loss, which holds the logits near 0 (PaLM: 1e-4); metrics have it beside `loss`."""
+    """Weight of the z-loss, which keeps the logits near 0 (PaLM: 1e-4). It is logged separately from `loss`."""
     seed: int = 0
-    """Of the initial weights and of dropout."""
+    """Seed of the initial weights and of dropout."""
     init_from: str = ""
-    """Weights to begin with: a checkpoint, `RUN`, `RUN@best` or an exported file; empty = random ones. Encoder and
-    cross-attention may be missing in it, or be too many."""
+    """Initial weights: a checkpoint, `RUN`, `RUN@best` or an exported file; empty = random weights. It may lack the encoder
+    and cross-attention, or have them although this model has none."""
     precision: Precision = "auto"
-    """Of matrix products, weights stay float32. `auto`: bfloat16 where the hardware has fast ones, else float32; `tf32`:
-    TensorFloat-32, NVIDIA GPUs since Ampere; `float16` with a loss scale that finds itself."""
+    """Precision of matrix products; weights stay float32. `auto`: bfloat16 if the hardware multiplies it fast, else float32.
+    `tf32`: TensorFloat-32, NVIDIA GPUs since Ampere. `float16` uses dynamic loss scaling."""
     on_nan: OnNan = "stop"
-    """When loss or gradient are not finite: `stop` before the update, with a checkpoint, or `skip` the batch and go on. Either
-    way `bad_batches/` in the run's folder names the samples, chunks and documents."""
+    """If loss or gradient are not finite: `stop` before the update and save a checkpoint, or `skip` the batch and continue.
+    In both cases `bad_batches/` in the run's folder names the samples, chunks and documents."""
     monitor_every: int = 50
-    """Steps between looks at gradient norm, update ratio, overflow and underflow of each layer group; loss and norm of the
-    whole gradient are looked at in every step. It warns of what foretells a divergence. 0 = never. (The first looks are
-    closer together: steps 1, 2, 4, 8 …)"""
+    """Log gradient norm, update ratio, overflow and underflow of each layer group every n steps, and in steps 1, 2, 4, 8 … of
+    the beginning; 0 = never. Loss and gradient norm are watched in every step. The monitor warns of signs of divergence."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` …"""
     compile: Compile = "auto"
-    """Compile the model with `torch.compile`: `yes`, `no`, or `auto`: on CUDA. On a CPU it takes about a minute, and a step is
-    then a third faster or so: for long runs."""
+    """Compile the model with `torch.compile`: `yes`, `no`, or `auto` (on CUDA only). On a CPU it takes about a minute and makes
+    steps about a third faster, which pays in long runs."""
     num_workers: int = -1
-    """Processes that prepare batches ahead; 0 makes each when it is needed; -1: 2 on CUDA, else 0."""
+    """Processes that prepare batches ahead of time; 0 = in the training process; -1 = 2 on CUDA, else 0."""
     peak_tflops: float = 0.0
-    """Peak of the device for MFU, in 10^12 operations per second; 0: its maker's figure, or measured (docs/explanation/training-step.md)."""
+    """Peak of the device for MFU, in 10^12 operations per second; 0 = the maker's figure, or measured (docs/explanation/training-step.md)."""
     num_threads: int = 0
-    """CPU threads of torch; 0 leaves its own choice."""
+    """CPU threads of torch; 0 = torch's default."""
     eval_every: int = 500
     """Steps between held-out evaluations, retrieval ON and OFF; 0 = at the end only."""
     eval_tokens: int = 100_000
-    """Tokens of each evaluation set that are scored while training; 0 = all."""
+    """Tokens of each evaluation set that are scored during training; 0 = all."""
     checkpoint_every: int = 500
-    """Steps between checkpoints; the last step, an evaluation better than all before it, and SIGTERM make one too."""
+    """Steps between checkpoints. The last step, a new best evaluation and SIGTERM save one too."""
     keep_checkpoints: int = 2
-    """Checkpoints kept, the newest ones; the best one (`RUN@best`) is kept beside them."""
+    """Number of newest checkpoints to keep, in addition to the best one (`RUN@best`)."""
     log_every: int = 10
-    """Steps between lines of `metrics.jsonl`; `loss` and `tokens_per_second` are means over them."""
+    """Steps between lines of `metrics.jsonl`. `loss` and `tokens_per_second` are means over these steps."""
     report_to: tuple[str, ...] = ()
-    """More places for metrics: `tensorboard`, `wandb` (without a network: WANDB_MODE=offline)."""
+    """Additional places for metrics: `tensorboard`, `wandb` (without a network: WANDB_MODE=offline)."""
 
     def __post_init__(self) -> None:
         for key in (

@@ -30,7 +30,7 @@ def test_lines_are_conversations(tmp_path: Path) -> None:
     ("row", "words"),
     [
         ("{", r"is not JSON"),
-        ("[]", r"is no object: a line has \"messages\", or \"instruction\" and \"output\""),
+        ("[]", r"is not an object: a line has \"messages\", or \"instruction\" and \"output\""),
         ('{"text": "a"}', r"has 'text': a line has \"messages\""),
         ('{"instruction": "a", "messages": []}', r"has 'instruction', 'messages': a line has"),
         ('{"instruction": "a", "output": ""}', r"\"output\" is '': it must be a text"),
