@@ -1,9 +1,9 @@
-"""Checkpoints that hardly stop the training loop: the loop copies to host memory, one thread writes.
+"""Save checkpoints in the background: the training loop copies tensors to host memory, and a thread writes them.
 
 loop      step step step copy step step step step step step copy step …
 thread                       └ files ─ fsync ─ checksums ─ rename ┘   └ files …
 
-Where processes train together each has a saver; of a DTensor it copies the shard that is here.
+Each process of a run has a saver. It copies the local shard of a DTensor.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from retro.checkpoints.checkpoint import TensorFiles
 
 
 class Saver:
-    """Hands copies of tensors to a writing thread, one save at a time.
+    """Copies tensors and writes them in a thread, one save at a time.
 
-    The copies live in host buffers that are allocated once, pinned where the tensors are on a CUDA device. What the
-    thread raises is raised by the next call of any method, at the latest by `close`.
+    The copies are in host buffers that are allocated once, and pinned if the tensors are on a CUDA device. An error of the
+    thread is raised by the next call of any method, at the latest by `close`.
     """
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class Saver:
         self._buffers: TensorFiles = {}
 
     def prepare(self, tensors: TensorFiles) -> None:
-        """Allocate the buffers in the background: the first touch of so much memory takes longer than a copy."""
+        """Allocate the buffers in the background: touching new memory takes longer than the copy."""
         self.wait()
         self._running = self._thread.submit(self._allocate, tensors)
 
     @torch.no_grad()
     def save(self, tensors: TensorFiles, write: Callable[[TensorFiles], object]) -> None:
-        """Copy the tensors, then call `write` with the copies in the background. Waits for the save before it."""
+        """Copy the tensors and call `write` with the copies in the background, after the previous save has finished."""
         self.wait()
         self._allocate(tensors)
         for file, values in tensors.items():
@@ -53,13 +53,13 @@ class Saver:
                     buffers[name] = _on_host(value)
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until the last save has finished."""
         if self._running is None:
             return
         try:
             self._running.result()
         finally:
-            if self._running.done():  # a signal may have ended the waiting instead
+            if self._running.done():  # not if a signal interrupted the wait
                 self._running = None
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Saver:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A new tensor in the host's memory, pinned where that helps; of a DTensor one with the same shard here."""
+    """A new tensor in host memory, pinned if its source is on a CUDA device; for a DTensor, one with the same local shard."""
     from torch.distributed.tensor import DTensor
 
     local = _local(tensor)
@@ -81,5 +81,5 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """The tensor, or this process's shard of a DTensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,13 +1,13 @@
-"""Checkpoints: finished folders like every other artifact, of safetensors and JSON; nothing in them is ever unpickled.
+"""Checkpoints: artifacts of safetensors and JSON files. Nothing in them is ever unpickled.
 
     run/checkpoints/00000200/   model.safetensors  optimizer.safetensors  state.json  manifest.json
     run/checkpoints/best.json   step, metric and value of the best evaluation
 
-Several processes write `model-00001-of-00004.safetensors` … instead, each its part, and read what they need of any of
-them: a checkpoint does not know how its tensors will be shared out by those who go on from it.
+Several processes each write a part, `model-00001-of-00004.safetensors` …, and read what they need from any part: a checkpoint
+can be resumed with another number of processes.
 
-Where a checkpoint is asked for, its folder may be named, or `RUN` for the newest one of a run, or `RUN@best`, or a file
-that `export` has written: weights and metadata in one.
+Arguments that name a checkpoint accept its folder, `RUN` (the newest checkpoint of a run), `RUN@best`, or a file written by
+`retro export`, which has weights and metadata in one.
 """
 
 import contextlib
@@ -37,32 +37,32 @@ from retro.tuning.settings import TuningSettings
 FORMAT_VERSION = 2
 
 TensorFiles = dict[str, dict[str, torch.Tensor]]
-"""Tensors by the file that holds them, and by name: plain ones, or DTensors of which this process holds a shard."""
+"""File name → tensor name → tensor: plain tensors, or DTensors with a shard in this process."""
 
 Model = nn.Module | Sequence[nn.Module]
-"""A model, or the parts of one that this process holds; what stands in several parts has one name."""
+"""A model, or the parts of it that this process holds. A weight in several parts has the same name in each."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint says of itself.
+    """A checkpoint's files and metadata.
 
     Attributes:
-        path: its folder, or the exported file.
-        weights: the files that hold its weights.
-        training: the files that hold moments and random state; an exported checkpoint has none.
-        fingerprint: to stand beside every result.
+        path: the folder, or the exported file.
+        weights: files of the weights.
+        training: files of moments and random states; an exported checkpoint has none.
+        fingerprint: identifies the checkpoint in results.
         step: optimizer steps done.
-        tokens: tokens seen.
-        model: the sizes of the model.
-        settings: everything the run was told, section by section.
-        datastores: fingerprints of what it was trained on; none of a model that `retro import` has brought.
-        num_ids: ids of the tokenizer it was trained with, from 0 on; the rows of its tables beyond them stand for nothing.
+        tokens: tokens trained on.
+        model: settings of the model.
+        settings: the run's settings by section, as JSON.
+        datastores: fingerprints of the datastores it was trained on; empty for an imported model.
+        num_ids: number of ids of its tokenizer; rows of the embedding tables beyond them are unused.
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
         best: `step`, `metric` and `value` of the best evaluation so far, or None.
-        started_from: fingerprint of the checkpoint whose weights the run began with, or None.
-        scaler: state of the loss scale; empty where there is none.
-        skipped: `steps` that a loss scale has left out, and `batches` that were not finite.
+        started_from: fingerprint of the checkpoint of `train.init_from`, or None.
+        scaler: state of the loss scaler; empty if there was none.
+        skipped: number of `steps` skipped because of an overflow, and of `batches` that were not finite.
         mesh_dims: number of processes along each dimension of the mesh; empty if there was one process.
     """
 
@@ -85,15 +85,15 @@ class Checkpoint:
 
     @property
     def tuning(self) -> TuningSettings:
-        """Which weights were trained, and the adapter that stands beside them in the files."""
+        """Which weights were trained, and the adapter that the files contain."""
         return TuningSettings(**_with_tuples(self.settings.get("tuning", {})))
 
     @property
     def folders(self) -> list[str]:
-        """Of the datastores that it was trained on, or URLs.
+        """Folders or URLs of the datastores that it was trained on.
 
         Raises:
-            InputError: there is none, as of a model that `retro import` has brought.
+            InputError: there are none: the model was imported.
         """
         folders: list[str] = self.settings["data"]["datastores"]
         if not folders:
@@ -101,7 +101,7 @@ class Checkpoint:
         return folders
 
     def reads(self, num_ids: int) -> bool:
-        """Whether a tokenizer may be its own, by the number of its ids; an imported model has rows for no fewer."""
+        """Whether a tokenizer with this number of ids can be the model's. An imported model may have more rows than ids."""
         return num_ids == self.num_ids or (not self.datastores and num_ids <= self.model.vocab_size)
 
 
@@ -113,7 +113,7 @@ def parts_of(model: Model) -> Sequence[nn.Module]:
 
 
 def weights_of(part: nn.Module) -> dict[str, torch.Tensor]:
-    """The live weights by the names of files."""
+    """The live weights by their names in files."""
     return {stored_name(name): tensor for name, tensor in part.state_dict().items()}
 
 
@@ -125,13 +125,13 @@ def write(run: Path, state: dict[str, Any], tensors: TensorFiles, group: dist.Pr
     """Write a checkpoint atomically and return its folder. Equal states and tensors give equal bytes.
 
     Args:
-        run: folder of the run; where several processes write, on a file system that all of them share.
-        state: what `Checkpoint` says, from `step` on and without `model`; that of the first process is written.
-        tensors: from `tensors_of`, or copies of them.
-        group: of the processes that write it together, used by nothing else meanwhile; None = this one writes it alone.
+        run: folder of the run; several processes need a shared file system.
+        state: the attributes of `Checkpoint` from `step` on, without `model`. The first process writes its own.
+        tensors: those of `training_state.tensors_of`, or copies.
+        group: the processes that write together; nothing else may use it meanwhile. None = one process.
 
     Raises:
-        OSError: no space left …; if one process fails, all of them raise and nothing stays.
+        OSError: no space left on the device, for example. If one process fails, all raise and nothing remains.
     """
     folder = step_folder(run, state["step"])
     inputs = {str(number): fingerprint for number, fingerprint in enumerate(state["datastores"])}
@@ -165,7 +165,7 @@ def write(run: Path, state: dict[str, Any], tensors: TensorFiles, group: dist.Pr
 def publish(
     run: Path, state: dict[str, Any], tensors: TensorFiles, *, keep: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """`write`, name the best checkpoint, and remove all others but the newest `keep`, and what kills have left."""
+    """Write a checkpoint, name the best one, and remove all others except the newest `keep`, and leftovers of kills."""
     write(run, state, tensors, group)
     on_first(group, lambda: _rotate(run, state["best"], keep))
 
@@ -181,7 +181,7 @@ def _rotate(run: Path, best: dict[str, Any] | None, keep: int) -> None:
 
 
 def name_best(run: Path, best: dict[str, Any] | None) -> None:
-    """Let `checkpoints/best.json` say which evaluated checkpoint is the best; without one there is no such file."""
+    """Write the best evaluation to `checkpoints/best.json`, or remove the file if there is none."""
     file = run / "checkpoints" / "best.json"
     if best:
         write_json(file, best)
@@ -193,10 +193,10 @@ def name_best(run: Path, best: dict[str, Any] | None) -> None:
 
 
 def load_weights(checkpoint: Checkpoint, model: Model) -> None:
-    """Load the weights into a model of the checkpoint's sizes; each process reads what it holds.
+    """Load the weights into a model of the same sizes. Each process reads only its shards.
 
     Raises:
-        InputError: a tensor has another name or shape.
+        InputError: a tensor is missing or has another shape.
     """
     stored = index(checkpoint.weights)
     for part in parts_of(model):
@@ -204,7 +204,7 @@ def load_weights(checkpoint: Checkpoint, model: Model) -> None:
 
 
 def locate(path: Path) -> Path | None:
-    """Where a checkpoint lies: `path` itself, the newest one of the run `path`, or the best one of `RUN@best`."""
+    """The path of a checkpoint: `path` itself, the newest one of the run `path`, or the best one for `RUN@best`."""
     if (path / "state.json").exists() or (path.suffix == ".safetensors" and path.is_file()):
         return path
     if path.name.endswith("@best"):
@@ -213,16 +213,16 @@ def locate(path: Path) -> Path | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint, which `locate` finds, after a look at every byte of it.
+    """Read a checkpoint's metadata and verify the checksum of every file.
 
     Raises:
-        InputError: there is none, or a file of it is missing, cut short or changed.
+        InputError: there is none, or a file is missing, truncated or changed.
     """
     found = locate(path)
     if found is None:
         raise InputError(
-            f"{path} is neither a checkpoint, nor a run with one (RUN), nor one that was evaluated (RUN@best), nor a file "
-            "that `retro export` has written; `retro train CONFIG` makes them."
+            f"{path} is neither a checkpoint, nor a run with one (RUN), nor a run with an evaluated one (RUN@best), nor a "
+            "file written by `retro export`. `retro train CONFIG` makes checkpoints."
         )
     if found.is_file():
         return _read_exported(found)
@@ -271,7 +271,7 @@ def _checkpoint(
 
 
 def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
-    """A section as its dataclass takes it: JSON has lists alone."""
+    """A section with tuples in place of JSON's lists, for its dataclass."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
@@ -281,10 +281,10 @@ def model_settings(section: dict[str, Any]) -> ModelSettings:
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
-    """The model of a checkpoint, ready to evaluate: with its prefix or prompt, and with LoRA merged into its weights.
+    """The model of a checkpoint in evaluation mode, with its prefix or prompt, and with LoRA merged into the weights.
 
     Raises:
-        InputError: it has an adapter, and peft is not installed.
+        InputError: it has an adapter and peft is not installed.
     """
     with torch.device("meta"):
         model = Retro(checkpoint.model)
@@ -298,12 +298,12 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The folder of the checkpoint of a step."""
     return run / "checkpoints" / f"{step:08d}"
 
 
 def finished(run: Path) -> list[Path]:
-    """The finished checkpoints of a run, oldest first; what was being written when a run was killed is not one."""
+    """The finished checkpoints of a run, oldest first. Partly written ones are left out."""
     return sorted(path.parent for path in (run / "checkpoints").glob(f"[0-9]*/{MANIFEST}"))
 
 
@@ -327,18 +327,18 @@ def _read_exported(file: Path) -> Checkpoint:
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata() or {}
     except SafetensorError as error:
-        raise InputError(
-            f"{file} is not a whole safetensors file ({error}). Export it again, or copy it again."
-        ) from error
+        raise InputError(f"{file} is not a complete safetensors file ({error}). Export or copy it again.") from error
     if "retro" not in metadata:
-        raise InputError(f"{file} holds tensors but not what model they are of: `retro export` has not written it.")
+        raise InputError(
+            f"{file} has tensors, but not the metadata that `retro export` writes. Export it with `retro export`, or import the model."
+        )
     try:
         state = json.loads(metadata["retro"])
         whole = state.pop("checksum") == checksum(state, file)
     except (ValueError, KeyError):
         whole = False
     if not whole:
-        raise InputError(f"{file} has changed since it was written (checksum). Export it again, or copy it again.")
+        raise InputError(f"{file} has changed since it was written (checksum). Export or copy it again.")
     _check_version(file, state["format_version"])
     return _checkpoint(file, (file,), (), state["fingerprint"], state)
 
@@ -354,7 +354,7 @@ def _check_version(path: Path, version: int) -> None:
 def checksum(state: dict[str, Any], file: Path) -> str:
     """BLAKE2b-128 of the state and of the tensors of a safetensors file, names and shapes included, metadata not.
 
-    Such a file is 8 bytes of length, a header of so many bytes of JSON, and the tensors' bytes.
+    A safetensors file is the length of its header in 8 bytes, the header as JSON, and the tensors' bytes.
     """
     with open(file, "rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))

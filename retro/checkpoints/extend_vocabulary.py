@@ -1,11 +1,11 @@
-"""The tables of a model for an extended vocabulary: a row for each new piece, the mean of the rows of its old pieces.
+"""Extend the embedding tables of a model: the row of a new token is the mean of the rows of its old tokens.
 
     old rows ─────────────────────────────► the same, to the bit
-    ids that had none (padding, at times) ► the mean of all rows
-    new pieces ───────────────────────────► the mean of the rows of the ids into which the old tokenizer cuts them
-    rows beyond, of tables that are padded ► the same
+    ids without a row (padding, at times) ─► the mean of all rows
+    new tokens ───────────────────────────► the mean of the rows of the ids into which the old tokenizer splits them
+    rows beyond, of padded tables ────────► the same
 
-So a new piece begins as what the model knew of its parts: as input their average, as output the average of their logits.
+As an input, a new token starts as the average of its parts, and as an output it has the average of their logits.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ from retro.checkpoints.single_file import exported, write_exported
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 
-_PADDING = 1024  # rows of a table beyond the tokenizer's ids; there are fewer in published models
+_PADDING = 1024  # more than the unused rows of any published model's tables
 
 
 def check_tables(checkpoint: Checkpoint, num_ids: int, num_model_tokens: int) -> None:
-    """Refuse a tokenizer that is not the model's, as far as their sizes tell.
+    """Reject a tokenizer whose size shows that it is not the model's.
 
     Args:
         checkpoint: the model.
-        num_ids: `vocab_size` of its tokenizer as it is installed, ids for padding, begin and end included.
-        num_model_tokens: those that the tokenizer had by itself; a model of others may have no row for the rest.
+        num_ids: `vocab_size` of the installed tokenizer, with the ids for padding, begin and end.
+        num_model_tokens: tokens without the ids that were added here; imported models may have no rows for these.
 
     Raises:
-        InputError: there are more tokens than rows, or many more rows than tokens, or the model was trained with another number.
+        InputError: more tokens than rows, many more rows than tokens, or another number than in training.
     """
     rows = checkpoint.model.vocab_size
     fits = num_model_tokens <= rows < num_ids + _PADDING if not checkpoint.datastores else False
@@ -47,13 +47,13 @@ def check_tables(checkpoint: Checkpoint, num_ids: int, num_model_tokens: int) ->
 
 
 def extend_tables(checkpoint: Checkpoint, first_id: int, cuts: Sequence[Sequence[int]], file: Path) -> None:
-    """Write a model with rows for new pieces as a file that `open_checkpoint` takes.
+    """Write a model with rows for new tokens as one file.
 
     Args:
-        checkpoint: the model, whose tokenizer `check_tables` has accepted.
-        first_id: of the new pieces.
-        cuts: the old ids of each.
-        file: as of `retro.checkpoints.checkpoint.export`. It names no datastore: those of the old tokenizer do not fit any more.
+        checkpoint: the model; `check_tables` has accepted its tokenizer.
+        first_id: id of the first new token.
+        cuts: the old ids of each new token.
+        file: see `single_file.export`. It names no datastores, because those of the old tokenizer no longer fit.
     """
     num_ids = first_id + len(cuts)
     vocab_size = max(checkpoint.model.vocab_size, num_ids)
@@ -68,7 +68,7 @@ def extend_tables(checkpoint: Checkpoint, first_id: int, cuts: Sequence[Sequence
 
 
 def tables(settings: ModelSettings) -> list[str]:
-    """Names of the weights with a row for each id: decoder's embedding, output layer and encoder's embedding, if it has them."""
+    """Names of the weights with a row for each id: embedding, output layer and the encoder's embedding, if the model has them."""
     with torch.device("meta"):
         model, larger = Retro(settings), Retro(replace(settings, vocab_size=settings.vocab_size + 1))
     shapes = {name: weight.shape for name, weight in larger.state_dict().items()}

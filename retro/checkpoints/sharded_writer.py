@@ -1,8 +1,7 @@
-"""Tensors that several processes hold, written by all of them: `torch.distributed.checkpoint` into safetensors files.
+"""Write sharded tensors by all processes: `torch.distributed.checkpoint` with safetensors files.
 
-Which process writes what of a tensor that several hold, whole or a shard of it, is planned by PyTorch: everything once,
-about as much by each. Its own writers are not used: one pickles, the other makes files whose bytes differ from time to
-time, and holds all of a file in memory twice.
+PyTorch plans which process writes which shard, so that each is written once and the work is even. Its own writers are not
+used: one pickles, and the other writes files whose bytes differ between runs, and holds each file in memory twice.
 """
 
 import json
@@ -30,19 +29,19 @@ from retro.checkpoints.tensor_files import OFFSETS, save_tensors
 
 
 def save_parts(tensors: dict[str, Tensor], file: Path, group: dist.ProcessGroup) -> None:
-    """Write this process's part of plain tensors and DTensors on the CPU; returns when every process has written its own.
+    """Write this process's part of plain tensors and DTensors on the CPU. Returns when every process has written its part.
 
     Args:
-        tensors: by name; processes may hold other names. A plain tensor that several hold is the same in all of them.
-        file: `model.safetensors` stands for `model-00001-of-00004.safetensors` …; one process writes it as it is.
-        group: all of the processes; nothing else uses it meanwhile.
+        tensors: by name; names may differ between processes. A plain tensor is the same in all processes that have it.
+        file: for `model.safetensors`, several processes write `model-00001-of-00004.safetensors` …
+        group: all processes; nothing else may use it meanwhile.
 
     Raises:
-        OSError: no process goes on if one has failed: its error is raised in all of them.
+        OSError: an error of one process is raised in all of them.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        # Who writes what depends on the order, which is another one after a resume.
+        # The plan depends on the order of the names, which may differ after a resume.
         save(dict(sorted(tensors.items())), storage_writer=_PartWriter(file), planner=planner, process_group=group)
     except CheckpointException as error:
         first = min(error.failures)
@@ -50,7 +49,7 @@ def save_parts(tensors: dict[str, Tensor], file: Path, group: dist.ProcessGroup)
 
 
 class _PartWriter(StorageWriter):
-    """What `torch.distributed.checkpoint.save` calls, in this order."""
+    """The methods that `torch.distributed.checkpoint.save` calls, in this order."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -89,7 +88,7 @@ class _PartWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing: the files' headers say everything."""
+        """Do nothing: the headers of the files have all metadata."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:

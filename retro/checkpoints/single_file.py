@@ -1,4 +1,4 @@
-"""A checkpoint as one file, which `checkpoint.open_checkpoint` takes: weights, settings and fingerprints."""
+"""A checkpoint as one file with weights, settings and fingerprints, which `checkpoint.open_checkpoint` reads."""
 
 import json
 import os
@@ -14,19 +14,18 @@ from retro.checkpoints.tensor_files import index, read_tensors, save_tensors
 
 
 def export(checkpoint: Checkpoint, file: Path) -> None:
-    """Write the weights as one safetensors file, atomically, that `open_checkpoint` takes; an older one is replaced.
+    """Write a checkpoint as one safetensors file, atomically. An existing file is replaced.
 
-    LoRA is merged into the weights; a prefix or prompt stands beside them, as in the checkpoint. Equal checkpoints give equal
-    bytes.
+    LoRA is merged into the weights; a prefix or prompt is kept. Equal checkpoints give equal bytes.
 
     Raises:
-        InputError: the file has another ending than `.safetensors`.
+        InputError: the file name does not end in `.safetensors`.
     """
     write_exported(*exported(checkpoint), file)
 
 
 def exported(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What an exported checkpoint says of itself, JSON, and its weights, LoRA merged."""
+    """The metadata of an exported checkpoint, and its weights with LoRA merged."""
     state = {key: getattr(checkpoint, key) for key in ("step", "tokens", "settings", "datastores", "fingerprint")}
     if checkpoint.num_ids != checkpoint.model.vocab_size:
         state["num_ids"] = checkpoint.num_ids
@@ -39,13 +38,13 @@ def exported(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Te
 
 
 def write_exported(state: dict[str, Any], tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write such a file of tensors and what `export` says of them, the format's version and the checksum apart.
+    """Write tensors and metadata as one file, and add the format version and a checksum.
 
-    The header's metadata hold, under `retro`, JSON: `format_version`, `step`, `tokens`, `settings` (the model's among them),
-    fingerprints of the `datastores` and of the checkpoint (`fingerprint`), and a `checksum` of all that and of the tensors.
+    The header's metadata have JSON under `retro`: `format_version`, `step`, `tokens`, `settings` with those of the model,
+    fingerprints of the `datastores` and of the checkpoint (`fingerprint`), and a `checksum` of all this and of the tensors.
 
     Raises:
-        InputError: the file has another ending than `.safetensors`.
+        InputError: the file name does not end in `.safetensors`.
     """
     if file.suffix != ".safetensors":
         raise InputError(f"to = {str(file)!r}: the name must end in .safetensors, by which such a file is known.")
@@ -55,7 +54,7 @@ def write_exported(state: dict[str, Any], tensors: dict[str, torch.Tensor], file
     try:
         save_tensors(tensors, temporary)
         state = state | {"checksum": checksum(state, temporary)}
-        # One entry: safetensors writes several in any order.
+        # A single entry, because safetensors writes several in any order.
         save_tensors(tensors, temporary, {"retro": json.dumps(state, sort_keys=True)})
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())

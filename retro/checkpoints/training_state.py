@@ -1,4 +1,4 @@
-"""What a run needs to go on, beside its settings: weights, the optimizer's moments and random states; taken, and put back."""
+"""The state of training: weights, the optimizer's moments and random states, collected and restored."""
 
 import numpy as np
 import torch
@@ -19,14 +19,14 @@ from retro.parallel.coordination import on_all, rank_in
 
 
 def tensors_of(model: Model, optimizer: torch.optim.Optimizer, rank: int = 0) -> TensorFiles:
-    """Weights, the optimizer's moments and the random state. All but the random state are the live tensors.
+    """Collect weights, moments and random states. Weights and moments are the live tensors, not copies.
 
     Args:
-        model: the whole or parts of it.
-        optimizer: of its parameters.
-        rank: number of this process: each has a random state of its own.
+        model: the model, or this process's parts of it.
+        optimizer: of the model's parameters.
+        rank: of this process; each has its own random state.
     """
-    # FSDP gives shards for whole parameters when it is asked for a state: before parameters are asked for by name.
+    # `state_dict` makes FSDP reshard its parameters, so it comes before `parameters_of`.
     weights = {name: tensor for part in parts_of(model) for name, tensor in weights_of(part).items()}
     parameters = parameters_of(model)
     device = parameters[0][1].device
@@ -40,7 +40,7 @@ def tensors_of(model: Model, optimizer: torch.optim.Optimizer, rank: int = 0) ->
 
 
 def _random_state(kind: str, rank: int) -> str:
-    """The name of a process's random state."""
+    """The name of a process's random state in the file."""
     return f"rng.{kind}.{rank}" if rank else f"rng.{kind}"
 
 
@@ -53,18 +53,18 @@ def restore(
     mesh_dims: dict[str, int] | None = None,
     stream: int = 0,
 ) -> None:
-    """Put weights, optimizer state and random state back, to the bit, whoever wrote them.
+    """Restore weights, optimizer state and random state, to the bit, whatever processes wrote them.
 
     Args:
-        checkpoint: of one process or of several, however they shared out the tensors.
-        model: of its sizes, plain or sharded, the whole or parts of it.
-        optimizer: of its parameters; it need not have done a step.
-        group: of the processes that go on together; each reads what it needs.
+        checkpoint: of any number of processes and any kind of parallelism.
+        model: of the same sizes, plain or sharded; the whole model or this process's parts.
+        optimizer: of the model's parameters; it may be new.
+        group: the processes that resume together; each reads what it needs.
         mesh_dims: of these processes, as `Checkpoint.mesh_dims`; None = a single process.
-        stream: number of this process's random numbers: the same in those that must drop the same features.
+        stream: number of this process's random stream; processes that must drop the same features share one.
 
-    Random states go back to the processes that they were of. Where the work is shared out in another way than it was, they
-    fit nobody, and each process is seeded from the run's seed, the step and `stream`: that matters to dropout alone.
+    Every process gets its random state back. If the work is divided differently than before, each process is seeded from the
+    run's seed, the step and `stream` instead, which affects only dropout.
     """
     on_all(group, lambda: _restore_tensors(checkpoint, model, optimizer))
     _restore_random_state(checkpoint, parameters_of(model)[0][1].device, rank_in(group), mesh_dims or {}, stream)
@@ -96,7 +96,7 @@ def _restore_random_state(
 def _optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], stored: dict[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's live state of parameters by the names of files; what is stored and not yet there is made first."""
+    """The optimizer's live state by its names in files. Entries of a new optimizer are allocated first."""
     state = {}
     for full_name, one in stored.items():
         key, _, name = full_name.partition("/")

@@ -1,6 +1,6 @@
-"""How much of each datastore a training run reads.
+"""Compute how much of each datastore a run reads.
 
-weights, or token budgets, or sizes under a temperature → shares → tokens and epochs of each datastore
+weights, token budgets, or sizes with a temperature → fractions → tokens and epochs of each datastore
 """
 
 import logging
@@ -15,13 +15,13 @@ log = logging.getLogger("retro")
 
 @dataclass(frozen=True)
 class MixtureEntry:
-    """What a run reads of one datastore.
+    """The part of one datastore in a run.
 
     Attributes:
-        folder: of the datastore.
-        share: of all sequences, between 0 and 1.
-        tokens: of the whole run.
-        epochs: how often that is all that the datastore holds.
+        folder: the datastore.
+        share: fraction of all sequences, from 0 to 1.
+        tokens: tokens that the whole run reads from it.
+        epochs: these tokens over the datastore's tokens.
     """
 
     folder: Path
@@ -33,15 +33,15 @@ class MixtureEntry:
 def mixture_weights(
     sizes: Sequence[int], weights: Sequence[float], temperature: float, token_budgets: Sequence[int]
 ) -> tuple[float, ...]:
-    """The weight of each datastore: as given, else its budget, else its size [chunks] to the power of 1/temperature."""
+    """The weight of each datastore: the given weights, else the budgets, else sizes [chunks] to the power of 1/temperature."""
     if weights or token_budgets:
         return tuple(float(weight) for weight in weights or token_budgets)
-    largest = max(sizes)  # shares are of sizes in relation, so that no power leaves the range of floats
+    largest = max(sizes)  # relative sizes, so that no power overflows
     return tuple((size / largest) ** (1 / temperature) for size in sizes)
 
 
 def shares(folders: Sequence[Path], sizes: Sequence[int], weights: Sequence[float], tokens: int) -> list[MixtureEntry]:
-    """What a run of so many tokens reads of datastores that hold `sizes` tokens each."""
+    """The parts of a run of `tokens` tokens, for datastores of `sizes` tokens."""
     total = sum(weights)
     return [
         MixtureEntry(folder, weight / total, round(tokens * weight / total), tokens * weight / total / size)
@@ -50,7 +50,7 @@ def shares(folders: Sequence[Path], sizes: Sequence[int], weights: Sequence[floa
 
 
 def announce(found: Sequence[MixtureEntry]) -> None:
-    """Log a line for each datastore: name, share, tokens, epochs."""
+    """Log name, fraction, tokens and epochs of each datastore."""
     for each in found:
         log.info(
             "data: %s: %.1f%% of the sequences, %s tokens, %.2f epochs",
@@ -62,7 +62,7 @@ def announce(found: Sequence[MixtureEntry]) -> None:
 
 
 def check_budgets(token_budgets: Sequence[int], tokens: int) -> None:
-    """Raise InputError if a run of so many tokens needs more than the budgets (none: no limit)."""
+    """Raise InputError if a run of `tokens` tokens exceeds the budgets; empty = no limit."""
     if token_budgets and tokens > sum(token_budgets):
         raise InputError(
             f"data.token_budgets = {tuple(token_budgets)}: they sum to {sum(token_budgets):,} tokens, but the run reads "

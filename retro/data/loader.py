@@ -1,7 +1,7 @@
-"""Batches ahead of time: worker processes read and assemble them, pinned memory carries them to the device.
+"""Prepare batches ahead of time: worker processes read them, and pinned memory carries them to the device.
 
-Batches are numbered through the whole run, whatever the number of workers, and the n-th is a pure function of n: the order
-is the same with any number of workers, and going on at a batch needs no state.
+The n-th batch of a run is a pure function of n. So the order does not depend on the number of workers, and resuming at a batch
+needs no state.
 """
 
 import signal
@@ -17,27 +17,27 @@ from retro.device import Placement, TensorBatch
 
 
 class BatchSource(Protocol):
-    """What batches are made of: datastores (`batches.TrainingData`), or examples (`finetuning.rows.ExampleData`).
+    """The source of batches: datastores (`batches.TrainingData`) or examples (`finetuning.example_batches.ExampleData`).
 
-    What it gives is a function of sample numbers. Another process gets it by pickling, and opens the files itself.
+    A batch is a function of sample numbers. Workers get a pickled source, and open its files themselves.
     """
 
     @property
     def fingerprints(self) -> list[str]:
-        """Of all that the batches depend on beside the settings."""
+        """Fingerprints of everything that batches depend on, except settings."""
 
     def neighbor_use(self, first: int) -> NeighborUse:
-        """How neighbors are chosen in the batch whose first sample number this is."""
+        """How neighbors are chosen for the batch whose first sample has this number."""
 
     def batch(self, samples: range, retrieval_dropout: float, use: NeighborUse) -> Batch:
-        """The batch of some sample numbers, of which a share is left without neighbors."""
+        """The batch of these sample numbers; `retrieval_dropout` is the fraction of sequences without neighbors."""
 
     def origin(self, sample: int) -> dict[str, Any]:
-        """What a sample number is made of, as people name it."""
+        """A readable description of a sample: datastore, chunks and documents, or files and lines."""
 
 
 class _Batches(Dataset):
-    """The batches of a run by number. In a worker process the data opens its files itself."""
+    """The batches of a run by number."""
 
     def __init__(self, data: BatchSource, size: int, rows: range, retrieval_dropout: float) -> None:
         self.data, self.size, self.rows, self.retrieval_dropout = data, size, rows, retrieval_dropout
@@ -49,7 +49,7 @@ class _Batches(Dataset):
 
 
 def as_tensors(batch: Batch) -> TensorBatch:
-    """A batch as tensors that share its memory."""
+    """A batch as tensors that share the arrays' memory."""
     arrays = vars(batch)
     return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
 
@@ -64,26 +64,26 @@ def load(
     workers: int,
     placement: Placement,
 ) -> Iterator[TensorBatch]:
-    """The batches of a run on its device, in order.
+    """Yield the batches of a run, on its device, in order.
 
     Args:
-        data: what they are made of.
-        batches: their numbers.
-        batch_size: sequences of a batch; batch n holds the samples from n · batch_size on.
-        rows: of each batch that are wanted; processes that share batches take different ones.
+        data: source of the batches.
+        batches: numbers of the batches.
+        batch_size: sequences of a batch; batch n starts at sample n · batch_size.
+        rows: rows of each batch to read; data-parallel processes take different ones.
         retrieval_dropout: share of the sequences that get no neighbors.
-        workers: processes that make batches; 0 makes them here, when they are asked for.
-        placement: of the tensors.
+        workers: processes that prepare batches; 0 = this process, on demand.
+        placement: device of the tensors.
     """
     loader: DataLoader = DataLoader(
         _Batches(data, batch_size, rows, retrieval_dropout),
         batch_size=None,
         sampler=batches,
-        generator=torch.Generator(),  # it draws a seed for its workers, which must not come from the model's
+        generator=torch.Generator(),  # DataLoader draws a seed from it, and must not draw from the model's generator
         num_workers=workers,
         prefetch_factor=4 if workers else None,
         pin_memory=placement.device.type == "cuda",
-        # A fork would inherit torch's threads and CUDA's state.
+        # Fork would copy torch's threads and CUDA's state.
         multiprocessing_context="forkserver" if workers else None,
         worker_init_fn=_leave_signals_to_the_trainer,
     )
@@ -91,7 +91,7 @@ def load(
 
 
 def _leave_signals_to_the_trainer(_: int) -> None:
-    """Schedulers and terminals signal a whole group of processes; the batches of the last step are needed still."""
+    """Ignore signals in a worker: schedulers and terminals signal all processes, and the last step still needs batches."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""The order of training data as pure functions of a seed and a sample number.
+"""The order of training data, as pure functions of a seed and a sample number.
 
-The position in the data is therefore one integer, no order depends on how many processes read, and no large permutation is
-materialized: corpora have more sequences than memory has bytes.
+So the position in the data is one integer, the order does not depend on the number of processes, and no permutation is held in
+memory: a corpus can have more sequences than memory has bytes.
 """
 
 from functools import lru_cache
@@ -14,11 +14,11 @@ _SMALL = 256
 
 
 def permuted(position: int, size: int, seed: int) -> int:
-    """The element at `position` of a pseudo-random permutation of `range(size)`, without making the permutation.
+    """The element at `position` of a pseudo-random permutation of `range(size)`, without computing the whole permutation.
 
-    A four-round Feistel network on the next even number of bits, walked until it lands inside (less than four times on
-    average). Memory does not depend on `size`. Of fewer than about a hundred elements such a network does not reach all
-    permutations alike: small ones are sorted by random keys.
+    A four-round Feistel network on the next even number of bits is applied until the result is below `size`, on average fewer
+    than four times. Below about a hundred elements such a network is not uniform over permutations, so small ranges are sorted
+    by random keys.
     """
     if size <= _SMALL:
         return _shuffled(size, seed)[position]
@@ -33,17 +33,17 @@ def permuted(position: int, size: int, seed: int) -> int:
             return position
 
 
-@lru_cache(maxsize=16)  # an epoch asks for every position of one
+@lru_cache(maxsize=16)  # an epoch reads every position of one permutation
 def _shuffled(size: int, seed: int) -> list[int]:
     """A permutation of `range(size)`."""
     return sorted(range(size), key=lambda element: mix(mix(seed) + element))
 
 
 def mixture(sample: int, weights: tuple[float, ...], seed: int) -> tuple[int, int]:
-    """Which datastore a sample comes from, and how many samples of it came before.
+    """The datastore of a sample, and the number of earlier samples from that datastore.
 
-    Samples are dealt in blocks of 1024 with shares rounded cumulatively, so that every prefix of the stream follows the
-    weights, and shuffled inside a block.
+    Blocks of 1024 samples are divided by the weights, with cumulative rounding so that every prefix of the stream follows the
+    weights, and shuffled.
     """
     if len(weights) == 1:
         return 0, sample
@@ -52,9 +52,9 @@ def mixture(sample: int, weights: tuple[float, ...], seed: int) -> tuple[int, in
     return int(chosen[position]), int(before[position])
 
 
-@lru_cache(maxsize=16)  # a block serves 1024 samples that are asked for one after another
+@lru_cache(maxsize=16)  # 1024 consecutive samples read one block
 def _block(block: int, weights: tuple[float, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The datastore of each of the 1024 samples of a block, and how many samples of it came before: both [1024] int64."""
+    """The datastore of each sample of a block, and the number of earlier samples from it: both [1024] int64."""
     shares = np.cumsum(weights) / np.sum(weights)
     dealt = np.diff(np.rint(np.outer([block * 1024, (block + 1) * 1024], shares)).astype(np.int64), prepend=0, axis=1)
     chosen = np.repeat(np.arange(len(weights)), dealt[1] - dealt[0])
