@@ -30,7 +30,13 @@ from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_f
 from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import list_files, read_documents, split_of
 from indexing.tokenization.extension import compare, extend, open_base
-from indexing.tokenization.tokenizer import Sample, Tokenizer, TokenizerSettings, install_tokenizer, train_sentencepiece
+from indexing.tokenization.tokenizer import (
+    TextSample,
+    Tokenizer,
+    TokenizerSettings,
+    install_tokenizer,
+    train_sentencepiece,
+)
 from pipelines.config import Config
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.checkpoints.extend_vocabulary import tables
@@ -70,7 +76,7 @@ def tokenizers(
 
 def samples(paths: list[str], size: int) -> tuple[list[str], list[str]]:
     """Texts to learn from and held-out ones."""
-    learnt, held_out = Sample(size, 0), Sample(size // 8, 0)
+    learnt, held_out = TextSample(size, 0), TextSample(size // 8, 0)
     for text in documents(paths):
         (learnt if split_of(text, SPLIT) == "train" else held_out).add(text)
     return learnt.pieces(), held_out.pieces()

@@ -1,6 +1,6 @@
 """Documents → chunks: one shard of the corpus becomes token arrays (design: "on disk").
 
-    pieces of files → documents → tokens ([bos] text [eos]) → rows of m tokens, the last one of a document padded
+    slices of files → documents → tokens ([bos] text [eos]) → rows of m tokens, the last one of a document padded
 
 Each document falls into `train`, `valid` or `test` by a hash of its text. A chunk never spans two documents. Documents that
 are stored as tokens keep them; they are decoded for that hash and to count bytes.
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from indexing.corpus.readers import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusSettings, Document, Problem
-from indexing.corpus.scan import Piece, read_piece, split_of
+from indexing.corpus.readers import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusProblem, CorpusSettings, Document
+from indexing.corpus.scan import FileSlice, read_slice, split_of
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
@@ -52,11 +52,6 @@ def to_chunks(documents: Sequence[np.ndarray], chunk_length: int, pad_id: int) -
     lengths = np.full(stops[-1], chunk_length, dtype=np.uint16)
     lengths[stops - 1] = tokens - (counts - 1) * chunk_length
     return chunks.reshape(-1, chunk_length), lengths
-
-
-def to_tokens(chunks: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The tokens of a document from its chunks: chunks [n, m] and lengths [n] → tokens [t]."""
-    return np.asarray(chunks)[np.arange(chunks.shape[1]) < np.asarray(lengths)[:, None]]
 
 
 class _SplitWriter:
@@ -161,18 +156,18 @@ class _Batch:
 
 
 def _read(
-    pieces: list[Piece],
+    slices: list[FileSlice],
     corpus: CorpusSettings,
     left_out: set[int],
-    on_problem: Callable[[Problem], None],
+    on_problem: Callable[[CorpusProblem], None],
     batch_bytes: int,
 ) -> Iterator[_Batch]:
     """The documents of a shard without those left out, which are counted from 0."""
     place = itertools.count()
-    for piece in pieces:
-        for batch in batches(read_piece(piece, corpus, on_problem=on_problem), batch_bytes):
+    for file_slice in slices:
+        for batch in batches(read_slice(file_slice, corpus, on_problem=on_problem), batch_bytes):
             kept = [document for document in batch if next(place) not in left_out]
-            yield _Batch(piece.file, kept, sum(document.size for document in batch))
+            yield _Batch(file_slice.file, kept, sum(document.size for document in batch))
 
 
 def _tokenized(batch: _Batch, tokenizer: Tokenizer) -> tuple[_Batch, list[np.ndarray]]:
@@ -185,12 +180,12 @@ def _tokenized(batch: _Batch, tokenizer: Tokenizer) -> tuple[_Batch, list[np.nda
 
 def chunk_shard(
     work: Path,
-    pieces: list[Piece],
+    slices: list[FileSlice],
     corpus: CorpusSettings,
     settings: ChunkSettings,
     tokenizer_folder: Path,
     *,
-    on_problem: Callable[[Problem], None],
+    on_problem: Callable[[CorpusProblem], None],
     advance: Callable[[int], None],
     removed: np.ndarray | None = None,
 ) -> dict[str, dict[str, int]]:
@@ -198,7 +193,7 @@ def chunk_shard(
 
     Args:
         work: an empty folder.
-        pieces: the documents of this shard, as ranges of records in files.
+        slices: the documents of this shard, as ranges of records in files.
         corpus: how the files are read and which documents are held out.
         settings: how documents are cut.
         tokenizer_folder: the datastore's `tokenizer/`.
@@ -216,7 +211,7 @@ def chunk_shard(
     before = np.array([tokenizer.bos_id], dtype=tokenizer.dtype)
     after = np.array([tokenizer.eos_id], dtype=tokenizer.dtype)
     left_out = set() if removed is None else set(removed.tolist())
-    read = _read(pieces, corpus, left_out, on_problem, threads * _BATCH_BYTES)
+    read = _read(slices, corpus, left_out, on_problem, threads * _BATCH_BYTES)
     with contextlib.ExitStack() as files:
         writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys, files) for name in SPLITS}
         for batch, encoded in map_ahead(lambda batch: _tokenized(batch, tokenizer), read, _AT_A_TIME):

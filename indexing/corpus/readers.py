@@ -1,10 +1,10 @@
 """Reading documents out of files: text, JSON Lines, Parquet and tokens of Megatron; compressed or not, local or remote.
 
-    file ──opened (fsspec)──► bytes ──unpacked──► lines, rows or tokens ──► Document, or a Problem with file and line
+    file ──opened (fsspec)──► bytes ──unpacked──► lines, rows or tokens ──► Document, or a CorpusProblem with file and line
 
 Text is never changed: line ends, blanks and control characters stay as they stand in the file. What cannot be text
 (bytes that are not UTF-8, lone surrogates in JSON) becomes U+FFFD, and that and every document left out is reported as
-a `Problem`. Memory stays at one document, whatever the size of a file.
+a `CorpusProblem`. Memory stays at one document, whatever the size of a file.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Problem:
+class CorpusProblem:
     """Something in the data that is not as it should be; `line` is 1-based, as are rows of Parquet and documents of Megatron."""
 
     kind: ProblemKind
@@ -172,7 +172,7 @@ def read_documents(
     start: int = 0,
     stop: int | None = None,
     offset: int = 0,
-    on_problem: Callable[[Problem], None],
+    on_problem: Callable[[CorpusProblem], None],
 ) -> Iterator[Document]:
     """The documents among the records [start, stop) of a file, in order; problems of these records go to `on_problem`.
 
@@ -181,17 +181,17 @@ def read_documents(
     with opened(file, on_problem) as stored:
         if stored is not None:
             raw = stored if file.name.lower().endswith(PARQUET_SUFFIX) else StoredReader(stored)
-            yield from read(raw, Window(file, settings, on_problem, start, stop, offset))
+            yield from read(raw, ReadRequest(file, settings, on_problem, start, stop, offset))
 
 
 @contextlib.contextmanager
-def opened(file: CorpusFile, on_problem: Callable[[Problem], None]) -> Iterator[Any]:
+def opened(file: CorpusFile, on_problem: Callable[[CorpusProblem], None]) -> Iterator[Any]:
     """The stored bytes of a file as a binary file object, or None after reporting that it cannot be opened."""
     try:
         filesystem, path = filesystem_of(file.path)
         opened = filesystem.open(path, "rb")
     except _UNREADABLE as error:
-        on_problem(Problem("unreadable file", printable(file.path), 1, str(error)))
+        on_problem(CorpusProblem("unreadable file", printable(file.path), 1, str(error)))
         yield None
         return
     with opened:
@@ -199,47 +199,47 @@ def opened(file: CorpusFile, on_problem: Callable[[Problem], None]) -> Iterator[
 
 
 @dataclass(frozen=True)
-class Window:
+class ReadRequest:
     """What is read of a file, and whom to tell of problems."""
 
     file: CorpusFile
     settings: CorpusSettings
-    on_problem: Callable[[Problem], None]
+    on_problem: Callable[[CorpusProblem], None]
     start: int = 0
     stop: int | None = None
     offset: int = 0
 
     def report(self, kind: ProblemKind, line: int, detail: str) -> None:
-        self.on_problem(Problem(kind, printable(self.file.path), line, printable(detail)))
+        self.on_problem(CorpusProblem(kind, printable(self.file.path), line, printable(detail)))
 
 
 _UNREADABLE = (FileNotFoundError, PermissionError, IsADirectoryError)
 _BOM = b"\xef\xbb\xbf"
 
 
-def read(raw: Any, window: Window) -> Iterator[Document]:
-    name = window.file.name.lower()
+def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
+    name = request.file.name.lower()
     if name.endswith(PARQUET_SUFFIX):
-        yield from _parquet_rows(raw, window)
+        yield from _parquet_rows(raw, request)
         return
     if is_megatron(name):
-        yield from _token_documents(raw, window)
+        yield from _token_documents(raw, request)
         return
-    if window.offset:  # only an uncompressed file is entered in the middle
-        raw.stored.seek(window.offset)
-        yield from _json_lines(io.BufferedReader(raw, 1 << 20), window, has_offsets=True)
+    if request.offset:  # only an uncompressed file is entered in the middle
+        raw.stored.seek(request.offset)
+        yield from _json_lines(io.BufferedReader(raw, 1 << 20), request, has_offsets=True)
         return
     stream, compression = unpacked(raw, name)
     if compression != compression_suffix(name):
         content = {".gz": "compressed by gzip", ".zst": "compressed by zstd", "": "not compressed"}[compression]
-        window.report("wrong suffix", 1, f"its content is {content} and was read as such; rename the file")
+        request.report("wrong suffix", 1, f"its content is {content} and was read as such; rename the file")
     if uncompressed(name).endswith(LINE_SUFFIXES):
-        yield from _json_lines(stream, window, has_offsets=not compression)
-    elif window.start == 0 and window.stop != 0:
-        yield from _whole_file(stream, window)
+        yield from _json_lines(stream, request, has_offsets=not compression)
+    elif request.start == 0 and request.stop != 0:
+        yield from _whole_file(stream, request)
 
 
-def _whole_file(stream: Any, window: Window) -> Iterator[Document]:
+def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
     data = bytearray()
     is_whole = False
     try:
@@ -247,58 +247,58 @@ def _whole_file(stream: Any, window: Window) -> Iterator[Document]:
             data += block
         is_whole = True
     except DAMAGED as error:
-        window.report("truncated file", data.count(b"\n") + 1, str(error))
-    text = _decode(bytes(data.removeprefix(_BOM)), 1, window)
+        request.report("truncated file", data.count(b"\n") + 1, str(error))
+    text = _decode(bytes(data.removeprefix(_BOM)), 1, request)
     if text and not text.isspace():
-        yield Document(window.file.name, text, {"source": window.file.name}, 0)
+        yield Document(request.file.name, text, {"source": request.file.name}, 0)
     elif is_whole:
-        window.report("empty document", 1, "no text in the file")
+        request.report("empty document", 1, "no text in the file")
 
 
-def _json_lines(stream: Any, window: Window, has_offsets: bool) -> Iterator[Document]:
-    record, position = (window.start, window.offset) if window.offset else (0, 0)
-    while window.stop is None or record < window.stop:
+def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
+    record, position = (request.start, request.offset) if request.offset else (0, 0)
+    while request.stop is None or record < request.stop:
         try:
             line = stream.readline()
         except DAMAGED as error:
-            window.report("truncated file", record + 1, str(error))
+            request.report("truncated file", record + 1, str(error))
             return
         if not line:
             return
         content = line.removeprefix(_BOM) if record == 0 else line
-        if record >= window.start and content and not content.isspace():
-            fields = _parse(content, record + 1, window)
+        if record >= request.start and content and not content.isspace():
+            fields = _parse(content, record + 1, request)
             if fields is not None:
-                yield from _document(fields, window, record, position if has_offsets else 0)
+                yield from _document(fields, request, record, position if has_offsets else 0)
         position += len(line)
         record += 1
 
 
-def _parse(line: bytes, number: int, window: Window) -> dict[str, Any] | None:
-    text = _decode(line, number, window)
+def _parse(line: bytes, number: int, request: ReadRequest) -> dict[str, Any] | None:
+    text = _decode(line, number, request)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for integers of more than 4300 digits
-        window.report("broken JSON", number, str(error))
+        request.report("broken JSON", number, str(error))
         return None
     if not isinstance(value, dict):
-        window.report("not an object", number, f"found {type(value).__name__}, a line must be a JSON object")
+        request.report("not an object", number, f"found {type(value).__name__}, a line must be a JSON object")
         return None
     return value
 
 
-def _parquet_rows(stored: Any, window: Window) -> Iterator[Document]:
+def _parquet_rows(stored: Any, request: ReadRequest) -> Iterator[Document]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    settings = window.settings
+    settings = request.settings
     keys = (settings.text_key, settings.id_key, *settings.metadata_keys)
     record = 0
     try:
         parquet = pq.ParquetFile(stored, page_checksum_verification=True)
         sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
         first = 0
-        while first < len(sizes) and record + sizes[first] <= window.start:
+        while first < len(sizes) and record + sizes[first] <= request.start:
             record += sizes[first]
             first += 1
         names = parquet.schema_arrow.names
@@ -306,18 +306,18 @@ def _parquet_rows(stored: Any, window: Window) -> Iterator[Document]:
         for batch in parquet.iter_batches(256, row_groups=list(range(first, len(sizes))), columns=columns):
             values = {key: _column(batch, key) for key in keys}
             for row in range(batch.num_rows):
-                if window.stop is not None and record >= window.stop:
+                if request.stop is not None and record >= request.stop:
                     return
-                if record >= window.start:
+                if record >= request.start:
                     fields = {key: column[row] for key, column in values.items() if column is not None}
-                    yield from _document(fields, window, record, 0)
+                    yield from _document(fields, request, record, 0)
                 record += 1
     except pa.ArrowNotImplementedError as error:
-        window.report("unreadable file", record + 1, str(error))
+        request.report("unreadable file", record + 1, str(error))
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
             raise  # the disk or the network, not the contents: Arrow's own are plain OSErrors without a number
-        window.report("truncated file", record + 1, str(error))
+        request.report("truncated file", record + 1, str(error))
 
 
 def _column(batch: Any, key: str) -> list[Any] | None:
@@ -342,19 +342,19 @@ def _column(batch: Any, key: str) -> list[Any] | None:
     return column.to_pylist()
 
 
-def _token_documents(raw: StoredReader, window: Window) -> Iterator[Document]:
+def _token_documents(raw: StoredReader, request: ReadRequest) -> Iterator[Document]:
     """The documents of a Megatron file, in one pass from the first that is wanted."""
-    name, path = window.file.name, window.file.path
+    name, path = request.file.name, request.file.path
     try:
         index = open_index(path, raw.stored.seek(0, io.SEEK_END))
     except _UNREADABLE as error:
-        window.report("unreadable file", 1, f"its index cannot be opened: {error}")
+        request.report("unreadable file", 1, f"its index cannot be opened: {error}")
         raw.stored.seek(0)
         return
     raw.include(index.stored)
-    stop = index.num_documents if window.stop is None else min(window.stop, index.num_documents)
+    stop = index.num_documents if request.stop is None else min(request.stop, index.num_documents)
     stream = None
-    for first in range(window.start, stop, _BLOCK_DOCUMENTS):
+    for first in range(request.start, stop, _BLOCK_DOCUMENTS):
         positions = index.positions(first, min(first + _BLOCK_DOCUMENTS, stop)).tolist()
         if stream is None:
             raw.stored.seek(positions[0])
@@ -363,11 +363,11 @@ def _token_documents(raw: StoredReader, window: Window) -> Iterator[Document]:
             data = stream.read(end - begin)
             if len(data) != end - begin:
                 raise InputError(f"{path} became shorter while it was read. Wait until it is written, and run again.")
-            tokens = _without_boundaries(np.frombuffer(data, index.dtype), window.settings.boundary_ids)
+            tokens = _without_boundaries(np.frombuffer(data, index.dtype), request.settings.boundary_ids)
             if len(tokens):
                 yield Document(f"{name}:{record + 1}", "", {}, record, tokens=tokens)
             else:
-                window.report("empty document", record + 1, "no token in it")
+                request.report("empty document", record + 1, "no token in it")
 
 
 def _without_boundaries(tokens: np.ndarray, boundary_ids: tuple[int, ...]) -> np.ndarray:
@@ -376,15 +376,15 @@ def _without_boundaries(tokens: np.ndarray, boundary_ids: tuple[int, ...]) -> np
     return tokens[:-1] if len(tokens) and tokens[-1] in boundary_ids else tokens
 
 
-def _document(fields: dict[str, Any], window: Window, record: int, offset: int) -> Iterator[Document]:
+def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset: int) -> Iterator[Document]:
     """One document of a line or row, or none and a report why."""
-    settings, line = window.settings, record + 1
+    settings, line = request.settings, record + 1
 
     def find(key: str) -> Any:
         value: Any = fields
         for part in [key] if key in fields else key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        return _decode(value, line, window) if isinstance(value, bytes) else value
+        return _decode(value, line, request) if isinstance(value, bytes) else value
 
     def clean(value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -392,25 +392,25 @@ def _document(fields: dict[str, Any], window: Window, record: int, offset: int) 
             text.encode()
         except UnicodeEncodeError as error:
             text, count = re.subn("[\ud800-\udfff]", "\ufffd", text)
-            window.report("lone surrogates", line, f"{count} replaced by U+FFFD, the first at character {error.start}")
+            request.report("lone surrogates", line, f"{count} replaced by U+FFFD, the first at character {error.start}")
         return text
 
     text = find(settings.text_key)
     if not isinstance(text, str):
         keys = ", ".join(list(fields)[:10])
         found = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
-        window.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {found}")
+        request.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {found}")
         return
     if not text or text.isspace():
-        window.report("empty document", line, f"'{settings.text_key}' holds no text")
+        request.report("empty document", line, f"'{settings.text_key}' holds no text")
         return
     found_id = find(settings.id_key)
-    document_id = f"{window.file.name}:{line}" if found_id is None or found_id == "" else clean(found_id)
+    document_id = f"{request.file.name}:{line}" if found_id is None or found_id == "" else clean(found_id)
     metadata = {key: clean(value) for key in settings.metadata_keys if (value := find(key)) is not None}
     yield Document(document_id, clean(text), metadata, record, offset)
 
 
-def _decode(data: bytes, first_line: int, window: Window) -> str:
+def _decode(data: bytes, first_line: int, request: ReadRequest) -> str:
     """UTF-8 text; what is not UTF-8 becomes U+FFFD and is reported by the line of its first byte."""
     try:
         return data.decode()
@@ -419,5 +419,5 @@ def _decode(data: bytes, first_line: int, window: Window) -> str:
         # A U+FFFD that stands in the file is text like any other.
         count = text.count("\ufffd") - data.count("\ufffd".encode())
         line = first_line + data.count(b"\n", 0, error.start)
-        window.report("undecodable bytes", line, f"{count} replaced by U+FFFD, the first is 0x{data[error.start]:02x}")
+        request.report("undecodable bytes", line, f"{count} replaced by U+FFFD, the first is 0x{data[error.start]:02x}")
         return text

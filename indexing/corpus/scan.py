@@ -1,6 +1,6 @@
 """From paths to shards: list the files, look through each once, cut the corpus, read it again piece by piece.
 
-paths ──list_files──► CorpusFile ──scan_file──► FileScan ──plan_shards──► Piece ──read_piece──► Document
+paths ──list_files──► CorpusFile ──scan_file──► FileScan ──plan_shards──► FileSlice ──read_slice──► Document
 """
 
 import glob
@@ -18,10 +18,10 @@ from indexing.corpus.readers import (
     ACCEPTED,
     PARQUET_SUFFIX,
     CorpusFile,
+    CorpusProblem,
     CorpusSettings,
     Document,
-    Problem,
-    Window,
+    ReadRequest,
     is_known,
     opened,
     printable,
@@ -59,7 +59,7 @@ class FileScan:
         text_bytes: UTF-8 bytes of their text, estimated for tokens.
         problems: how many of each kind.
         examples: the first 100 problems.
-        cuts: pieces of about `shard_bytes` of text, in order, that hold every document once.
+        cuts: ranges of about `shard_bytes` of text, in order, that hold every document once.
         checksum: BLAKE2b-128 of the file's bytes as stored, hexadecimal, the index of a Megatron file first; empty if it
             cannot be read.
         id_hashes: [documents] uint64, BLAKE2b-64 of the ids.
@@ -69,7 +69,7 @@ class FileScan:
     documents: int
     text_bytes: int
     problems: dict[str, int]
-    examples: list[Problem]
+    examples: list[CorpusProblem]
     cuts: list[Cut]
     checksum: str
     id_hashes: np.ndarray = field(repr=False)
@@ -77,7 +77,7 @@ class FileScan:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileSlice:
     """The documents among the records [start, stop) of one file; `offset` and `text_bytes` as in `Cut`."""
 
     file: CorpusFile
@@ -87,7 +87,7 @@ class Piece:
     text_bytes: int = 0
 
 
-def strict_problem(problem: Problem) -> None:
+def strict_problem(problem: CorpusProblem) -> None:
     """An `on_problem` that accepts none.
 
     Raises:
@@ -217,9 +217,9 @@ def scan_file(
         InputError: the first problem, if `settings.strict`.
     """
     problems: dict[str, int] = {}
-    examples: list[Problem] = []
+    examples: list[CorpusProblem] = []
 
-    def on_problem(problem: Problem) -> None:
+    def on_problem(problem: CorpusProblem) -> None:
         if settings.strict:
             strict_problem(problem)
         problems[problem.kind] = problems.get(problem.kind, 0) + 1
@@ -236,7 +236,7 @@ def scan_file(
             if file.name.lower().endswith(PARQUET_SUFFIX):  # read in any order, so hashed before
                 checksum = raw.finish()
                 stored.seek(0)
-            for document in read(stored if checksum else raw, Window(file, settings, on_problem)):
+            for document in read(stored if checksum else raw, ReadRequest(file, settings, on_problem)):
                 if not piece_bytes:
                     piece_start, piece_offset = document.record, document.offset
                 piece_stop = document.record + 1
@@ -266,26 +266,26 @@ def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
     return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(each) for each in files])}
 
 
-def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_bytes: int) -> list[list[Piece]]:
-    """Group the pieces of all files, in order, into shards of about `shard_bytes` of text; none is empty.
+def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSlice]]:
+    """Group the cuts of all files, in order, into shards of about `shard_bytes` of text; none is empty.
 
-    A shard takes the next piece unless it would then miss the budget by more than it does without it. So shards have
-    between a half and one and a half times the budget, apart from the last, and from pieces that are large by
+    A shard takes the next cut unless it would then miss the budget by more than it does without it. So shards have
+    between a half and one and a half times the budget, apart from the last, and from cuts that are large by
     themselves because one document is.
     """
-    shards: list[list[Piece]] = []
+    shards: list[list[FileSlice]] = []
     filled = shard_bytes  # of the last shard in the list
     for file, scan in zip(files, scans, strict=True):
         for cut in scan.cuts:
             if not shards or filled >= shard_bytes or filled + cut.text_bytes - shard_bytes > shard_bytes - filled:
                 shards.append([])
                 filled = 0
-            shards[-1].append(Piece(file, cut.start, cut.stop, cut.offset, cut.text_bytes))
+            shards[-1].append(FileSlice(file, cut.start, cut.stop, cut.offset, cut.text_bytes))
             filled += cut.text_bytes
     return shards
 
 
-def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> list[Problem]:
+def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> list[CorpusProblem]:
     """Ids that occur more than once in the whole corpus: one problem for each later occurrence, in order.
 
     The documents stay in the corpus: two texts under one id are still two texts. Ids are compared by their 64-bit
@@ -306,7 +306,7 @@ def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> l
         later, first = int(order[row]), int(first_of[row])
         file, first_file = (files[int(np.searchsorted(ends, item, side="right"))] for item in (later, first))
         detail = f"the same id stands at {printable(first_file.path)}:{lines[first]}"
-        problems.append(Problem("duplicate id", printable(file.path), int(lines[later]), detail))
+        problems.append(CorpusProblem("duplicate id", printable(file.path), int(lines[later]), detail))
     return problems
 
 
@@ -328,7 +328,9 @@ def split_of(text: str, weights: tuple[int, int, int]) -> str:
     return "test" if (whole - position) * sum(weights) <= test * whole else "train"
 
 
-def read_piece(piece: Piece, settings: CorpusSettings, on_problem: Callable[[Problem], None]) -> Iterator[Document]:
-    """The documents of one piece of a shard, in order."""
-    window = {"start": piece.start, "stop": piece.stop, "offset": piece.offset}
-    return read_documents(piece.file, settings, **window, on_problem=on_problem)
+def read_slice(
+    file_slice: FileSlice, settings: CorpusSettings, on_problem: Callable[[CorpusProblem], None]
+) -> Iterator[Document]:
+    """The documents of one file_slice of a shard, in order."""
+    window = {"start": file_slice.start, "stop": file_slice.stop, "offset": file_slice.offset}
+    return read_documents(file_slice.file, settings, **window, on_problem=on_problem)

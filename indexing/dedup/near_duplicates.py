@@ -1,8 +1,8 @@
 """Near-duplicate documents: which training documents are too like a document of the evaluation, or like one before them.
 
-    pieces of a shard ──sign_shard──► signatures: bands of every document's MinHash, its split, how many grams it has
+    slices of a shard ──sign_shard──► signatures: bands of every document's MinHash, its split, how many grams it has
     signatures of all shards ──find_candidates──► documents that share a band with another one
-    pieces of a shard ──collect_grams──► gram sets of its candidates, read again
+    slices of a shard ──collect_grams──► gram sets of its candidates, read again
     all of these ──decide──► training documents to remove, each with the one it is near to and their exact Jaccard
 
 Documents are decided upon in corpus order: one is removed if it is near to a held-out or evaluation document, or to a
@@ -23,7 +23,7 @@ import numpy as np
 
 from indexing.corpus.chunks import batches, with_text
 from indexing.corpus.readers import CorpusSettings, Document
-from indexing.corpus.scan import Piece, read_piece, split_of
+from indexing.corpus.scan import FileSlice, read_slice, split_of
 from indexing.dedup.ngrams import Sketch, banding, gram_set, jaccard
 from indexing.store.datastore import SPLITS, ShardedArray
 from indexing.store.errors import InputError
@@ -86,20 +86,20 @@ class DedupSettings:
 
 
 def documents_of(
-    pieces: list[Piece], corpus: CorpusSettings, tokenizer_folder: Path, advance: Advance
-) -> Iterator[tuple[Piece, Document]]:
+    slices: list[FileSlice], corpus: CorpusSettings, tokenizer_folder: Path, advance: Advance
+) -> Iterator[tuple[FileSlice, Document]]:
     """The documents of a shard in order, with their text also where tokens are stored. `advance` as for `chunk_shard`."""
     tokenizer = Tokenizer.open(tokenizer_folder)
-    for piece in pieces:
-        for batch in batches(read_piece(piece, corpus, on_problem=lambda _: None)):
-            for document in with_text(batch, piece.file.path, tokenizer):
-                yield piece, document
+    for file_slice in slices:
+        for batch in batches(read_slice(file_slice, corpus, on_problem=lambda _: None)):
+            for document in with_text(batch, file_slice.file.path, tokenizer):
+                yield file_slice, document
             advance(sum(document.size for document in batch))
 
 
 def sign_shard(
     work: Path,
-    pieces: list[Piece],
+    slices: list[FileSlice],
     corpus: CorpusSettings,
     settings: DedupSettings,
     tokenizer_folder: Path,
@@ -113,7 +113,7 @@ def sign_shard(
     """
     sketch = settings.sketch
     bands, sizes, splits = [], [], []
-    for _, document in documents_of(pieces, corpus, tokenizer_folder, advance):
+    for _, document in documents_of(slices, corpus, tokenizer_folder, advance):
         grams = gram_set(document.text, settings.ngram)
         bands.append(sketch(grams))
         sizes.append(len(grams))
@@ -126,7 +126,7 @@ def sign_shard(
 
 def collect_grams(
     work: Path,
-    pieces: list[Piece],
+    slices: list[FileSlice],
     rows: np.ndarray,
     corpus: CorpusSettings,
     settings: DedupSettings,
@@ -144,13 +144,13 @@ def collect_grams(
     import pyarrow.parquet
 
     wanted = set(rows.tolist())
-    documents = itertools.islice(documents_of(pieces, corpus, tokenizer_folder, advance), max(wanted, default=-1) + 1)
+    documents = itertools.islice(documents_of(slices, corpus, tokenizer_folder, advance), max(wanted, default=-1) + 1)
     found: dict[str, list[Any]] = {"id": [], "file": [], "line": []}
     with NpyWriter(work / "grams.npy", np.uint64) as writer:
-        for row, (piece, document) in enumerate(documents):
+        for row, (file_slice, document) in enumerate(documents):
             if row in wanted:
                 writer.append(gram_set(document.text, settings.ngram))
-                for key, value in zip(found, (document.id, piece.file.name, document.record + 1), strict=True):
+                for key, value in zip(found, (document.id, file_slice.file.name, document.record + 1), strict=True):
                     found[key].append(value)
     schema = pyarrow.schema([("id", pyarrow.string()), ("file", pyarrow.string()), ("line", pyarrow.int64())])
     pyarrow.parquet.write_table(pyarrow.table(found, schema=schema), work / "documents.parquet")

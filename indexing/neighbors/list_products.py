@@ -19,7 +19,7 @@ _EXCLUDED = 2**20  # chunks that are left out at a time, but for those of one lo
 
 
 @dataclass(frozen=True)
-class Part:
+class LoadedLists:
     """Some of the lists in the precision of the products, on the device; a list of others is empty.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Visits:
     tops: "Tensor"
 
 
-def _multiply(points: "Tensor", lists: "Tensor", part: Part, own: "Tensor | None") -> _Visits:
+def _multiply(points: "Tensor", lists: "Tensor", part: LoadedLists, own: "Tensor | None") -> _Visits:
     """All products of queries [q, d] with the lists that they visit [q · p]; -inf for chunks in a query's own range [2, q]."""
     import torch
 
@@ -118,7 +118,7 @@ def _multiply(points: "Tensor", lists: "Tensor", part: Part, own: "Tensor | None
     return made
 
 
-def _exclude(own: "Tensor", probes: "Tensor", part: Part, made: _Visits) -> None:
+def _exclude(own: "Tensor", probes: "Tensor", part: LoadedLists, made: _Visits) -> None:
     """Set the products of queries, which probe [q, p], with the chunks in their own ranges [2, q] to -inf."""
     import torch
 
@@ -183,7 +183,7 @@ class _Entries:
     starts: "Tensor"
 
 
-def _entries(probes: "Tensor", part: Part, made: _Visits) -> _Entries:
+def _entries(probes: "Tensor", part: LoadedLists, made: _Visits) -> _Entries:
     import torch
 
     visited = probes.flatten()
@@ -211,7 +211,9 @@ def _entries(probes: "Tensor", part: Part, made: _Visits) -> _Entries:
     )
 
 
-def best_of(points: "Tensor", probes: "Tensor", part: Part, k: int, own: "Tensor | None") -> tuple["Tensor", "Tensor"]:
+def best_of(
+    points: "Tensor", probes: "Tensor", part: LoadedLists, k: int, own: "Tensor | None"
+) -> tuple["Tensor", "Tensor"]:
     """The best chunks in the lists of a part that queries visit.
 
     The best k of a query lie in the k groups with the greatest members, so only those are looked into.

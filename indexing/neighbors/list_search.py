@@ -17,7 +17,7 @@ import numpy as np
 from indexing import device as devices
 from indexing.index.faiss_files import ivf_of, lists_of, read_index, transformed
 from indexing.index.sharded import MEMORY
-from indexing.neighbors.list_products import CHOSEN, ENTRY, FAN, TABLE, Part, best_of, greatest, rounded
+from indexing.neighbors.list_products import CHOSEN, ENTRY, FAN, TABLE, LoadedLists, best_of, greatest, rounded
 from indexing.store.datastore import ShardedArray, shard_name
 from indexing.store.files import read_json
 from indexing.store.remote import present
@@ -83,7 +83,7 @@ class ListIndex:
         ranks = np.empty_like(lists)
         ranks[self._order] = np.arange(len(lists)) - np.repeat(self._bounds[:-1], np.diff(self._bounds))
         self._places = torch.from_numpy(lists).to(self.device), torch.from_numpy(ranks).to(self.device)
-        self._kept: Part | None = None
+        self._kept: LoadedLists | None = None
         self.nprobe = min(nprobe, self.max_nprobe)
 
     @classmethod
@@ -131,7 +131,7 @@ class ListIndex:
             for part in self._parts():
                 step = self._rows(part, len(queries), nprobe)
 
-                def look(start: int, part: Part = part, step: int = step) -> None:
+                def look(start: int, part: LoadedLists = part, step: int = step) -> None:
                     probes = self._probe(probing[start : start + step], nprobe)
                     for first, stop in self._fitting(probes, part):
                         block = slice(start + first, start + stop)
@@ -150,14 +150,14 @@ class ListIndex:
         bounds = np.clip(np.stack(excluded) - self.first, 0, self.num_vectors)
         return torch.from_numpy(bounds).to(self.device)
 
-    def _rows(self, part: Part, queries: int, nprobe: int) -> int:
+    def _rows(self, part: LoadedLists, queries: int, nprobe: int) -> int:
         """Queries whose products are held at a time: of an even number of blocks, whatever the number of threads."""
         share = nprobe / self.max_nprobe
         products, entries = share * len(part.ids), max(nprobe, share * int(part.entries.sum()))
         most = rows_at_a_time(products, entries, self.device.partition(":")[0])
         return max(1, math.ceil(queries / (2 * math.ceil(queries / most / 2))))
 
-    def _fitting(self, probes: "Tensor", part: Part) -> Iterator[tuple[int, int]]:
+    def _fitting(self, probes: "Tensor", part: LoadedLists) -> Iterator[tuple[int, int]]:
         """First and stop of queries, which probe [q, p], whose products fit: lists that were trained on other text may be long."""
         import torch
 
@@ -176,7 +176,7 @@ class ListIndex:
         near = (torch.addmm(self._offsets, some, self._centroids.T) for some in points.split(rows))
         return torch.cat([greatest(products, nprobe) for products in near])
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[LoadedLists]:
         """All chunks, as many lists at a time as memory holds; they stay there where they are one part."""
         if self._kept is not None:
             yield self._kept
@@ -193,7 +193,7 @@ class ListIndex:
                 yield part
             first = last
 
-    def _part(self, first: int, last: int) -> Part:
+    def _part(self, first: int, last: int) -> LoadedLists:
         """The lists [first, last)."""
         import torch
 
@@ -216,4 +216,6 @@ class ListIndex:
             return torch.from_numpy(values).to(self.device)
 
         entries = np.where(sizes > 0, entries, 0)
-        return Part(columns.to(self.device), moved(ids), moved(starts), moved(sizes), moved(entries), *self._places)
+        return LoadedLists(
+            columns.to(self.device), moved(ids), moved(starts), moved(sizes), moved(entries), *self._places
+        )

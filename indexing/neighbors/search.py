@@ -79,7 +79,7 @@ class NeighborSettings:
 
 
 @dataclass(frozen=True)
-class Searchable:
+class OpenIndex:
     """One index to retrieve from: over a datastore, or over one of its generations.
 
     Attributes:
@@ -236,7 +236,7 @@ def neighbor_shard(
     work: Path,
     split: Split,
     rows: tuple[int, int],
-    searched: Sequence[Searchable],
+    searched: Sequence[OpenIndex],
     settings: NeighborSettings,
     *,
     before: Path | None = None,
@@ -282,7 +282,7 @@ def neighbor_shard(
     return counts
 
 
-def _block_rows(searched: Sequence[Searchable]) -> int:
+def _block_rows(searched: Sequence[OpenIndex]) -> int:
     """Chunks searched at a time: by lists the more the better, within 256 MB of float32."""
     by_lists = [each.index for each in searched if isinstance(each.index, ListIndex)]
     fitting = min((2**26 // index.embeddings.row_shape[0] for index in by_lists), default=0)
@@ -290,7 +290,7 @@ def _block_rows(searched: Sequence[Searchable]) -> int:
 
 
 def _search_block(
-    split: Split, block: tuple[int, int], searched: Sequence[Searchable], settings: NeighborSettings
+    split: Split, block: tuple[int, int], searched: Sequence[OpenIndex], settings: NeighborSettings
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
     """What each index has for the chunks [first, stop) of a split: ids and distances [n, k]; and deeper searches."""
     own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == "train" else None

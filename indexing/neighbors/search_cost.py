@@ -36,7 +36,7 @@ _GRAPH = 2048  # centroids that a query is compared with on its way down a graph
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchSize:
     """What the cost depends on.
 
     Attributes:
@@ -63,7 +63,7 @@ class Searched:
     precise_candidates: int
 
 
-def describe(train: Split, settings: NeighborSettings) -> Searched:
+def describe(train: Split, settings: NeighborSettings) -> SearchSize:
     """What searching the index over the chunks of `train` depends on; read from its trained form, which is empty."""
     import faiss
 
@@ -73,10 +73,10 @@ def describe(train: Split, settings: NeighborSettings) -> Searched:
     dimension = train.embeddings.row_shape[0]
     candidates = (settings.candidates, settings.precise_candidates)
     if ivf is None:
-        return Searched(train.num_chunks, dimension, 1, 1, 1, 4 * dimension, False, 1, *candidates)
+        return SearchSize(train.num_chunks, dimension, 1, 1, 1, 4 * dimension, False, 1, *candidates)
     fast_scan = (isinstance(ivf, faiss.IndexIVFPQ) and ivf.pq.nbits == 4) or isinstance(ivf, faiss.IndexIVFFastScan)
     tuned = read_json(present(folder / "tuned" / "tuned.json"))
-    return Searched(
+    return SearchSize(
         num_vectors=train.num_chunks,
         dimension=dimension,
         nlist=ivf.nlist,
@@ -95,7 +95,7 @@ def compared_centroids(nlist: int, graph: bool) -> int:
     return min(nlist, _GRAPH) if graph else nlist
 
 
-def seconds_with_index(searched: Searched) -> float:
+def seconds_with_index(searched: SearchSize) -> float:
     """Of one query through the index, re-ranking included."""
     coarse = 2 * searched.centroids * searched.dimension / _COARSE
     scanned = searched.nprobe / searched.nlist * searched.num_vectors * searched.code_bytes
@@ -104,14 +104,14 @@ def seconds_with_index(searched: Searched) -> float:
     return _QUERY + coarse + scan + reading + searched.candidates * searched.dimension * _RERANK
 
 
-def seconds_exact(searched: Searched, hardware: Hardware) -> float:
+def seconds_exact(searched: SearchSize, hardware: Hardware) -> float:
     """Of one query against all chunks."""
     products = searched.num_vectors * (2 * searched.dimension / _PRODUCTS[hardware] + _REDUCED[hardware])
     reading = _reading(2 * searched.num_vectors * searched.dimension)
     return products + reading + searched.precise_candidates * searched.dimension * _RERANK
 
 
-def seconds_by_lists(searched: Searched, hardware: Hardware) -> float:
+def seconds_by_lists(searched: SearchSize, hardware: Hardware) -> float:
     """Of one query against the chunks of the lists that it visits."""
     centroids = 2 * searched.nlist * searched.dimension / _PRODUCTS[hardware]
     compared = searched.list_nprobe / searched.nlist * searched.num_vectors
@@ -128,7 +128,7 @@ def _reading(size: float) -> float:
     return size / _READ / _BLOCK if size > MEMORY else 0.0
 
 
-def cheapest(searched: Searched, hardware: Hardware) -> Method:
+def cheapest(searched: SearchSize, hardware: Hardware) -> Method:
     """`exact`, `lists` or `index`, in this order where they cost the same."""
     seconds: dict[Method, float] = {"exact": seconds_exact(searched, hardware)}
     if searched.nlist > 1:

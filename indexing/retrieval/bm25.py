@@ -23,7 +23,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 K1 = 0.9  # how soon more of the same term brings no more
 B = 0.4  # how much a long text is held to hold every term more often
 TITLE = 2.0  # weight of the title
-BESIDE = 0.5  # weight of the chunks before and after
+ADJACENT = 0.5  # weight of the chunks before and after
 _SAMPLED_CHUNKS = 20_000  # what is rarer than one in so many chunks is rare enough
 _BLOCK_QUERIES = 32  # scored at a time: with 256 candidates, the text of 25,000 chunks at most
 
@@ -89,7 +89,7 @@ def sample_statistics(retrieval: RetrievalSet, tokenizer: Tokenizer) -> TermStat
             num_terms += len(found)
             frequencies.update(set(found))
     beside = float((retrieval.beside(ids) >= 0).sum()) / sampled
-    return TermStatistics(sampled, dict(frequencies), max(1.0, num_terms / sampled * (1 + BESIDE * beside)))
+    return TermStatistics(sampled, dict(frequencies), max(1.0, num_terms / sampled * (1 + ADJACENT * beside)))
 
 
 def bm25(
@@ -111,7 +111,7 @@ def bm25(
     for start in range(0, len(ids), _BLOCK_QUERIES):
         block = slice(start, start + _BLOCK_QUERIES)
         counted = [Counter(terms(query)) for query in queries[block]]
-        candidates = _Candidates.of(ids[block], counted, retrieval, tokenizer)
+        candidates = _TermMatches.of(ids[block], counted, retrieval, tokenizer)
         for row, counts in enumerate(counted, start):
             weights = statistics.weights(list(counts)) * np.array(list(counts.values()), dtype=np.float32) * (K1 + 1)
             occurrences, lengths = candidates.occurrences(ids[row], list(counts))  # [c, terms], [c]
@@ -122,7 +122,7 @@ def bm25(
 
 
 @dataclass(frozen=True)
-class _Candidates:
+class _TermMatches:
     """How often the terms of some queries occur in their candidates, in what stands beside them, and in the titles.
 
     Attributes:
@@ -140,7 +140,7 @@ class _Candidates:
     @classmethod
     def of(
         cls, ids: np.ndarray, queries: Sequence[Counter[str]], retrieval: RetrievalSet, tokenizer: Tokenizer
-    ) -> "_Candidates":
+    ) -> "_TermMatches":
         columns = {term: column for column, term in enumerate(dict.fromkeys(term for each in queries for term in each))}
         own = np.unique(ids[ids >= 0])
         beside = retrieval.beside(own)  # [candidates, 2]
@@ -154,8 +154,8 @@ class _Candidates:
         for side in beside.T:
             present = side >= 0
             places = np.searchsorted(every, side[present])
-            weighted[present] += BESIDE * counts[places]
-            total[present] += BESIDE * lengths[places]
+            weighted[present] += ADJACENT * counts[places]
+            total[present] += ADJACENT * lengths[places]
         return cls(own, columns, weighted, total)
 
     def occurrences(self, ids: np.ndarray, terms: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ META_SYMBOL = "\u2581"  # ▁, which SentencePiece writes for a blank, and so ca
 _BYTE_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)]))
 
 
-class Model(Protocol):
+class TokenizerBackend(Protocol):
     """What the two libraries are used for."""
 
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]: ...

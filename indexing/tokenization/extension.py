@@ -17,7 +17,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.remote import present
-from indexing.tokenization.backends import Model
+from indexing.tokenization.backends import TokenizerBackend
 from indexing.tokenization.extension_huggingface import HuggingFaceBase
 from indexing.tokenization.extension_sentencepiece import SentencePieceBase
 from indexing.tokenization.tokenizer import (
@@ -34,7 +34,7 @@ log = logging.getLogger("retro")
 _SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", MODEL)  # in a folder: Llama's and T5's, and a datastore's
 
 
-class Base(Protocol):
+class ExtensibleTokenizer(Protocol):
     """A tokenizer that can be extended; a candidate has its text, in the vocabulary's alphabet, as `piece`."""
 
     kind: str
@@ -43,7 +43,7 @@ class Base(Protocol):
 
     def learn(self, sample: Sequence[str], wanted: int, *, ascii: bool) -> list[Any]: ...
     def write(self, chosen: Sequence[Any], folder: Path) -> Path: ...
-    def model(self, file: Path) -> Model: ...
+    def model(self, file: Path) -> TokenizerBackend: ...
     def unreachable(self, chosen: Sequence[Any], file: Path) -> set[str]: ...
     def cuts(self, chosen: Sequence[Any]) -> list[list[int]]: ...
 
@@ -69,7 +69,7 @@ class Extension:
     cuts: list[list[int]]
 
 
-def open_base(path: Path) -> Base:
+def open_base(path: Path) -> ExtensibleTokenizer:
     """Open a tokenizer that is to be extended.
 
     Args:
@@ -108,7 +108,13 @@ def _installed(kind: Any, path: Path) -> Tokenizer:
 
 
 def extend(
-    base: Base, sample: Sequence[str], kept: Sequence[str], num_pieces: int, folder: Path, *, ascii: bool = False
+    base: ExtensibleTokenizer,
+    sample: Sequence[str],
+    kept: Sequence[str],
+    num_pieces: int,
+    folder: Path,
+    *,
+    ascii: bool = False,
 ) -> Extension:
     """Learn pieces and write the base with them to `folder`.
 
@@ -142,7 +148,7 @@ def extend(
     return Extension(path, base.kind, tokenizer, base.tokenizer, [item.piece for item in chosen], base.cuts(chosen))
 
 
-def _used(base: Base, chosen: Sequence[Any], path: Path, texts: Sequence[str]) -> set[str]:
+def _used(base: ExtensibleTokenizer, chosen: Sequence[Any], path: Path, texts: Sequence[str]) -> set[str]:
     """Those of the pieces that stand in the ids of some texts."""
     first = base.tokenizer.vocab_size
     used = {token for ids in base.model(path).encode_batch(list(texts), -1) for token in ids if token >= first}

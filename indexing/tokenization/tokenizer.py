@@ -22,7 +22,7 @@ import numpy as np
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, save_array, write_bytes, write_json
 from indexing.store.remote import present
-from indexing.tokenization.backends import META_SYMBOL, HuggingFace, Model, SentencePiece, read_object
+from indexing.tokenization.backends import META_SYMBOL, HuggingFace, SentencePiece, TokenizerBackend, read_object
 
 MODEL = "sentencepiece.model"
 HUGGINGFACE_MODEL = "tokenizer.json"
@@ -200,13 +200,13 @@ def run_trainer(sentences: list[str], **options: Any) -> bytes:
 
 def sample_pieces(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
     """A uniform sample of pieces of up to 1024 characters, of `sample_bytes` in all, in the order of the texts."""
-    sample = Sample(sample_bytes, seed)
+    sample = TextSample(sample_bytes, seed)
     for text in texts:
         sample.add(text)
     return sample.pieces()
 
 
-class Sample:
+class TextSample:
     """What `sample_pieces` draws, of texts that come one by one.
 
     Every piece gets a random number and the smallest stay: one pass, with memory for the sample only.
@@ -344,7 +344,7 @@ def _special_ids(folder: Path, num_tokens: int) -> dict[str, int]:
     return {role: value for role, value in first.items() if isinstance(value, int) and 0 <= value < num_tokens}
 
 
-def _write_facts(folder: Path, kind: str, model: Model, special: Mapping[str, int | None]) -> None:
+def _write_facts(folder: Path, kind: str, model: TokenizerBackend, special: Mapping[str, int | None]) -> None:
     """Write meta.json and token_bytes.npy; `special` gives the model's ids for `pad`, `bos` and `eos`."""
     sizes = model.token_bytes()
     vocab_size = len(sizes)
@@ -369,7 +369,7 @@ def _write_facts(folder: Path, kind: str, model: Model, special: Mapping[str, in
     write_json(folder / META, facts if meta.added_bytes else {k: v for k, v in facts.items() if k != "added_bytes"})
 
 
-def _added_bytes(model: Model, token_bytes: np.ndarray) -> int:
+def _added_bytes(model: TokenizerBackend, token_bytes: np.ndarray) -> int:
     """See `TokenizerMeta`; characters that the model does not know have no bytes, so several are tried."""
     texts = ["a", "1", "的"]
     encoded = model.encode_batch(texts, 1)
@@ -388,7 +388,7 @@ class Tokenizer:
         control_tokens: how the model writes tokens that no text is encoded to, `<|im_end|>` for example, and their ids.
     """
 
-    def __init__(self, meta: TokenizerMeta, token_bytes: np.ndarray, model: Model, num_threads: int) -> None:
+    def __init__(self, meta: TokenizerMeta, token_bytes: np.ndarray, model: TokenizerBackend, num_threads: int) -> None:
         self.meta = meta
         self.token_bytes = token_bytes
         self.vocab_size, self.dtype = meta.vocab_size, meta.dtype

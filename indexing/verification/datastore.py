@@ -49,7 +49,7 @@ Progress = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Problem:
+class DatastoreProblem:
     """Something that is broken.
 
     Attributes:
@@ -92,7 +92,7 @@ class Verified:
     files: int
     bytes: int
     stages: tuple[str, ...]
-    problems: tuple[Problem, ...]
+    problems: tuple[DatastoreProblem, ...]
 
 
 def verify_datastore(folder: Path, progress: Progress) -> Verified:
@@ -110,7 +110,7 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
             f"{url}: `retro verify` looks at every byte of a datastore in a folder of this machine: copy it, and verify the "
             "copy. What is fetched from a URL is compared with its checksum whenever it is."
         )
-    problems: list[Problem] = []
+    problems: list[DatastoreProblem] = []
     top = _read_top(folder, problems)
     manifests = _read_manifests(folder, top, problems)
     sizes = {name: sum(file["bytes"] for file in manifest["files"].values()) for name, manifest in manifests.items()}
@@ -144,7 +144,7 @@ def mend(folder: Path, verified: Verified) -> list[str]:
     return names
 
 
-def _broken(problems: Sequence[Problem]) -> set[str]:
+def _broken(problems: Sequence[DatastoreProblem]) -> set[str]:
     return {problem.artifact for problem in problems}
 
 
@@ -157,17 +157,17 @@ def _rank(name: str) -> int:
 # --- manifests and files ---------------------------------------------------------------------------------------------
 
 
-def _read_top(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
+def _read_top(folder: Path, problems: list[DatastoreProblem]) -> dict[str, Any] | None:
     """The datastore's own manifest, or None where it is broken."""
     path = folder / MANIFEST
     if not path.exists() and (folder / "corpus" / MANIFEST).exists():
-        problems.append(Problem(MANIFEST, f"{path} is missing"))
+        problems.append(DatastoreProblem(MANIFEST, f"{path} is missing"))
         return None
     if path.exists():
         try:
             read_datastore_manifest(folder)
         except ValueError as error:
-            problems.append(Problem(MANIFEST, f"{path} cannot be read ({error})"))
+            problems.append(DatastoreProblem(MANIFEST, f"{path} cannot be read ({error})"))
             return None
     return Datastore.open(folder).manifest
 
@@ -177,7 +177,7 @@ def _listed(top: Mapping[str, Any] | None) -> int:
     return len(top["splits"]["train"]["chunks"]) if top else 0
 
 
-def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[Problem]) -> Manifests:
+def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[DatastoreProblem]) -> Manifests:
     """The manifest of every artifact by name, in order; one that a finished stage lacks, or that is broken, is a problem."""
     depths = ("*", "*/*", "dedup/*/*")
     there = [path.parent.relative_to(folder) for depth in depths for path in folder.glob(f"{depth}/{MANIFEST}")]
@@ -193,7 +193,7 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
             try:
                 manifests[name] = parse_manifest(folder / name)
             except InputError as error:
-                problems.append(Problem(name, str(error), gone=not (folder / name).exists()))
+                problems.append(DatastoreProblem(name, str(error), gone=not (folder / name).exists()))
 
     read(names)
     more = dedup_names(manifests)
@@ -204,7 +204,7 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
     return {name: manifests[name] for name in sorted(manifests, key=lambda name: (_rank(name), name))}
 
 
-def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], None]) -> Iterator[Problem]:
+def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], None]) -> Iterator[DatastoreProblem]:
     """Sizes, then checksums of every file, on all cores."""
 
     def check(name: str, file: str) -> str | None:
@@ -217,18 +217,22 @@ def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], No
         answers = []
         for name, manifest in manifests.items():
             wrong = list(wrong_sizes(folder / name, manifest))
-            yield from (Problem(name, found) for found in wrong)  # nothing can have read a file of another size
+            yield from (
+                DatastoreProblem(name, found) for found in wrong
+            )  # nothing can have read a file of another size
             answers += [
                 (name, file, expected["bytes"], None if wrong else threads.submit(check, name, file))
                 for file, expected in manifest["files"].items()
             ]
         for name, file, size, answer in answers:
             if answer and (found := answer.result()):
-                yield Problem(name, found, folder / name / file)
+                yield DatastoreProblem(name, found, folder / name / file)
             advance(size)
 
 
-def _made_from_broken(folder: Path, manifests: Manifests, problems: Sequence[Problem]) -> Iterator[Problem]:
+def _made_from_broken(
+    folder: Path, manifests: Manifests, problems: Sequence[DatastoreProblem]
+) -> Iterator[DatastoreProblem]:
     """What a later stage has made after a file was changed: it was made from the wrong bytes, however whole it looks.
 
     A manifest is written last, so a file that is younger than its own was changed where it lies.
@@ -242,13 +246,13 @@ def _made_from_broken(folder: Path, manifests: Manifests, problems: Sequence[Pro
     for name in manifests.keys() - _broken(problems):
         source = next((file for rank, file, at, _ in changed if rank < _rank(name) and at < finished(name)), None)
         if source:
-            yield Problem(name, f"{folder / name} was made after {source} had changed")
+            yield DatastoreProblem(name, f"{folder / name} was made after {source} had changed")
 
 
 # --- what names what -------------------------------------------------------------------------------------------------
 
 
-def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed: int) -> Iterator[Problem]:
+def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed: int) -> Iterator[DatastoreProblem]:
     """Every artifact that was not made from those that are there; one that was made from such a stranger is none itself.
 
     `listed` is how many shards the datastore's manifest lists.
@@ -256,12 +260,14 @@ def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed:
     known = dict(manifests)
     for name in [name for name in manifests if name not in broken]:
         found = [f"{folder / name} {what}" for what in strange(folder, name, known, listed)]
-        yield from (Problem(name, what) for what in found)
+        yield from (DatastoreProblem(name, what) for what in found)
         if found:
             del known[name]
 
 
-def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, broken: set[str]) -> Iterator[Problem]:
+def _check_top(
+    folder: Path, top: dict[str, Any] | None, manifests: Manifests, broken: set[str]
+) -> Iterator[DatastoreProblem]:
     """The datastore's manifest against the shards. What a broken artifact should say is not asked."""
     if top is None:
         return
@@ -282,7 +288,9 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
             known = all(shard in manifests for shard in shards)
             expected = fingerprint([expected, *(manifests[s]["fingerprint"] for s in shards)]) if known else None
         if expected is not None and found != expected:
-            yield Problem(MANIFEST, f"{path} gives stage '{stage}' the fingerprint {found}, its artifacts {expected}")
+            yield DatastoreProblem(
+                MANIFEST, f"{path} gives stage '{stage}' the fingerprint {found}, its artifacts {expected}"
+            )
     chunks = [manifest for name, manifest in manifests.items() if shard_of(name, "chunks") is not None]
     if not generations or len(chunks) != num_shards_of(manifests):
         return
@@ -290,27 +298,31 @@ def _check_top(folder: Path, top: dict[str, Any] | None, manifests: Manifests, b
         for key, rows in columns.items():
             expected = [manifest["counts"].get(split, {}).get(key) for manifest in chunks]
             if rows != expected:
-                yield Problem(MANIFEST, f"{path} says its shards have {rows} {key} of {split}, they have {expected}")
+                yield DatastoreProblem(
+                    MANIFEST, f"{path} says its shards have {rows} {key} of {split}, they have {expected}"
+                )
     if "tokenizer" not in broken:
         meta = read_json(folder / "tokenizer" / "meta.json")
         facts = {key: meta[key] for key in ("pad_id", "vocab_size")}
         facts["chunk_length"] = chunks[0]["recipe"]["settings"]["chunks.chunk_length"]
         for key, value in facts.items():
             if top[key] != value:
-                yield Problem(MANIFEST, f"{path} says {key} is {top[key]}, it is {value}")
+                yield DatastoreProblem(MANIFEST, f"{path} says {key} is {top[key]}, it is {value}")
 
 
 # --- what the arrays hold --------------------------------------------------------------------------------------------
 
 
-def _contents(datastore: Datastore, manifests: Manifests, problems: list[Problem]) -> Iterator[tuple[str, Check]]:
+def _contents(
+    datastore: Datastore, manifests: Manifests, problems: list[DatastoreProblem]
+) -> Iterator[tuple[str, Check]]:
     """The artifacts whose arrays can be looked at, in order."""
     readable = True
     if datastore.has("neighbors"):
         try:
             RetrievalSet.of(datastore)
         except InputError as error:
-            problems.append(Problem("", str(error)))
+            problems.append(DatastoreProblem("", str(error)))
             readable = False
     for name in manifests:
         check = None if name in _broken(problems) else check_of(name)
@@ -320,7 +332,7 @@ def _contents(datastore: Datastore, manifests: Manifests, problems: list[Problem
 
 def _check_contents(
     datastore: Datastore, checks: Sequence[tuple[str, Check]], sizes: Mapping[str, int], advance: Callable[[int], None]
-) -> Iterator[Problem]:
+) -> Iterator[DatastoreProblem]:
     whole = all(
         (f"chunks/{shard_name(shard)}", check_chunks) in checks for shard in range(len(datastore.train.chunk_rows))
     )
@@ -331,16 +343,16 @@ def _check_contents(
                 found = list(check(datastore, int(shard) if shard.isdigit() else 0))
         except (InputError, ValueError, OSError) as error:
             found = [f"{datastore.folder / name} cannot be read ({error})"]
-        yield from (Problem(name, each) for each in found)
+        yield from (DatastoreProblem(name, each) for each in found)
         whole = whole and not (found and check is check_chunks)
         advance(sizes[name])
 
 
-def _check_deleted(datastore: Datastore, problems: Sequence[Problem]) -> Iterator[Problem]:
+def _check_deleted(datastore: Datastore, problems: Sequence[DatastoreProblem]) -> Iterator[DatastoreProblem]:
     """The deleted documents, if the chunks are whole. They belong to no artifact, so `retro index` cannot restore them."""
     if any(stage_of(problem.artifact) == "chunks" for problem in problems):
         return
     try:
-        yield from (Problem("", found) for found in check_deleted(datastore))
+        yield from (DatastoreProblem("", found) for found in check_deleted(datastore))
     except InputError as error:
-        yield Problem("", str(error))
+        yield DatastoreProblem("", str(error))

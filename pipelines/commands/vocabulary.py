@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from indexing.corpus.megatron import is_megatron
-from indexing.corpus.readers import CorpusSettings, Problem
+from indexing.corpus.readers import CorpusSettings, CorpusProblem
 from indexing.corpus.scan import list_files, read_documents, split_of, strict_problem
 from indexing.store.artifact import Recipe, create, fingerprint
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
-from indexing.tokenization.extension import Base, Comparison, Extension, compare, extend, open_base
-from indexing.tokenization.tokenizer import Sample
+from indexing.tokenization.extension import ExtensibleTokenizer, Comparison, Extension, compare, extend, open_base
+from indexing.tokenization.tokenizer import TextSample
 from pipelines.terminal import echo, print_rows, progress
 
 log = logging.getLogger("retro")
@@ -114,10 +114,10 @@ def _read(options: ExtendVocabularyOptions) -> _Samples:
         InputError: one of them has no text.
     """
     corpus = options.corpus
-    learned, held_out = Sample(options.sample_bytes, options.seed), Sample(_HELD_OUT_BYTES, options.seed)
-    kept, kept_held_out = Sample(options.sample_bytes, options.seed), Sample(_HELD_OUT_BYTES, options.seed)
+    learned, held_out = TextSample(options.sample_bytes, options.seed), TextSample(_HELD_OUT_BYTES, options.seed)
+    kept, kept_held_out = TextSample(options.sample_bytes, options.seed), TextSample(_HELD_OUT_BYTES, options.seed)
 
-    def into(first: Sample, second: Sample, weights: tuple[int, int, int]) -> Callable[[str], None]:
+    def into(first: TextSample, second: TextSample, weights: tuple[int, int, int]) -> Callable[[str], None]:
         return lambda text: (first if split_of(text, weights) == "train" else second).add(text)
 
     _go_through(corpus, "corpus.paths", into(learned, held_out, corpus.split))
@@ -137,7 +137,7 @@ def _read(options: ExtendVocabularyOptions) -> _Samples:
 def _go_through(settings: CorpusSettings, key: str, add: Callable[[str], None]) -> None:
     problems: Counter[str] = Counter()
 
-    def note(problem: Problem) -> None:
+    def note(problem: CorpusProblem) -> None:
         problems[problem.kind] += 1
 
     files = list_files(settings, key)
@@ -157,7 +157,7 @@ def _digest(texts: Sequence[str]) -> str:
     return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()
 
 
-def _extend(base: Base, samples: _Samples, options: ExtendVocabularyOptions, folder: Path) -> Extension:
+def _extend(base: ExtensibleTokenizer, samples: _Samples, options: ExtendVocabularyOptions, folder: Path) -> Extension:
     with progress("pieces", total=None, unit="pieces") as advance:
         extension = extend(base, samples.learned, samples.kept, options.pieces, folder, ascii=options.ascii)
         advance(len(extension.pieces))

@@ -10,7 +10,7 @@ from indexing.index.sharded import MEMORY
 from indexing.neighbors.search_cost import Method
 from indexing.store.errors import InputError
 
-SPLITS = 3
+NUM_SPLITS = 3
 _NPY_HEADER = 128
 _INDEX_HEADER = 200  # of a `.faiss` file, approximately
 _MANIFEST_BYTES = {
@@ -162,7 +162,7 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
 def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
     """Bytes of the folders of a datastore."""
     code, trained = index_bytes(size.key, layout.dimension)
-    files = size.shards * SPLITS
+    files = size.shards * NUM_SPLITS
     documents = (8 + layout.document_bytes) * size.documents + (8 + layout.parquet_bytes) * files
     # A list's last block of fast-scan codes is half empty on average.
     padding = size.shards * size.lists * (_BLOCK - 1) / 2 * code if "fs" in size.key else 0.0

@@ -45,7 +45,7 @@ _SCANNED_BYTES = 256 * 2**20  # bytes of text read for the sample
 
 
 @dataclass(frozen=True)
-class Sample:
+class CorpusSample:
     """Documents drawn from a corpus, and the size of the corpus.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Drawn:
         return [document for _, _, document in sorted(self.kept, key=lambda entry: entry[1])]
 
 
-def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> Sample:
+def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> CorpusSample:
     """Draw documents of about `sample_bytes` of text, and a tenth as much held-out text.
 
     Of a large corpus some files are read, in random order, until `_SCANNED_BYTES` of text have been seen.
@@ -113,7 +113,7 @@ def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> S
         raise InputError(f"corpus.paths = {settings.paths}: {len(files)} files contain no training document with text.")
     total = sum(file.size for file in files)
     text_bytes = scanned_text * total / scanned_stored if scanned_stored else 0.0
-    return Sample(drawn.documents(), valid.documents(), text_bytes)
+    return CorpusSample(drawn.documents(), valid.documents(), text_bytes)
 
 
 def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2**20) -> Calibration:
@@ -164,7 +164,7 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
         )
 
 
-def _sample(config: Config, sample_bytes: int, work: Path) -> tuple[Sample, str]:
+def _sample(config: Config, sample_bytes: int, work: Path) -> tuple[CorpusSample, str]:
     """The sample, and its source in words."""
     paths = config.corpus.paths
     if paths and not any(is_megatron(file.name) for file in list_files(config.corpus)):
@@ -184,7 +184,7 @@ class _Bench:
         advance: called with the bytes of built text.
     """
 
-    def __init__(self, config: Config, work: Path, sample: Sample, advance: Advance) -> None:
+    def __init__(self, config: Config, work: Path, sample: CorpusSample, advance: Advance) -> None:
         self.config, self.work, self.advance = config, work, advance
         # Shuffled, so that a smaller sample is uniform too. All samples have the same held-out documents and queries.
         self.documents, self.valid = random.Random(0).sample(sample.documents, len(sample.documents)), sample.valid

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from indexing.index.build import sample_size
-from indexing.neighbors.search_cost import Method, Searched, cheapest, compared_centroids
+from indexing.neighbors.search_cost import Method, SearchSize, cheapest, compared_centroids
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
-from pipelines.planning.bytes import SPLITS, Layout, Workload, artifact_bytes, index_bytes, key_for, memory_bytes
+from pipelines.planning.bytes import NUM_SPLITS, Layout, Workload, artifact_bytes, index_bytes, key_for, memory_bytes
 from pipelines.planning.seconds import (
     UNKNOWN,
     Observation,
@@ -255,7 +255,7 @@ def _search(config: Config, size: Workload, dimension: int) -> Method:
     """The search method that `retro index` would choose."""
     if config.neighbors.search != "auto":
         return config.neighbors.search
-    searched = Searched(
+    searched = SearchSize(
         num_vectors=int(size.train_chunks),
         dimension=dimension,
         nlist=size.lists,
@@ -272,7 +272,7 @@ def _search(config: Config, size: Workload, dimension: int) -> Method:
 
 def _parquet(observations: Sequence[Observation]) -> tuple[float, float]:
     """Bytes of a row of `documents.parquet`, and of a file without rows."""
-    drivers = [[each.workload.documents, each.workload.shards * SPLITS] for each in observations]
+    drivers = [[each.workload.documents, each.workload.shards * NUM_SPLITS] for each in observations]
     found = coefficients(np.array(drivers), np.array([float(each.parquet_bytes) for each in observations]))
     return float(found[0]), float(found[1])
 

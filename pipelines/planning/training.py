@@ -71,7 +71,7 @@ class PlanTrainOptions(Config, ResultOptions):
 
 
 @dataclass(frozen=True)
-class Mode:
+class ParallelMode:
     """A combination of parallel settings.
 
     Attributes:
@@ -113,10 +113,10 @@ class TrainPlan:
     tokens_per_step: int
     num_sequences: int
     device_flops: float
-    modes: list[Mode]
+    modes: list[ParallelMode]
 
     @property
-    def cheapest(self) -> Mode | None:
+    def cheapest(self) -> ParallelMode | None:
         """The first mode that fits."""
         return next((mode for mode in self.modes if mode.fits), None)
 
@@ -177,7 +177,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         seconds = step_seconds * _RECOMPUTATION[parallel.activation_checkpointing]
         sent = sent_bytes(model, parallel, train.gradient_accumulation_steps)
         days = seconds * tokens / per_step / 86_400
-        modes.append(Mode(parallel, memory, sent, seconds, days, memory.device <= budget))
+        modes.append(ParallelMode(parallel, memory, sent, seconds, days, memory.device <= budget))
     return TrainPlan(
         parameters=count_parameters(made),
         all_parameters=count_parameters(made, embeddings=True),

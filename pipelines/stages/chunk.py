@@ -30,13 +30,13 @@ def run_chunk(config: Config, executor: Executor) -> str:
         settings |= dedup_stage.settings_of(config)
         inputs["dedup"] = removal.fingerprint
     todo = []
-    for shard, pieces in enumerate(plan):
+    for shard, slices in enumerate(plan):
         recipe = Recipe("chunk", 1, settings | {"shard": shard}, inputs | {"corpus": corpus_prints[shard]})
         out = folder / "chunks" / shard_name(shard)
         if not is_finished(out, recipe):
-            size = sum(piece.text_bytes for piece in pieces)
+            size = sum(file_slice.text_bytes for file_slice in slices)
             removed = folder / dedup_stage.FOLDER / "removed" / f"{shard_name(shard)}.npy" if removal else None
-            arguments = (recipe, pieces, config.corpus, config.chunks, folder / "tokenizer", removed)
+            arguments = (recipe, slices, config.corpus, config.chunks, folder / "tokenizer", removed)
             todo.append(shard_task(out, *arguments, size=size))
     if removal:
         dedup_stage.run(config, executor, removal)
@@ -49,7 +49,7 @@ def run_chunk(config: Config, executor: Executor) -> str:
 def chunk_task(
     out: Path,
     recipe: Recipe,
-    pieces: Any,
+    slices: Any,
     corpus: Any,
     settings: Any,
     tokenizer: Path,
@@ -61,5 +61,5 @@ def chunk_task(
     left_out = np.load(present(removed)) if removed else None
     with create(out, recipe) as (work, counts):
         counts |= chunks.chunk_shard(
-            work, pieces, corpus, settings, tokenizer, on_problem=lambda _: None, advance=advance, removed=left_out
+            work, slices, corpus, settings, tokenizer, on_problem=lambda _: None, advance=advance, removed=left_out
         )

@@ -3,7 +3,7 @@
 A datastore grows by generations: `corpus/` is the first, every `--append` adds one more to `appended/`, with shards after those
 that are there. Tokenizer, embedder, trained index and `nprobe` stay those of the first.
 
-corpus/     files.json (names, sizes, checksums)   plan.json (pieces of every shard)   problems.json
+corpus/     files.json (names, sizes, checksums)   plan.json (slices of every shard)   problems.json
 tokenizer/  trained on a sample, or copied from where the settings point
 """
 
@@ -19,11 +19,11 @@ from indexing.corpus.megatron import is_megatron
 from indexing.corpus.readers import CorpusFile, CorpusSettings
 from indexing.corpus.scan import (
     FileScan,
-    Piece,
+    FileSlice,
     find_duplicates,
     list_files,
     plan_shards,
-    read_piece,
+    read_slice,
     recipe_inputs,
     scan_file,
     split_of,
@@ -42,8 +42,8 @@ from pipelines.terminal import progress
 log = logging.getLogger("retro")
 
 
-def prepare(config: Config, executor: Executor) -> list[list[Piece]]:
-    """Make `corpus/` and `tokenizer/` unless they are finished; returns the pieces of every shard.
+def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
+    """Make `corpus/` and `tokenizer/` unless they are finished; returns the slices of every shard.
 
     Raises:
         InputError: the files or settings differ from those of the finished corpus, or there is no text.
@@ -143,8 +143,8 @@ def look_through(
     _report_problems(folder)
 
 
-def read_plan(datastore: Path) -> list[list[Piece]]:
-    """The pieces of every shard of a datastore, all generations."""
+def read_plan(datastore: Path) -> list[list[FileSlice]]:
+    """The slices of every shard of a datastore, all generations."""
     return [shard for folder in corpus_folders(datastore) for shard in plan_of(folder)]
 
 
@@ -156,11 +156,11 @@ def generations(datastore: Path) -> list[range]:
     return [range(first, stop) for first, stop in itertools.pairwise(starts)]
 
 
-def plan_of(folder: Path) -> list[list[Piece]]:
-    """The pieces of every shard of one generation, from its `plan.json`."""
+def plan_of(folder: Path) -> list[list[FileSlice]]:
+    """The slices of every shard of one generation, from its `plan.json`."""
     read_manifest(folder)
     return [
-        [Piece(**{**piece, "file": CorpusFile(**piece["file"])}) for piece in shard]
+        [FileSlice(**{**file_slice, "file": CorpusFile(**file_slice["file"])}) for file_slice in shard]
         for shard in read_json(present(folder / "plan.json"))
     ]
 
@@ -207,7 +207,7 @@ def _write_corpus(
             work / "files.json", [asdict(f) | {"checksum": s.checksum} for f, s in zip(files, scans, strict=True)]
         )
         plan = plan_shards(files, scans, settings.shard_bytes)
-        write_json(work / "plan.json", [[asdict(piece) for piece in shard] for shard in plan])
+        write_json(work / "plan.json", [[asdict(file_slice) for file_slice in shard] for shard in plan])
         write_json(work / "problems.json", {"counts": counts, "examples": [asdict(problem) for problem in examples]})
         totals |= {
             "files": len(files),
@@ -273,8 +273,8 @@ def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
     """The text of every training document, in order; held-out documents are not seen by the tokenizer either."""
     empty = True
     for shard in plan_of(config.datastore / "corpus"):
-        for piece in shard:
-            for document in read_piece(piece, config.corpus, on_problem=lambda _: None):
+        for file_slice in shard:
+            for document in read_slice(file_slice, config.corpus, on_problem=lambda _: None):
                 if split_of(document.text, config.corpus.split) == "train":
                     yield document.text
                     empty = False

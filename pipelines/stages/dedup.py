@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.corpus.scan import Piece, list_files
+from indexing.corpus.scan import FileSlice, list_files
 from indexing.dedup import near_duplicates as dedup
 from indexing.store.artifact import Recipe, create, is_finished, read_manifest, remove
 from indexing.store.datastore import shard_name
@@ -85,13 +85,13 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
         )
 
 
-def _shards(config: Config) -> dict[str, list[Piece]]:
-    """The pieces of every shard by its name: those of the corpus, then those of the evaluation files."""
+def _shards(config: Config) -> dict[str, list[FileSlice]]:
+    """The slices of every shard by its name: those of the corpus, then those of the evaluation files."""
     plan = corpus_stage.plan_of(config.datastore / "corpus")
-    shards = {shard_name(number): pieces for number, pieces in enumerate(plan)}
+    shards = {shard_name(number): slices for number, slices in enumerate(plan)}
     if config.dedup.paths:
         more = corpus_stage.plan_of(config.datastore / FOLDER / "evaluation")
-        shards |= {f"evaluation-{shard_name(number)}": pieces for number, pieces in enumerate(more)}
+        shards |= {f"evaluation-{shard_name(number)}": slices for number, slices in enumerate(more)}
     return shards
 
 
@@ -103,31 +103,31 @@ def _part(recipe: Recipe, **more: Any) -> Recipe:
 # --- signatures ----------------------------------------------------------------------------------------------------
 
 
-def _sign(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[Piece]]) -> None:
+def _sign(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[FileSlice]]) -> None:
     todo = []
-    for name, pieces in shards.items():
+    for name, slices in shards.items():
         out, own = config.datastore / FOLDER / "signatures" / name, _part(recipe, shard=name)
         if not is_finished(out, own):
-            arguments = (own, pieces, config.corpus, config.dedup, config.datastore / "tokenizer")
-            todo.append(shard_task(out, *arguments, size=sum(piece.text_bytes for piece in pieces)))
+            arguments = (own, slices, config.corpus, config.dedup, config.datastore / "tokenizer")
+            todo.append(shard_task(out, *arguments, size=sum(file_slice.text_bytes for file_slice in slices)))
     run_tasks("chunk", "bytes", sign_task, todo, executor, name="signatures")
 
 
 def sign_task(
-    out: Path, recipe: Recipe, pieces: Any, corpus: Any, settings: Any, tokenizer: Path, *, advance: Advance
+    out: Path, recipe: Recipe, slices: Any, corpus: Any, settings: Any, tokenizer: Path, *, advance: Advance
 ) -> None:
     """Make the signatures of one shard."""
     with create(out, recipe) as (work, counts):
         is_evaluation = out.name.startswith("evaluation-")
         counts |= dedup.sign_shard(
-            work, pieces, corpus, settings, tokenizer, is_evaluation=is_evaluation, advance=advance
+            work, slices, corpus, settings, tokenizer, is_evaluation=is_evaluation, advance=advance
         )
 
 
 # --- candidates ----------------------------------------------------------------------------------------------------
 
 
-def _find_candidates(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[Piece]]) -> None:
+def _find_candidates(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[FileSlice]]) -> None:
     folder = config.datastore / FOLDER
     out = folder / "candidates"
     if not is_finished(out, recipe):
@@ -153,21 +153,21 @@ def candidate_task(
         counts["train"] = int((signatures.splits[documents] == dedup.TRAIN).sum())
 
 
-def _collect_grams(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[Piece]]) -> None:
+def _collect_grams(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[FileSlice]]) -> None:
     todo = []
-    for name, pieces in shards.items():
+    for name, slices in shards.items():
         out, own = config.datastore / FOLDER / "grams" / name, _part(recipe, shard=name)
         if not is_finished(out, own):
             places = config.datastore / FOLDER / "candidates" / f"{name}.npy"
-            arguments = (own, pieces, places, config.corpus, config.dedup, config.datastore / "tokenizer")
-            todo.append(shard_task(out, *arguments, size=sum(piece.text_bytes for piece in pieces)))
+            arguments = (own, slices, places, config.corpus, config.dedup, config.datastore / "tokenizer")
+            todo.append(shard_task(out, *arguments, size=sum(file_slice.text_bytes for file_slice in slices)))
     run_tasks("chunk", "bytes", gram_task, todo, executor, name="grams of candidates")
 
 
 def gram_task(
     out: Path,
     recipe: Recipe,
-    pieces: Any,
+    slices: Any,
     places: Path,
     corpus: Any,
     settings: Any,
@@ -178,7 +178,7 @@ def gram_task(
     """Read the candidates of one shard again."""
     with create(out, recipe) as (work, counts):
         counts["grams"] = dedup.collect_grams(
-            work, pieces, np.load(present(places)), corpus, settings, tokenizer, advance=advance
+            work, slices, np.load(present(places)), corpus, settings, tokenizer, advance=advance
         )
 
 

@@ -38,7 +38,7 @@ _SEARCHED = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
 
 
 @dataclass(frozen=True)
-class Part:
+class SearchedShards:
     """Shards that are searched as one index: those of a generation, or of another datastore.
 
     Attributes:
@@ -91,25 +91,25 @@ def _warn_of_few_chunks(config: Config) -> None:
         )
 
 
-def _generations(folder: Path) -> list[Part]:
-    found: list[Part] = []
+def _generations(folder: Path) -> list[SearchedShards]:
+    found: list[SearchedShards] = []
     for generation in generations(folder):
         prints = {name: generation_fingerprint(folder, name, generation) for name in _SEARCHED}
         if not found:
             prints["index"] = fingerprint_of(folder / "index" / "tuned")
-        found.append(Part(folder, generation, 0, fingerprint(prints)))
+        found.append(SearchedShards(folder, generation, 0, fingerprint(prints)))
     return found
 
 
-def _others(config: Config) -> list[Part]:
+def _others(config: Config) -> list[SearchedShards]:
     found = []
     for number, other in enumerate(sharing.retrieved_from(config), start=1):
         prints = {name: other.manifest["fingerprints"][stage] for name, stage in _SEARCHED.items()}
-        found.append(Part(other.folder, range(len(other.train.chunk_rows)), number, fingerprint(prints)))
+        found.append(SearchedShards(other.folder, range(len(other.train.chunk_rows)), number, fingerprint(prints)))
     return found
 
 
-def _recipe(config: Config, shard: int, own: list[Part], others: list[Part]) -> Recipe:
+def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[SearchedShards]) -> Recipe:
     return Recipe(
         stage="neighbors",
         version=4,
@@ -140,7 +140,7 @@ def _set_aside(out: Path, recipes: list[Recipe]) -> int:
 
 
 @lru_cache(maxsize=1)
-def _open_searched(searched: tuple[Part, ...], method: Method) -> list[neighbors.Searchable]:
+def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list[neighbors.OpenIndex]:
     """Kept between the shards of one worker; the fingerprints in the key notice another index."""
     opened = []
     for part in searched:
@@ -153,7 +153,7 @@ def _open_searched(searched: tuple[Part, ...], method: Method) -> list[neighbors
         if index is None:  # exhaustively, as what has no lists is small
             rows = (int(train.tokens.starts[part.shards.start]), int(train.tokens.starts[part.shards.stop]))
             index = ProductIndex(train.embeddings, rows=rows)
-        opened.append(neighbors.Searchable(index, train, part.number))
+        opened.append(neighbors.OpenIndex(index, train, part.number))
     return opened
 
 
@@ -179,7 +179,7 @@ def neighbor_task(
     recipe: Recipe,
     shard: int,
     settings: Any,
-    searched: tuple[Part, ...],
+    searched: tuple[SearchedShards, ...],
     method: Method,
     before: Path | None,
     *,

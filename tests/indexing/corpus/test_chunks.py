@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexing.corpus.chunks import ChunkSettings, to_chunks, to_tokens
+from indexing.corpus.chunks import ChunkSettings, to_chunks
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
+from tests.indexing.corpus.chunk_tokens import to_tokens
 
 
 @given(

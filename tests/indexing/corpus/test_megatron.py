@@ -17,15 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexing.corpus.chunks import ChunkSettings, chunk_shard, to_tokens
+from indexing.corpus.chunks import ChunkSettings, chunk_shard
 from indexing.corpus.megatron import open_index
-from indexing.corpus.readers import CorpusFile, CorpusSettings, Document, Problem, read_documents
-from indexing.corpus.scan import Piece, list_files, plan_shards, read_piece, scan_file, split_of, strict_problem
+from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
+from indexing.corpus.scan import FileSlice, list_files, plan_shards, read_slice, scan_file, split_of, strict_problem
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, train_sentencepiece
 from tests.conftest import build_local, tiny_config, write_corpus
+from tests.indexing.corpus.chunk_tokens import to_tokens
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 Sequences = list[list[int]]  # of one document
@@ -57,8 +58,8 @@ def only_file(path: object) -> CorpusFile:
     return file
 
 
-def read(path: object, **options: object) -> tuple[list[Document], list[Problem]]:
-    problems: list[Problem] = []
+def read(path: object, **options: object) -> tuple[list[Document], list[CorpusProblem]]:
+    problems: list[CorpusProblem] = []
     corpus = CorpusSettings(**options)  # type: ignore[arg-type]
     return list(read_documents(only_file(path), corpus, on_problem=problems.append)), problems
 
@@ -119,7 +120,7 @@ def test_pieces_joined_are_the_whole_file(tmp_path_factory, documents, shard_byt
     scan = scan_file(file, corpus)
     joined = [[token for sequence in document for token in sequence] for document in documents]
     plan = plan_shards([file], [scan], shard_bytes)
-    parts = [document for shard in plan for piece in shard for document in read_piece(piece, corpus, print)]
+    parts = [document for shard in plan for piece in shard for document in read_slice(piece, corpus, print)]
     assert tokens_of(parts) == [tokens for tokens in joined if tokens]
     assert scan.documents == len(parts)
     assert scan.problems.get("empty document", 0) == joined.count([])
@@ -189,7 +190,7 @@ def test_a_pair_behind_any_fsspec_url_is_read(tmp_path, memory_url):
     expected = [tokens for (tokens,) in documents]
     for url in (f"{memory_url}/x.idx", f"zip://in/*.bin::{memory_url}/all.zip"):
         assert tokens_of(read(url)[0]) == expected
-        part = read_piece(Piece(only_file(url), 120, 200), CorpusSettings(), strict_problem)
+        part = read_slice(FileSlice(only_file(url), 120, 200), CorpusSettings(), strict_problem)
         assert tokens_of(list(part)) == expected[120:200]
         assert scan_file(only_file(url), CorpusSettings()).documents == 300
 

@@ -19,15 +19,15 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from indexing.corpus.readers import CorpusFile, CorpusSettings, Document, Problem, read_documents
+from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
 from indexing.corpus.scan import (
     Cut,
     FileScan,
-    Piece,
+    FileSlice,
     find_duplicates,
     list_files,
     plan_shards,
-    read_piece,
+    read_slice,
     scan_file,
     split_of,
     strict_problem,
@@ -59,13 +59,13 @@ def only_file(path: object, **settings: object) -> CorpusFile:
     return file
 
 
-def read(path: object, settings: CorpusSettings = SETTINGS) -> tuple[list[Document], list[Problem]]:
+def read(path: object, settings: CorpusSettings = SETTINGS) -> tuple[list[Document], list[CorpusProblem]]:
     """All documents and problems of the one file at `path`."""
-    problems: list[Problem] = []
+    problems: list[CorpusProblem] = []
     return list(read_documents(only_file(path), settings, on_problem=problems.append)), problems
 
 
-def kinds(problems: list[Problem]) -> list[tuple[str, int]]:
+def kinds(problems: list[CorpusProblem]) -> list[tuple[str, int]]:
     return [(problem.kind, problem.line) for problem in problems]
 
 
@@ -368,8 +368,8 @@ def test_the_first_bytes_tell_the_compression_and_a_wrong_suffix_is_reported(tmp
     assert [document.text for document in documents] == expected
     assert kinds(problems) == [("wrong suffix", 1)]
     scan = scan_file(only_file(path), CorpusSettings(shard_bytes=1))
-    pieces = [Piece(only_file(path), cut.start, cut.stop, cut.offset) for cut in scan.cuts]
-    again = [document.text for piece in pieces for document in read_piece(piece, SETTINGS, on_problem=lambda _: None)]
+    pieces = [FileSlice(only_file(path), cut.start, cut.stop, cut.offset) for cut in scan.cuts]
+    again = [document.text for piece in pieces for document in read_slice(piece, SETTINGS, on_problem=lambda _: None)]
     assert again == expected
     assert scan.checksum == hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
@@ -421,7 +421,7 @@ def test_pieces_joined_are_the_whole_file(tmp_path_factory, rows, shard_bytes, s
     file = only_file(write(tmp_path_factory.mktemp("pieces") / f"d.jsonl{suffix}", data))
     seen: list[Document] = []
     scan = scan_file(file, CorpusSettings(shard_bytes=shard_bytes), seen.append)
-    problems: list[Problem] = []
+    problems: list[CorpusProblem] = []
     whole = list(read_documents(file, SETTINGS, on_problem=problems.append))
     assert seen == whole
     assert scan.documents == len(whole) == len(scan.id_hashes)
@@ -431,7 +431,7 @@ def test_pieces_joined_are_the_whole_file(tmp_path_factory, rows, shard_bytes, s
     assert scan.examples == problems
     parts = []
     for cut in scan.cuts:
-        part = list(read_piece(Piece(file, cut.start, cut.stop, cut.offset), SETTINGS, problems.append))
+        part = list(read_slice(FileSlice(file, cut.start, cut.stop, cut.offset), SETTINGS, problems.append))
         sizes = [len(document.text.encode()) for document in part]
         assert sum(sizes) == cut.text_bytes
         assert sum(sizes[:-1]) < shard_bytes  # a piece ends with the first document that fills it
@@ -480,7 +480,7 @@ def test_shards_hold_every_piece_once_in_order_and_are_near_the_budget(sizes):
     shards = plan_shards(files, scans, 100)
     assert plan_shards(files, scans, 100) == shards
     expected = [
-        Piece(file, cut.start, cut.stop, cut.offset, cut.text_bytes)
+        FileSlice(file, cut.start, cut.stop, cut.offset, cut.text_bytes)
         for file, scan in zip(files, scans, strict=True)
         for cut in scan.cuts
     ]

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from indexing.neighbors.search_cost import Searched, cheapest, compared_centroids, seconds_by_lists, seconds_exact
+from indexing.neighbors.search_cost import SearchSize, cheapest, compared_centroids, seconds_by_lists, seconds_exact
 
-MINILM = Searched(
+MINILM = SearchSize(
     num_vectors=188_796,
     dimension=384,
     nlist=2048,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from indexing.retrieval.bm25 import BESIDE, K1, TITLE, B, TermStatistics, bm25, sample_statistics, terms
+from indexing.retrieval.bm25 import ADJACENT, K1, TITLE, B, TermStatistics, bm25, sample_statistics, terms
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
@@ -56,11 +56,11 @@ def test_scores_are_those_of_the_formula(opened: Opened) -> None:
             continue
         beside = [each for each in retrieval.beside(np.array([chunk]))[0].tolist() if each >= 0]
         title = terms(retrieval.metadata(np.array([chunk]))[0]["title"])
-        length = len(text_of(chunk)) + BESIDE * sum(len(text_of(each)) for each in beside)
+        length = len(text_of(chunk)) + ADJACENT * sum(len(text_of(each)) for each in beside)
         expected = 0.0
         for term in query:
             count = text_of(chunk).count(term) + TITLE * title.count(term)
-            count += BESIDE * sum(text_of(each).count(term) for each in beside)
+            count += ADJACENT * sum(text_of(each).count(term) for each in beside)
             norm = K1 * (1 - B + B * length / statistics.mean_length)
             expected += weights[term] * count * (K1 + 1) / (count + norm)
         assert scores[0, column] == pytest.approx(expected, rel=1e-4)

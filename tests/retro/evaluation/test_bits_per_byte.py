@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from indexing.corpus.chunks import to_tokens
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
@@ -20,6 +19,7 @@ from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config
+from tests.indexing.corpus.chunk_tokens import to_tokens
 from tests.indexing.tokenization.test_tokenizer import foreign_model
 
 FLOAT32 = choose_placement("cpu", "float32")
