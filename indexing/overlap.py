@@ -1,27 +1,27 @@
-"""How much of a chunk stands word for word in a text that was retrieved for it: the paper's measure of leakage.
+"""Measure how much of a chunk a retrieved text repeats word for word: the paper's measure of leakage.
 
-Imports nothing but numpy: the neighbor search, training, evaluation and reports all use it.
+Imports only numpy, because the neighbor search, training, evaluation and reports all use it.
 """
 
 import numpy as np
 
 
 def longest_common_substring(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Tokens in the longest run that stands in both, for each pair: [n, s] and [n, t] → [n] int64.
+    """Length of the longest token run that both have, for each pair: [n, s] and [n, t] → [n] int64.
 
-    Negative tokens (padding, if the caller marks it so) match nothing.
+    Negative tokens (the caller may mark padding so) match nothing.
     """
     if not first.size or not second.size:
         return np.zeros(len(first), dtype=np.int64)
-    # Runs are counted in bytes where they fit, pairs lie side by side: all of it stays in cache, a batch takes milliseconds.
+    # Run lengths are bytes if they fit, and pairs are adjacent, so all data stays in cache and a batch takes milliseconds.
     counts = np.uint8 if first.shape[1] < 256 else np.uint32
-    # Padding of one is not that of the other.
+    # Different values for the padding of the two sides, which therefore never match.
     columns = np.ascontiguousarray(np.where(first < 0, -1, first).T, dtype=np.int32)  # [s, n]
     others = np.ascontiguousarray(np.where(second < 0, -2, second).T, dtype=np.int32)  # [t, n]
     before, run = np.zeros((2, len(others) + 1, others.shape[1]), dtype=counts)
     best, same = np.zeros(others.shape, dtype=counts), np.empty(others.shape, dtype=bool)
     for column in columns:
-        # A run that ends at t has one token more than the one that ended at t - 1, a token earlier in `first`.
+        # A run that ends at t is one token longer than the run that ended at t - 1, one token earlier in `first`.
         np.equal(others, column, out=same)
         np.add(before[:-1], 1, out=run[1:])
         np.multiply(run[1:], same.view(np.uint8), out=run[1:])

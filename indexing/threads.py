@@ -1,4 +1,4 @@
-"""Work on several threads."""
+"""Run work on several threads."""
 
 import contextlib
 import threading
@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-_TORCH_THREADS = threading.RLock()  # their number belongs to the process: whoever changes it gives back what there was
+_TORCH_THREADS = threading.RLock()  # torch's thread count is process-wide: whoever changes it restores it
 
 
 @contextlib.contextmanager
 def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[Any], object], Iterable[Any]], object]]:
-    """Yields `run(function, items)`, which calls the function with each item and returns when all are done.
+    """Yield `run(function, items)`, which calls the function with each item on several threads and waits for all.
 
-    Every thread calculates with one, so the bytes do not depend on how many there are: kernels that share a product among
-    threads round differently with another number of them.
+    Torch uses one thread per call, so results do not depend on the number of threads: kernels that divide one product among
+    threads round differently for another number of threads.
 
     Args:
-        workers: threads; as many as torch has by default.
+        workers: threads; None = torch's default number.
     """
     import torch
 
@@ -37,7 +37,7 @@ def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[
 
 
 def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
-    """The results in the order of the items, some of them being made on other threads while one is used."""
+    """Yield results in the order of the items, and compute some of the next ones on other threads."""
     with ThreadPoolExecutor(workers) as pool:
         coming: deque[Future[R]] = deque()
         for item in items:

@@ -1,9 +1,9 @@
-"""Documents → chunks: one shard of the corpus becomes token arrays (design: "on disk").
+"""Cut documents into chunks: one shard of the corpus becomes token arrays.
 
-    slices of files → documents → tokens ([bos] text [eos]) → rows of m tokens, the last one of a document padded
+    slices of files → documents → tokens ([bos] text [eos]) → rows of m tokens, the last row of a document padded
 
-Each document falls into `train`, `valid` or `test` by a hash of its text. A chunk never spans two documents. Documents that
-are stored as tokens keep them; they are decoded for that hash and to count bytes.
+A hash of its text assigns each document to `train`, `valid` or `test`. A chunk never spans two documents. Documents stored as
+tokens keep their tokens. They are decoded for the hash and to count bytes.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from indexing.store.files import NpyWriter
 from indexing.threads import map_ahead
 from indexing.tokenization.tokenizer import Tokenizer
 
-# Two batches are tokenised at a time: while Python takes over the ids of one, which no other Python can do beside it,
-# SentencePiece works on the other. Text of a batch for each thread: little enough that the last ones are soon done.
+# Two batches are tokenized at a time: SentencePiece works on one while Python converts the ids of the other, holding the GIL.
+# Text per batch and thread: small, so that all threads finish at about the same time.
 _AT_A_TIME = 2
 _BATCH_BYTES = 2**19
 
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """How documents are cut."""
+    """How documents are cut into chunks."""
 
     chunk_length: int = 64
-    """m, tokens in a chunk (paper: 64)."""
+    """m, tokens per chunk (paper: 64)."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.chunk_length <= 65535:
@@ -42,7 +42,7 @@ class ChunkSettings:
 
 
 def to_chunks(documents: Sequence[np.ndarray], chunk_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents of tokens [t], none empty, into chunks [n, m], the last one of each padded, and their lengths [n] uint16."""
+    """Cut non-empty documents of tokens [t] into chunks [n, m], the last of each padded, and their lengths [n] uint16."""
     tokens = np.array([len(document) for document in documents])
     counts = -(-tokens // chunk_length)
     stops = counts.cumsum()
@@ -55,7 +55,7 @@ def to_chunks(documents: Sequence[np.ndarray], chunk_length: int, pad_id: int) -
 
 
 class _SplitWriter:
-    """The four files of one split of one shard, grown batch by batch; `files` closes them."""
+    """Writes the four files of one split of one shard, batch by batch; the exit stack `files` closes them."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class _SplitWriter:
         self.counts = {"documents": 0, "chunks": 0, "tokens": 0, "bytes": 0}
 
     def append(self, documents: Sequence[tuple[Document, np.ndarray]], file: str) -> None:
-        """Write documents of one file and their tokens, begin and end included."""
+        """Write documents of one file and their tokens, including begin and end."""
         if not documents:
             return
         chunks, lengths = to_chunks([tokens for _, tokens in documents], self.chunk_length, self.pad_id)
@@ -104,7 +104,7 @@ class _SplitWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the rows of `documents.parquet` that are still in memory."""
+        """Write the buffered rows of `documents.parquet`."""
         import pyarrow
 
         self.documents.write_table(pyarrow.Table.from_pylist(self.rows, schema=self.schema))
@@ -112,7 +112,7 @@ class _SplitWriter:
 
 
 def batches(documents: Iterable[Document], batch_bytes: int = 4 * 2**20) -> Iterator[list[Document]]:
-    """The documents in lists of a few megabytes of text."""
+    """Group documents into lists with a few megabytes of text."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -126,10 +126,10 @@ def batches(documents: Iterable[Document], batch_bytes: int = 4 * 2**20) -> Iter
 
 
 def with_text(batch: list[Document], path: str, tokenizer: Tokenizer) -> list[Document]:
-    """Documents of one file, with the text of those that are stored as tokens.
+    """Add the text of documents that are stored as tokens. All documents are from one file.
 
     Raises:
-        InputError: a stored token is not of this tokenizer.
+        InputError: a stored token is not in this tokenizer's vocabulary.
     """
     stored = [document.tokens for document in batch if document.tokens is not None]
     if not stored:
@@ -139,8 +139,8 @@ def with_text(batch: list[Document], path: str, tokenizer: Tokenizer) -> list[Do
         if low < 0 or high >= tokenizer.num_model_tokens:
             raise InputError(
                 f"{path}: document {document.record + 1} holds the token id {low if low < 0 else high}; the tokenizer's are 0 "
-                f"to {tokenizer.num_model_tokens - 1}. Set tokenizer.path to the one that made the file; ids that were added "
-                "to begin or end documents go into corpus.boundary_ids."
+                f"to {tokenizer.num_model_tokens - 1}. Set tokenizer.path to the tokenizer that made the file. If ids were added "
+                "to begin or end documents, list them in corpus.boundary_ids."
             )
     texts = tokenizer.decode_batch(stored)
     return [replace(document, text=text) for document, text in zip(batch, texts, strict=True)]
@@ -148,7 +148,7 @@ def with_text(batch: list[Document], path: str, tokenizer: Tokenizer) -> list[Do
 
 @dataclass(frozen=True)
 class _Batch:
-    """Some documents of one file, and how many bytes of text they were before some were left out."""
+    """Some documents of one file, and their bytes of text, including documents that were left out."""
 
     file: CorpusFile
     documents: list[Document]
@@ -162,7 +162,7 @@ def _read(
     on_problem: Callable[[CorpusProblem], None],
     batch_bytes: int,
 ) -> Iterator[_Batch]:
-    """The documents of a shard without those left out, which are counted from 0."""
+    """Read the documents of a shard in batches, without the documents numbered in `left_out` (counted from 0)."""
     place = itertools.count()
     for file_slice in slices:
         for batch in batches(read_slice(file_slice, corpus, on_problem=on_problem), batch_bytes):
@@ -171,7 +171,7 @@ def _read(
 
 
 def _tokenized(batch: _Batch, tokenizer: Tokenizer) -> tuple[_Batch, list[np.ndarray]]:
-    """A batch with text, and the tokens of its documents: of text these are encoded, of tokens the text is decoded."""
+    """A batch with text, and the tokens of its documents: encodes text, or decodes stored tokens."""
     documents = with_text(batch.documents, batch.file.path, tokenizer)
     tokens = [document.tokens.astype(tokenizer.dtype) for document in documents if document.tokens is not None]
     tokens = tokens or tokenizer.encode_batch([document.text for document in documents])
@@ -189,7 +189,7 @@ def chunk_shard(
     advance: Callable[[int], None],
     removed: np.ndarray | None = None,
 ) -> dict[str, dict[str, int]]:
-    """Write the chunks of one shard into the folder `work`, in a folder for each split.
+    """Write the chunks of one shard into the folder `work`, with a folder for each split.
 
     Args:
         work: an empty folder.
@@ -197,12 +197,12 @@ def chunk_shard(
         corpus: how the files are read and which documents are held out.
         settings: how documents are cut.
         tokenizer_folder: the datastore's `tokenizer/`.
-        on_problem: told of everything that was skipped or mended.
-        advance: told how many bytes of text are done, as the plan counts them.
-        removed: [removed] int64, documents that are left out, counted from 0 in this shard.
+        on_problem: called with every problem in the data.
+        advance: called with the bytes of text that are done, as the plan counts them.
+        removed: [removed] int64, documents to leave out, counted from 0 in this shard.
 
     Returns:
-        for each split, how many documents, chunks, tokens (with bos and eos) and bytes of text.
+        for each split the number of documents, chunks, tokens (with bos and eos) and bytes of text.
     """
     import torch
 

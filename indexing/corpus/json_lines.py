@@ -1,4 +1,4 @@
-"""JSON Lines, plain or packed (.gz, .zst), whose mistakes are told by file and line."""
+"""Read JSON Lines, plain or compressed (.gz, .zst), with errors that name file and line."""
 
 import json
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from indexing.store.errors import InputError
 
 
 def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, Any]]:
-    """The number of each line that is not empty, from 1, and the value that stands in it.
+    """Yield the 1-based number and the value of each non-empty line.
 
     Args:
         path: the file.
-        what: it should be, "a question set" for example; for messages.
+        what: what the file should be, for messages, such as "a question set".
 
     Raises:
-        InputError: the file cannot be read, or a line is no JSON; the message names file and line.
+        InputError: the file cannot be read, or a line is not JSON; the message names file and line.
     """
     try:
         with open(path, "rb") as stored:

@@ -1,11 +1,11 @@
-"""Token corpora of Megatron-LM: `x.bin` holds token ids end to end, `x.idx` says where sequences and documents end.
+"""Token corpora of Megatron-LM: `x.bin` holds token ids, `x.idx` the positions of sequences and documents.
 
     x.idx   header (34 bytes)  lengths [S] int32  pointers [S] int64  documents [D + 1] int64
-    x.bin   the tokens of S sequences, one after another, of the type that the header names
+    x.bin   the tokens of S sequences, concatenated, of the type in the header
 
-All numbers are little-endian. A length counts tokens, a pointer is the byte at which a sequence begins, and document d is the
-sequences [documents[d], documents[d + 1]): one, or several where sentences were kept apart. The format is that of
-`megatron/core/datasets/indexed_dataset.py` in NVIDIA/Megatron-LM, version 1, which its older `mmap` datasets share.
+All numbers are little-endian. A length counts tokens. A pointer is the byte at which a sequence begins. Document d is the
+sequences [documents[d], documents[d + 1]): usually one; several if sentences were split. The format is defined by
+`megatron/core/datasets/indexed_dataset.py` in NVIDIA/Megatron-LM, version 1. Its older `mmap` datasets share it.
 """
 
 import struct
@@ -18,17 +18,17 @@ from indexing.store.errors import InputError
 
 SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, S, D + 1
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, S, D + 1
 _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floating point
 
 
 def is_megatron(name: str) -> bool:
-    """Whether a file, by its name, is one of a pair `.bin` and `.idx`."""
+    """True if a file name is that of a `.bin` or `.idx`."""
     return name.lower().endswith((SUFFIX, INDEX_SUFFIX))
 
 
 def pair_of(path: str) -> tuple[str, str]:
-    """The `.bin` and the `.idx` of which `path` is either; in an archive too: `zip://x.bin::archive.zip`."""
+    """The `.bin` and the `.idx` that `path` belongs to, also in an archive: `zip://x.bin::archive.zip`."""
     inner, *outer = path.split("::")
     stem = inner[: -len(SUFFIX)]
     data, index = ("::".join([stem + suffix, *outer]) for suffix in (SUFFIX, INDEX_SUFFIX))
@@ -37,11 +37,11 @@ def pair_of(path: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class MegatronIndex:
-    """A `.idx`, memory-mapped where it lies on a local disk.
+    """A `.idx` file, memory-mapped if it is on a local disk.
 
     Attributes:
-        path: of the `.idx`.
-        dtype: of the tokens.
+        path: path of the `.idx`.
+        dtype: type of the tokens.
         data_bytes: size of the `.bin`.
         stored: all bytes of the file.
         lengths: [S] int32.
@@ -59,14 +59,14 @@ class MegatronIndex:
 
     @property
     def num_documents(self) -> int:
-        """D, also those without a token."""
+        """D, including documents without tokens."""
         return len(self.documents) - 1
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """The bytes [stop - start + 1] int64 of the `.bin` at which the documents [start, stop) begin, and the last one ends.
+        """Bytes [stop - start + 1] int64 of the `.bin` at which the documents [start, stop) begin, and where the last one ends.
 
         Raises:
-            InputError: sequences or documents do not follow one another.
+            InputError: sequences or documents are not contiguous.
         """
         ends = np.asarray(self.documents[start : stop + 1])
         first, last = int(ends[0]), int(ends[-1])
@@ -83,17 +83,17 @@ class MegatronIndex:
             raise _broken(
                 self.path,
                 f"sequence {first + number + 1} begins at byte {pointers[number]:,}, those before it end at "
-                f"{expected[number]:,}; accepted are sequences that follow one another",
+                f"{expected[number]:,}; accepted are contiguous sequences",
             )
         return expected[ends - first]
 
 
 def open_index(data_path: str, data_bytes: int) -> MegatronIndex:
-    """The index beside the `.bin` at `data_path`, which has `data_bytes`.
+    """Open the index of the `.bin` at `data_path`, which has `data_bytes`.
 
     Raises:
         FileNotFoundError: there is none.
-        InputError: it is not one, or of another version or type, or does not belong to this `.bin`.
+        InputError: the file is not an index, has another version or type, or belongs to another `.bin`.
     """
     path = pair_of(data_path)[1]
     stored = _bytes_of(path)
@@ -146,7 +146,7 @@ def _broken(path: str, found: str) -> InputError:
 
 
 def _bytes_of(path: str) -> np.ndarray:
-    """All bytes of a file [n] uint8: memory-mapped if it is local, else read (an index has 20 bytes a document)."""
+    """All bytes of a file [n] uint8: memory-mapped if it is local, else read (an index has 20 bytes per document)."""
     from fsspec.implementations.local import LocalFileSystem
 
     filesystem, root = filesystem_of(path)

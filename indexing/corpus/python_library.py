@@ -1,4 +1,4 @@
-"""A corpus that every machine has: what Python itself carries."""
+"""A corpus that every machine has: the documentation and sources that ship with Python."""
 
 import json
 import sysconfig
@@ -8,7 +8,7 @@ from indexing.store.files import write_bytes
 
 
 def write_python_corpus(folder: Path) -> Path:
-    """The language reference in `pydoc_data.topics` and the standard library's sources, tests left out, as JSON Lines."""
+    """Write the language reference (`pydoc_data.topics`) and the standard library's sources without tests as JSON Lines."""
     from pydoc_data import topics
 
     path = folder / "python.jsonl"

@@ -1,10 +1,10 @@
-"""Reading documents out of files: text, JSON Lines, Parquet and tokens of Megatron; compressed or not, local or remote.
+"""Read documents from files: text, JSON Lines, Parquet and Megatron tokens; compressed or not, local or remote.
 
     file ──opened (fsspec)──► bytes ──unpacked──► lines, rows or tokens ──► Document, or a CorpusProblem with file and line
 
-Text is never changed: line ends, blanks and control characters stay as they stand in the file. What cannot be text
-(bytes that are not UTF-8, lone surrogates in JSON) becomes U+FFFD, and that and every document left out is reported as
-a `CorpusProblem`. Memory stays at one document, whatever the size of a file.
+Text is not changed: line ends, blanks and control characters stay. Bytes that are not UTF-8 and lone surrogates in JSON become
+U+FFFD. Such a replacement, and every document that is left out, is reported as a `CorpusProblem`. Memory holds one document at a
+time, whatever the size of a file.
 """
 
 import contextlib
@@ -30,23 +30,26 @@ from indexing.corpus.streams import (
 )
 from indexing.store.errors import InputError
 
-# One document a file; its id is the file's name. `.json` is left out: it may hold a document, a list of documents or
-# settings, and a guess would be wrong silently.
+# One document per file; its id is the file's name. `.json` is not accepted: it can hold a document, a list of documents or
+# settings, and a wrong guess would go unnoticed.
 WHOLE_FILE_SUFFIXES = (
     ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx",
     ".hpp", ".cu", ".cuh", ".js", ".mjs", ".jsx", ".ts", ".tsx", ".java", ".kt", ".scala", ".go", ".rs", ".rb",
     ".php", ".pl", ".lua", ".r", ".jl", ".swift", ".m", ".cs", ".fs", ".hs", ".ml", ".ex", ".erl", ".clj", ".lisp",
     ".sh", ".bash", ".bat", ".ps1", ".sql", ".css", ".scss", ".toml", ".yaml", ".yml", ".ini", ".cmake", ".proto",
 )  # fmt: skip
-LINE_SUFFIXES = (".jsonl", ".ndjson")  # one document a line
-PARQUET_SUFFIX = ".parquet"  # one document a row
+LINE_SUFFIXES = (".jsonl", ".ndjson")  # one document per line
+PARQUET_SUFFIX = ".parquet"  # one document per row
 ACCEPTED = (
     f"Accepted suffixes: {', '.join((*LINE_SUFFIXES, PARQUET_SUFFIX, *WHOLE_FILE_SUFFIXES))}, and {SUFFIX} with its "
-    f"{INDEX_SUFFIX} beside it (Megatron); those of text and JSON Lines may be followed by {' or '.join(COMPRESSION_SUFFIXES)}."
+    f"{INDEX_SUFFIX} (Megatron). Text and JSON Lines may be compressed: {' or '.join(COMPRESSION_SUFFIXES)} after the suffix."
 )
-TEXT_COLUMNS, NUMBER_COLUMNS = ("id", "file"), ("bytes", "tokens", "chunks")  # of every document, beside its metadata
-_TOKEN_TEXT_BYTES = 4  # text in a token, about, where only the tokens are known
-_BLOCK_DOCUMENTS = 1 << 16  # whose positions in a Megatron file are held in memory
+TEXT_COLUMNS, NUMBER_COLUMNS = (
+    ("id", "file"),
+    ("bytes", "tokens", "chunks"),
+)  # columns of every document besides metadata
+_TOKEN_TEXT_BYTES = 4  # estimated bytes of text per token, if only the tokens are known
+_BLOCK_DOCUMENTS = 1 << 16  # documents of a Megatron file whose positions are in memory at a time
 
 ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
@@ -59,22 +62,22 @@ class CorpusSettings:
     """Which text is read, and how it is divided."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. Of a Megatron
-    corpus the `.bin` or the `.idx`, which belong together."""
+    """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. For a Megatron
+    corpus name the `.bin` or the `.idx`."""
     text_key: str = "text"
-    """Key (JSON Lines) or column (Parquet) of the text; dots lead into nested objects: `content.body`."""
+    """Key (JSON Lines) or column (Parquet) of the text. Dots lead into nested objects: `content.body`."""
     id_key: str = "id"
-    """Key or column of the document's id; without one the id is `file:line`."""
+    """Key or column of the document's id. A document without one gets the id `file:line`."""
     metadata_keys: tuple[str, ...] = ("title", "url", "source")
-    """Keys or columns that are kept with each document where they exist."""
+    """Keys or columns to keep with each document that has them."""
     shard_bytes: int = 64 * 2**20
-    """Bytes of text in a shard, about; a token of a Megatron file counts as 4."""
+    """Approximate bytes of text per shard. A Megatron token counts as 4."""
     split: tuple[int, int, int] = (980, 20, 0)
-    """Weights of train, valid and test. A hash of its text decides where a document falls; valid and test are held out."""
+    """Weights of train, valid and test. A hash of its text assigns each document to a split. valid and test are held out."""
     boundary_ids: tuple[int, ...] = ()
-    """Token ids by which documents of Megatron files begin or end (bos, eod): one is taken off at each end."""
+    """Token ids (bos, eod) at the ends of documents in Megatron files. One is removed at each end."""
     strict: bool = False
-    """Stop at the first problem in the data instead of reporting it."""
+    """Stop at the first problem in the data. The default reports problems and continues."""
 
     def __post_init__(self) -> None:
         for name in ("text_key", "id_key"):
@@ -94,22 +97,24 @@ class CorpusSettings:
             raise InputError(f"corpus.shard_bytes is {self.shard_bytes}; it must be 1 or more.")
         if len(self.split) != 3 or min(self.split) < 0 or self.split[0] < 1:
             raise InputError(
-                f"corpus.split = {self.split}: must be three weights of 0 or more, for train, valid and test, and that of "
-                "train above 0, for example (980, 20, 0)."
+                f"corpus.split = {self.split}: must be three weights of 0 or more for train, valid and test, with train above 0, "
+                "for example (980, 20, 0)."
             )
         if any(token < 0 for token in self.boundary_ids):
-            raise InputError(f"corpus.boundary_ids = {self.boundary_ids}: must be token ids of 0 or more; () for none.")
+            raise InputError(
+                f"corpus.boundary_ids = {self.boundary_ids}: must be token ids of 0 or more, or () for none."
+            )
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One file of the corpus; of a Megatron pair the `.bin`, with the size and the time of both.
+    """One file of the corpus. A Megatron pair is its `.bin`, with the size and the time of both files.
 
     Attributes:
-        path: as it is opened through fsspec.
-        name: relative to the folder or glob that it was found by, the same on every machine; prefix of its ids.
-        size: bytes as stored; 0 where the file system does not say.
-        modified: when it was last changed, as the file system says it; with the size it tells an edited file.
+        path: fsspec path.
+        name: path relative to the folder or glob that found it, the same on every machine; prefix of document ids.
+        size: bytes as stored; 0 if the file system does not report it.
+        modified: time of the last change as the file system reports it. Size and time detect an edited file.
     """
 
     path: str
@@ -123,12 +128,12 @@ class Document:
     """One document.
 
     Attributes:
-        id: unique if the corpus is well-made; `find_duplicates` tells.
-        text: never empty or blank, without surrogates; empty where the document is stored as tokens.
-        metadata: the values found at `metadata_keys`; nested ones as JSON.
-        record: 0-based line (JSON Lines), row (Parquet) or number (Megatron) in its file, counting those left out.
+        id: unique in a well-formed corpus; `find_duplicates` checks.
+        text: never empty or blank, without surrogates; empty if the document is stored as tokens.
+        metadata: the values at `metadata_keys`; nested values as JSON.
+        record: 0-based line (JSON Lines), row (Parquet) or number (Megatron) in its file, including records left out.
         offset: byte at which its line starts in an uncompressed JSON Lines file, else 0.
-        tokens: [tokens] of a Megatron file, as stored, one at least; None where the document is stored as text.
+        tokens: [tokens] as stored in a Megatron file, at least one; None if the document is stored as text.
     """
 
     id: str
@@ -140,13 +145,13 @@ class Document:
 
     @property
     def size(self) -> int:
-        """UTF-8 bytes of its text; an estimate where it is stored as tokens."""
+        """UTF-8 bytes of its text; an estimate if it is stored as tokens."""
         return len(self.text.encode()) if self.tokens is None else _TOKEN_TEXT_BYTES * len(self.tokens)
 
 
 @dataclass(frozen=True)
 class CorpusProblem:
-    """Something in the data that is not as it should be; `line` is 1-based, as are rows of Parquet and documents of Megatron."""
+    """A problem in the data. `line` is 1-based: a line, a row (Parquet) or a document (Megatron)."""
 
     kind: ProblemKind
     file: str
@@ -155,7 +160,7 @@ class CorpusProblem:
 
 
 def printable(text: str) -> str:
-    """A name or a message in true Unicode: file names on Linux are bytes, and need not be UTF-8."""
+    """Replace what is not valid Unicode in a name or message: Linux file names are bytes and need not be UTF-8."""
     return text.encode(errors="replace").decode()
 
 
@@ -174,9 +179,9 @@ def read_documents(
     offset: int = 0,
     on_problem: Callable[[CorpusProblem], None],
 ) -> Iterator[Document]:
-    """The documents among the records [start, stop) of a file, in order; problems of these records go to `on_problem`.
+    """Read the documents among the records [start, stop) of a file, in order, and report problems to `on_problem`.
 
-    `offset` is where record `start` begins, as `scan_file` found it: it saves reading the lines before.
+    `offset` is the byte of record `start` as found by `scan_file`. It saves reading the lines before.
     """
     with opened(file, on_problem) as stored:
         if stored is not None:
@@ -186,7 +191,7 @@ def read_documents(
 
 @contextlib.contextmanager
 def opened(file: CorpusFile, on_problem: Callable[[CorpusProblem], None]) -> Iterator[Any]:
-    """The stored bytes of a file as a binary file object, or None after reporting that it cannot be opened."""
+    """Open the stored bytes of a file; yields None after reporting that it cannot be opened."""
     try:
         filesystem, path = filesystem_of(file.path)
         opened = filesystem.open(path, "rb")
@@ -200,7 +205,7 @@ def opened(file: CorpusFile, on_problem: Callable[[CorpusProblem], None]) -> Ite
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """What is read of a file, and whom to tell of problems."""
+    """Which records of a file to read, and where to report problems."""
 
     file: CorpusFile
     settings: CorpusSettings
@@ -225,7 +230,7 @@ def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
     if is_megatron(name):
         yield from _token_documents(raw, request)
         return
-    if request.offset:  # only an uncompressed file is entered in the middle
+    if request.offset:  # only uncompressed files have offsets
         raw.stored.seek(request.offset)
         yield from _json_lines(io.BufferedReader(raw, 1 << 20), request, has_offsets=True)
         return
@@ -278,7 +283,7 @@ def _parse(line: bytes, number: int, request: ReadRequest) -> dict[str, Any] | N
     text = _decode(line, number, request)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError also for integers of more than 4300 digits
+    except (ValueError, RecursionError) as error:  # Python also raises ValueError for integers of over 4300 digits
         request.report("broken JSON", number, str(error))
         return None
     if not isinstance(value, dict):
@@ -316,12 +321,12 @@ def _parquet_rows(stored: Any, request: ReadRequest) -> Iterator[Document]:
         request.report("unreadable file", record + 1, str(error))
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
-            raise  # the disk or the network, not the contents: Arrow's own are plain OSErrors without a number
+            raise  # a disk or network error; Arrow's own errors about contents are plain OSErrors without a number
         request.report("truncated file", record + 1, str(error))
 
 
 def _column(batch: Any, key: str) -> list[Any] | None:
-    """A column, or a field of a struct column, as Python values; strings as bytes, for Arrow does not check them."""
+    """A column, or a field of a struct column, as Python values. Strings stay bytes, because Arrow does not validate them."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -343,7 +348,7 @@ def _column(batch: Any, key: str) -> list[Any] | None:
 
 
 def _token_documents(raw: StoredReader, request: ReadRequest) -> Iterator[Document]:
-    """The documents of a Megatron file, in one pass from the first that is wanted."""
+    """Read documents of a Megatron file in one pass from the first requested one."""
     name, path = request.file.name, request.file.path
     try:
         index = open_index(path, raw.stored.seek(0, io.SEEK_END))
@@ -377,7 +382,7 @@ def _without_boundaries(tokens: np.ndarray, boundary_ids: tuple[int, ...]) -> np
 
 
 def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset: int) -> Iterator[Document]:
-    """One document of a line or row, or none and a report why."""
+    """Yield the document of a line or row, or report why there is none."""
     settings, line = request.settings, record + 1
 
     def find(key: str) -> Any:
@@ -411,12 +416,12 @@ def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset:
 
 
 def _decode(data: bytes, first_line: int, request: ReadRequest) -> str:
-    """UTF-8 text; what is not UTF-8 becomes U+FFFD and is reported by the line of its first byte."""
+    """Decode UTF-8. Invalid bytes become U+FFFD and are reported with the line of the first."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         text = data.decode(errors="replace")
-        # A U+FFFD that stands in the file is text like any other.
+        # A U+FFFD that the file itself contains is ordinary text.
         count = text.count("\ufffd") - data.count("\ufffd".encode())
         line = first_line + data.count(b"\n", 0, error.start)
         request.report("undecodable bytes", line, f"{count} replaced by U+FFFD, the first is 0x{data[error.start]:02x}")

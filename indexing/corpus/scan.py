@@ -1,4 +1,4 @@
-"""From paths to shards: list the files, look through each once, cut the corpus, read it again piece by piece.
+"""Turn paths into shards: list the files, scan each once, cut the corpus into slices, and read the slices.
 
 paths ──list_files──► CorpusFile ──scan_file──► FileScan ──plan_shards──► FileSlice ──read_slice──► Document
 """
@@ -32,16 +32,19 @@ from indexing.corpus.streams import HashingReader, filesystem_of
 from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 
-# What file systems call the time of the last change: local, S3, GCS and Azure, in-memory.
+# Names of the modification time in file systems: local, S3, GCS and Azure, in-memory.
 _TIMES = ("mtime", "LastModified", "updated", "last_modified", "modified", "created")
-KEPT_EXAMPLES = 100  # problems of a file that are kept in full; the others are counted
+KEPT_EXAMPLES = 100  # problems per file that are kept in full; more are only counted
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Consecutive documents of one file: those among the records [start, stop), of `Document.size` `text_bytes` in all.
+    """Consecutive documents of one file: those among the records [start, stop).
 
-    `offset` is the byte at which record `start` begins, if the file is uncompressed JSON Lines, else 0.
+    Attributes:
+        start, stop: records.
+        text_bytes: sum of their `Document.size`.
+        offset: byte at which record `start` begins in an uncompressed JSON Lines file, else 0.
     """
 
     start: int
@@ -52,16 +55,16 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class FileScan:
-    """What one pass over a file found.
+    """Result of one pass over a file.
 
     Attributes:
-        documents: documents in it.
+        documents: number of documents.
         text_bytes: UTF-8 bytes of their text, estimated for tokens.
-        problems: how many of each kind.
+        problems: number of problems of each kind.
         examples: the first 100 problems.
-        cuts: ranges of about `shard_bytes` of text, in order, that hold every document once.
-        checksum: BLAKE2b-128 of the file's bytes as stored, hexadecimal, the index of a Megatron file first; empty if it
-            cannot be read.
+        cuts: ranges of about `shard_bytes` of text, in order; each document is in one of them.
+        checksum: BLAKE2b-128 of the stored bytes, hexadecimal; of a Megatron pair the index first. Empty if the file cannot
+            be read.
         id_hashes: [documents] uint64, BLAKE2b-64 of the ids.
         id_lines: [documents] int64, 1-based line of each.
     """
@@ -78,7 +81,7 @@ class FileScan:
 
 @dataclass(frozen=True)
 class FileSlice:
-    """The documents among the records [start, stop) of one file; `offset` and `text_bytes` as in `Cut`."""
+    """The documents among the records [start, stop) of one file. `offset` and `text_bytes` as in `Cut`."""
 
     file: CorpusFile
     start: int
@@ -88,24 +91,24 @@ class FileSlice:
 
 
 def strict_problem(problem: CorpusProblem) -> None:
-    """An `on_problem` that accepts none.
+    """An `on_problem` that rejects every problem.
 
     Raises:
         InputError: always; the message has the form `file:line: kind: detail`.
     """
     raise InputError(
         f"{problem.file}:{problem.line}: {problem.kind}: {problem.detail}. "
-        "Mend the file, or set corpus.strict = false to have such problems reported and passed over."
+        "Repair the file, or set corpus.strict = false to report such problems and continue."
     )
 
 
 def list_files(settings: CorpusSettings, key: str = "corpus.paths") -> list[CorpusFile]:
-    """All files that `settings.paths` stand for, each once, sorted by name, then path; messages call them `key`.
+    """List the files of `settings.paths`, each once, sorted by name, then path. Error messages use the name `key`.
 
-    Folders and globs take the files with a known suffix and pass over others and over hidden files and folders.
+    Folders and globs give the files with a known suffix. Other files, hidden files and hidden folders are skipped.
 
     Raises:
-        InputError: a path does not exist, has an unknown suffix or protocol, or stands for no file.
+        InputError: a path does not exist, has an unknown suffix or protocol, or gives no file.
     """
     if not settings.paths:
         raise InputError(f"{key} is empty. Name files, folders or globs: --{key} data/ notes/*.md")
@@ -121,7 +124,7 @@ def _files_at(given: str, key: str) -> list[CorpusFile]:
 
     try:
         filesystem, root = filesystem_of(given)
-    except (ImportError, ValueError) as error:  # the package for this protocol is missing, or there is no such protocol
+    except (ImportError, ValueError) as error:  # the package for this protocol is missing, or the protocol is unknown
         raise InputError(f"{key}: {given!r} cannot be opened: {error}") from error
     is_local = isinstance(filesystem, LocalFileSystem)
     if filesystem.isfile(root):
@@ -129,9 +132,7 @@ def _files_at(given: str, key: str) -> list[CorpusFile]:
             raise InputError(f"{key}: {given!r} is not of a known kind. {ACCEPTED}")
         for part in pair_of(root) if is_megatron(root) else ():
             if not filesystem.isfile(part):
-                raise InputError(
-                    f"{key}: {given!r}: {part} is missing; a corpus of Megatron is a .bin and its .idx. Put it there."
-                )
+                raise InputError(f"{key}: {given!r}: {part} is missing. A Megatron corpus needs the .bin and its .idx.")
         base, infos = root.rpartition("/")[0], {root: filesystem.info(root)}
     elif filesystem.isdir(root):
         base, infos = root, _local_files(root) if is_local else filesystem.find(root, detail=True)
@@ -154,9 +155,9 @@ def _files_at(given: str, key: str) -> list[CorpusFile]:
 
 
 def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
-    """The files below a local folder, or those of them that match a glob: path → what fsspec says of it. Links are followed.
+    """List the files below a local folder, or those that match a glob: path → fsspec's info. Links are followed.
 
-    fsspec itself passes over links. Paths without a link come first.
+    fsspec itself does not follow links. Paths without a link come first.
     """
     from fsspec.implementations.local import LocalFileSystem
     from fsspec.utils import glob_translate
@@ -164,7 +165,7 @@ def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
     depth = pattern[len(base) + 1 :].count("/") if pattern and "**" not in pattern else None
     matches = re.compile(glob_translate(pattern) if pattern else "").match
     filesystem, found = LocalFileSystem(), sorted(_walk(base or "/", depth))
-    gone = {"type": "file", "size": 0}  # a link to nothing: a problem of the corpus, as a file that vanished
+    gone = {"type": "file", "size": 0}  # a dangling link is reported as a problem, like a file that vanished
     return {
         path: filesystem.info(path) if os.path.exists(path) else gone for _, path in found if matches(path) is not None
     }
@@ -173,16 +174,16 @@ def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
 def _walk(
     folder: str, depth: int | None, is_linked: bool = False, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[bool, str]]:
-    """The files in a folder and `depth` levels below it: whether a link leads to it, and its path.
+    """Walk the files in a folder and `depth` levels below it. Yields whether a link leads to the file, and its path.
 
-    Links are followed, but not back to a folder that holds this one.
+    Links are followed, but not back to a folder that contains the current one.
     """
     real = os.path.realpath(folder)
     if any(os.path.join(each, "").startswith(os.path.join(real, "")) for each in above):
         return
     try:
         entries = list(os.scandir(folder))
-    except OSError:  # not ours to read, as in `lost+found`
+    except OSError:  # not readable by this user, such as `lost+found`
         return
     for entry in entries:
         linked = is_linked or entry.is_symlink()
@@ -193,7 +194,7 @@ def _walk(
 
 
 def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[str, dict[str, Any]]) -> CorpusFile:
-    """The file found at `path`; of a Megatron pair always the `.bin`, told by the sizes and times of both."""
+    """Describe the file at `path`. For a Megatron pair this is the `.bin`, with the sizes and times of both files."""
     from fsspec.implementations.local import LocalFileSystem
 
     paths: tuple[str, ...] = (path,)
@@ -201,7 +202,7 @@ def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[
         paths, name = pair_of(path), pair_of(name)[0]
     found = [infos.get(part) or filesystem.info(part) for part in paths if part in infos or filesystem.isfile(part)]
     url = paths[0]
-    if not isinstance(filesystem, LocalFileSystem):  # of a file in an archive: zip://name::archive
+    if not isinstance(filesystem, LocalFileSystem):  # also files in an archive: zip://name::archive
         url = "::".join([filesystem.unstrip_protocol(url), *given.split("::")[1:]])
     size = sum(info.get("size") or 0 for info in found)
     times = [next((info[key] for key in _TIMES if info.get(key) is not None), "") for info in found]
@@ -211,10 +212,10 @@ def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[
 def scan_file(
     file: CorpusFile, settings: CorpusSettings, on_document: Callable[[Document], None] | None = None
 ) -> FileScan:
-    """Read one file once, in a stream: count, check, find the points to cut at; `on_document` sees every document.
+    """Read one file once as a stream: count, check, and choose the cuts. `on_document` receives every document.
 
     Raises:
-        InputError: the first problem, if `settings.strict`.
+        InputError: at the first problem, if `settings.strict`.
     """
     problems: dict[str, int] = {}
     examples: list[CorpusProblem] = []
@@ -226,14 +227,14 @@ def scan_file(
         if len(examples) < KEPT_EXAMPLES:
             examples.append(problem)
 
-    hashes, lines = bytearray(), bytearray()  # 8 bytes a document each, not a Python object
+    hashes, lines = bytearray(), bytearray()  # 8 bytes per document instead of a Python object
     cuts: list[Cut] = []
     text_bytes = documents = piece_start = piece_offset = piece_stop = piece_bytes = 0
     checksum = ""
     with opened(file, on_problem) as stored:
         if stored is not None:
             raw = HashingReader(stored)
-            if file.name.lower().endswith(PARQUET_SUFFIX):  # read in any order, so hashed before
+            if file.name.lower().endswith(PARQUET_SUFFIX):  # not read in order, so hashed before
                 checksum = raw.finish()
                 stored.seek(0)
             for document in read(stored if checksum else raw, ReadRequest(file, settings, on_problem)):
@@ -260,21 +261,20 @@ def scan_file(
 
 
 def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """What the recipe of a corpus says of its files, from the name and checksum of each: `{name: checksum}`, or one
-    fingerprint of all where there are more than 1,000 or two share a name."""
+    """The files of a corpus as recipe inputs, from name and checksum of each: `{name: checksum}`, or one fingerprint of all if
+    there are more than 1,000 files or two share a name."""
     checksums = dict(files)
     return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(each) for each in files])}
 
 
 def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSlice]]:
-    """Group the cuts of all files, in order, into shards of about `shard_bytes` of text; none is empty.
+    """Group the cuts of all files, in order, into non-empty shards of about `shard_bytes` of text.
 
-    A shard takes the next cut unless it would then miss the budget by more than it does without it. So shards have
-    between a half and one and a half times the budget, apart from the last, and from cuts that are large by
-    themselves because one document is.
+    A shard takes the next cut unless that misses the budget by more than stopping does. So a shard has between 0.5 and 1.5 times
+    the budget. Exceptions are the last shard, and cuts that are large because one document is.
     """
     shards: list[list[FileSlice]] = []
-    filled = shard_bytes  # of the last shard in the list
+    filled = shard_bytes  # bytes in the last shard of the list
     for file, scan in zip(files, scans, strict=True):
         for cut in scan.cuts:
             if not shards or filled >= shard_bytes or filled + cut.text_bytes - shard_bytes > shard_bytes - filled:
@@ -286,10 +286,10 @@ def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_by
 
 
 def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> list[CorpusProblem]:
-    """Ids that occur more than once in the whole corpus: one problem for each later occurrence, in order.
+    """Find ids that occur more than once in the corpus: one problem for each later occurrence, in order.
 
-    The documents stay in the corpus: two texts under one id are still two texts. Ids are compared by their 64-bit
-    hashes in a sort, 16 bytes a document; among 10^8 documents a false alarm has a chance of 0.03%.
+    The documents stay in the corpus, because two texts under one id are two texts. Ids are compared by 64-bit hashes in a sort,
+    which takes 16 bytes per document. Among 10^8 documents the probability of a false alarm is 0.03%.
     """
     if not scans:
         return []
@@ -305,21 +305,21 @@ def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> l
     for row in np.flatnonzero(~is_first)[np.argsort(order[~is_first])]:
         later, first = int(order[row]), int(first_of[row])
         file, first_file = (files[int(np.searchsorted(ends, item, side="right"))] for item in (later, first))
-        detail = f"the same id stands at {printable(first_file.path)}:{lines[first]}"
+        detail = f"the same id occurs at {printable(first_file.path)}:{lines[first]}"
         problems.append(CorpusProblem("duplicate id", printable(file.path), int(lines[later]), detail))
     return problems
 
 
 def split_of(text: str, weights: tuple[int, int, int]) -> str:
-    """The split that a document belongs to: `train`, `valid` or `test`, with chances as the weights of these.
+    """Assign a document to `train`, `valid` or `test`, with probabilities proportional to the weights.
 
-    Decided by a BLAKE2b hash of the text alone: equal documents fall on the same side, and a document keeps its side as
-    the corpus grows. The hash is a point of the unit interval, from which `valid` takes the lower end, `test` the upper
-    one and `train` what is between: a larger share only moves documents into a split, and only out of `train`.
+    The split depends on a BLAKE2b hash of the text alone. So equal documents get the same split, and a document keeps its split
+    as the corpus grows. The hash is a point of the unit interval: `valid` has its lower end, `test` its upper end, and `train`
+    the middle. So a larger share of `valid` or `test` only moves documents out of `train`.
     """
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
     thousands, thousandth = divmod(int.from_bytes(digest, "little"), 1000)
-    # Exactly, in integers: the point is position / whole, and its first three decimal places are the hash modulo 1000.
+    # In exact integers: the point is position / whole, and its first three decimal places are the hash modulo 1000.
     fraction = 2**64 // 1000 + 1
     position, whole = thousandth * fraction + thousands, 1000 * fraction
     _, valid, test = weights
@@ -331,6 +331,6 @@ def split_of(text: str, weights: tuple[int, int, int]) -> str:
 def read_slice(
     file_slice: FileSlice, settings: CorpusSettings, on_problem: Callable[[CorpusProblem], None]
 ) -> Iterator[Document]:
-    """The documents of one file_slice of a shard, in order."""
+    """Read the documents of one slice of a file, in order."""
     window = {"start": file_slice.start, "stop": file_slice.stop, "offset": file_slice.offset}
     return read_documents(file_slice.file, settings, **window, on_problem=on_problem)

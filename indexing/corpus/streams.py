@@ -1,4 +1,4 @@
-"""The bytes of a file: as they are stored, hashed as they pass, and unpacked.
+"""Read the bytes of a file: as stored, hashed in passing, and decompressed.
 
 stored file ──StoredReader, HashingReader──► stored bytes ──unpacked (gzip, zstd)──► contents
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 COMPRESSION_SUFFIXES = (".gz", ".zst")
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
-"""What reading an unpacked stream raises where the file is cut off or is not what its name says."""
+"""Exceptions of a decompressed stream if the file is truncated or has another format than its name says."""
 _MAGIC = re.compile(rb"(?P<gz>\x1f\x8b)|(?P<zst>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)")
 _SNIFFED_BYTES = 4096
 
@@ -21,35 +21,34 @@ _SNIFFED_BYTES = 4096
 def filesystem_of(location: str) -> tuple[Any, str]:
     """The fsspec filesystem of a path, glob or URL, and the path in it.
 
-    What is on this machine is local even if its name holds `::`, which chains URLs elsewhere.
+    An existing local path is local even if its name contains `::`, which chains URLs.
 
     Raises:
-        ImportError, ValueError: the package for its protocol is not installed, or there is no such protocol.
+        ImportError, ValueError: the package for its protocol is not installed, or the protocol is unknown.
     """
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
-    fixed = re.split(r"[*?\[]", location)[0].rpartition("/")[0]  # of a glob, the folder before it
+    fixed = re.split(r"[*?\[]", location)[0].rpartition("/")[0]  # the folder before a glob
     if os.path.isabs(location) or os.path.lexists(location) or ("://" not in location and os.path.isdir(fixed)):
         return LocalFileSystem(), LocalFileSystem._strip_protocol(location)
     return fsspec.core.url_to_fs(location)
 
 
 def compression_suffix(name: str) -> str:
-    """The suffix of a file's name that says how it is compressed: `.gz`, `.zst`, or empty."""
+    """The compression suffix of a file name: `.gz`, `.zst`, or empty."""
     return next((suffix for suffix in COMPRESSION_SUFFIXES if name.endswith(suffix)), "")
 
 
 def uncompressed(name: str) -> str:
-    """A file's name without the suffix of its compression."""
+    """A file name without its compression suffix."""
     return name.removesuffix(compression_suffix(name))
 
 
 def unpacked(raw: "StoredReader", name: str) -> tuple[Any, str]:
-    """The contents of a file with this name (in lower case), as a buffered stream, and its compression: `.gz`, `.zst`, or empty.
+    """The contents of a file as a buffered stream, and its compression: `.gz`, `.zst`, or empty. `name` is in lower case.
 
-    The first bytes tell the compression, not the name. A name that ends in `.gz` or `.zst` counts where they tell nothing: they
-    are neither those of a compressed file nor text.
+    The first bytes decide the compression. The name decides only if they are neither those of a compressed file nor text.
     """
     stored = io.BufferedReader(raw, 1 << 20)
     head = stored.peek(_SNIFFED_BYTES)[:_SNIFFED_BYTES]
@@ -61,7 +60,7 @@ def unpacked(raw: "StoredReader", name: str) -> tuple[Any, str]:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether the first bytes of a file are UTF-8 without NUL; the last character may be cut."""
+    """True if the first bytes of a file are UTF-8 without NUL; the last character may be incomplete."""
     try:
         head.decode()
     except UnicodeDecodeError as error:
@@ -71,7 +70,7 @@ def _is_text(head: bytes) -> bool:
 
 
 class StoredReader(io.RawIOBase):
-    """The stored bytes of an open file; closing it leaves the file open, which belongs to somebody else."""
+    """The stored bytes of an open file. Closing the reader does not close the file."""
 
     def __init__(self, stored: Any) -> None:
         self.stored = stored
@@ -80,7 +79,7 @@ class StoredReader(io.RawIOBase):
         return True
 
     def include(self, data: Any) -> None:
-        """Take bytes of another file as part of this one."""
+        """Count bytes of another file as part of this one."""
 
     def readinto(self, buffer: Any) -> int:
         data = self.stored.read(len(buffer))
@@ -89,7 +88,7 @@ class StoredReader(io.RawIOBase):
 
 
 class HashingReader(StoredReader):
-    """A reader that hashes what passes."""
+    """A reader that hashes the bytes it reads."""
 
     def __init__(self, stored: Any) -> None:
         super().__init__(stored)
@@ -104,7 +103,7 @@ class HashingReader(StoredReader):
         return size
 
     def finish(self) -> str:
-        """Read what is left and return the checksum of the whole file and of what it includes."""
+        """Read the rest and return the checksum of the whole file and of included bytes."""
         while block := self.stored.read(1 << 20):
             self.digest.update(block)
         return self.digest.hexdigest()
@@ -113,7 +112,7 @@ class HashingReader(StoredReader):
 class _ZstdReader(io.RawIOBase):
     """Decompresses all frames of a zstd stream.
 
-    `zstandard.ZstdDecompressor.stream_reader` ends quietly where a file was cut off; this raises EOFError.
+    `zstandard.ZstdDecompressor.stream_reader` ends silently if a file is truncated; this reader raises EOFError.
     """
 
     def __init__(self, raw: io.BufferedIOBase) -> None:
@@ -132,7 +131,7 @@ class _ZstdReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            # Small blocks, because what one block expands to is held in memory.
+            # Small blocks, because the expansion of one block is in memory.
             self.waiting = self.waiting or self.raw.read(1 << 15) or b""
             if not self.waiting:
                 if self.frame is not None:

@@ -1,13 +1,13 @@
-"""Near-duplicate documents: which training documents are too like a document of the evaluation, or like one before them.
+"""Find training documents that are near copies of an evaluation document or of an earlier training document.
 
-    slices of a shard ──sign_shard──► signatures: bands of every document's MinHash, its split, how many grams it has
-    signatures of all shards ──find_candidates──► documents that share a band with another one
+    slices of a shard ──sign_shard──► signatures: MinHash bands, split and number of grams of every document
+    signatures of all shards ──find_candidates──► documents that share a band with another document
     slices of a shard ──collect_grams──► gram sets of its candidates, read again
-    all of these ──decide──► training documents to remove, each with the one it is near to and their exact Jaccard
+    all of these ──decide──► training documents to remove, each with the document it is near to and their exact Jaccard
 
-Documents are decided upon in corpus order: one is removed if it is near to a held-out or evaluation document, or to a
-training document that was kept. So of a cluster the first stays, everything removed is near to something that stays,
-and whatever MinHash guesses, nothing is removed below the threshold. Held-out documents are never removed.
+Documents are decided in corpus order. A training document is removed if it is near to a held-out or evaluation document, or to
+a training document that was kept. So the first document of a cluster stays, and every removed document is near to one that
+stays. Whatever MinHash guesses, no document below the threshold is removed. Held-out documents are never removed.
 """
 
 import itertools
@@ -35,26 +35,26 @@ Advance = Callable[[int], None]
 
 TRAIN, EVALUATION = SPLITS.index("train"), len(SPLITS)
 KINDS = (*SPLITS, "evaluation")
-"""What a document is, by its number in `splits.npy`."""
+"""Kinds of documents, by their number in `splits.npy`."""
 
 
 @dataclass(frozen=True)
 class DedupSettings:
-    """Which near copies are taken out of the training documents; none by default."""
+    """Which near copies are removed from the training documents. The default removes none."""
 
     within: bool = False
-    """Of training documents that are near to each other keep the first in corpus order."""
+    """Of training documents that are near to each other, keep only the first in corpus order."""
     held_out: bool = False
-    """Remove training documents that are near to one of `valid` or `test` (paper, section 2.1)."""
+    """Remove training documents that are near to a document of `valid` or `test` (paper, section 2.1)."""
     paths: tuple[str, ...] = ()
-    """Remove training documents that are near to one of these files: an evaluation set, read like `corpus.paths`."""
+    """Remove training documents that are near to a document in these files: an evaluation set, read like `corpus.paths`."""
     ngram: int = 13
-    """Units in an n-gram (paper: 13). A unit is a word, or a character of a script without spaces."""
+    """Units per n-gram (paper: 13). A unit is a word, or a character in scripts without spaces."""
     threshold: float = 0.8
-    """Jaccard similarity of the n-gram sets from which on two documents are near (paper: 0.8)."""
+    """Two documents are near if the Jaccard similarity of their n-gram sets is at least this (paper: 0.8)."""
     permutations: int = 128
-    """Of MinHash. More of them cost time and spare comparisons; what is found depends on them little, what is removed by
-    mistake not at all: similarities are exact."""
+    """Permutations of MinHash. More take longer to compute, but leave fewer pairs to compare exactly. They hardly change which
+    pairs are found, and never remove a document by mistake, because the final similarities are exact."""
 
     def __post_init__(self) -> None:
         if self.ngram < 1:
@@ -71,12 +71,12 @@ class DedupSettings:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything may be removed."""
+        """Whether documents can be removed."""
         return self.within or self.held_out or bool(self.paths)
 
     @property
     def sketch(self) -> Sketch:
-        """What turns a gram set into bands."""
+        """The function from gram sets to bands."""
         shape = banding(self.threshold, self.permutations)
         assert shape is not None
         return Sketch(*shape)
@@ -88,7 +88,7 @@ class DedupSettings:
 def documents_of(
     slices: list[FileSlice], corpus: CorpusSettings, tokenizer_folder: Path, advance: Advance
 ) -> Iterator[tuple[FileSlice, Document]]:
-    """The documents of a shard in order, with their text also where tokens are stored. `advance` as for `chunk_shard`."""
+    """Read the documents of a shard in order, with text also if tokens are stored. `advance` as in `chunk_shard`."""
     tokenizer = Tokenizer.open(tokenizer_folder)
     for file_slice in slices:
         for batch in batches(read_slice(file_slice, corpus, on_problem=lambda _: None)):
@@ -107,7 +107,7 @@ def sign_shard(
     is_evaluation: bool,
     advance: Advance,
 ) -> dict[str, int]:
-    """Write the signatures of one shard into the folder `work`; returns how many documents of each kind it has.
+    """Write the signatures of one shard into the folder `work`; returns its number of documents of each kind.
 
     bands.npy [bands, documents] uint64   sizes.npy [documents] int64, distinct grams   splits.npy [documents] uint8, of KINDS
     """
@@ -134,11 +134,11 @@ def collect_grams(
     *,
     advance: Advance,
 ) -> int:
-    """Write the gram sets of some documents of one shard into the folder `work`; returns how many grams they have.
+    """Write the gram sets of some documents of one shard into the folder `work`; returns their number of grams.
 
-    grams.npy [grams] uint64, set after set   documents.parquet: id, file, line of each
+    grams.npy [grams] uint64, sets concatenated   documents.parquet: id, file, line of each document
 
-    `rows` [candidates] int64 are the documents' places in the shard, counted from 0, in order.
+    `rows` [candidates] int64 are the positions of the documents in the shard, counted from 0, ascending.
     """
     import pyarrow
     import pyarrow.parquet
@@ -162,10 +162,10 @@ def collect_grams(
 
 @dataclass(frozen=True)
 class Signatures:
-    """The signatures of all shards, in corpus order, those of evaluation files last. A document is its number among all.
+    """The signatures of all shards in corpus order, with evaluation files last. A document is identified by its position.
 
     Attributes:
-        folders: of the shards.
+        folders: folders of the shards.
         sizes: [documents] int64, distinct grams of each.
         splits: [documents] uint8, of KINDS.
         starts: [shards+1] int64, first document of each shard.
@@ -178,7 +178,7 @@ class Signatures:
 
     @classmethod
     def open(cls, folders: Sequence[Path]) -> "Signatures":
-        """Read them; their bands stay on disk. Holds 9 bytes a document."""
+        """Read sizes and splits, which takes 9 bytes per document; bands stay on disk."""
         folders = [present(folder) for folder in folders]
         sizes = [np.load(folder / "sizes.npy") for folder in folders]
         splits = [np.load(folder / "splits.npy") for folder in folders]
@@ -191,12 +191,12 @@ class Signatures:
 
 
 def find_candidates(signatures: Signatures, settings: DedupSettings, *, advance: Advance) -> np.ndarray:
-    """Who meets whom: [meetings, 2] int64, document and bucket, in order of document.
+    """Find documents that share buckets: [meetings, 2] int64, document and bucket, in order of document.
 
-    A bucket holds the documents with the same hash in the same band. Those in which nothing can be removed are left out:
-    with no training document, or only one and nothing to compare it with. `advance` is told of every band.
+    A bucket holds the documents with the same hash in the same band. Buckets in which nothing can be removed are left out: those
+    without training documents, or with one and nothing to compare it with. `advance` is called after every band.
 
-    One band at a time is in memory, about 30 bytes a document, and 16 bytes for every meeting found.
+    Memory holds one band at a time, about 30 bytes per document, and 16 bytes for every meeting.
     """
     is_train = signatures.splits == TRAIN
     active = np.flatnonzero((signatures.sizes > 0) & (is_train | _is_reference(signatures, settings)))
@@ -220,18 +220,18 @@ def find_candidates(signatures: Signatures, settings: DedupSettings, *, advance:
 
 
 def _is_reference(signatures: Signatures, settings: DedupSettings) -> np.ndarray:
-    """Which documents are compared with and never removed: [documents] bool."""
+    """Which documents are compared with but never removed: [documents] bool."""
     is_held_out = (signatures.splits != TRAIN) & (signatures.splits != EVALUATION)
     return (signatures.splits == EVALUATION) | (is_held_out & settings.held_out)
 
 
 class GramSets:
-    """The stored gram sets of candidates, memory-mapped, and what they are called.
+    """The stored gram sets of candidates, memory-mapped, and the documents' names.
 
     Args:
-        folders: what `collect_grams` wrote, of every shard.
-        candidates: [candidates] int64 document numbers, in order.
-        signatures: of all documents.
+        folders: outputs of `collect_grams` for every shard.
+        candidates: [candidates] int64 document numbers, ascending.
+        signatures: signatures of all documents.
     """
 
     def __init__(self, folders: Sequence[Path], candidates: np.ndarray, signatures: Signatures) -> None:
@@ -243,12 +243,12 @@ class GramSets:
         self._names = lru_cache(maxsize=16)(self._read_names)
 
     def __getitem__(self, document: int) -> np.ndarray:
-        """The set of one document: [grams] uint64, sorted."""
+        """The gram set of one document: [grams] uint64, sorted."""
         place = int(np.searchsorted(self.candidates, document))
         return self.grams.read(int(self.ends[place - 1]) if place else 0, int(self.ends[place]))
 
     def name(self, document: int) -> dict[str, Any]:
-        """Its id, file and line."""
+        """The document's id, file and line."""
         place = int(np.searchsorted(self.candidates, document))
         shard = int(np.searchsorted(self.firsts, place, side="right")) - 1
         return self._names(shard).slice(place - int(self.firsts[shard]), 1).to_pylist()[0]
@@ -262,12 +262,12 @@ class GramSets:
 def decide(
     meetings: np.ndarray, signatures: Signatures, sets: GramSets, settings: DedupSettings, *, advance: Advance
 ) -> Iterator[tuple[int, int, float]]:
-    """The training documents to remove, in corpus order: document, the first one that it is near to, their Jaccard.
+    """Yield the training documents to remove, in corpus order: document, the first document it is near to, their Jaccard.
 
-    Those that it is compared with: first held-out and evaluation documents, then, `within`, training documents that were kept.
-    Documents kept stand side by side at the front of their bucket, so of a thousand copies each is compared with one.
-    `meetings` [meetings, 2] int64 are what `find_candidates` returned, `sets` the gram sets of the documents in them.
-    `advance` is told of every training document looked at.
+    A document is compared with held-out and evaluation documents, then, if `within`, with training documents that were kept.
+    Kept documents are at the front of their bucket, so each of a thousand copies is compared with one document only.
+    `meetings` [meetings, 2] int64 is the result of `find_candidates`; `sets` holds the gram sets of the documents in it.
+    `advance` is called for every training document.
     """
     documents, buckets = meetings.T
     members = np.bincount(buckets)
@@ -304,7 +304,7 @@ def _first_near(
     own = None
     for other in others.tolist():
         small, large = sorted((int(sizes[document]), int(sizes[other])))
-        if small / large < settings.threshold:  # their Jaccard cannot be more than small / large
+        if small / large < settings.threshold:  # the Jaccard similarity is at most small / large
             continue
         own = sets[document] if own is None else own
         similarity = jaccard(own, sets[other])
@@ -320,9 +320,9 @@ def write_removed(
     sets: GramSets,
     shards: Sequence[str],
 ) -> dict[str, int]:
-    """Write what `decide` yields into the folder `work`; returns how many are removed, by what they are near to.
+    """Write the result of `decide` into the folder `work`; returns how many documents are removed, by the kind they are near to.
 
-    removed.jsonl: a line for each, with the document that it is near to   SHARD.npy [removed] int64: their places in a shard
+    removed.jsonl: a line per document, with the document it is near to   SHARD.npy [removed] int64: positions in a shard
 
     `shards` are the names of the corpus's shards, which are the first ones of the signatures.
     """

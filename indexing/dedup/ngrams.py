@@ -1,9 +1,9 @@
-"""What documents are compared by: sets of n-grams, their exact Jaccard similarity, and MinHash bands that find the near ones.
+"""Compare documents by sets of n-grams: exact Jaccard similarity, and MinHash bands to find similar pairs.
 
-    text ──units──► hashes of words ──gram_set──► sorted set of 64-bit n-grams ──Sketch──► bands of its MinHash
+    text ──units──► hashes of words ──gram_set──► sorted set of 64-bit n-grams ──Sketch──► MinHash bands
 
-A unit is a word, lower-cased, or one character of a script that is written without spaces (Chinese, Japanese, Thai …).
-So 13 units are a sentence in either kind of script. Punctuation and blanks do not count.
+A unit is a lower-cased word, or one character of a script without spaces (Chinese, Japanese, Thai …). So 13 units are about a
+sentence in either kind of script. Punctuation and blanks do not count.
 """
 
 import re
@@ -19,12 +19,12 @@ from indexing.splitmix64 import finalize
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u312f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _UNIT = re.compile(rf"(?=\w)[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _SEED = 1
-_BLOCK_GRAMS = 4096  # permuted at once, so that memory does not grow with the document
-_MISSED = 0.01  # share of the pairs exactly at the threshold that may never meet in a band
+_BLOCK_GRAMS = 4096  # grams permuted at a time, so that memory does not grow with the document
+_MISSED = 0.01  # accepted probability that a pair exactly at the threshold shares no band
 
 
 def units(text: str) -> np.ndarray:
-    """The words of a text, or its characters where words are not told apart by spaces, in order: [units] uint64 hashes."""
+    """The words of a text, or its characters in scripts without spaces, in order: [units] uint64 hashes."""
     words = _UNIT.findall(text.lower())
     return np.fromiter(map(zlib.crc32, map(str.encode, words)), np.uint64, len(words))
 
@@ -32,13 +32,13 @@ def units(text: str) -> np.ndarray:
 def gram_set(text: str, ngram: int) -> np.ndarray:
     """The distinct runs of `ngram` units in a text: [grams] uint64 hashes, sorted.
 
-    A text of fewer units is one gram, all of it; one without any has none.
+    A text with fewer units is one gram. A text without units has none.
     """
     return grams_of(units(text), ngram)
 
 
 def grams_of(hashes: np.ndarray, ngram: int) -> np.ndarray:
-    """The distinct runs of `ngram` of these hashes [units] uint64: [grams] uint64, sorted; of fewer units, one run."""
+    """The distinct runs of `ngram` of these hashes [units] uint64: [grams] uint64, sorted. Fewer units are one run."""
     if not len(hashes):
         return hashes
     length = min(ngram, len(hashes))
@@ -55,10 +55,10 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def banding(threshold: float, permutations: int) -> tuple[int, int] | None:
-    """How a MinHash is cut into bands: (number, rows), or None where there are too few permutations for the threshold.
+    """Choose the shape of MinHash bands: (number, rows), or None if there are too few permutations for the threshold.
 
-    Two sets meet in a band with probability J^rows each. Of all shapes by which no more than 1 in 100 of the pairs exactly
-    at the threshold never meet, this has the most rows: the fewest chance meetings of documents that are not near.
+    Two sets share a given band with probability J^rows. Of all shapes that miss at most 1 in 100 pairs exactly at the threshold,
+    this one has the most rows, and so the fewest pairs that share a band by chance.
     """
     for rows in range(permutations, 0, -1):
         number = permutations // rows
@@ -69,11 +69,11 @@ def banding(threshold: float, permutations: int) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Sketch:
-    """MinHash bands of gram sets: near sets have one in common, all but surely.
+    """MinHash bands of gram sets. Similar sets share a band with high probability.
 
     Attributes:
-        bands: bands of a set.
-        rows: MinHash values in each.
+        bands: bands per set.
+        rows: MinHash values per band.
     """
 
     bands: int
@@ -83,12 +83,12 @@ class Sketch:
     def __post_init__(self) -> None:
         from datasketch import MinHash
 
-        # The scheme is named because it decides the bytes. Grams are hashes already, so no other hash is taken of them.
+        # The scheme is fixed because it determines stored bytes. Grams are hashes already, so they are not hashed again.
         empty = MinHash(self.bands * self.rows, seed=_SEED, scheme="affine32", hashfunc=int)
         object.__setattr__(self, "_empty", empty)
 
     def __call__(self, grams: np.ndarray) -> np.ndarray:
-        """A set [grams] uint64 → the hash of each of its bands [bands] uint64."""
+        """A set [grams] uint64 → the hashes of its bands [bands] uint64."""
         minhash = self._empty.copy()
         upper = grams >> np.uint64(32)
         for start in range(0, len(upper), _BLOCK_GRAMS):
@@ -98,5 +98,5 @@ class Sketch:
 
 
 def _factors(number: int) -> np.ndarray:
-    """[number] odd uint64, always the same."""
+    """[number] odd uint64 constants."""
     return finalize(np.arange(1, number + 1, dtype=np.uint64)) | np.uint64(1)

@@ -1,10 +1,10 @@
-"""Embeddings → a sharded Faiss index: which key, train, add, tune; and searching it.
+"""Build a sharded Faiss index from embeddings: choose a key, train, add, tune.
 
-    sample of all shards → trained.faiss → one copy per shard, filled → nprobe tuned to a recall target
+    sample of all shards → trained.faiss → one filled copy per shard → nprobe tuned to a recall target
     queries → every shard → merged candidates → distances from the stored embeddings → the nearest k
 
-Cheap codes plus exact re-ranking is the default: with the top 64 re-ranked, four-bit codes lose almost nothing. Faiss is
-imported where it is used, so that a machine without it can read the settings.
+The default is cheap codes plus exact re-ranking: if 64 candidates are re-ranked, four-bit codes lose almost no recall. Faiss is
+imported inside functions, so that a machine without it can read the settings.
 """
 
 import math
@@ -27,32 +27,32 @@ from indexing.vectors.floats import to_float32
 from indexing.vectors.product_search import ProductIndex
 
 _BLOCK_ROWS = 65_536
-# Below this many lists a flat coarse quantizer is faster to build than a graph, exact, and as fast to search.
+# With fewer lists, a flat coarse quantizer is faster to build than a graph, exact, and as fast to search.
 _HNSW_LISTS = 16_384
-_MOST_PROBES = 1024  # beyond these all lists are visited
+_MOST_PROBES = 1024  # if 1,024 lists do not reach the target, all lists are visited
 
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """Which index is built and how well it must do."""
+    """Which index is built, and its recall target."""
 
     factory: str = ""
-    """A Faiss factory string; empty: chosen for the size of the corpus by autofaiss and the settings below."""
+    """Faiss factory string. Empty: autofaiss chooses one from the number of chunks and the settings below."""
     memory: str = "4GB"
-    """Memory budget for the whole index, as autofaiss reads it (`500MB`, `16GB`)."""
+    """Memory budget for the whole index, in autofaiss's notation (`500MB`, `16GB`)."""
     flat_below: int = 20_000
-    """Corpora with fewer chunks get exact search (`Flat`)."""
+    """Datastores with fewer chunks get an exact index (`Flat`)."""
     codes: Literal["fast-scan", "pq"] = "fast-scan"
-    """`fast-scan`: 4-bit PQ (d/4 bytes a chunk), fastest, made to be re-ranked; `pq`: what autofaiss proposes (OPQ + 8-bit PQ)."""
+    """`fast-scan`: 4-bit PQ (d/4 bytes per chunk), the fastest, to be re-ranked. `pq`: autofaiss's proposal (OPQ + 8-bit PQ)."""
     points_per_list: int = 64
     """Training vectors per inverted list, sampled over all shards."""
     recall_target: float = 0.8
-    """`nprobe` is the smallest power of two whose recall@10 after re-ranking reaches this on held-out queries; that of
-    `neighbors.search = "lists"` the smallest number."""
+    """Recall@10 after re-ranking that held-out queries must reach. `nprobe` is the smallest power of two that reaches it. For
+    `neighbors.search = "lists"` it is the smallest number that reaches it."""
     tune_queries: int = 1000
     """Held-out chunks used as queries for tuning."""
     seed: int = 0
-    """Of the training sample and the k-means."""
+    """Seed of the training sample and of k-means."""
 
     def __post_init__(self) -> None:
         if not 0 < self.recall_target <= 1:
@@ -71,12 +71,12 @@ class IndexSettings:
 
 
 def choose_key(num_vectors: int, dimension: int, settings: IndexSettings) -> str:
-    """The Faiss factory string for this many vectors.
+    """Choose the Faiss factory string for this many vectors.
 
     autofaiss proposes the number of inverted lists and the product quantizer for the memory budget.
 
     Raises:
-        InputError: nothing fits into `index.memory` (autofaiss then returns an empty list).
+        InputError: no index fits into `index.memory` (autofaiss then returns an empty list).
     """
     if settings.factory:
         return settings.factory
@@ -102,7 +102,7 @@ def choose_key(num_vectors: int, dimension: int, settings: IndexSettings) -> str
     lists = re.search(r"IVF(\d+)", proposals[0])
     if lists is None:
         return proposals[0]
-    # Up to 4·√N lists, as Faiss advises: with autofaiss's 65,536 for ten million the k-means alone takes hours on a CPU.
+    # At most 4·√N lists, as Faiss advises. With autofaiss's 65,536 lists for ten million vectors, k-means takes hours on a CPU.
     nlist = min(int(lists.group(1)), 2 ** math.ceil(math.log2(4 * math.sqrt(num_vectors))))
     quantizer = f"IVF{nlist}_HNSW32" if nlist >= _HNSW_LISTS else f"IVF{nlist}"
     if settings.codes == "pq":
@@ -111,18 +111,18 @@ def choose_key(num_vectors: int, dimension: int, settings: IndexSettings) -> str
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is not above `at_most`."""
+    """The largest divisor of `number` that is at most `at_most`."""
     return next(divisor for divisor in range(max(at_most, 1), 0, -1) if number % divisor == 0)
 
 
 def sample_size(num_vectors: int, key: str, settings: IndexSettings) -> int:
-    """How many vectors an index of this key is trained on: `points_per_list` for each list, 65,536 at least, or all."""
+    """Number of training vectors for an index of this key: `points_per_list` per list, at least 65,536, at most all."""
     lists = re.search(r"IVF(\d+)", key)
     return min(num_vectors, max(int(lists.group(1)) * settings.points_per_list if lists else 0, 65_536))
 
 
 def training_sample(split: Split, key: str, settings: IndexSettings) -> np.ndarray:
-    """A uniform sample over all shards, [n, d] float32: never the first rows, which are one source's."""
+    """Sample vectors uniformly over all shards: [n, d] float32. The first rows alone would come from one source."""
     total = split.num_chunks
     wanted = sample_size(total, key, settings)
     if total <= wanted:
@@ -136,7 +136,7 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
     """Write `work/trained.faiss`: an empty index trained on the sample [n, d] float32.
 
     Raises:
-        InputError: Faiss does not understand the key, such an index takes no ids, or the sample is too small for it.
+        InputError: Faiss does not understand the key, an index of this kind takes no ids, or the sample is too small.
     """
     import faiss
 
@@ -144,29 +144,29 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
         index = faiss.index_factory(sample.shape[1], key, faiss.METRIC_L2)
         ivf = ivf_of(index)
         if ivf is None:
-            index = faiss.IndexIDMap2(index)  # ids are ours, also where the index has none
+            index = faiss.IndexIDMap2(index)  # stores our ids in an index that has none
         else:
             ivf.cp.seed = settings.seed
             ivf.cp.max_points_per_centroid = settings.points_per_list
-            ivf.cp.min_points_per_centroid = 1  # few points are our choice for a small corpus: no warning
+            ivf.cp.min_points_per_centroid = 1  # no warning about few points: a small corpus has few
             if isinstance(ivf, faiss.IndexIVFPQ):
-                # Faiss's keys order the codes for a comparison by Hamming distance, which nobody makes: most of the time.
+                # Polysemous training orders codes for Hamming comparisons. We make none, and it takes most of the time.
                 ivf.do_polysemous_training = False  # type: ignore[attr-defined]
                 if ivf.pq.nbits == 4:
-                    ivf.by_residual = False  # as fast-scan wants them: one table of distances serves all lists
+                    ivf.by_residual = False  # needed by fast-scan: one distance table serves all lists
             ivf.clustering_index = clustering = on_gpus(faiss.IndexFlatL2(ivf.d), "k-means")
             if isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW):
                 _train_graph_quantizer(index, ivf, clustering, sample)
         index.train(sample)
         write_index(work / "trained.faiss", index)
-        index.add_with_ids(sample[:1], np.zeros(1, np.int64))  # not stored: an index that takes no ids is refused here
+        index.add_with_ids(sample[:1], np.zeros(1, np.int64))  # rejects an index that takes no ids; not stored
     except RuntimeError as error:
         raise InputError(f"index.factory = {key!r} with {len(sample):,} training vectors: {error}") from error
     write_json(work / "index.json", {"key": key, "dimension": int(sample.shape[1]), "trained_on": len(sample)})
 
 
 def _train_graph_quantizer(index: Any, ivf: Any, clustering: Any, sample: np.ndarray) -> None:
-    """k-means first, then the HNSW graph on one thread: built on several it comes out another one each time."""
+    """Run k-means, then build the HNSW graph on one thread: several threads would build a different graph each time."""
     import faiss
 
     transformed = sample
@@ -210,22 +210,22 @@ def tune(
 ) -> dict[str, Any]:
     """Choose `nprobe` for the recall target on held-out queries and write `work/tuned.json`.
 
-    A search of the lists by the embeddings themselves (`list_search.py`) needs fewer of them than one by codes: it has its own.
+    A search by embeddings (`list_search.py`) needs fewer lists than a search by codes, so it has its own `nprobe`.
 
     Args:
         work: folder to write into.
         index: the filled index.
-        trained: the folder of the trained one.
+        trained: folder of the trained index.
         queries: [n, d] float32.
-        embeddings: of the chunks in the index.
-        candidates: how many are re-ranked for each query.
+        embeddings: embeddings of the chunks in the index.
+        candidates: candidates re-ranked for each query.
         settings: the recall target.
 
     Returns:
-        {nprobe, recall_at_10, queries, curve: [[nprobe, recall_at_10], …], lists: {nprobe, recall_at_10} of an IVF}.
+        {nprobe, recall_at_10, queries, curve: [[nprobe, recall_at_10], …], lists: {nprobe, recall_at_10}}; only an IVF has `lists`.
     """
     k = min(10, max(1, index.num_vectors))
-    # Four times k: what bfloat16 misplaces is still among them.
+    # 4·k candidates: bfloat16 products are not exact, and this many contain the true k.
     exact, ids = rerank(queries, ProductIndex(embeddings).search(queries, max(candidates, 4 * k)), embeddings)
     exact, ids = exact[:, :k], ids[:, :k]
     curve: list[tuple[int, float]] = []
@@ -237,7 +237,7 @@ def tune(
         if curve[-1][1] >= settings.recall_target or nprobe >= index.max_nprobe:
             break
         nprobe *= 2
-    # Where the target is out of reach at any nprobe (codes too coarse), more lists than the best needs cost time only.
+    # If coarse codes keep every nprobe below the target, more lists than the best curve point needs would only cost time.
     reached = max(recall for _, recall in curve)
     chosen = next(probe for probe, recall in curve if recall >= min(settings.recall_target, reached - 0.002))
     tuned = {"nprobe": chosen, "recall_at_10": dict(curve)[chosen], "queries": len(queries), "curve": curve}
@@ -251,17 +251,17 @@ def tune(
 def tune_lists(
     trained: Any, queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray, target: float
 ) -> dict[str, Any]:
-    """How many lists hold so large a share of the true neighbors that the recall target is reached.
+    """Choose how many lists a search by embeddings visits: as many as hold the target share of the true neighbors.
 
     Args:
         trained: the trained index, an IVF.
         queries: [n, d] float32.
         ids: [n, k] int64, their true neighbors, -1 = none.
-        embeddings: of the chunks in the index.
-        target: of the recall.
+        embeddings: embeddings of the chunks in the index.
+        target: recall to reach.
 
     Returns:
-        {nprobe, recall_at_10}; all lists where the nearest 1,024 do not do.
+        {nprobe, recall_at_10}; all lists if the nearest 1,024 do not reach the target.
     """
     ivf: Any = ivf_of(trained)
     real = ids >= 0

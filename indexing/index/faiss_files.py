@@ -1,4 +1,4 @@
-"""Faiss indexes on disk, and what is inside them."""
+"""Read, write and inspect Faiss indexes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from indexing.store.remote import present
 
 
 def write_index(path: Path, index: Any) -> None:
-    """`faiss.write_index` through a file of Python's: Faiss's own reports success when the last block finds a full disk."""
+    """Write an index through a Python file: `faiss.write_index` itself reports success if the last block finds a full disk."""
     import faiss
 
     with open(path, "wb") as file:
@@ -19,7 +19,7 @@ def write_index(path: Path, index: Any) -> None:
 
 
 def read_index(path: Path) -> Any:
-    """`faiss.read_index`; of a URL, the file is fetched.
+    """Read an index; a file at a URL is fetched first.
 
     Raises:
         InputError: the file is missing or damaged.
@@ -34,7 +34,7 @@ def read_index(path: Path) -> Any:
 
 
 def ivf_of(index: Any) -> Any | None:
-    """The IVF part of an index, as what it is (`IndexIVFPQ`, …; Faiss says only `IndexIVF`), or None where it has none."""
+    """The IVF part of an index, with its own type (`IndexIVFPQ`, …; Faiss returns `IndexIVF`), or None if it has none."""
     import faiss
 
     found = faiss.try_extract_index_ivf(index)
@@ -57,7 +57,7 @@ def num_lists(index: Any) -> int:
 
 
 def transformed(index: Any, vectors: np.ndarray) -> np.ndarray:
-    """Vectors [n, d] float32 as the IVF part of an index sees them: turned by what comes before it, or the same."""
+    """Apply the transforms before the IVF part (OPQ, PCA) to vectors [n, d] float32; without any, return the vectors."""
     import faiss
 
     index = faiss.downcast_index(index)
@@ -69,7 +69,7 @@ def transformed(index: Any, vectors: np.ndarray) -> np.ndarray:
 
 
 def lists_of(index: Any) -> Iterator[tuple[int, np.ndarray]]:
-    """Number and ids [n] int64 of every inverted list that is not empty, in an IVF index on the CPU; copy the ids to keep them."""
+    """Yield number and ids [n] int64 of every non-empty inverted list of an IVF on the CPU. Copy the ids to keep them."""
     import faiss
 
     ivf: Any = ivf_of(index)

@@ -1,4 +1,4 @@
-"""Faiss on all visible GPUs, where `faiss-gpu` is installed and there are any; on the CPU otherwise, which is said once."""
+"""Move Faiss indexes to all visible GPUs if `faiss-gpu` is installed; otherwise log once that they stay on the CPU."""
 
 import logging
 from functools import cache, lru_cache
@@ -9,18 +9,18 @@ log = logging.getLogger("retro")
 
 @lru_cache(maxsize=1)
 def num_gpus() -> int:
-    """GPUs that Faiss can use; 0 with `faiss-cpu`."""
+    """Number of GPUs that Faiss can use; 0 with `faiss-cpu`."""
     import faiss
 
     return int(faiss.get_num_gpus()) if hasattr(faiss, "StandardGpuResources") else 0
 
 
 def on_gpus(index: Any, purpose: str) -> Any:
-    """The index spread over all visible GPUs, or itself: without a GPU, or where Faiss has no GPU form of it.
+    """Move an index to all visible GPUs. Without a GPU, or if Faiss has no GPU form of it, return the index itself.
 
     Args:
         index: a Faiss index on the CPU.
-        purpose: of it, for the log line: `k-means`, `adding`, `searching`.
+        purpose: `k-means`, `adding` or `searching`, for the log line.
     """
     import faiss
 
@@ -29,17 +29,17 @@ def on_gpus(index: Any, purpose: str) -> Any:
         return index
     try:
         options = faiss.GpuMultipleClonerOptions()
-        options.shard = index.ntotal > 0  # a filled index is divided among the GPUs, an empty one copied
+        options.shard = index.ntotal > 0  # divide a filled index among the GPUs, copy an empty one to each
         moved = faiss.index_cpu_to_all_gpus(index, options)
     except RuntimeError as error:
-        _say(f"Faiss, {purpose}: on the CPU, as there is no GPU form of this index ({_reason(error)})")
+        _say(f"Faiss, {purpose}: on the CPU, because this index has no GPU form ({_reason(error)})")
         return index
     _say(f"Faiss, {purpose}: on {num_gpus()} GPUs")
     return moved
 
 
 def on_cpu(index: Any) -> Any:
-    """An index that may be on GPUs, back on the CPU, where it can be written."""
+    """Move an index back to the CPU, where it can be written."""
     import faiss
 
     return faiss.index_gpu_to_cpu(index) if num_gpus() else index

@@ -1,7 +1,7 @@
-"""All shards of an index in one, its inverted lists on disk: for serving from less memory than the index has bytes.
+"""Merge all shards of an index into one with inverted lists on disk, to serve with less memory than the index has bytes.
 
-index/merged/merged.faiss      quantizers and where the lists lie
-             merged.ivfdata    all lists, each in one piece, mapped into memory as they are visited
+index/merged/merged.faiss      quantizers and the positions of the lists
+             merged.ivfdata    all lists, mapped into memory as searches visit them
 """
 
 from collections.abc import Callable, Sequence
@@ -15,20 +15,20 @@ from indexing.store.remote import fetch_manifest, present
 
 
 def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: Callable[[int], None]) -> int:
-    """Write `work/merged.faiss` and `work/merged.ivfdata`; memory stays at one list of every shard.
+    """Write `work/merged.faiss` and `work/merged.ivfdata`. Memory holds one list of every shard at a time.
 
     Args:
         work: folder to write into.
-        trained: the folder of the trained index.
-        shards: the folders of the filled ones.
-        advance: told of merged vectors.
+        trained: folder of the trained index.
+        shards: folders of the filled shards.
+        advance: called with the number of merged vectors.
 
     Returns:
         the number of vectors.
 
     Raises:
-        InputError: the index has no inverted lists, or lists that cannot be merged (Faiss 1.15.1: fast-scan, which our own
-            key stores as plain codes).
+        InputError: the index has no inverted lists, or Faiss cannot merge them (1.15.1: fast-scan lists; the default key
+            stores plain codes).
     """
     import faiss
     from faiss.contrib.ondisk import merge_ondisk
@@ -37,7 +37,7 @@ def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: 
     ivf = ivf_of(index)
     if ivf is None or not isinstance(ivf, (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)):
         raise InputError(
-            f"{trained}: only inverted lists of plain codes can be merged on disk; search the shards as they are."
+            f"{trained}: only inverted lists of plain codes can be merged on disk. Search the shards without merging."
         )
     merge_ondisk(index, [str(shard / "vectors.faiss") for shard in shards], str(work / "merged.ivfdata"))
     write_index(work / "merged.faiss", index)
@@ -46,7 +46,7 @@ def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: 
 
 
 def is_merged(folder: Path, shards: Sequence[Path]) -> bool:
-    """Whether the artifact `folder` was merged from just these shards, as they are now: no fewer, and none since changed."""
+    """True if the artifact `folder` was merged from exactly these shards in their current state."""
     if not fetch_manifest(folder):
         return False
     return parse_manifest(folder)["recipe"]["inputs"] == {
@@ -55,7 +55,7 @@ def is_merged(folder: Path, shards: Sequence[Path]) -> bool:
 
 
 def open_merged(folder: Path) -> Any:
-    """The merged index of the artifact `folder`, whose lists stay on disk."""
+    """Open the merged index of the artifact `folder`; its lists stay on disk."""
     import faiss
 
     present(folder)

@@ -1,4 +1,4 @@
-"""The shards of an index searched as one: merged in memory as far as it reaches, read again in turn where it does not.
+"""Search the shards of an index as one: merged in memory if they fit, else group by group.
 
 index/00000/vectors.faiss ┐
 index/00001/vectors.faiss ┼─ groups that fit into memory ─► merged ─► in the form that searches fastest ─► candidates
@@ -24,12 +24,12 @@ MEMORY = 4_000_000_000
 
 
 class ShardedIndex:
-    """All shards of an index searched as one.
+    """All shards of an index, searched as one.
 
     Args:
-        shards: Faiss indexes with disjoint ids, or groups of files that are opened, searched and let go in turn.
-        nprobe: inverted lists that a search visits in each, unless the search says otherwise.
-        big_batch: search list by list, all queries that visit a list at once (`faiss.contrib.big_batch_search`).
+        shards: Faiss indexes with disjoint ids, or groups of files that every search opens in turn.
+        nprobe: inverted lists that a search visits in each, unless the search sets its own.
+        big_batch: search list by list, with all queries that visit a list at once (`faiss.contrib.big_batch_search`).
     """
 
     def __init__(self, shards: Sequence[Any], nprobe: int = 1, *, big_batch: bool = False) -> None:
@@ -39,25 +39,24 @@ class ShardedIndex:
         for shard in self.each():
             self.num_vectors += int(shard.ntotal)
             self.max_nprobe = max(self.max_nprobe, num_lists(shard))
-            del shard  # a group is let go before the next is read
+            del shard  # free a group before the next is read
         self.nprobe = min(nprobe, self.max_nprobe)
 
     @classmethod
     def open(
         cls, folder: Path, shards: Iterable[int], memory: int = MEMORY, *, big_batch: bool = False
     ) -> "ShardedIndex":
-        """The shards of `datastore/index` with the tuned `nprobe`.
+        """Open the shards of `datastore/index` with the tuned `nprobe`.
 
         Args:
             folder: the datastore's `index`.
-            shards: their numbers.
-            memory: bytes. Where the shards are larger together, the index that `--stage merge` has left on disk is searched,
-                or else the shards group by group, each read anew for every search, which costs little where many
-                queries are searched at once.
+            shards: shard numbers.
+            memory: bytes. If the shards need more, the merged index on disk (`--stage merge`) is searched. Without one, every
+                search reads the shards group by group, which costs little for many queries at once.
             big_batch: as above; needs an IVF index of plain codes.
 
         Raises:
-            InputError: `big_batch` of an index that it cannot search.
+            InputError: `big_batch` cannot search this index.
         """
 
         wanted = [folder / shard_name(shard) for shard in shards]
@@ -83,7 +82,7 @@ class ShardedIndex:
         return cls(opened, nprobe, big_batch=big_batch)
 
     def each(self) -> Iterator[Any]:
-        """The Faiss indexes that are searched, one group of shards in memory at a time."""
+        """Yield the Faiss indexes to search, with one group of shards in memory at a time."""
         for shard in self._shards:
             yield from _opened(shard, pack=not self.big_batch) if isinstance(shard, list) else [shard]
 
@@ -140,17 +139,17 @@ def _big_batch(index: Any, queries: np.ndarray, k: int, nprobe: int) -> tuple[np
 
 
 def _opened(files: list[Path], *, pack: bool = True) -> list[Any]:
-    """Some shards, merged into one where Faiss can, in the form that searches fastest, on GPUs where there are any.
+    """Open some shards: merged into one if Faiss can, packed for fast scanning, and on GPUs if there are any.
 
-    Fast-scan lists cannot be merged (Faiss 1.15.1 corrupts memory), so shards are stored with plain four-bit codes, which
-    can, and are packed for fast scanning here. An index whose key asks for fast-scan lists stays in its shards.
+    Faiss 1.15.1 corrupts memory when it merges fast-scan lists. So shards are stored with plain four-bit codes, which can be
+    merged, and packed here. An index whose key asks for fast-scan lists stays divided into shards.
     """
 
     whole = read_index(files[0])
     if not _can_merge(whole):
         return [whole, *map(read_index, files[1:])]
     for file in files[1:]:
-        whole.merge_from(read_index(file), 0)  # one at a time: each has a copy of the quantizer
+        whole.merge_from(read_index(file), 0)  # one at a time: each file has its own copy of the quantizer
     if not pack or whole.ntotal == 0:  # an empty index would be replicated to GPUs; Faiss's replicas take no nprobe
         return [whole]
     return [on_gpus(_fast(whole), "searching")]
@@ -166,12 +165,12 @@ def _can_merge(index: Any) -> bool:
 
 
 def _fast(index: Any) -> Any:
-    """Plain four-bit codes packed for fast scanning; any other index as it is."""
+    """Pack plain four-bit codes for fast scanning; return any other index unchanged."""
     import faiss
 
     if type(index) is not faiss.IndexIVFPQ or index.pq.nbits != 4:
         return index
     packed: Any = faiss.IndexIVFPQFastScan(index)
-    index.reset()  # its lists have been copied
-    packed.referenced_objects = [index]  # which keeps the quantizer
+    index.reset()  # the packed index has its own copy of the lists
+    packed.referenced_objects = [index]  # keeps the quantizer alive
     return packed

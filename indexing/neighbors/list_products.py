@@ -1,8 +1,8 @@
-"""Products of many queries with the chunks of the lists that they visit, and the best of them.
+"""Multiply many queries with the chunks of the lists they visit, and select the best chunks.
 
-    (query, list) pairs, sorted by list → a list's chunks × its queries → maxima of groups, by query again → the best groups → candidates
+    (query, list) pairs, sorted by list → a list's chunks × its queries → maxima of groups, sorted by query → best groups → candidates
 
-All in torch, on the device of the part, and on one thread: the caller gives every thread queries of its own.
+Everything runs in torch, on the device of the loaded lists and on one thread. The caller gives each thread its own queries.
 """
 
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-ENTRY = 8  # groups that are looked through at a time: lists are long or short, their entries are many or few
-FAN = 8  # products in a group, at most: the greatest decides whether they are looked at
-TABLE = 2**22  # queries times lists that are looked at at a time
-CHOSEN = 1024  # queries for which candidates are chosen at a time
-_EXCLUDED = 2**20  # chunks that are left out at a time, but for those of one long document
+ENTRY = 8  # groups per entry. Lists differ in length; a list has as many entries as its length needs
+FAN = 8  # products per group, at most; the greatest decides whether the group is searched
+TABLE = 2**22  # (query, list) pairs compared at a time
+CHOSEN = 1024  # queries whose candidates are chosen at a time
+_EXCLUDED = 2**20  # chunks excluded at a time, unless one document is longer
 
 
 @dataclass(frozen=True)
 class LoadedLists:
-    """Some of the lists in the precision of the products, on the device; a list of others is empty.
+    """Some of the lists, in the precision of the products, on the device. Lists that are not loaded are empty here.
 
     Attributes:
         columns: [c, d], list by list, each padded with zeros to whole groups.
-        ids: [c] int64, rising within each list, from the first chunk that is searched on; -1 = padding.
-        starts: [lists + 1] int64 into both.
+        ids: [c] int64, ascending within each list, counted from the first searched chunk; -1 = padding.
+        starts: [lists + 1] int64, first row of each list in `columns` and `ids`.
         sizes: [lists] int64, chunks without padding.
-        entries: [lists] int64, of `ENTRY` groups each. Group g of a list has the members g, g + groups, g + 2 groups …
-        lists: [n] int32, of every chunk that is searched, whether it is in this part or not.
-        ranks: [n] int32, how many chunks of its list come before it.
+        entries: [lists] int64, entries of `ENTRY` groups. Group g of a list has the members g, g + groups, g + 2 groups …
+        lists: [n] int32, list of every searched chunk, loaded or not.
+        ranks: [n] int32, position of the chunk in its list.
     """
 
     columns: "Tensor"
@@ -42,7 +42,7 @@ class LoadedLists:
 
 
 def rounded(counts: "Tensor") -> "Tensor":
-    """Up to few different numbers, four in each doubling: on a CPU products are compiled for every new shape, in 0.4 ms."""
+    """Round counts up to four values per doubling: on a CPU each new shape compiles its products, which takes 0.4 ms."""
     import torch
 
     steps = 2 ** ((counts - 1).clamp(min=1).double().log2().floor() - 2).clamp(min=0).to(torch.int64)
@@ -50,7 +50,7 @@ def rounded(counts: "Tensor") -> "Tensor":
 
 
 def greatest(values: "Tensor", k: int) -> "Tensor":
-    """Places of the k greatest in each row: [n, k], in no order."""
+    """Positions of the k greatest values in each row: [n, k], unordered."""
     import torch
 
     width = values.shape[1]
@@ -63,14 +63,14 @@ def greatest(values: "Tensor", k: int) -> "Tensor":
 
 @dataclass(frozen=True)
 class _Visits:
-    """Products of a part's lists with the queries that visit them.
+    """Products of the loaded lists with the queries that visit them.
 
     Attributes:
-        columns: [visits], which of the queries that visit the list it is.
-        wide: [lists], how many those are, or a few more.
-        products: [.] of each list [its columns, wide], one after the other, and -inf at the end.
-        maxima: [., `ENTRY`] of each list's groups [wide · entries], likewise.
-        at, tops: [lists + 1], where each list begins in these.
+        columns: [visits], position of the query among the queries that visit the list.
+        wide: [lists], number of those queries, rounded up.
+        products: [.], for each list its products [columns, wide], concatenated; -inf at the end.
+        maxima: [., `ENTRY`], for each list the maxima of its groups [wide · entries], concatenated.
+        at, tops: [lists + 1], first element of each list in `products` and `maxima`.
     """
 
     columns: "Tensor"
@@ -82,7 +82,7 @@ class _Visits:
 
 
 def _multiply(points: "Tensor", lists: "Tensor", part: LoadedLists, own: "Tensor | None") -> _Visits:
-    """All products of queries [q, d] with the lists that they visit [q · p]; -inf for chunks in a query's own range [2, q]."""
+    """Multiply queries [q, d] with the lists they visit [q · p]; products with chunks in a query's own range [2, q] are -inf."""
     import torch
 
     order = lists.argsort(stable=True)
@@ -91,7 +91,7 @@ def _multiply(points: "Tensor", lists: "Tensor", part: LoadedLists, own: "Tensor
     wide = torch.where(part.sizes > 0, rounded(-(-asked // 8)) * 8, 0)
     heights = part.starts.diff()
     at, tops, first = _starts(heights * wide), _starts(part.entries * wide), _starts(wide)
-    # What rounding adds asks what the first query asks, and nobody looks at it.
+    # The rounded width repeats the first query. Nothing reads these products.
     asking = order.new_zeros(int(first[-1]) + 1)
     slots = torch.where(part.sizes.take(lists) > 0, first.take(lists) + columns, first[-1])
     asking[slots] = torch.arange(len(lists), device=lists.device) // (len(lists) // len(points))
@@ -113,13 +113,13 @@ def _multiply(points: "Tensor", lists: "Tensor", part: LoadedLists, own: "Tensor
         _exclude(own, lists.view(len(points), -1), part, made)
     for _, height, _, entries, width, _, product, top in bounds:
         found = products[product : product + height * width]
-        # Turned, so that what a query reads of a list lies together.
+        # Transposed, so that the values of one query in a list are adjacent.
         maxima[top : top + entries * width].view(width, -1).copy_(found.view(-1, entries * ENTRY, width).amax(0).T)
     return made
 
 
 def _exclude(own: "Tensor", probes: "Tensor", part: LoadedLists, made: _Visits) -> None:
-    """Set the products of queries, which probe [q, p], with the chunks in their own ranges [2, q] to -inf."""
+    """Set the products of queries with the chunks in their own ranges [2, q] to -inf; `probes` [q, p] are their lists."""
     import torch
 
     lengths = own[1] - own[0]
@@ -146,14 +146,14 @@ def _exclude(own: "Tensor", probes: "Tensor", part: LoadedLists, made: _Visits) 
 
 
 def _starts(counts: "Tensor") -> "Tensor":
-    """Where each begins when they follow each other, and where the last one ends: [n + 1]."""
+    """Start of each block when blocks of these sizes are concatenated, and the end of the last: [n + 1]."""
     import torch
 
     return torch.cat((counts.new_zeros(1), counts.cumsum(0)))
 
 
 def _ranks(counts: "Tensor") -> "Tensor":
-    """0, 1 … of each, one after the other: [sum of the counts]."""
+    """0, 1 … within each block, for blocks of these sizes: [sum of the counts]."""
     import torch
 
     total = torch.arange(int(counts.sum()), device=counts.device)
@@ -162,16 +162,16 @@ def _ranks(counts: "Tensor") -> "Tensor":
 
 @dataclass(frozen=True)
 class _Entries:
-    """`ENTRY` groups of a list, as one query sees them; the last is none.
+    """Entries (`ENTRY` groups of a list) as one query sees them. The last entry is a placeholder for none.
 
     Attributes:
-        by_query: [q, most], those of each query; of those that it lacks, the last.
-        tops: [entries + 1], the row of their maxima.
-        at: where the product with the first member of their first group is.
-        strides: from one group's product to the next.
-        groups: of the list, which is how far apart the members of a group are.
-        members: of a group.
-        starts: the column of the first member of their first group.
+        by_query: [q, most], entries of each query, padded with the last entry.
+        tops: [entries + 1], row of their maxima.
+        at: position of the product with the first member of their first group.
+        strides: distance from one group's product to the next.
+        groups: groups of the list, which is the distance between the members of a group.
+        members: members per group.
+        starts: column of the first member of their first group.
     """
 
     by_query: "Tensor"
@@ -214,19 +214,19 @@ def _entries(probes: "Tensor", part: LoadedLists, made: _Visits) -> _Entries:
 def best_of(
     points: "Tensor", probes: "Tensor", part: LoadedLists, k: int, own: "Tensor | None"
 ) -> tuple["Tensor", "Tensor"]:
-    """The best chunks in the lists of a part that queries visit.
+    """Select the best chunks in the loaded lists that queries visit.
 
-    The best k of a query lie in the k groups with the greatest members, so only those are looked into.
+    The best k chunks of a query are in the k groups with the greatest maxima, so only these groups are searched.
 
     Args:
-        points: [q, d] in the precision of the part.
-        probes: [q, p], the lists that they visit.
+        points: [q, d] in the precision of the lists.
+        probes: [q, p], the lists that each query visits.
         part: the chunks.
-        k: how many.
+        k: chunks to select per query.
         own: first and stop [2, q] of a range of ids that a query must not find.
 
     Returns:
-        scores [q, c] float32 and ids [q, c] int64 from the first chunk that is searched on, c <= k; -inf where there are fewer.
+        scores [q, c] float32 and ids [q, c] int64 counted from the first searched chunk, c <= k; -inf where there are fewer.
     """
     import torch
 

@@ -1,10 +1,10 @@
-"""The nearest chunks of very many queries by matrix products, list by list: an inverted file searched at the rate of the hardware.
+"""Search an inverted file for many queries at once by matrix products, list by list.
 
-    queries → the nprobe nearest lists of each → the chunks of a list × all queries that probe it → maxima of groups
+    queries → the nprobe nearest lists of each → the chunks of a list × all queries that visit it → maxima of groups
             → for each query the best groups of all its lists → candidates
 
-The lists are those of the Faiss index, the chunks the stored embeddings. A search query by query reads a list anew for each query and
-compares vector with vector; here each list is read once for thousands of queries, and compared at once with all of them.
+The lists are those of the Faiss index; the chunks are the stored embeddings. A search query by query reads each list once per
+query and compares vector with vector. This search reads each list once for thousands of queries and multiplies it with all.
 """
 
 import math
@@ -26,18 +26,18 @@ from indexing.threads import one_thread_each
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PRODUCTS = {"cpu": 2**26, "cuda": 2**30}  # held at a time by a thread
+_PRODUCTS = {"cpu": 2**26, "cuda": 2**30}  # products per thread at a time
 _ROWS = 16_384  # queries at a time, at most
-_ENTRIES = 2**20  # held at a time by a thread: about 100 bytes each
+_ENTRIES = 2**20  # entries per thread at a time, about 100 bytes each
 
 
 def rows_at_a_time(products: float, entries: float, kind: str) -> float:
-    """Queries that a thread looks at together, at most, with so many products and entries of each on a `cpu` or `cuda`."""
+    """Most queries that a thread processes together, given the products and entries per query and the device kind."""
     return max(16.0, min(_ROWS, _PRODUCTS[kind] / products, _ENTRIES / entries))
 
 
 def read_lists(folder: Path, embeddings: ShardedArray, shards: Sequence[int]) -> np.ndarray:
-    """The inverted list of each chunk in these shards of `datastore/index`, which follow each other: [n] int32."""
+    """The inverted list of each chunk in consecutive shards of `datastore/index`: [n] int32."""
     first, stop = int(embeddings.starts[shards[0]]), int(embeddings.starts[shards[-1] + 1])
     lists = np.empty(stop - first, dtype=np.int32)
     for shard in shards:
@@ -47,14 +47,14 @@ def read_lists(folder: Path, embeddings: ShardedArray, shards: Sequence[int]) ->
 
 
 class ListIndex:
-    """An inverted file of stored embeddings of unit length; searched like a `ShardedIndex`.
+    """An inverted file over stored embeddings of unit length, with the same `search` as `ShardedIndex`.
 
     Args:
         trained: the trained Faiss index, an IVF.
-        nprobe: lists visited.
-        embeddings: [chunks, d] float16, of unit length: the nearest have the greatest products.
+        nprobe: lists that a search visits, unless the search sets its own.
+        embeddings: [chunks, d] float16, of unit length, so the nearest have the greatest products.
         lists: [n] int32, the list of each chunk from `first` on.
-        first: id of the first chunk that is searched.
+        first: id of the first searched chunk.
         device: `auto`, `cpu`, `cuda` …
     """
 
@@ -75,7 +75,7 @@ class ListIndex:
         self.device = devices.resolve(device)
         self.dtype = torch.bfloat16 if devices.has_bfloat16(self.device) else torch.float32
         centroids = torch.from_numpy(ivf.quantizer.reconstruct_n(0, self.max_nprobe))
-        # The nearest centroid is that with the greatest product less half of its square.
+        # The nearest centroid has the greatest (product − half its squared norm).
         self._offsets = (-centroids.square().sum(1) / 2).to(self.device, self.dtype)
         self._centroids = centroids.to(self.device, self.dtype)
         self._order = np.argsort(lists, kind="stable")  # all chunks, list by list
@@ -90,7 +90,7 @@ class ListIndex:
     def open(
         cls, folder: Path, embeddings: ShardedArray, shards: Sequence[int], device: str = "auto"
     ) -> "ListIndex | None":
-        """Of these shards of `datastore/index`, one after the other, with the tuned `nprobe`; None of an index without lists."""
+        """Open consecutive shards of `datastore/index` with the tuned `nprobe`; None if the index has no lists."""
         tuned = read_json(present(folder / "tuned" / "tuned.json"))
         if "lists" not in tuned:
             return None
@@ -144,32 +144,32 @@ class ListIndex:
         return (ids + self.first).masked_fill_(scores == -torch.inf, -1).numpy()
 
     def _ranges(self, excluded: tuple[np.ndarray, np.ndarray]) -> "Tensor":
-        """First and stop [2, n] int64 from the first chunk that is searched on."""
+        """Exclusion ranges relative to the first searched chunk: first and stop [2, n] int64."""
         import torch
 
         bounds = np.clip(np.stack(excluded) - self.first, 0, self.num_vectors)
         return torch.from_numpy(bounds).to(self.device)
 
     def _rows(self, part: LoadedLists, queries: int, nprobe: int) -> int:
-        """Queries whose products are held at a time: of an even number of blocks, whatever the number of threads."""
+        """Queries per block. The number of blocks is even and does not depend on the number of threads."""
         share = nprobe / self.max_nprobe
         products, entries = share * len(part.ids), max(nprobe, share * int(part.entries.sum()))
         most = rows_at_a_time(products, entries, self.device.partition(":")[0])
         return max(1, math.ceil(queries / (2 * math.ceil(queries / most / 2))))
 
     def _fitting(self, probes: "Tensor", part: LoadedLists) -> Iterator[tuple[int, int]]:
-        """First and stop of queries, which probe [q, p], whose products fit: lists that were trained on other text may be long."""
+        """Split queries, which visit `probes` [q, p], so that their products fit: lists trained on other text can be long."""
         import torch
 
         products, entries = part.starts.diff().take(probes).sum(1), part.entries.take(probes).sum(1)
         filled = products / _PRODUCTS[self.device.partition(":")[0]] + entries / _ENTRIES
-        # A block is about 1 where lists are alike; it is divided where it is more than 2.
+        # A block has a fill of about 1 if lists have similar lengths. Blocks above 2 are divided.
         counts = torch.unique_consecutive((filled.cumsum(0) / 2).long(), return_counts=True)[1]
         stops = counts.cumsum(0).tolist()
         yield from zip([0, *stops[:-1]], stops, strict=True)
 
     def _probe(self, points: "Tensor", nprobe: int) -> "Tensor":
-        """The lists that queries [q, d] visit: [q, nprobe] int64, in no order."""
+        """Choose the lists that queries [q, d] visit: [q, nprobe] int64, unordered."""
         import torch
 
         rows = min(CHOSEN, max(16, TABLE // self.max_nprobe))
@@ -177,7 +177,7 @@ class ListIndex:
         return torch.cat([greatest(products, nprobe) for products in near])
 
     def _parts(self) -> Iterator[LoadedLists]:
-        """All chunks, as many lists at a time as memory holds; they stay there where they are one part."""
+        """Yield all lists, as many at a time as memory holds. If all fit, they stay loaded."""
         if self._kept is not None:
             yield self._kept
             return
@@ -194,16 +194,16 @@ class ListIndex:
             first = last
 
     def _part(self, first: int, last: int) -> LoadedLists:
-        """The lists [first, last)."""
+        """Load the lists [first, last)."""
         import torch
 
         sizes = np.diff(self._bounds)
         sizes[:first] = sizes[last:] = 0
-        members = rounded(torch.from_numpy(-(-sizes // ENTRY))).numpy()  # of all groups, by eights
-        entries = 2 ** np.ceil(np.log2(np.maximum(1, members / FAN))).astype(np.int64)  # each divides its members
+        members = rounded(torch.from_numpy(-(-sizes // ENTRY))).numpy()  # members of all groups, in units of ENTRY
+        entries = 2 ** np.ceil(np.log2(np.maximum(1, members / FAN))).astype(np.int64)  # divides the members
         starts = np.concatenate([[0], np.cumsum(members * ENTRY)])
         before = np.cumsum(sizes) - sizes
-        places = np.arange(sizes.sum()) - np.repeat(before - starts[:-1], sizes)  # all but the padding
+        places = np.arange(sizes.sum()) - np.repeat(before - starts[:-1], sizes)  # rows that are not padding
         ids = np.full(starts[-1], -1, dtype=np.int64)
         ids[places] = self._order[self._bounds[first] : self._bounds[last]]
         columns = torch.zeros((len(ids), self.embeddings.row_shape[0]), dtype=self.dtype)

@@ -1,6 +1,6 @@
-"""Neighbors written out beside the chunks that they belong to: 2m tokens each, so that training reads them in sequence.
+"""Write the tokens of each chunk's first neighbors next to the chunk, so that training reads them in sequence.
 
-stored neighbor ids [chunks, k] → the first s of each → tokens with continuation [chunks, s, 2m], lengths [chunks, s]
+stored neighbor ids [chunks, stored] → the first s of each → tokens with continuation [chunks, s, 2m], lengths [chunks, s]
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from indexing.store.datastore import Split
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval_set import RetrievalSet
 
-_BLOCK_TOKENS = 1 << 22  # of neighbors at a time: 32 MB as int64
+_BLOCK_TOKENS = 1 << 22  # neighbor tokens per block: 32 MB as int64
 
 
 def materialize_shard(
@@ -27,12 +27,12 @@ def materialize_shard(
     """Write `tokens.npy` and `lengths.npy` of one shard and split into the folder `work`.
 
     Args:
-        work: folder to make.
-        split: where the chunks lie.
+        work: folder to create.
+        split: the split of the chunks.
         rows: ids [first, stop) of the shard's chunks.
-        retrieval: where their neighbors lie.
-        num_neighbors: s, how many of each are written.
-        advance: told of finished chunks.
+        retrieval: the chunks that neighbor ids name.
+        num_neighbors: s, neighbors written per chunk.
+        advance: called with the number of finished chunks.
 
     Returns:
         counts: chunks, and neighbors that are not missing.

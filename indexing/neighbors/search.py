@@ -1,12 +1,13 @@
-"""The nearest chunks of every chunk, computed once (paper, section 2.2 and 2.4).
+"""Find the neighbors of every chunk once, and store them (paper, sections 2.2 and 2.4).
 
-    embeddings of a shard → candidates → own document out → near copies out (if asked) → exact distances → k stored
+    embeddings of a shard → candidates → drop the own document → drop near copies (optional) → exact distances → store the nearest
 
-The same is done in the index of each generation of the datastore, and of each datastore of `neighbors.extra_datastores`, and the k nearest
-of all are stored. So what a generation adds is merged with what is stored, and comes out as if all had been searched at once.
+Each generation of the datastore and each datastore of `neighbors.extra_datastores` has an index. Every index is searched, and
+the nearest neighbors of all are stored. New generations are merged with the stored neighbors, with the same result as one
+search of everything.
 
-Everything is excluded by id, never by its place in a result: column 0 of a search need not be the query itself. What
-filtering leaves too few of is searched again deeper; what is still missing is -1.
+Chunks are excluded by id, never by their position in a result: column 0 of a search need not be the query itself. Chunks
+left with fewer neighbors than `neighbors.stored` are searched again with more candidates. Missing neighbors are stored as -1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,37 +30,37 @@ from indexing.vectors.product_search import ProductIndex
 
 Index = ShardedIndex | ProductIndex | ListIndex
 
-_BLOCK_ROWS = 65_536  # what is read once a block, index or chunks, then costs little beside the search
+_BLOCK_ROWS = 65_536  # chunks per block, so that reading the index once per block costs little
 _OVERLAP_ROWS = 4096
-# Far above any use (the paper reads 40 neighbors at most); a mistyped number must not fill a disk.
+# Far above any use (the paper reads at most 40 neighbors). Without a limit, a mistyped number could fill a disk.
 _MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
 
 
 @dataclass(frozen=True)
 class NeighborSettings:
-    """How many neighbors are stored and which are not."""
+    """Which neighbors are stored, and how they are found."""
 
     stored: int = 16
-    """Neighbors stored for each chunk: more than are used, since a batch skips those of its own documents."""
+    """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own documents."""
     candidates: int = 64
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
     rerank: bool = True
     """Order candidates by the stored embeddings instead of the index's codes."""
     search: Literal["auto", "index", "big-batch", "exact", "lists"] = "auto"
-    """How candidates are found: by the codes of the `index`, query by query, or for many queries at once with Faiss's
-    `big-batch` search; or by the embeddings in matrix products, with all chunks (`exact`) or those of the nearest `lists`;
-    `auto`: what a cost model prefers of `index`, `exact` and `lists`."""
+    """How candidates are found. `index`: by the index's codes, query by query. `big-batch`: by the codes, many queries at once
+    (Faiss's `big_batch_search`). `exact`: by matrix products with all embeddings. `lists`: by matrix products with the embeddings
+    of the nearest inverted lists. `auto`: the fastest of `index`, `exact` and `lists` by a cost model."""
     max_overlap: float = 1.0
-    """Neighbors are dropped whose longest common token substring with the chunk is a larger share of it; 1 keeps all."""
+    """Drop a neighbor if its longest token run in common with the chunk is a larger share of the chunk. 1 keeps all neighbors."""
     extra_datastores: tuple[Path, ...] = ()
-    """More datastores to retrieve from: their training chunks may be neighbors too. Same tokenizer, chunk length, embedder."""
+    """More datastores to retrieve from, with the same tokenizer, chunk length and embedder. Their training chunks can be neighbors."""
     materialized: int = 0
-    """Neighbors of each chunk whose tokens are written beside it (stage `materialize`), for data.materialized; a few more
-    than data.k, for those that a sequence skips. 0 = none."""
+    """Neighbors of each chunk whose tokens the stage `materialize` writes next to the chunk, for `data.materialized`. Use a few
+    more than `data.k`, because training skips some neighbors. 0 = none."""
 
     @property
     def precise_candidates(self) -> int:
-        """Candidates of a search by products of the embeddings: half as many again as are stored, for what bfloat16 misplaces."""
+        """Candidates of a search by the embeddings: 1.5 times the stored neighbors, because bfloat16 products are not exact."""
         return min(self.candidates, self.stored + max(8, self.stored // 2))
 
     def __post_init__(self) -> None:
@@ -80,12 +81,12 @@ class NeighborSettings:
 
 @dataclass(frozen=True)
 class OpenIndex:
-    """One index to retrieve from: over a datastore, or over one of its generations.
+    """One open index to retrieve from, over a datastore or over one of its generations.
 
     Attributes:
         index: over chunks of `train`.
-        train: the split that its ids are of.
-        number: of the datastore in the retrieval set; 0 is the one whose chunks ask.
+        train: the split whose ids the index returns.
+        number: number of the datastore in the retrieval set; 0 = the datastore whose neighbors are searched.
     """
 
     index: Index
@@ -94,14 +95,14 @@ class OpenIndex:
 
 
 def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k nearest of what was found in several indexes.
+    """Merge the results of several indexes.
 
     Args:
-        found: for each index: ids of the retrieval set [n, c] int64 (-1 = none) and exact distances [n, c] (+inf).
-        k: how many; c is at least this for each.
+        found: for each index, ids of the retrieval set [n, c] int64 (-1 = none) and exact distances [n, c] (+inf), with c >= k.
+        k: neighbors to keep.
 
     Returns:
-        ids [n, k] int64 and distances [n, k] float32.
+        ids [n, k] int64 and distances [n, k] float32 of the k nearest.
     """
     if len(found) == 1:
         return found[0][0][:, :k], found[0][1][:, :k]
@@ -242,19 +243,19 @@ def neighbor_shard(
     before: Path | None = None,
     advance: Callable[[int], None],
 ) -> dict[str, int]:
-    """Write `work/ids.npy` [n, k] int64 and `work/distances.npy` [n, k] float32 for the chunks `rows` of a split.
+    """Write `work/ids.npy` [n, stored] int64 and `work/distances.npy` [n, stored] float32 for the chunks `rows` of a split.
 
     Args:
-        work: the folder to write to.
-        split: where the chunks lie, in the datastore of number 0: documents are excluded in that one alone, by id.
-        rows: first and stop.
+        work: folder to write to.
+        split: the split of the chunks, in datastore 0. Own documents are excluded in this datastore only.
+        rows: first and stop of the chunk ids.
         searched: the indexes.
         settings: stored, candidates, re-ranking, overlap.
-        before: folder of such files with what was found in other indexes, to be merged with what is found in these.
-        advance: told of finished chunks.
+        before: folder with the same two files from a search of other indexes, to merge with this search.
+        advance: called with the number of finished chunks.
 
     Returns:
-        counts: queries, neighbors found, chunks with fewer than k, chunks with none, searches that went deeper.
+        counts: queries, neighbors found, chunks with too few neighbors, chunks with none, queries searched again.
     """
     work.mkdir(parents=True, exist_ok=True)
     counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
@@ -283,7 +284,7 @@ def neighbor_shard(
 
 
 def _block_rows(searched: Sequence[OpenIndex]) -> int:
-    """Chunks searched at a time: by lists the more the better, within 256 MB of float32."""
+    """Chunks per block. A search by lists gets large blocks, up to 256 MB of float32."""
     by_lists = [each.index for each in searched if isinstance(each.index, ListIndex)]
     fitting = min((2**26 // index.embeddings.row_shape[0] for index in by_lists), default=0)
     return max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, fitting))
@@ -292,7 +293,7 @@ def _block_rows(searched: Sequence[OpenIndex]) -> int:
 def _search_block(
     split: Split, block: tuple[int, int], searched: Sequence[OpenIndex], settings: NeighborSettings
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-    """What each index has for the chunks [first, stop) of a split: ids and distances [n, k]; and deeper searches."""
+    """Search every index for the chunks [first, stop) of a split: ids and distances [n, stored] of each, and queries searched again."""
     own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == "train" else None
     tokens = (split.tokens.read(*block), split.lengths.read(*block)) if settings.max_overlap < 1 else None
     queries = to_float32(split.embeddings.read(*block))

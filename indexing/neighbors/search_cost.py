@@ -1,7 +1,8 @@
-"""What searching the neighbors of all chunks costs, by method: the model behind `neighbors.search = "auto"`.
+"""Estimate the cost of each neighbor search: the model behind `neighbors.search = "auto"`.
 
-Seconds of one core for one query, from what a query touches and at which rate. The rates are of one machine; only their
-ratios decide, so another of the same kind decides alike. docs/results/indexing-speed.md compares them with `benchmarks/speed/index_stages.py`.
+The unit is seconds of one core for one query: what a query reads and computes, divided by measured rates. The rates are from
+one machine. Only their ratios decide, so similar machines decide alike. docs/results/indexing-speed.md compares the estimates
+with `benchmarks/speed/index_stages.py`.
 """
 
 from dataclasses import dataclass
@@ -17,38 +18,39 @@ from indexing.store.remote import present
 
 Method = Literal["index", "big-batch", "exact", "lists"]
 Hardware = Literal["bfloat16", "float32", "cuda"]
-"""What multiplies: a CPU in the faster of the two, or a GPU."""
+"""What computes matrix products: a CPU in the faster of two precisions, or a GPU."""
 
-# Operations a second of one CPU core, or of a GPU, in large products; and seconds to reduce one product towards the candidates.
+# Operations per second of one CPU core or of a GPU in large products, and seconds to reduce one product to candidates.
 _PRODUCTS = {"bfloat16": 4e11, "float32": 5.5e10, "cuda": 2e14}
 _REDUCED = {"bfloat16": 7e-10, "float32": 7e-10, "cuda": 1e-12}
-_COARSE = 7e10  # operations a second when a query is compared with all centroids
-_SCAN = {"fast-scan": 1.1e-10, "codes": 1.2e-9}  # seconds for a byte of a scanned list
-_QUERY = 3e-5  # seconds for the tables of a query
-_RERANK = 1.2e-9  # seconds for a number of a re-ranked candidate
-_LISTED = {"bfloat16": 2e11, "float32": 5e10, "cuda": 5e13}  # operations a second in products with lists
-_LIST = 5.5e-5  # seconds for a list that is multiplied with the queries of a block, however few
-_ENTRY = {"bfloat16": 1.2e-7, "float32": 1.2e-7, "cuda": 5e-9}  # seconds of a query for 40 chunks of a list
-_CHOICE = {"bfloat16": 2.2e-5, "float32": 2.2e-5, "cuda": 1e-6}  # seconds of a query for choosing lists and candidates
-_READ = 5e8  # bytes a second of one core when more than memory holds is read again for each block of queries
-_BLOCK = 65_536  # of queries
-_GRAPH = 2048  # centroids that a query is compared with on its way down a graph of them
+_COARSE = 7e10  # operations per second for comparing a query with all centroids
+_SCAN = {"fast-scan": 1.1e-10, "codes": 1.2e-9}  # seconds per byte of a scanned list
+_QUERY = 3e-5  # seconds per query for its distance tables
+_RERANK = 1.2e-9  # seconds per component of a re-ranked candidate
+_LISTED = {"bfloat16": 2e11, "float32": 5e10, "cuda": 5e13}  # operations per second in products with lists
+_LIST = 5.5e-5  # seconds per list and block of queries, even for few queries
+_ENTRY = {"bfloat16": 1.2e-7, "float32": 1.2e-7, "cuda": 5e-9}  # seconds per query for 40 chunks of a list
+_CHOICE = {"bfloat16": 2.2e-5, "float32": 2.2e-5, "cuda": 1e-6}  # seconds per query for choosing lists and candidates
+_READ = 5e8  # bytes per second of one core, if embeddings exceed memory and each block of queries reads them again
+_BLOCK = 65_536  # queries per block
+_GRAPH = 2048  # centroids compared with a query in a graph search
 
 
 @dataclass(frozen=True)
 class SearchSize:
-    """What the cost depends on.
+    """The quantities that determine the cost of a search.
 
     Attributes:
         num_vectors: chunks in the index.
         dimension: d.
-        nlist, nprobe: inverted lists, and how many of them are visited; both 1 for an index without.
-        centroids: compared with a query to find the lists, when they are searched by codes: all, or those on the way down a graph.
-        code_bytes: of a chunk in the index.
+        nlist: inverted lists; 1 for an index without lists.
+        nprobe: lists that a search by codes visits; 1 for an index without lists.
+        centroids: centroids compared with a query to choose lists by codes: all, or those on the way through a graph.
+        code_bytes: bytes of a chunk in the index.
         fast_scan: whether lists are scanned with tables in registers.
-        list_nprobe: lists visited when they are searched by the embeddings.
-        candidates: of the index, re-ranked for each query.
-        precise_candidates: those of a search by the embeddings themselves.
+        list_nprobe: lists that a search by embeddings visits.
+        candidates: candidates of the index that are re-ranked for each query.
+        precise_candidates: the same for a search by embeddings.
     """
 
     num_vectors: int
@@ -64,7 +66,7 @@ class SearchSize:
 
 
 def describe(train: Split, settings: NeighborSettings) -> SearchSize:
-    """What searching the index over the chunks of `train` depends on; read from its trained form, which is empty."""
+    """Describe the index over the chunks of `train`, read from its empty trained form."""
     import faiss
 
     folder = train.folder / "index"
@@ -91,12 +93,12 @@ def describe(train: Split, settings: NeighborSettings) -> SearchSize:
 
 
 def compared_centroids(nlist: int, graph: bool) -> int:
-    """Of an index with so many lists, whose centroids form a graph or not."""
+    """Centroids compared with a query, in an index with `nlist` lists whose centroids form a graph or not."""
     return min(nlist, _GRAPH) if graph else nlist
 
 
 def seconds_with_index(searched: SearchSize) -> float:
-    """Of one query through the index, re-ranking included."""
+    """Seconds for one query by the index's codes, including re-ranking."""
     coarse = 2 * searched.centroids * searched.dimension / _COARSE
     scanned = searched.nprobe / searched.nlist * searched.num_vectors * searched.code_bytes
     scan = scanned * _SCAN["fast-scan" if searched.fast_scan else "codes"]
@@ -105,14 +107,14 @@ def seconds_with_index(searched: SearchSize) -> float:
 
 
 def seconds_exact(searched: SearchSize, hardware: Hardware) -> float:
-    """Of one query against all chunks."""
+    """Seconds for one query against all chunks."""
     products = searched.num_vectors * (2 * searched.dimension / _PRODUCTS[hardware] + _REDUCED[hardware])
     reading = _reading(2 * searched.num_vectors * searched.dimension)
     return products + reading + searched.precise_candidates * searched.dimension * _RERANK
 
 
 def seconds_by_lists(searched: SearchSize, hardware: Hardware) -> float:
-    """Of one query against the chunks of the lists that it visits."""
+    """Seconds for one query against the chunks of the lists it visits."""
     centroids = 2 * searched.nlist * searched.dimension / _PRODUCTS[hardware]
     compared = searched.list_nprobe / searched.nlist * searched.num_vectors
     products = 2 * compared * searched.dimension / _LISTED[hardware]
@@ -124,12 +126,12 @@ def seconds_by_lists(searched: SearchSize, hardware: Hardware) -> float:
 
 
 def _reading(size: float) -> float:
-    """Of a query, for its share in reading so many bytes again and again."""
+    """Seconds for one query to read `size` bytes of embeddings, shared among the queries of a block."""
     return size / _READ / _BLOCK if size > MEMORY else 0.0
 
 
 def cheapest(searched: SearchSize, hardware: Hardware) -> Method:
-    """`exact`, `lists` or `index`, in this order where they cost the same."""
+    """The cheapest method; at equal cost `exact` before `lists` before `index`."""
     seconds: dict[Method, float] = {"exact": seconds_exact(searched, hardware)}
     if searched.nlist > 1:
         seconds["lists"] = seconds_by_lists(searched, hardware)

@@ -1,4 +1,4 @@
-"""Exact distances of stored embeddings: re-ranking candidates, exhaustive search, and the recall measured against it."""
+"""Exact distances of stored embeddings: re-rank candidates, search exhaustively, measure recall."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from indexing.store.datastore import ShardedArray
 from indexing.threads import one_thread_each
 from indexing.vectors.floats import to_float32
 
-_BLOCK_ROWS = 16_384  # of embeddings that are compared at a time
-_BLOCK = 2**20  # numbers of candidates that a thread looks at in one go: 4 MB in float32
+_BLOCK_ROWS = 16_384  # embeddings compared at a time
+_BLOCK = 2**20  # components of candidates per thread at a time: 4 MB in float32
 
 
 def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -18,7 +18,7 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
     Args:
         queries: [n, d] float32.
         ids: [n, c] int64 candidates, -1 = none.
-        embeddings: of the split that the ids name, [chunks, d].
+        embeddings: embeddings of the split that the ids name, [chunks, d].
 
     Returns:
         distances [n, c] float32 ascending, +inf for none, and ids [n, c].
@@ -31,13 +31,13 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
         block = slice(start, start + step)
         found = embeddings.gather(np.maximum(ids[block], 0).ravel())
         vectors = to_float32(found).reshape(*ids[block].shape, -1)  # [n, c, d]
-        # einsum and not matmul: BLAS rounds differently with other numbers of threads, and bytes must not depend on them.
+        # einsum, not matmul: BLAS rounds differently with other numbers of threads, and stored bytes must not depend on them.
         products = np.einsum("ncd,nd->nc", vectors, queries[block])
         squared = norms[block, None] - 2 * products + np.einsum("ncd,ncd->nc", vectors, vectors)
         distances[block], ordered[block] = order_by_distance(np.maximum(squared, 0), ids[block])
 
     blocks = range(0, len(queries), step)
-    if len(blocks) == 1:  # what a server asks: threads would cost more than they bring
+    if len(blocks) == 1:  # the few queries of a server: starting threads would take longer than the work
         fill(0)
         return distances, ordered
     with one_thread_each() as run:
@@ -46,7 +46,7 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
 
 
 def order_by_distance(distances: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort each row by distance, then id, the missing (-1) last: the same input always gives the same order."""
+    """Sort each row by distance, then by id, with missing ids (-1) last, so that the order is deterministic."""
     distances = np.where(ids < 0, np.float32(np.inf), distances)
     order = np.lexsort((np.where(ids < 0, np.iinfo(np.int64).max, ids), distances), axis=-1)
     return np.take_along_axis(distances, order, -1), np.take_along_axis(ids, order, -1)
@@ -59,14 +59,14 @@ def exact_search(
     excluded: tuple[np.ndarray, np.ndarray] | None = None,
     among: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The true k nearest by a blocked matrix product over all stored embeddings: the yardstick of every recall.
+    """Find the true k nearest by a blocked matrix product over all stored embeddings: the reference of every recall.
 
     Args:
         queries: [n, d] float32.
         embeddings: [chunks, d].
-        k: how many.
+        k: neighbors per query.
         excluded: first and stop [n] of a range of ids that a query must not find (its own document).
-        among: [ranges, 2] int64, first and stop of the ids that may be found; None = all.
+        among: [ranges, 2] int64, first and stop of the ids to search; None = all.
 
     Returns:
         distances [n, k] float32 (+inf) and ids [n, k] (-1), nearest first.
@@ -90,7 +90,7 @@ def exact_search(
 
 
 def _blocks(embeddings: ShardedArray, among: np.ndarray | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids [b] and vectors [b, d] float32 of all rows, or of those in ranges."""
+    """Yield ids [b] and vectors [b, d] float32 of all rows, or of the rows in ranges."""
     ranges = np.array([[0, len(embeddings)]]) if among is None else among
     stops = np.cumsum(ranges[:, 1] - ranges[:, 0])
     for start in range(0, int(stops[-1]) if len(stops) else 0, _BLOCK_ROWS):
@@ -103,10 +103,10 @@ def _blocks(embeddings: ShardedArray, among: np.ndarray | None) -> Iterator[tupl
 
 
 def recall(found: np.ndarray, exact: np.ndarray) -> float:
-    """Share of the exact neighbors that were found, by distance, so that ties between equal chunks do not count as misses.
+    """Share of the exact neighbors that a search found, compared by distance, so that ties do not count as misses.
 
     Args:
-        found: [n, k] exact distances of what was found, ascending.
+        found: [n, k] exact distances of the found neighbors, ascending.
         exact: [n, k] distances of the true nearest, ascending; +inf where there are fewer than k.
     """
     present = np.isfinite(exact)

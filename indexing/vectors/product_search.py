@@ -1,10 +1,10 @@
-"""The nearest chunks of very many queries by matrix products: 2·d·N operations a query, at the rate of the hardware.
+"""Exhaustive search for many queries at once by matrix products: 2·d·N operations per query.
 
-    columns (chunks), a block at a time → products with some queries → maxima of groups → the best groups → candidates
+    blocks of chunks → products with a block of queries → maxima of groups → the best groups → candidates
 
-The top k of a row lie in its top k groups, whatever the grouping. So products are reduced to maxima of 4, these to maxima of
-16, and again, while they are in the cache; only the way back down touches single chunks. Nothing is trained and nothing is
-missed but by rounding: the products are bfloat16's where the hardware has it, and the caller re-ranks the candidates.
+The top k values of a row are in its top k groups, for any grouping. So products are reduced to maxima of 4, then of 16, and
+again of 16, while they are in the cache. Only the last step reads single chunks. There is no training, and only rounding can
+miss a neighbor: products are bfloat16 if the hardware supports it, and the caller re-ranks the candidates.
 """
 
 from collections.abc import Iterator
@@ -19,23 +19,23 @@ from indexing.threads import one_thread_each
 if TYPE_CHECKING:
     from torch import Tensor
 
-_COLUMNS = 262_144  # chunks held in the precision of the products at a time: 128 MB of bfloat16 where d = 256
-_FANS = (4, 16, 16)  # members of a group on each level
+_COLUMNS = 262_144  # chunks in the precision of the products at a time: 128 MB of bfloat16 for d = 256
+_FANS = (4, 16, 16)  # group size on each level
 _WIDTH = 4 * 16 * 16
-# Queries and chunks multiplied at a time. On a CPU half a megabyte of products, which stays in a core's cache until it has
-# been reduced: with four times as much the maxima take twice as long.
+# Queries and chunks multiplied at a time. On a CPU the products take half a megabyte, which stays in a core's cache until it
+# is reduced. With four times as much the maxima take twice as long.
 _SHAPES = {"cpu": (256, _WIDTH), "cuda": (8192, 16 * _WIDTH)}
-_MEMBERS = {"cpu": 2**25, "cuda": 2**30}  # elements of single chunks looked at for a block of queries
+_MEMBERS = {"cpu": 2**25, "cuda": 2**30}  # components of single chunks read per block of queries
 
 
 class ProductIndex:
-    """Exhaustive search over stored embeddings of unit length; same `search` as `ShardedIndex`.
+    """Exhaustive search over stored embeddings of unit length, with the same `search` as `ShardedIndex`.
 
     Args:
-        embeddings: [chunks, d] float16, of unit length: the nearest have the greatest products.
+        embeddings: [chunks, d] float16, of unit length, so the nearest have the greatest products.
         device: `auto`, `cpu`, `cuda` …
-        rows: first and stop of the chunks that are searched; all by default.
-        ids: [n] int64 of the chunks that are searched, rising, in place of `rows`; a search then excludes none.
+        rows: first and stop of the chunks to search; all by default.
+        ids: [n] int64 of the chunks to search, ascending, instead of `rows`; such a search takes no `excluded`.
     """
 
     nprobe = max_nprobe = 1
@@ -98,7 +98,7 @@ class ProductIndex:
         return places if self.ids is None else np.where(places < 0, -1, self.ids[places])
 
     def _blocks(self) -> Iterator[tuple[int, "Tensor", int]]:
-        """First id, chunks [c, d] padded with zeros to whole tiles, and how many are real."""
+        """Yield first id, chunks [c, d] padded with zeros to whole tiles, and the number of chunks without padding."""
         import torch
 
         for start in range(self.first, self.stop, _COLUMNS):
@@ -124,7 +124,7 @@ class ProductIndex:
 def _best_of(
     points: "Tensor", columns: "Tensor", tile: int, real: int, k: int, own: "Tensor | None"
 ) -> tuple["Tensor", "Tensor"]:
-    """Scores [q, k] float32 and places [q, k] in `columns`, greatest first; -inf where there are fewer."""
+    """The best k: scores [q, k] float32 and positions [q, k] in `columns`, greatest first; -inf where there are fewer."""
     import torch
 
     fan = _FANS[0]
@@ -137,7 +137,7 @@ def _best_of(
         for rows, first, stop in shared:
             if stop > start and first < start + tile:
                 products[rows, max(0, first - start) : stop - start] = -torch.inf
-        # A group holds every (tile / fan)-th of the tile: maxima of whole rows of numbers, not of neighbors, are fast.
+        # Members of a group are tile / fan apart, so that maxima are taken of whole rows, which is fast.
         levels[0][:, start // fan : (start + tile) // fan] = products.unflatten(1, (fan, -1)).amax(1)
     for wider in _FANS[1:]:
         levels.append(levels[-1].unflatten(1, (wider, -1)).amax(1))
@@ -159,7 +159,7 @@ def _best_of(
 
 
 def _runs(own: "Tensor") -> list[tuple[slice, int, int]]:
-    """Rows that follow each other with the same [first, stop), as those of a document do."""
+    """Runs of consecutive rows with the same [first, stop), such as the chunks of a document."""
     import torch
 
     bounds, counts = torch.unique_consecutive(own, dim=0, return_counts=True)
