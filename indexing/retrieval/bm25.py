@@ -1,12 +1,12 @@
-"""BM25 over candidates: which of the chunks that were found hold the words of the query?
+"""Score candidates with BM25: which of the retrieved chunks contain the words of the query?
 
     query → terms ┐
-    candidates → text of each, of the chunks beside it, and of the title → counts of the query's terms ┼→ scores
-    a sample of all chunks → in how many each term occurs, mean length ────────────────────────────────┘
+    candidates → text of each, of the adjacent chunks, and of the title → counts of the query's terms ┼→ scores
+    a sample of all chunks → document frequencies, mean length ─────────────────────────────────────┘
 
-BM25 (Robertson and Zaragoza 2009) with the fields of BM25F (section 3.6): what stands in the title counts twice, and what stands
-in the chunks before and after half as much as in the chunk itself, for an answer rarely repeats the subject of its paragraph.
-No inverted index is kept: the cost does not depend on the size of the datastore. `docs/results/passage-retrieval.md` has what the constants bring.
+BM25 (Robertson and Zaragoza 2009) with the fields of BM25F (section 3.6). Terms in the title count twice, and terms in the adjacent
+chunks half, because an answer rarely repeats the subject of its paragraph. There is no inverted index, so the cost does not depend
+on the size of the datastore. docs/results/passage-retrieval.md reports the effect of the constants.
 """
 
 import re
@@ -20,25 +20,25 @@ import numpy as np
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
 
-K1 = 0.9  # how soon more of the same term brings no more
-B = 0.4  # how much a long text is held to hold every term more often
+K1 = 0.9  # saturation: how soon more occurrences of a term stop counting
+B = 0.4  # length normalization
 TITLE = 2.0  # weight of the title
 ADJACENT = 0.5  # weight of the chunks before and after
-_SAMPLED_CHUNKS = 20_000  # what is rarer than one in so many chunks is rare enough
-_BLOCK_QUERIES = 32  # scored at a time: with 256 candidates, the text of 25,000 chunks at most
+_SAMPLED_CHUNKS = 20_000  # enough to count all terms but the rarest
+_BLOCK_QUERIES = 32  # queries scored at a time: with 256 candidates, the text of at most 25,000 chunks
 
 _UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana and Chinese characters
 _RUNS = re.compile(rf"[{_UNSPACED}]+|[^\W_{_UNSPACED}]+")
 
 
 def terms(text: str) -> list[str]:
-    """The terms of a text: words in lower case without a plural s; of Chinese the characters and the pairs of them.
+    """The terms of a text: lower-cased words without a plural s; for Chinese, characters and pairs of characters.
 
-    Pairs stand for words without a dictionary; single characters help where a question abbreviates.
+    Pairs replace words without a dictionary. Single characters help if a question abbreviates.
     """
     found = []
     for run in _RUNS.findall(text.lower()):
-        if run[0] >= "\u3040" and not "\uac00" <= run[0] <= "\ud7a3":  # Korean has blanks between words
+        if run[0] >= "\u3040" and not "\uac00" <= run[0] <= "\ud7a3":  # Korean separates words by blanks
             found += run
             found += [run[place : place + 2] for place in range(len(run) - 1)]
         else:
@@ -48,7 +48,7 @@ def terms(text: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)
 def _singular(word: str) -> str:
-    """A word without the s of the plural: the S stemmer of Harman (1991), the lightest that helps."""
+    """A word without its plural s: the S stemmer of Harman (1991)."""
     if len(word) < 4 or word[-1] != "s" or word[-2] in "us":
         return word
     if word.endswith("ies") and word[-4] not in "ea":
@@ -58,12 +58,12 @@ def _singular(word: str) -> str:
 
 @dataclass(frozen=True)
 class TermStatistics:
-    """What BM25 must know of all chunks, from a sample of them.
+    """Term statistics for BM25, from a sample of all chunks.
 
     Attributes:
-        num_chunks: sampled.
-        frequencies: in how many of them each term occurs.
-        mean_length: terms of a chunk and of those beside it at their weight.
+        num_chunks: sampled chunks.
+        frequencies: number of sampled chunks that contain each term.
+        mean_length: mean weighted terms of a chunk and its adjacent chunks.
     """
 
     num_chunks: int
@@ -77,7 +77,7 @@ class TermStatistics:
 
 
 def sample_statistics(retrieval: RetrievalSet, tokenizer: Tokenizer) -> TermStatistics:
-    """Count terms in a uniform sample of the chunks, the same one every time."""
+    """Count terms in a uniform sample of the chunks, which is always the same."""
     total = retrieval.num_chunks
     sampled = min(total, _SAMPLED_CHUNKS)
     positions = np.sort(np.random.default_rng(0).choice(total, sampled, replace=False))
@@ -88,24 +88,24 @@ def sample_statistics(retrieval: RetrievalSet, tokenizer: Tokenizer) -> TermStat
         for found in map(terms, _texts(retrieval, tokenizer, block)):
             num_terms += len(found)
             frequencies.update(set(found))
-    beside = float((retrieval.beside(ids) >= 0).sum()) / sampled
-    return TermStatistics(sampled, dict(frequencies), max(1.0, num_terms / sampled * (1 + ADJACENT * beside)))
+    adjacent = float((retrieval.adjacent(ids) >= 0).sum()) / sampled
+    return TermStatistics(sampled, dict(frequencies), max(1.0, num_terms / sampled * (1 + ADJACENT * adjacent)))
 
 
 def bm25(
     queries: Sequence[str], ids: np.ndarray, retrieval: RetrievalSet, tokenizer: Tokenizer, statistics: TermStatistics
 ) -> tuple[np.ndarray, np.ndarray]:
-    """BM25 of candidates.
+    """Score candidates with BM25.
 
     Args:
-        queries: texts, n of them.
+        queries: n texts.
         ids: [n, c] int64 of the retrieval set, -1 = none.
-        retrieval: where the candidates lie.
-        tokenizer: of their tokens.
-        statistics: of all chunks.
+        retrieval: the chunks that ids name.
+        tokenizer: tokenizer of the chunks.
+        statistics: term statistics of all chunks.
 
     Returns:
-        scores [n, c] float32, 0 for none, and what they can reach at most for each query, [n] float32.
+        scores [n, c] float32, 0 for none, and the maximum possible score of each query [n] float32.
     """
     scores, largest = np.zeros(ids.shape, dtype=np.float32), np.zeros(len(ids), dtype=np.float32)
     for start in range(0, len(ids), _BLOCK_QUERIES):
@@ -123,13 +123,13 @@ def bm25(
 
 @dataclass(frozen=True)
 class _TermMatches:
-    """How often the terms of some queries occur in their candidates, in what stands beside them, and in the titles.
+    """Occurrences of the queries' terms in the candidates, in adjacent chunks and in titles.
 
     Attributes:
-        ids: [candidates] int64, sorted, each once.
-        columns: of each term.
-        occurrences: [candidates, terms] float32, of all fields at their weight.
-        lengths: [candidates] float32, terms at their weight; titles are left out.
+        ids: [candidates] int64, sorted and unique.
+        columns: column of each term.
+        occurrences: [candidates, terms] float32, weighted sum over the fields.
+        lengths: [candidates] float32, weighted terms without titles.
     """
 
     ids: np.ndarray
@@ -143,15 +143,15 @@ class _TermMatches:
     ) -> "_TermMatches":
         columns = {term: column for column, term in enumerate(dict.fromkeys(term for each in queries for term in each))}
         own = np.unique(ids[ids >= 0])
-        beside = retrieval.beside(own)  # [candidates, 2]
-        every = np.unique(np.concatenate([own, beside[beside >= 0]]))
+        adjacent = retrieval.adjacent(own)  # [candidates, 2]
+        every = np.unique(np.concatenate([own, adjacent[adjacent >= 0]]))
         counts, lengths = _count(_texts(retrieval, tokenizer, every), columns)
         titles = [str(row.get("title") or "") for row in retrieval.metadata(own)]
         of_title = {title: number for number, title in enumerate(dict.fromkeys(titles))}
         in_titles, _ = _count(list(of_title), columns)
         weighted = counts[np.searchsorted(every, own)] + TITLE * in_titles[[of_title[title] for title in titles]]
         total = lengths[np.searchsorted(every, own)]
-        for side in beside.T:
+        for side in adjacent.T:
             present = side >= 0
             places = np.searchsorted(every, side[present])
             weighted[present] += ADJACENT * counts[places]
@@ -159,7 +159,7 @@ class _TermMatches:
         return cls(own, columns, weighted, total)
 
     def occurrences(self, ids: np.ndarray, terms: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Of some terms in some candidates [c]: [c, terms] float32; and the candidates' lengths [c]; anything for -1."""
+        """Occurrences of some terms in some candidates: [c, terms] float32, and their lengths [c]; arbitrary values for -1."""
         if not len(self.ids):
             return np.zeros((len(ids), len(terms)), np.float32), np.ones(len(ids), np.float32)
         rows = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
@@ -168,7 +168,7 @@ class _TermMatches:
 
 
 def _count(texts: Sequence[str], columns: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Occurrences of the terms that have a column [texts, columns] float32, and all terms of each text [texts] float32."""
+    """Occurrences of the terms with a column [texts, columns] float32, and all terms of each text [texts] float32."""
     counts = np.zeros((len(texts), len(columns)), dtype=np.float32)
     lengths = np.zeros(len(texts), dtype=np.float32)
     occurring, sizes = list[int](), list[int]()

@@ -1,9 +1,9 @@
-"""Candidates for some queries out of one datastore: what its index finds, less what must not be found, by exact distance.
+"""Find candidates in one datastore: search its index, remove excluded chunks, compute exact distances.
 
-    vectors → index → deleted chunks and those of other documents out → too few left? deeper → exact distances
-                            └─ few chunks match the filter, or the index gives no more → all that match, exhaustively
+    vectors → index → remove deleted chunks and chunks that fail the filter → too few left? search deeper → exact distances
+                            └─ few chunks match the filter, or the index gives no more → search all that match exhaustively
 
-Memory does not grow with the datastore, whatever is filtered.
+Memory does not grow with the datastore, for any filter.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from indexing.store.datastore import Split
 from indexing.store.deletions import deleted_ranges, inside
 from indexing.vectors.exact_search import exact_search, rerank
 
-_FEW_CHUNKS = 16_384  # compared with all of them at once: as fast as a search that must go deep
-_DEEPEST = 16_384  # candidates asked of an index for the sake of a filter
+_FEW_CHUNKS = 16_384  # searched exhaustively: as fast as a deep search of the index
+_DEEPEST = 16_384  # maximum of candidates per query that a filter requests from an index
 
 
 class SearchableIndex(Protocol):
-    """What finds candidates: an index of this process (`ShardedIndex`), or a handle on one that others hold."""
+    """An index that finds candidates: local (`ShardedIndex`), or a handle on a remote one."""
 
     num_vectors: int
 
@@ -29,7 +29,7 @@ class SearchableIndex(Protocol):
         """Vectors [n, d] float32 → ids [n, k] int64 of the datastore's chunks, -1 where there are fewer.
 
         Raises:
-            PartsMissing: some parts of it did not answer.
+            PartsMissing: some parts of the index did not answer.
         """
 
 
@@ -37,8 +37,8 @@ class PartsMissing(Exception):
     """Some parts of an index did not answer a search.
 
     Args:
-        names: of these parts.
-        ids: [n, k] int64, what the others have found.
+        names: names of these parts.
+        ids: [n, k] int64, results of the other parts.
     """
 
     def __init__(self, names: Sequence[str], ids: np.ndarray) -> None:
@@ -48,7 +48,7 @@ class PartsMissing(Exception):
 
 @dataclass(frozen=True)
 class Candidates:
-    """What was found for each query, nearest first.
+    """Candidates of each query, nearest first.
 
     Attributes:
         ids: [n, c] int64, -1 = none.
@@ -64,19 +64,18 @@ class Candidates:
 def find_candidates(
     vectors: np.ndarray, index: SearchableIndex, split: Split, wanted: int, k: int, among: np.ndarray | None = None
 ) -> Candidates:
-    """Candidates of some queries.
+    """Find candidates for some queries.
 
     Args:
         vectors: [n, d] float32.
         index: over the chunks of `split`.
-        split: what is searched.
-        wanted: candidates for each query.
-        k: at least so many must be found, where there are so many that may be.
-        among: [ranges, 2] int64, first and stop of the chunks that may be found, none of them deleted; None = all that
-            have not been deleted.
+        split: the split to search.
+        wanted: candidates per query.
+        k: minimum of candidates per query, if that many chunks are allowed.
+        among: [ranges, 2] int64, first and stop of the allowed chunks, none of them deleted; None = all that are not deleted.
 
     Returns:
-        of each query at least k candidates, and at most `wanted` or k, whichever is more.
+        for each query at least k candidates, and at most max(wanted, k).
     """
     allowed = index.num_vectors if among is None else int((among[:, 1] - among[:, 0]).sum())
     wanted, k = max(wanted, k), min(k, allowed)
@@ -86,7 +85,7 @@ def find_candidates(
     missing: dict[str, None] = {}
     depth = min(wanted, index.num_vectors)
     deepest = index.num_vectors if among is None else min(_DEEPEST, index.num_vectors)
-    if among is not None:  # as many more as will be thrown away
+    if among is not None:  # ask for more, in proportion to the share that the filter removes
         depth = min(deepest, wanted * index.num_vectors // allowed)
     restricted = among is not None or len(deleted_ranges(split.folder)) > 0
     while True:
@@ -98,7 +97,7 @@ def find_candidates(
             break
         depth = min(4 * depth, deepest)
     distances, ids = rerank(vectors, _first(found, wanted) if restricted else found, split.embeddings)
-    if among is not None and len(lacking):  # the lists that the index looks into hold no more
+    if among is not None and len(lacking):  # the visited lists hold no more
         distances[lacking], ids[lacking] = exact_search(vectors[lacking], split.embeddings, ids.shape[1], among=among)
     return Candidates(ids, distances, tuple(missing))
 
@@ -111,6 +110,6 @@ def _search(index: SearchableIndex, vectors: np.ndarray, depth: int) -> tuple[np
 
 
 def _first(ids: np.ndarray, count: int) -> np.ndarray:
-    """The first of each row that are not -1: [n, c] → [n, count] or [n, c] if that is less."""
+    """The first ids of each row that are not -1: [n, c] → [n, min(count, c)]."""
     order = np.argsort(ids < 0, axis=1, kind="stable")[:, :count]
     return np.take_along_axis(ids, order, 1)

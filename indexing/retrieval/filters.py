@@ -1,8 +1,8 @@
-"""Filters on the metadata of documents: which chunks may be found at all.
+"""Filter searches by the metadata of documents.
 
-    {"source": ["wiki", "news"], "lang": "en"} → documents of every shard that match → ranges of chunk ids
+    {"source": ["wiki", "news"], "lang": "en"} → matching documents of every shard → ranges of chunk ids
 
-A filter is what deletion is: ranges of chunk ids. They are made in one pass over the columns that the filter names.
+A filter is a set of chunk id ranges, as deletions are. One pass over the filter's columns computes them.
 """
 
 import json
@@ -16,14 +16,14 @@ from indexing.store.deletions import deleted_ranges, inside
 from indexing.store.errors import InputError
 
 Filters = Mapping[str, Any]
-"""Column of `documents.parquet` → the value it must have, or a list of values of which it must have one."""
+"""Column of `documents.parquet` → the required value, or a list of accepted values."""
 
 
 def check_filters(filters: Filters, columns: Sequence[str]) -> dict[str, list[Any]]:
     """The accepted values of each column.
 
     Raises:
-        InputError: a column is none of `columns`, or what it must be is not a value or a list of values.
+        InputError: a column is not in `columns`, or a filter is not a value or a list of values.
     """
     checked = {}
     for column, value in filters.items():
@@ -32,17 +32,17 @@ def check_filters(filters: Filters, columns: Sequence[str]) -> dict[str, list[An
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         if not values or not all(isinstance(each, (str, int, float, bool)) for each in values):
             raise InputError(
-                f"filters.{column} = {value!r}: must be a text, a number, true or false, or a list of such."
+                f"filters.{column} = {value!r}: must be a text, a number, true or false, or a list of these."
             )
         checked[column] = values
     return checked
 
 
 def matching_chunks(split: Split, filters: Mapping[str, Sequence[Any]]) -> np.ndarray:
-    """The chunks of all documents that match every filter, deleted ones left out: [ranges, 2] int64, sorted and disjoint.
+    """The chunks of all documents that match every filter, without deleted ones: [ranges, 2] int64, sorted and disjoint.
 
     Raises:
-        InputError: a value cannot be of the type of its column.
+        InputError: a value cannot be converted to the type of its column.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -64,7 +64,7 @@ def matching_chunks(split: Split, filters: Mapping[str, Sequence[Any]]) -> np.nd
 
 
 def _values(column: str, values: Sequence[Any], kind: Any) -> Any:
-    """The values as an array of the column's type. Metadata that was no text in the corpus is stored as JSON."""
+    """The values as an array of the column's type. Metadata that is not text is stored as JSON."""
     import pyarrow as pa
 
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):

@@ -1,20 +1,20 @@
-"""What a search returns and what stands behind an id: plain records with the text that a person wants to see."""
+"""Results of searches and lookups by id: plain records with text."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Rerank = Literal["embeddings", "bm25", "hybrid"]
-"""What candidates are ordered by: exact distances of their embeddings, BM25, or both."""
+"""The order of candidates: exact distances of their embeddings, BM25, or both."""
 
 
-class _OfDocument:
-    """What hits, chunks and documents say of the document that they are of; empty where it is not known."""
+class _DocumentFields:
+    """Properties of the document that a hit, a chunk or a stored document belongs to; empty if unknown."""
 
     document: dict[str, Any]
 
     @property
     def document_id(self) -> str:
-        """As in the corpus."""
+        """The id in the corpus."""
         return _text(self.document.get("id"))
 
     @property
@@ -29,16 +29,15 @@ class _OfDocument:
 
 
 @dataclass(frozen=True)
-class Hit(_OfDocument):
+class Hit(_DocumentFields):
     """One retrieved chunk.
 
     Attributes:
-        chunk_id: its id in the retrieval set.
-        score: what the hits of a query are ordered by, larger is nearer: the cosine for `embeddings`, else BM25's or the
-            hybrid's.
+        chunk_id: id in the retrieval set.
+        score: orders the hits of a query, larger is better: the cosine for `embeddings`, otherwise BM25 or the hybrid score.
         distance: squared L2 distance of the unit vectors, 0 to 4; cosine = 1 − distance / 2.
-        text: of the chunk.
-        continuation: text of the next chunk of the same document, empty where it ends.
+        text: text of the chunk.
+        continuation: text of the next chunk of the same document, empty at its end.
         document: the row of `documents.parquet`: id, file, title, …
     """
 
@@ -55,8 +54,8 @@ class Results:
     """The hits of each query, nearest first.
 
     Attributes:
-        hits: of each query, k of them or all that there are.
-        missing: names of the parts of the index that did not answer; () where all did, as on one machine.
+        hits: for each query k hits, or all if there are fewer.
+        missing: names of the parts of the index that did not answer; always empty on one machine.
     """
 
     hits: list[list[Hit]]
@@ -64,14 +63,14 @@ class Results:
 
 
 @dataclass(frozen=True)
-class StoredChunk(_OfDocument):
-    """A chunk by its id, with where it stands.
+class StoredChunk(_DocumentFields):
+    """A chunk looked up by id, with its position.
 
     Attributes:
-        chunk_id: its id in the retrieval set.
-        text: of the chunk.
-        continuation: text of the next chunk of the same document, empty where it ends.
-        previous_chunk_id, next_chunk_id: of the same document; None at its ends.
+        chunk_id: id in the retrieval set.
+        text: text of the chunk.
+        continuation: text of the next chunk of the same document, empty at its end.
+        previous_chunk_id, next_chunk_id: ids in the same document; None at its ends.
         document: the row of `documents.parquet`.
     """
 
@@ -84,14 +83,14 @@ class StoredChunk(_OfDocument):
 
 
 @dataclass(frozen=True)
-class StoredDocument(_OfDocument):
-    """A document by its id, with some of its chunks.
+class StoredDocument(_DocumentFields):
+    """A document looked up by id, with some of its chunks.
 
     Attributes:
         document: the row of `documents.parquet`.
-        num_chunks: of the whole document.
-        first: place of the first of `chunks` in it, from 0.
-        chunks: in order.
+        num_chunks: chunks of the whole document.
+        first: position of the first of `chunks` in the document, from 0.
+        chunks: consecutive chunks.
     """
 
     document: dict[str, Any]

@@ -1,11 +1,11 @@
-"""Texts, token ids or vectors → the nearest chunks of datastores: one class for the trainer, generation, evaluation and the server.
+"""Retrieve the nearest chunks of datastores for texts, token ids or vectors; used by training, generation, evaluation and serving.
 
 texts → tokens → embedder ┐
 token ids      → embedder ┼→ vectors → every index → candidates → filters → ranking → hits with text and document
 vectors ──────────────────┘
 
-What an index gives are candidates; they are always ordered anew, by the stored embeddings (exact distances), by BM25, or by both
-(`bm25.py`). A retriever is read only: several threads may search at once.
+An index gives candidates. They are re-ranked by the stored embeddings (exact distances), by BM25, or by both (`bm25.py`). A
+retriever is read-only, so several threads can search at once.
 """
 
 import json
@@ -31,22 +31,22 @@ from indexing.tokenization.tokenizer import Tokenizer
 from indexing.vectors.exact_search import order_by_distance
 
 Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
-"""Texts; or token ids [t] of each; or vectors [n, d] float."""
+"""Texts, token ids [t] of each, or vectors [n, d] float."""
 
 CANDIDATES = {"embeddings": 64, "bm25": 256, "hybrid": 256}
-"""Candidates of each query that are ordered anew, k if that is more: embeddings correct the index's codes, words need a choice."""
-COSINE_WEIGHT = 0.3  # of the hybrid: see docs/results/passage-retrieval.md
+"""Candidates per query that are re-ranked, at least k. Embeddings only correct the index's codes. BM25 needs more to choose from."""
+COSINE_WEIGHT = 0.3  # weight of the cosine in the hybrid score: see docs/results/passage-retrieval.md
 _FILTERS_KEPT = 8
-_PADDED_TOKENS = 2**22  # of texts that are embedded together, padding included
+_PADDED_TOKENS = 2**22  # tokens of texts embedded together, including padding
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """The chunks found for each query, best first, as numbers.
+    """The best chunks of each query as ids and numbers, best first.
 
     Attributes:
         ids: [n, k] int64 of the retrieval set, -1 = none.
-        scores: [n, k] float32, larger is nearer, -inf for none.
+        scores: [n, k] float32, larger is better, -inf for none.
         distances: [n, k] float32, squared L2, +inf for none.
         missing: names of the parts of the index that did not answer.
     """
@@ -62,9 +62,9 @@ class Retriever:
     """Datastores opened for search. `Retriever.open(folder)`, then `search` or `neighbors`.
 
     Attributes:
-        datastore: the first.
-        tokenizer, embedder: its own.
-        indexes: of every datastore in the retrieval set, its own first.
+        datastore: the first datastore.
+        tokenizer, embedder: those of the first datastore.
+        indexes: one for every datastore in the retrieval set, the first datastore's first.
         retrieval: the chunks that ids name.
     """
 
@@ -76,16 +76,16 @@ class Retriever:
 
     @classmethod
     def open(cls, *locations: Path | str, indexes: Sequence[SearchableIndex] | None = None) -> "Retriever":
-        """Open datastores to be searched as one.
+        """Open datastores to search them as one.
 
         Args:
-            locations: folders or URLs. Ids are those of the first one's stored neighbors (`store/retrieval.py`): the chunks of the
-                datastores of its `neighbors.extra_datastores` are searched too, and then those of the other locations.
-            indexes: what searches each datastore of the retrieval set; None opens the indexes that lie in them.
+            locations: folders or URLs. Ids are those of the first datastore's stored neighbors (`store/retrieval_set.py`): the
+                datastores of its `neighbors.extra_datastores` are searched too, then those of the other locations.
+            indexes: one index for each datastore of the retrieval set; None opens the stored indexes.
 
         Raises:
-            InputError: one is no datastore, its index is not finished, they do not fit together, or one of `neighbors.extra_datastores` is gone
-                or has changed.
+            InputError: a location is not a datastore, its index is not finished, the datastores do not fit together, or one of
+                `neighbors.extra_datastores` is missing or has changed.
         """
         datastore, *others = map(Datastore.open, locations)
         retrieval = RetrievalSet.of(datastore)
@@ -112,7 +112,7 @@ class Retriever:
         """Token ids [t] of each text → unit vectors [n, d] float32."""
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         if len(rows) > 1 and len(rows) * lengths.max() > _PADDED_TOKENS:
-            # Halves of similar length: one long text must not pad a thousand short ones to its length.
+            # Batches of similar length: one long text must not pad a thousand short ones to its length.
             order, vectors = (
                 np.argsort(lengths, kind="stable"),
                 np.empty((len(rows), self.embedder.dimension), np.float32),
@@ -131,7 +131,7 @@ class Retriever:
         return found.ids[:, :k], found.distances[:, :k]
 
     def _candidates(self, vectors: np.ndarray, wanted: int, k: int, filters: Filters | None) -> Candidates:
-        """The nearest of all datastores, [n, at least k]; more of them, as far as there are, where more are wanted."""
+        """The nearest chunks of all datastores, [n, at least k]; `wanted` of them if there are as many."""
         among = self._among(filters) if filters else [None] * len(self.indexes)
         found = [
             find_candidates(vectors, index, split, wanted, k, chunks)
@@ -140,14 +140,14 @@ class Retriever:
         if len(found) == 1 and found[0].ids.shape[1] >= k:
             return found[0]
         ids = [neighbor_ids(number, each.ids) for number, each in enumerate(found)]
-        ids.append(np.full((len(vectors), k), -1, dtype=np.int64))  # k of them, also of fewer chunks
+        ids.append(np.full((len(vectors), k), -1, dtype=np.int64))  # pads the result to k
         distances = [*(each.distances for each in found), np.full((len(vectors), k), np.inf, dtype=np.float32)]
         near, joined = order_by_distance(np.concatenate(distances, axis=1), np.concatenate(ids, axis=1))
         keep = max(wanted, k)
         return Candidates(joined[:, :keep], near[:, :keep], tuple(name for each in found for name in each.missing))
 
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Full chunks [n, m] → neighbor tokens [n, k, 2m] int64 with their continuations, and lengths [n, k] int64."""
+        """Full chunks [n, m] → neighbor tokens with continuations [n, k, 2m] int64, and lengths [n, k] int64."""
         lengths = np.full(len(chunks), chunks.shape[1], dtype=np.int64)
         ids, _ = self.nearest(self.embedder.embed(chunks, lengths), k)
         tokens, found = self.retrieval.with_continuation(ids.ravel())
@@ -158,16 +158,16 @@ class Retriever:
     def search(
         self, queries: Queries, k: int = 5, *, filters: Filters | None = None, rerank: Rerank = "embeddings"
     ) -> Results:
-        """The k nearest chunks of each query, nearest first.
+        """Find the k nearest chunks of each query, nearest first.
 
         Args:
-            queries: texts, token ids [t] of each, or vectors [n, d] float, which are brought to unit length.
-            k: how many.
-            filters: column of the documents' metadata → the value that it must have, or a list of values.
-            rerank: what candidates are ordered by: exact distances of the `embeddings`, `bm25`, or both (`hybrid`).
+            queries: texts, token ids [t] of each, or vectors [n, d] float, which are scaled to unit length.
+            k: hits per query.
+            filters: column of the documents' metadata → the required value, or a list of accepted values.
+            rerank: order of the candidates: exact distances of the `embeddings`, `bm25`, or both (`hybrid`).
 
         Raises:
-            InputError: a query is empty or of no use here, k is below 1, or a filter names an unknown column.
+            InputError: a query is empty or invalid, k is below 1, or a filter names an unknown column.
         """
         ranked = self.rank(queries, k, filters=filters, rerank=rerank)
         found = iter(self._hits(*(each[ranked.ids >= 0] for each in (ranked.ids, ranked.distances, ranked.scores))))
@@ -177,7 +177,7 @@ class Retriever:
     def rank(
         self, queries: Queries, k: int = 5, *, filters: Filters | None = None, rerank: Rerank = "embeddings"
     ) -> Ranked:
-        """What `search` finds, as ids and numbers without text."""
+        """The results of `search` as ids and numbers, without text."""
         if k < 1:
             raise InputError(f"k = {k}: must be at least 1.")
         if rerank not in get_args(Rerank):
@@ -188,19 +188,19 @@ class Retriever:
             ids, distances = found.ids[:, :k], found.distances[:, :k]
             return Ranked(ids, 1 - distances / 2, distances, found.missing)
         scores = self._scores_by_words(queries, found, hybrid=rerank == "hybrid")
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]  # the nearer of two that are equal
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]  # the nearer one first if scores are equal
         ids, distances, scores = (np.take_along_axis(each, order, 1) for each in (found.ids, found.distances, scores))
         return Ranked(ids, scores, distances, found.missing)
 
     def _scores_by_words(self, queries: Queries, found: Candidates, *, hybrid: bool) -> np.ndarray:
-        """BM25 of the candidates [n, c], or the share that it is of what it can be, plus some of the cosine."""
+        """BM25 of the candidates [n, c]; for the hybrid, BM25 over its maximum plus the weighted cosine."""
         if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
             raise InputError("rerank = 'bm25' and 'hybrid' need texts or token ids: vectors have no words.")
         texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in queries]
         scores, largest = bm25(texts, found.ids, self.retrieval, self.tokenizer, self._term_statistics)
         if hybrid:
-            # Both on scales of their own, which do not depend on how many candidates there are. Among the candidates of a
-            # good embedder cosines spread widely, among those of a coarse one little: so each counts for what it knows.
+            # Both scores have fixed scales that do not depend on the candidates. Cosines of a good embedder spread widely, those
+            # of a coarse one little. So each embedder has the influence it deserves.
             scores = scores / np.maximum(largest, 1e-6)[:, None] + COSINE_WEIGHT * (1 - found.distances / 2)
         return np.where(found.ids >= 0, scores, np.float32(-np.inf))
 
@@ -212,12 +212,12 @@ class Retriever:
 
     @cached_property
     def filter_columns(self) -> list[str]:
-        """Columns of the documents' metadata that every datastore has, by which a search may be filtered."""
+        """Metadata columns that every datastore has, usable in filters."""
         first, *others = (split.documents.columns for split in self.retrieval.splits)
         return [name for name in first if all(name in columns for columns in others)]
 
     def _among(self, filters: Filters) -> list[np.ndarray]:
-        """The chunks of each datastore that match, as ranges; what the last filters gave is kept until more is deleted."""
+        """The matching chunks of each datastore, as ranges. The result of the last filters is cached until a deletion."""
         checked = check_filters(filters, self.filter_columns)
         key = json.dumps(checked, sort_keys=True)
         splits = self.retrieval.splits
@@ -236,7 +236,7 @@ class Retriever:
         """Queries → unit vectors [n, d] float32.
 
         Raises:
-            InputError: an empty text, a token id that the tokenizer does not have, or vectors of another width, not finite or zero.
+            InputError: a text is empty, a token id is not in the vocabulary, or vectors have another width, are zero or not finite.
         """
         if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
             return self._unit(queries)
@@ -245,7 +245,7 @@ class Retriever:
         texts = [each for each in queries if isinstance(each, str)]
         if texts:
             if len(texts) < len(queries):
-                raise InputError("queries are texts, or token ids, or vectors: not some of each.")
+                raise InputError("queries must be all texts, all token ids or all vectors.")
             if not all(text.strip() for text in texts):
                 raise InputError("the text to search for is empty.")
             return self.embed(texts)
@@ -269,12 +269,12 @@ class Retriever:
         return (vectors / norms).astype(np.float32)
 
     def hits(self, ids: np.ndarray, distances: np.ndarray) -> list[Hit]:
-        """Chunk ids and distances, each [k], with all that a person wants to see; -1 is left out."""
+        """Chunk ids and distances, each [k], with text and document; -1 is skipped."""
         present = ids >= 0
         return self._hits(ids[present], distances[present], 1 - distances[present] / 2)
 
     def _hits(self, ids: np.ndarray, distances: np.ndarray, scores: np.ndarray) -> list[Hit]:
-        """Hits [h] of any number of queries: what many have found is read once."""
+        """Hits [h] of any number of queries. A chunk that several queries found is read once."""
         each, rows = np.unique(ids, return_inverse=True)
         texts, continuations = self._texts(*self.retrieval.with_continuation(each))
         documents = self.retrieval.metadata(each)
@@ -296,7 +296,7 @@ class Retriever:
     # --- by id ------------------------------------------------------------------------------------------------------
 
     def chunk(self, chunk_id: int) -> StoredChunk:
-        """The chunk with this id of the retrieval set.
+        """Look up the chunk with this id of the retrieval set.
 
         Raises:
             NotFound: there is none, or its document has been deleted.
@@ -313,7 +313,7 @@ class Retriever:
         return self._chunks(number, local, 1, (int(documents[0]), int(first[0]), int(stop[0])))[0]
 
     def document(self, document_id: str, first: int = 0, count: int = 8) -> StoredDocument:
-        """The document with this id, the first one where several share it, with its chunks [first, first + count).
+        """Look up the document with this id (the first if several share it), with its chunks [first, first + count).
 
         Raises:
             NotFound: there is none, or it has been deleted.
@@ -329,10 +329,10 @@ class Retriever:
                 count = max(0, min(count, stop - start - first))
                 chunks = self._chunks(number, start + first, count, (document, start, stop))
                 return StoredDocument(split.metadata([document])[0], stop - start, first, chunks)
-        raise NotFound(f"there is no document {document_id!r} among those that are searched.")
+        raise NotFound(f"there is no document {document_id!r} in the datastores that are searched.")
 
     def _chunks(self, number: int, start: int, count: int, document: tuple[int, int, int]) -> list[StoredChunk]:
-        """Consecutive chunks of one document (its number, first chunk and last chunk + 1) of a datastore."""
+        """Consecutive chunks of one document (number, first chunk, last chunk + 1) of a datastore."""
         split = self.retrieval.splits[number]
         local = np.arange(start, start + count, dtype=np.int64)
         texts, continuations = self._texts(*split.with_continuation(local))
@@ -352,5 +352,5 @@ class Retriever:
 
 
 def open_index(split: Split) -> ShardedIndex:
-    """The index over the chunks of a datastore's training split."""
+    """Open the index over the chunks of a datastore's training split."""
     return ShardedIndex.open(split.folder / "index", range(len(split.chunk_rows)))

@@ -1,1 +1,1 @@
-"""Layer 0: the artifact format: shards, manifests, fingerprints, atomic writes."""
+"""The datastore's format: artifacts, manifests, fingerprints, arrays in shards, atomic writes, remote mirrors."""

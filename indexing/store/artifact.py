@@ -1,13 +1,13 @@
-"""An artifact is a finished folder: it has a manifest, and the manifest has a fingerprint.
+"""Artifacts: finished folders with a manifest that holds a fingerprint.
 
-    with create(folder, recipe) as (work, counts):   # work = a temporary folder beside `folder`
+    with create(folder, recipe) as (work, counts):   # work = a temporary folder next to `folder`
         np.save(work / "tokens.npy", tokens)
         counts["chunks"] = len(tokens)
     # here every file has been flushed and checksummed, the manifest written, and the folder renamed into place
 
-One rename makes it visible, so a killed stage leaves a temporary folder at most, never half an artifact. A stage asks
-`is_finished(folder, recipe)` first: the same recipe means the work is done; another one is refused by name; one that is
-damaged is made again.
+One rename makes an artifact visible. So a killed stage leaves at most a temporary folder, never half an artifact. A stage first
+asks `is_finished(folder, recipe)`: with the same recipe the work is done, with another one an error names the difference, and a
+damaged artifact is made again.
 """
 
 import contextlib
@@ -30,25 +30,25 @@ from indexing.store.files import MANIFEST, checksum, read_checked, sync_folder, 
 
 log = logging.getLogger("retro")
 
-_KEYS = {"fingerprint", "recipe", "counts", "files"}  # of a manifest
+_KEYS = {"fingerprint", "recipe", "counts", "files"}  # keys of a manifest
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def fingerprint(value: Any) -> str:
-    """16 hexadecimal digits that stand for a JSON-able value: equal values, equal fingerprints, on every machine."""
+    """A hash of a JSON-able value in 16 hexadecimal digits: equal values give equal fingerprints on every machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an artifact is made of. Two artifacts with equal recipes hold equal bytes.
+    """Everything that determines the bytes of an artifact. Artifacts with equal recipes hold equal bytes.
 
     Attributes:
         stage: the stage that makes it, as on the command line (`chunk`, `embed`, …).
-        version: of the stage's code; raised whenever the same settings would give other bytes.
-        settings: the settings that the bytes depend on, `section.key` to value.
-        inputs: name to fingerprint of every artifact it is made from.
+        version: version of the stage's code, raised whenever the same settings would give other bytes.
+        settings: the settings that the bytes depend on, `section.key` → value.
+        inputs: name → fingerprint of every artifact it is made from.
     """
 
     stage: str
@@ -57,21 +57,21 @@ class Recipe:
     inputs: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The recipe as it stands in the manifest: lists for tuples, plain dictionaries."""
+        """The recipe as in a manifest: lists instead of tuples, plain dictionaries."""
         parts = {"stage": self.stage, "version": self.version, "settings": self.settings, "inputs": self.inputs}
         return json.loads(json.dumps(parts, default=dict))
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of all of the above."""
+        """The fingerprint of all attributes."""
         return fingerprint(self.as_json())
 
 
 def is_finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether `folder` holds the finished artifact of this recipe. A damaged one does not: a warning says what is wrong.
+    """True if `folder` holds the undamaged artifact of this recipe. For a damaged one, log a warning and return False.
 
     Raises:
-        InputError: it holds the artifact of another recipe; the message names what differs and what rebuilds it.
+        InputError: it holds the artifact of another recipe; the message names the differences and the command to rebuild it.
     """
     if not (folder / MANIFEST).exists():
         return False
@@ -86,15 +86,15 @@ def is_finished(folder: Path, recipe: Recipe) -> bool:
             log.warning("%s; %s is made again", problem, folder)
         return problem is None
     raise InputError(
-        f"{folder} was built by stage '{found['recipe']['stage']}' from something else:\n"
+        f"{folder} was built by stage '{found['recipe']['stage']}' with other settings or inputs:\n"
         + "".join(f"  {line}\n" for line in differences(found["recipe"], recipe.as_json()))
-        + f"Set it back, choose another datastore folder, or rebuild this stage and what follows from it: "
+        + f"Restore the settings, choose another datastore folder, or rebuild this stage and all later ones: "
         f"add `--stage {recipe.stage} --rebuild`."
     )
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line for each way in which two recipes differ, the settings by name."""
+    """One line for each difference between two recipes; settings by name."""
     lines = []
     for key in sorted({*old["settings"], *new["settings"]}):
         before, after = old["settings"].get(key, "not set"), new["settings"].get(key, "not set")
@@ -112,15 +112,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Make the artifact `folder`: yields a temporary folder to fill and a dictionary of counts for the manifest.
 
-    On a normal exit the folder is renamed into place with its manifest; on an error the temporary folder is removed and
-    nothing else changes. What a killed process left of it, and a damaged artifact in its place, are removed first. Where
-    the folder mirrors a URL, everything is uploaded before the rename.
+    On a normal exit the folder is renamed into place with its manifest. On an error the temporary folder is removed and nothing
+    else changes. Leftovers of a killed process, and a damaged artifact in its place, are removed first. If the folder mirrors a
+    URL, everything is uploaded before the rename.
 
-    Every maker has a temporary folder of its own: one that is thought dead and still writes (its driver was killed, its
-    node cut off) cannot touch the files of the next, which has taken its folder away. Who is first counts.
+    Every call has its own temporary folder. So a process that was believed dead and still writes (its driver was killed, its
+    node was cut off) cannot touch the files of its successor. The first to finish wins.
 
     Raises:
-        OSError: there is no space left; it names the file.
+        OSError: the disk is full; it names the file.
     """
     for leftover in _leftovers(folder):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -139,9 +139,7 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
         newest = _newest_file(work) if full else work
         shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError) and full:
-            advice = (
-                f"{os.strerror(error.errno or 0)}; make room and run the same command again, what is finished is kept"
-            )
+            advice = f"{os.strerror(error.errno or 0)}; free some space and run the same command again, finished work is kept"
             raise OSError(error.errno, advice, str(folder / newest.relative_to(work))) from error
         raise
 
@@ -154,7 +152,7 @@ def _leftovers(folder: Path) -> Iterator[Path]:
 
 
 def _newest_file(work: Path) -> Path:
-    """The file that was being written last."""
+    """The file that was written last."""
     files = [path for path in work.rglob("*") if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime_ns, default=work)
 
@@ -166,13 +164,13 @@ def _publish(work: Path, folder: Path, recipe: Recipe) -> None:
     except OSError:
         if not is_finished(folder, recipe):
             raise
-        shutil.rmtree(work)  # another maker was first: equal recipes, equal bytes
+        shutil.rmtree(work)  # another process finished first, with equal bytes
     sync_folder(folder.parent)
 
 
 def write_manifest(folder: Path, recipe: Recipe, counts: Mapping[str, Any]) -> None:
-    """Write `folder/manifest.json`: the recipe, its fingerprint, the counts, size and checksum of every file, and a checksum
-    of all that."""
+    """Write `folder/manifest.json`: the recipe, its fingerprint, the counts, size and checksum of every file, and a checksum of
+    the manifest."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
@@ -185,24 +183,24 @@ def write_manifest(folder: Path, recipe: Recipe, counts: Mapping[str, Any]) -> N
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished artifact, after a look at the size of each of its files.
+    """Read the manifest of a finished artifact and check the size of each file.
 
-    Of one that mirrors a URL the manifest is fetched, and the files need not be here.
+    If the folder mirrors a URL, the manifest is fetched, and the files need not be local.
 
     Raises:
-        InputError: there is none, or a file is missing or has another size than when it was written.
+        InputError: there is no manifest, or a file is missing or has another size than when it was written.
     """
     problem = damage(folder)
     if problem:
-        raise InputError(f"{problem}. Run the command that made {folder} again: it replaces what is damaged.")
+        raise InputError(f"{problem}. Run the command that made {folder} again: it replaces damaged artifacts.")
     return parse_manifest(folder)
 
 
 def parse_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an artifact, whatever its files are like.
+    """Read the manifest of an artifact without checking its files.
 
     Raises:
-        InputError: there is none, it cannot be read, or it is not as it was written.
+        InputError: there is none, it cannot be read, or it has changed since it was written.
     """
     path = folder / MANIFEST
     remote.fetch_manifest(folder)
@@ -219,8 +217,8 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with an artifact as far as manifest and sizes tell, or None; `verify` looks at every byte."""
-    remote.fetch_manifest(folder)  # that a URL cannot be asked is no damage
+    """Damage of an artifact that its manifest and file sizes show, or None; `verify` checks every byte."""
+    remote.fetch_manifest(folder)  # an unreachable URL raises, and does not count as damage
     try:
         return next(wrong_sizes(folder, parse_manifest(folder)), None)
     except InputError as error:
@@ -228,7 +226,7 @@ def damage(folder: Path) -> str | None:
 
 
 def verify(folder: Path) -> list[str]:
-    """Compare every file of an artifact with its manifest; one line for each that is missing or differs."""
+    """Compare every file of an artifact with its manifest; one line for each file that is missing or differs."""
     try:
         manifest = parse_manifest(folder)
     except InputError as error:
@@ -239,7 +237,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each file of an artifact that is missing or has another size than its manifest says."""
+    """One line for each file of an artifact that is missing or has another size than in its manifest."""
     for name, expected in manifest["files"].items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
@@ -249,14 +247,14 @@ def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None:
-    """What is said of one file of an artifact whose bytes are not those of its manifest, or None."""
+    """A message if the bytes of one file of an artifact differ from its manifest, else None."""
     if checksum(folder / name) == manifest["files"][name]["checksum"]:
         return None
     return f"{folder / name} has changed since it was written (checksum)"
 
 
 def remove(folder: Path) -> None:
-    """Delete an artifact: first its manifest, so that a kill halfway leaves something unfinished, not something false."""
+    """Delete an artifact, first its manifest, so that an interruption leaves it unfinished, not inconsistent."""
     remote.remove(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
     if folder.exists():

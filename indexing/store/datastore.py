@@ -1,19 +1,19 @@
-"""Reading a datastore: where everything lies, and arrays that span its shards.
+"""Read a datastore: its files, and arrays that span its shards.
 
     datastore/
       manifest.json                 format version, settings, totals, rows of every shard, fingerprints
-      corpus/                       what was read: files, shards, problems by file and line
-      tokenizer/   embedder/        what text must go through to become tokens and vectors
+      corpus/                       files, shards, problems by file and line
+      tokenizer/   embedder/        from text to tokens, from tokens to vectors
       chunks/00000/{train,valid,test}/   tokens.npy lengths.npy documents.npy documents.parquet
       embeddings/00000/             train.npy valid.npy test.npy
       index/trained/  index/00000/  index/tuned/
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
       materialized/00000/{train,valid,test}/  tokens.npy lengths.npy
-      appended/00001/               corpus/ of each generation that was appended
-      deleted.npy                   chunk ids of deleted documents, once there are any
+      appended/00001/               corpus/ of each appended generation
+      deleted.npy                   chunk ids of deleted documents, if there are any
 
-A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. The ids stored as
-neighbors are ids of the `train` split, which is the only one in the index, or of other datastores (`retrieval_set.py`).
+A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. Ids of stored neighbors are ids
+of the `train` split, the only one in the index, or of other datastores (`retrieval_set.py`).
 """
 
 from collections.abc import Sequence
@@ -33,17 +33,17 @@ from indexing.store.ranged_reads import RangedArray, Reading, check_rows
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
-# Keys of the top manifest.
+# Keys of the datastore's manifest.
 _KEYS = {"format_version", "chunk_length", "pad_id", "vocab_size", "fingerprints", "splits", "extra_datastores"}
 
 
 def shard_name(shard: int) -> str:
-    """The folder name of a shard: five digits or more, so that names sort as numbers do."""
+    """The folder name of a shard: at least five digits, so that names sort like numbers."""
     return f"{shard:05d}"
 
 
 def open_array(path: Path) -> np.ndarray:
-    """A memory-mapped `.npy` file; one of a URL is fetched.
+    """Memory-map a `.npy` file; a file at a URL is fetched first.
 
     Raises:
         InputError: it is missing or damaged.
@@ -57,12 +57,12 @@ def open_array(path: Path) -> np.ndarray:
 
 
 class ShardedArray:
-    """Rows of several `.npy` files read as one array, file by file on first use.
+    """Rows of several `.npy` files read as one array. Files are opened on first use.
 
     Args:
         paths: the files, in order.
         rows: rows in each file.
-        reading: how rows are read: out of memory maps, or by ranges of bytes.
+        reading: read rows from memory maps or by ranges of bytes.
     """
 
     def __init__(self, paths: Sequence[Path], rows: Sequence[int], reading: Reading = "mmap") -> None:
@@ -76,10 +76,10 @@ class ShardedArray:
         return int(self.starts[-1])
 
     def shard(self, shard: int) -> np.ndarray:
-        """The memory-mapped array of one shard, however rows are read; of a URL, the whole file is fetched.
+        """Memory-map the array of one shard, regardless of `reading`. A file at a URL is fetched whole.
 
         Raises:
-            InputError: the file is missing or does not have the rows that the manifest says.
+            InputError: the file is missing or does not have as many rows as in the manifest.
         """
         if shard not in self._open:
             rows = int(self.starts[shard + 1] - self.starts[shard])
@@ -90,11 +90,11 @@ class ShardedArray:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row, from the header of the first file; of a URL, no more than that is read."""
+        """The shape of one row, from the header of the first file. From a URL, only the header is read."""
         return self._ranged.headers([0])[0].row_shape
 
     def gather(self, ids: np.ndarray) -> np.ndarray:
-        """Rows by id, in the order asked for: ids [n] int64 → [n, …]."""
+        """Rows by id, in the order of `ids`: ids [n] int64 → [n, …]."""
         if self.reading == "pread":
             return self._ranged.gather(ids)
         shards = np.searchsorted(self.starts, ids, side="right") - 1
@@ -109,7 +109,7 @@ class ShardedArray:
         return out
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop): a view where they lie in one memory-mapped shard, else a copy."""
+        """Rows [start, stop): a view if they are in one memory-mapped shard, else a copy."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
         if self.reading == "mmap" and shard < len(self.paths) and stop <= self.starts[shard + 1]:
             return self.shard(shard)[start - self.starts[shard] : stop - self.starts[shard]]
@@ -149,7 +149,7 @@ class Split:
         return sum(self.document_rows)
 
     def first_shards(self, count: int) -> "Split":
-        """The split as it was when it had this many shards."""
+        """The split with only its first shards."""
         return replace(self, chunk_rows=self.chunk_rows[:count], document_rows=self.document_rows[:count])
 
     def _array(self, stage: str, name: str) -> ShardedArray:
@@ -193,7 +193,7 @@ class Split:
 
     @cached_property
     def _offsets(self) -> ShardedArray:
-        # Small, and searched: memory-mapped however the rest is read.
+        # Small, and searched, so always memory-mapped.
         paths = [
             self.folder / "chunks" / shard_name(s) / self.name / "documents.npy" for s in range(len(self.chunk_rows))
         ]
@@ -234,8 +234,8 @@ class Split:
     def with_continuation(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Retrieved chunks N with their continuations F (paper, section 2.3).
 
-        The continuation is the next chunk of the same document. Padding stands where there is none, and for an id of -1,
-        so the real tokens are always a prefix.
+        The continuation is the next chunk of the same document. If there is none, and for an id of -1, the row is padded. So the
+        real tokens are always a prefix.
 
         Args:
             ids: [n] int64 chunk ids of this split; -1 = no neighbor.
@@ -250,7 +250,7 @@ class Split:
         if len(present):
             _, _, stop = self.documents_of(ids[present])
             continued = present[ids[present] + 1 < stop]
-            # Both at once: a chunk and its continuation lie side by side, and are one read.
+            # A chunk and its continuation are adjacent on disk, so both are read at once.
             both = np.concatenate([ids[present], ids[continued] + 1])
             read_tokens, read_lengths = self.tokens.gather(both), self.lengths.gather(both)
             tokens[present, :m], tokens[continued, m:] = np.split(read_tokens, [len(present)])
@@ -259,20 +259,20 @@ class Split:
         return tokens, lengths
 
     def without_deleted(self, ids: np.ndarray) -> np.ndarray:
-        """Chunk ids [...] int64 with -1 for those of deleted documents; only documents of `train` are ever found."""
+        """Replace chunk ids [...] int64 of deleted documents by -1. Only `train` is searched, so other splits stay unchanged."""
         return without_deleted(ids, deleted_ranges(self.folder)) if self.name == "train" else ids
 
     @cached_property
     def documents(self) -> DocumentTable:
-        """What is known of each document: the rows of `documents.parquet`."""
+        """Metadata of the documents: the rows of `documents.parquet`."""
         folders = [self.folder / "chunks" / shard_name(s) / self.name for s in range(len(self.document_rows))]
         return DocumentTable([folder / "documents.parquet" for folder in folders], self.document_rows)
 
     def find_documents(self, ids: Sequence[str]) -> list[int]:
-        """The numbers of the documents with these ids, all of them where several share one.
+        """The numbers of all documents with these ids; several documents may share an id.
 
         Raises:
-            InputError: there is none with an id.
+            InputError: no document has one of the ids.
         """
         wanted, found = set(ids), list[int]()
         missing = set(wanted)
@@ -302,15 +302,16 @@ class Datastore:
 
     @classmethod
     def open(cls, location: Path | str, reading: Reading = "mmap") -> "Datastore":
-        """Open the datastore in a folder or at a URL; of a URL, `folder` is the local mirror (`remote.py`).
+        """Open the datastore in a folder or at a URL. For a URL, `folder` is the local mirror (`remote.py`).
 
         Args:
             location: the folder, or any fsspec URL.
-            reading: how arrays are read: `mmap`, or `pread` (of a URL: `mmap` fetches whole files on first use, `pread`
-                asks for ranges of bytes).
+            reading: how arrays are read: `mmap` or `pread`. From a URL, `mmap` fetches whole files on first use, `pread` requests
+                ranges of bytes.
 
         Raises:
-            InputError: there is none, its chunks are not finished, its manifest is damaged or its format is of another version.
+            InputError: there is no datastore, its chunks are not finished, its manifest is damaged, or its format has another
+                version.
         """
         folder = remote.local_folder(location)
         remote.refresh(folder)
@@ -323,9 +324,7 @@ class Datastore:
         try:
             manifest = read_datastore_manifest(folder)
         except ValueError as error:
-            raise InputError(
-                f"{path} cannot be read: {error}. Run `retro index CONFIG`, which writes it again."
-            ) from error
+            raise InputError(f"{path} cannot be read: {error}. Run `retro index CONFIG` to write it again.") from error
         if manifest.get("format_version") != FORMAT_VERSION:
             raise InputError(
                 f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
@@ -363,7 +362,7 @@ class Datastore:
 
     @cached_property
     def valid(self) -> Split:
-        """The chunks of the documents held out for evaluation while a model is made."""
+        """The chunks of the documents held out for evaluation during development."""
         return self.split("valid")
 
     @cached_property
@@ -384,8 +383,8 @@ class Datastore:
 
     @property
     def fingerprint(self) -> str:
-        """One fingerprint over every finished stage but `materialize`, which only repeats what the others hold, and what
-        has been deleted."""
+        """One fingerprint over every finished stage and the deletions. `materialize` and `merge` are left out, because they only
+        rearrange data of other stages."""
         from indexing.store.artifact import fingerprint
 
         stages = {
@@ -396,15 +395,15 @@ class Datastore:
 
 
 def read_datastore_manifest(folder: Path) -> dict[str, Any]:
-    """Read the top manifest.
+    """Read the datastore's manifest.
 
     Raises:
-        ValueError: its bytes are not those that were written.
+        ValueError: it has changed since it was written.
     """
     return read_checked(folder / "manifest.json", _KEYS)
 
 
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the top manifest atomically; it is the only thing in a datastore that is ever replaced."""
+    """Write the datastore's manifest atomically. No other file of a datastore is ever replaced."""
     write_checked(folder / "manifest.json", {"format_version": FORMAT_VERSION, **manifest})
     remote.publish_file(folder / "manifest.json")

@@ -1,8 +1,8 @@
-"""Deleted documents: their chunks stay where they are, as ids are places, and no result names them any more.
+"""Deleted documents: their chunks stay in place, because ids are positions, but searches and batches skip them.
 
-`deleted.npy` in the datastore's folder: [n, 2] int64, first and stop of the chunk ids of each, in the `train` split, in order.
-It is looked at anew whenever it changes, so that a process that has the datastore open follows. Of a
-URL it is fetched whenever the datastore is opened.
+`deleted.npy` in the datastore's folder: [n, 2] int64, first and stop of the chunk ids of each document, in the `train` split, in
+order. It is read again whenever it changes, so a process that has the datastore open notices. From a URL it is fetched whenever
+the datastore is opened.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ REPAIR = "Remove it, and run `retro delete` again with the ids of all deleted do
 
 
 def deleted_ranges(folder: Path) -> np.ndarray:
-    """[n, 2] int64, sorted and disjoint; of no rows where nothing has been deleted.
+    """The chunk ranges of deleted documents: [n, 2] int64, sorted and disjoint, empty without deletions.
 
     Raises:
         InputError: the file is damaged.
@@ -39,7 +39,7 @@ def _kept(path: Path, _: tuple[int, ...]) -> np.ndarray:
 
 
 def read_ranges(path: Path) -> np.ndarray:
-    """`deleted_ranges` of a file that exists, read again.
+    """Read `deleted_ranges` of an existing file, without the cache.
 
     Raises:
         InputError: the file is damaged.
@@ -52,12 +52,12 @@ def read_ranges(path: Path) -> np.ndarray:
 
 
 def without_deleted(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
-    """Chunk ids [...] int64 with -1 for those in one of the ranges."""
+    """Replace chunk ids [...] int64 in one of the ranges by -1."""
     return np.where(inside(ids, ranges), -1, ids) if len(ranges) else ids
 
 
 def inside(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
-    """Whether each id [...] lies in one of the ranges [n, 2], which are sorted and disjoint."""
+    """Whether each id [...] is in one of the ranges [n, 2], which are sorted and disjoint."""
     if not len(ranges):
         return np.zeros(ids.shape, dtype=bool)
     place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
@@ -65,9 +65,9 @@ def inside(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
 
 
 def delete_ranges(folder: Path, ranges: np.ndarray) -> int:
-    """Add ranges [n, 2] of whole documents to the deleted ones, in one rename; returns how many were not among them.
+    """Add ranges [n, 2] of whole documents to the deleted ones, with one rename; returns how many are new.
 
-    Two processes that delete at a time wait for each other.
+    Processes that delete at the same time wait for each other.
     """
     work = folder / f".{FILE}.tmp"
     with open(folder / f".{FILE}.lock", "w") as lock:

@@ -1,6 +1,6 @@
-"""Rows of `documents.parquet`: what is known of each document, by its number.
+"""Rows of `documents.parquet`: the metadata of each document, by its number.
 
-    document number → shard and row group → the group, read once and kept for a while → its row as a dictionary
+    document number → shard and row group → the group, read once and cached → its row as a dictionary
 
 Row groups hold ten thousand documents and more, so neither a lookup nor a scan of a column needs a shard in memory.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from indexing.store.errors import InputError
 from indexing.store.remote import present
 
-_GROUPS_KEPT = 64  # row groups, of about a megabyte each
+_GROUPS_KEPT = 64  # cached row groups, about a megabyte each
 _ROWS_KEPT = 65_536
 
 
@@ -36,11 +36,11 @@ class DocumentTable:
         self._kept: dict[int, dict[str, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DocumentTable, (self.paths, self.rows)  # caches stay behind
+        return DocumentTable, (self.paths, self.rows)  # without caches
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns that hold one value a document."""
+        """Names of the columns with one value per document."""
         import pyarrow as pa
 
         if not self.paths:
@@ -49,19 +49,19 @@ class DocumentTable:
         return [field.name for field in schema if not pa.types.is_nested(field.type)]
 
     def take(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """The rows of these documents, each a dictionary of its own."""
+        """The rows of these documents, each a new dictionary."""
         kept = self._kept
         found = {number: kept[number] for number in set(map(int, numbers)) if number in kept}
         missing = np.array(sorted(set(map(int, numbers)) - found.keys()), dtype=np.int64)
         if len(missing):
             found |= (new := self._read(missing))
             if len(kept) + len(new) > _ROWS_KEPT:
-                kept = self._kept = {}  # a thread that still reads the old one is not disturbed
+                kept = self._kept = {}  # a thread that still reads the old cache is not affected
             kept |= new
         return [dict(found[int(number)]) for number in numbers]
 
     def scan(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-        """The number of the first document, and some columns as a pyarrow table, of one row group after the other."""
+        """Yield for each row group the number of its first document, and some columns as a pyarrow table."""
         for shard, start in enumerate(self.starts[:-1].tolist()):
             first_rows = self._file(shard)[1]
             for group, (row, stop) in enumerate(pairwise(first_rows)):
@@ -69,7 +69,7 @@ class DocumentTable:
                     yield start + row, self._parquet(shard).read_row_group(group, columns=list(columns))
 
     def find(self, document_id: str) -> Iterator[int]:
-        """The numbers of the documents with this id, in order; one column is read as far as is asked for."""
+        """Yield the numbers of the documents with this id, in order. Reads the id column only as far as needed."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -78,7 +78,7 @@ class DocumentTable:
             yield from (np.flatnonzero(found.to_numpy()) + first).tolist()
 
     def _open_file(self, shard: int) -> tuple[Any, list[int]]:
-        """Schema, and first row of each row group with the number of all rows."""
+        """Schema, and first row of each row group followed by the number of all rows."""
         parquet = self._parquet(shard)
         sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
         if sum(sizes) < self.rows[shard]:
@@ -88,7 +88,7 @@ class DocumentTable:
         return parquet.schema_arrow, np.cumsum([0, *sizes]).tolist()
 
     def _parquet(self, shard: int) -> Any:
-        # Opened for each read: a ParquetFile must not be read by two threads at once.
+        # Opened for each read, because two threads must not read one ParquetFile at once.
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -102,7 +102,7 @@ class DocumentTable:
         return self._parquet(shard).read_row_group(group)
 
     def _read(self, numbers: np.ndarray) -> dict[int, dict[str, Any]]:
-        """Rows by number, which are sorted, row group after row group."""
+        """Rows by number; the numbers are sorted and read row group by row group."""
         out: dict[int, dict[str, Any]] = {}
         shards = np.searchsorted(self.starts, numbers, side="right") - 1
         for shard in np.unique(shards).tolist():

@@ -1,6 +1,6 @@
-"""Files on disk: arrays that grow row by row, JSON that is never half written, checksums.
+"""Files on disk: arrays that grow row by row, JSON that is written atomically, checksums.
 
-Everything here is a plain file that a stranger can open: `.npy` by `numpy.load(mmap_mode="r")`, JSON by anyone.
+All files have common formats: `numpy.load(mmap_mode="r")` opens `.npy`, and any program reads JSON.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ import numpy as np
 
 MANIFEST = "manifest.json"
 
-# A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. Fixed at this size
-# it can be written first, with a wrong number of rows, and written again in place once the rows have been counted.
+# A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. With this fixed size it can be
+# written first with a wrong number of rows, and overwritten in place once the rows have been counted.
 HEADER_BYTES = 128
 DAMAGED_ARRAY = (ValueError, EOFError, TokenError)
-"""What numpy raises for a `.npy` file that is damaged; TokenError for some headers."""
-# Rows come document by document, a few hundred bytes each; network file systems want large writes, one after the other.
+"""Exceptions of numpy for a damaged `.npy` file; some headers raise TokenError."""
+# Rows arrive document by document, a few hundred bytes each. Network file systems need large sequential writes.
 _WRITE_BYTES = 1 << 20
 
 
@@ -35,11 +35,11 @@ def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 class NpyWriter:
-    """Appends rows to a `.npy` file of unknown length; memory stays at one block.
+    """Append rows to a `.npy` file of unknown length. Memory holds one block.
 
     Args:
         path: the file to create.
-        dtype: of the elements.
+        dtype: type of the elements.
         row_shape: shape of one row; `()` for a one-dimensional array.
     """
 
@@ -80,18 +80,18 @@ class NpyWriter:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON with sorted keys, atomically: readers see the old file or the whole new one."""
+    """Write `value` as indented JSON with sorted keys, atomically: readers see the whole old or the whole new file."""
     write_bytes(path, _json_bytes(value))
 
 
 def _json_bytes(value: Any) -> bytes:
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    # File names may hold bytes that are not UTF-8: lone surrogates in Python, and escapes in JSON (\udce9).
+    # File names can contain bytes that are not UTF-8: lone surrogates in Python, and escapes in JSON (\udce9).
     return text.encode(errors="backslashreplace")
 
 
 def write_checked(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object as `write_json` does, with a `checksum` of its other keys, so that `read_checked` finds any change."""
+    """Write an object like `write_json`, with a `checksum` of its other keys, so that `read_checked` detects any change."""
     write_json(path, _with_checksum(value))
 
 
@@ -111,7 +111,7 @@ def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it holds no JSON object")
     has_checksum = "checksum" in value or not value.keys() <= set(keys)
-    # Compared as bytes: a changed blank or a lost line end is a change too.
+    # Compared as bytes, so that a changed blank or a lost line end counts as a change.
     if data != _json_bytes(_with_checksum(value) if has_checksum else value):
         raise ValueError("wrong checksum")
     return {key: item for key, item in value.items() if key != "checksum"}
@@ -123,10 +123,10 @@ def _with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically: a temporary name, flushed, then renamed.
+    """Write `data` to `path` atomically: to a temporary name, flushed, then renamed.
 
     Raises:
-        OSError: there is no space left, …; it names the file, and nothing of it stays.
+        OSError: the disk is full, …; it names the file, and no partial file remains.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -142,7 +142,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """`numpy.save`, written as by `write_bytes`: numpy's own says neither file nor reason when the disk is full."""
+    """`numpy.save` through `write_bytes`. numpy's own error names neither file nor reason if the disk is full."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     write_bytes(path, buffer.getvalue())
@@ -154,7 +154,7 @@ def read_json(path: Path) -> Any:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    """Flush a folder's entries, so that a rename in it survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

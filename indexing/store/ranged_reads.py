@@ -1,8 +1,8 @@
-"""Rows of `.npy` files by ranges of bytes: for network file systems and object storage, where memory-mapping is slow.
+"""Read rows of `.npy` files by ranges of bytes: for network file systems and object storage, where memory-mapping is slow.
 
-    ids → sorted, each once → runs with small gaps between them → one read for each run → rows in the order asked for
+    ids → sorted and unique → runs with small gaps → one read for each run → rows in the requested order
 
-The ranges are read with `os.pread` from local files and asked for by range from those behind a URL (`remote.py`).
+Local files are read with `os.pread`, files at a URL by HTTP ranges (`remote.py`).
 """
 
 import io
@@ -18,18 +18,18 @@ from indexing.store import remote
 from indexing.store.errors import InputError
 
 Reading = Literal["mmap", "pread"]
-"""`mmap`: files are memory-mapped; `pread`: only the byte ranges that are asked for are read."""
+"""`mmap`: memory-map files. `pread`: read only the requested byte ranges."""
 
 GAP_BYTES = 64 << 10
-"""Rows are read together where fewer bytes than this lie between them: another request costs more than these."""
+"""Rows with fewer bytes than this between them are read together, because another request would cost more."""
 
-_HEADER_BYTES = 1024  # of a .npy file: 128 in practice
-_MOST_OPEN = 64  # descriptors kept for an array; a process may commonly open 1,024 files
+_HEADER_BYTES = 1024  # upper bound for the header of a .npy file, usually 128 bytes
+_MOST_OPEN = 64  # descriptors kept per array; a process can usually open 1,024 files
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a `.npy` file says of itself: rows, shape and dtype of each, and where the first one begins."""
+    """The header of a `.npy` file: number of rows, shape and dtype of a row, and the offset of the first row."""
 
     rows: int
     row_shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes) -> "Header":
-        """The header that a file begins with; raises ValueError where there is none."""
+        """Parse the header at the start of a file; raises ValueError if there is none."""
         stream = io.BytesIO(data)
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -54,7 +54,7 @@ class Header:
 
 
 class RangedArray:
-    """Rows of several `.npy` files by ranges of bytes; nothing is mapped.
+    """Rows of several `.npy` files by ranges of bytes, without memory-mapping.
 
     Args:
         paths: the files, in order.
@@ -71,7 +71,7 @@ class RangedArray:
         """The headers of some files, each read once.
 
         Raises:
-            InputError: a file is missing, is no `.npy` file, or has fewer rows than the datastore's manifest says.
+            InputError: a file is missing, is not a `.npy` file, or has fewer rows than in the datastore's manifest.
         """
         unknown = [shard for shard in shards if shard not in self._headers]
         found = self._files.read([(self.paths[shard], 0, _HEADER_BYTES) for shard in unknown])
@@ -85,17 +85,17 @@ class RangedArray:
         return [self._headers[shard] for shard in shards]
 
     def gather(self, ids: np.ndarray) -> np.ndarray:
-        """Rows by id, in the order asked for: ids [n] int64 → [n, …].
+        """Rows by id, in the order of `ids`: ids [n] int64 → [n, …].
 
         Raises:
-            InputError: a file is missing or ends before a row that it should hold.
+            InputError: a file is missing or ends before one of the rows.
         """
         wanted: np.ndarray = np.unique(ids)
         if not len(wanted):
             header = self.headers([0])[0]
             return np.empty((0, *header.row_shape), header.dtype)
         shard_of = np.searchsorted(self.starts, wanted, side="right") - 1
-        self.headers(np.unique(shard_of).tolist())  # those still unknown, asked for together
+        self.headers(np.unique(shard_of).tolist())  # requests all unknown headers together
         row_bytes = self._headers[int(shard_of[0])].row_bytes
         far = (np.diff(wanted) - 1) * row_bytes > self.gap_bytes
         breaks = np.flatnonzero(far | (np.diff(shard_of) > 0)) + 1
@@ -129,16 +129,16 @@ def check_rows(path: Path, rows: int, expected: int) -> None:
 
 
 class _Files:
-    """Bytes of files by range. Descriptors of the last ones read are kept."""
+    """Reads bytes of files by range, and keeps the descriptors of the most recent files."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
 
     def read(self, ranges: Sequence[tuple[Path, int, int]]) -> list[bytes]:
-        """The bytes [start, stop) of each file named; fewer where the file ends before.
+        """The bytes [start, stop) of each file; fewer if the file ends before.
 
         Raises:
-            InputError: a file is missing, or cannot be asked for.
+            InputError: a file is missing or cannot be read.
         """
         away = {path for path in {path for path, _, _ in ranges} if remote.is_away(path)}
         asked = iter(remote.read_ranges([each for each in ranges if each[0] in away]) if away else ())
@@ -147,7 +147,7 @@ class _Files:
     def _pread(self, path: Path, start: int, stop: int) -> bytes:
         descriptor = self._descriptor(path)
         parts = [os.pread(descriptor, stop - start, start)]
-        while parts[-1] and (got := sum(map(len, parts))) < stop - start:  # one call reads 2 GB at most
+        while parts[-1] and (got := sum(map(len, parts))) < stop - start:  # one call reads at most 2 GB
             parts.append(os.pread(descriptor, stop - start - got, start + got))
         return b"".join(parts) if parts[1:] else parts[0]
 
@@ -159,8 +159,8 @@ class _Files:
                 self._open[path] = os.open(path, os.O_RDONLY)
             except FileNotFoundError as error:
                 raise InputError(f"{path} is missing. Run `retro index` again.") from error
-            # The runs are what is wanted: more read ahead by the kernel would be thrown away.
-            if hasattr(os, "posix_fadvise"):  # macOS has none
+            # Read-ahead by the kernel would fetch rows that nobody requested.
+            if hasattr(os, "posix_fadvise"):  # not on macOS
                 os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_RANDOM)
         return self._open[path]
 

@@ -1,14 +1,13 @@
-"""Datastores on object storage: a local folder mirrors a URL, and what is missing in it is fetched.
+"""Datastores on object storage: a local folder mirrors a URL, and missing files are fetched.
 
     s3://bucket/wiki/chunks/00000   ⟷   RETRO_CACHE/s3:/bucket/wiki/chunks/00000
 
     reading:   present(path): fetched on first use, checked against its artifact's manifest, renamed into place
     building:  create(…) uploads a finished artifact, its manifest last, before it becomes visible here
 
-A path with a part such as `s3:` stands for the URL that follows, wherever the folder lies: that is all that any code needs
-to know, so paths carry URLs (`pathlib` makes `s3:/bucket` of `s3://bucket`, and `url_of` takes it back). The URL is the truth:
-what differs from it here is dropped. For every other path the functions of this file do nothing. fsspec opens the
-URLs; it is imported where it is used.
+A path with a part such as `s3:` mirrors the URL that follows, wherever the folder is. So plain paths carry URLs through the code:
+`pathlib` turns `s3://bucket` into `s3:/bucket`, and `url_of` reverses it. If the mirror differs from the URL, the mirror is
+dropped. For all other paths the functions of this file do nothing. fsspec opens the URLs; it is imported inside functions.
 """
 
 import contextlib
@@ -24,10 +23,10 @@ from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, checksum, read_json, write_bytes
 
 _READ_ON_OPEN = (MANIFEST, "deleted.npy")
-_TOP_FILES = (*_READ_ON_OPEN, "report.json", "report.html")  # of a datastore, in no artifact
+_TOP_FILES = (*_READ_ON_OPEN, "report.json", "report.html")  # files of a datastore that belong to no artifact
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]+:")
-# In these a folder is but a name. Asked for one, s3fs makes a missing bucket, which a wrong letter must not do.
-# Where names may not be listed, S3 says of a missing one that it is forbidden.
+# Object stores, where a folder is only a name prefix. Asked to make a folder, s3fs would create a missing bucket, for example
+# after a typing error. Without the right to list names, S3 answers "forbidden" for a missing name.
 _MISSING = (FileNotFoundError, PermissionError)
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "http", "https"}
 
@@ -36,7 +35,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci",
 
 
 def url_of(location: Path | str) -> str | None:
-    """The URL that a location names or mirrors; None for a folder of this machine."""
+    """The URL that a location names or mirrors; None for a local folder."""
     parts = Path(location).parts
     at = next((number for number, part in enumerate(parts) if _PROTOCOL.fullmatch(part)), None)
     if at is None:
@@ -46,9 +45,9 @@ def url_of(location: Path | str) -> str | None:
 
 
 def local_folder(location: Path | str) -> Path:
-    """Where a location lies on this machine: itself, or the mirror of its URL in the cache.
+    """The local path of a location: itself, or the mirror of its URL in the cache.
 
-    The cache is the folder that the environment variable RETRO_CACHE names, else `~/.cache/retro`.
+    The cache is the folder in the environment variable RETRO_CACHE, else `~/.cache/retro`.
     """
     url = url_of(location)
     if url is None:
@@ -58,12 +57,12 @@ def local_folder(location: Path | str) -> Path:
 
 
 def absolute(location: Path | str) -> str:
-    """A location as other processes and later runs find it: the URL, or the absolute path."""
+    """A location that other processes and later runs can use: the URL, or the absolute path."""
     return url_of(location) or str(Path(location).resolve())
 
 
 def is_away(path: Path) -> bool:
-    """Whether a file belongs to a URL and has not been fetched."""
+    """True if a file belongs to a URL and has not been fetched."""
     return url_of(path) is not None and not local_folder(path).exists()
 
 
@@ -71,8 +70,8 @@ def is_away(path: Path) -> bool:
 
 
 def refresh(folder: Path) -> None:
-    """Fetch the top manifest of a mirrored datastore, and what has been deleted. If one has changed, drop the artifacts
-    that are others now."""
+    """Fetch the manifest and the deletions of a mirrored datastore. If the manifest has changed, drop artifacts that changed at
+    the URL."""
     if url_of(folder) is None:
         return
     for name in _READ_ON_OPEN:
@@ -83,7 +82,7 @@ def refresh(folder: Path) -> None:
         elif not path.exists() or path.read_bytes() != data:
             with _locked(folder):
                 if name == MANIFEST:
-                    for manifest in [*folder.glob(f"*/**/{MANIFEST}")]:  # listed before any is removed
+                    for manifest in [*folder.glob(f"*/**/{MANIFEST}")]:  # list all before removing any
                         is_being_written = manifest.parent.name.startswith(".")
                         if not is_being_written:
                             drop_if_changed(manifest.parent)
@@ -91,17 +90,17 @@ def refresh(folder: Path) -> None:
 
 
 def drop_if_changed(folder: Path) -> None:
-    """Remove what is here of a mirrored artifact that is another one at its URL now, or none."""
+    """Remove the mirror of an artifact that has changed or is missing at its URL."""
     path = folder / MANIFEST
     if url_of(folder) and path.exists() and _read(f"{url_of(folder)}/{MANIFEST}", _MISSING) != path.read_bytes():
         shutil.rmtree(folder)
 
 
 def present(path: Path) -> Path:
-    """A finished artifact, or a file of one, on this machine: fetched if it belongs to a URL and is not there yet.
+    """Make a finished artifact, or one of its files, local: fetch it if it belongs to a URL and is missing here.
 
     Raises:
-        InputError: there is none, the URL cannot be read, or what it gives is not what the artifact's manifest says.
+        InputError: it does not exist, the URL cannot be read, or the file differs from the artifact's manifest.
     """
     if url_of(path) is None:
         return path
@@ -120,7 +119,7 @@ def present(path: Path) -> Path:
 
 
 def fetch_manifest(folder: Path) -> bool:
-    """Whether a folder has a manifest, which is fetched if the folder mirrors a URL."""
+    """True if a folder has a manifest. If the folder mirrors a URL, the manifest is fetched."""
     path = folder / MANIFEST
     if path.exists() or url_of(folder) is None:
         return path.exists()
@@ -136,7 +135,7 @@ def _fetch(folder: Path, name: str, expected: dict[str, Any]) -> None:
     if file.exists():
         return
     with _locked(folder):
-        if file.exists():  # another process was first
+        if file.exists():  # another process fetched it
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f".{file.name}.part")
@@ -146,8 +145,8 @@ def _fetch(folder: Path, name: str, expected: dict[str, Any]) -> None:
             found = {"bytes": part.stat().st_size, "checksum": checksum(part)}
             if found != expected:
                 raise InputError(
-                    f"{url} is not what its manifest says: {found['bytes']:,} bytes with checksum {found['checksum']}, "
-                    f"and not {expected['bytes']:,} with {expected['checksum']}. Put the file back, or remove the folder "
+                    f"{url} differs from its manifest: it has {found['bytes']:,} bytes with checksum {found['checksum']}, "
+                    f"expected are {expected['bytes']:,} with {expected['checksum']}. Put the file back, or remove the folder "
                     "that holds the manifest and run the command that made it again."
                 )
             os.replace(part, file)
@@ -156,7 +155,7 @@ def _fetch(folder: Path, name: str, expected: dict[str, Any]) -> None:
 
 
 def read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> list[bytes]:
-    """The bytes [start, stop) of each file behind a URL, asked for together; fewer where the file ends before."""
+    """The bytes [start, stop) of each file at a URL, requested together; fewer if the file ends before."""
     urls = [str(url_of(path)) for path, _, _ in ranges]
     with _asking(urls[0]) as (filesystem, _):
         paths = [filesystem._strip_protocol(url) for url in urls]
@@ -167,7 +166,7 @@ def read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> list[bytes]:
 
 
 def pull(folder: Path) -> None:
-    """Make a mirror show what is finished at its URL: every manifest is fetched, what the URL does not have is dropped."""
+    """Update a mirror: fetch every manifest at its URL, and drop what the URL does not have."""
     if url_of(folder) is None:
         return
     with _asking(str(url_of(folder))) as (filesystem, root):
@@ -186,7 +185,7 @@ def pull(folder: Path) -> None:
 
 
 def publish(work: Path, folder: Path) -> None:
-    """Upload an artifact that will be `folder` and lies in `work`: its manifest last, so that it is whole once it is seen."""
+    """Upload the artifact in `work` that will become `folder`, its manifest last, so that others never see it incomplete."""
     if url_of(folder) is None:
         return
     for name in (*read_json(work / MANIFEST)["files"], MANIFEST):
@@ -202,13 +201,13 @@ def move(folder: Path, to: Path) -> None:
 
 
 def publish_file(path: Path) -> None:
-    """Upload a file that belongs to no artifact: the top manifest, a report."""
+    """Upload a file that belongs to no artifact: the datastore's manifest, a report."""
     if url_of(path) is not None:
         _put(path, str(url_of(path)))
 
 
 def remove(path: Path) -> None:
-    """Delete what a mirrored folder or file stands for at its URL: first the manifest."""
+    """Delete what a mirrored folder or file mirrors at its URL, the manifest first."""
     if url_of(path) is None:
         return
     with _asking(str(url_of(path))) as (filesystem, root):
@@ -223,7 +222,7 @@ def remove(path: Path) -> None:
 
 
 def _read(url: str, missing: tuple[type[Exception], ...] = (FileNotFoundError,)) -> bytes | None:
-    """A small file; None where there is none, which these errors say."""
+    """Read a small file; None if one of the errors `missing` says that there is none."""
     with _asking(url) as (filesystem, root):
         try:
             return filesystem.cat_file(root)
@@ -236,7 +235,7 @@ def _put(file: Path, url: str) -> None:
         protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
         if not protocols & _OBJECT_STORES:
             filesystem.makedirs(root.rpartition("/")[0], exist_ok=True)
-        if "file" in protocols:  # the others show a file once it is whole
+        if "file" in protocols:  # other protocols show a file only when it is complete
             filesystem.put_file(str(file), f"{root}.part")
             filesystem.mv(f"{root}.part", root)
         else:
@@ -245,10 +244,10 @@ def _put(file: Path, url: str) -> None:
 
 @contextlib.contextmanager
 def _asking(url: str) -> Iterator[tuple[Any, str]]:
-    """The filesystem of a URL and the path in it. What goes wrong is told with the URL.
+    """The filesystem of a URL and the path in it. Errors name the URL.
 
     Raises:
-        InputError: instead of what the filesystem raises, which differs from one to the next.
+        InputError: in place of the filesystem's exceptions, which differ between filesystems.
     """
     import fsspec
 
@@ -265,7 +264,7 @@ def _asking(url: str) -> Iterator[tuple[Any, str]]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time fetches into a folder."""
+    """Let one process at a time fetch into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".fetch.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -2,8 +2,8 @@
 
     stored neighbor id = number of the datastore << 40 | chunk id in its train split        -1 = none
 
-Number 0 is the datastore itself, so that an id of its own is the chunk id as it stands; the others are numbered from 1 in the
-order of `also` in its manifest.
+Number 0 is the datastore itself, so its own ids are chunk ids. The others are numbered from 1 in the order of `extra_datastores`
+in its manifest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ CHUNK_ID_BITS = 40
 
 
 def neighbor_ids(number: int | np.ndarray, chunk_ids: np.ndarray) -> np.ndarray:
-    """Chunk ids [...] int64 of the datastore of this number as ids of the retrieval set; -1 stays -1."""
+    """Convert chunk ids [...] int64 of the datastore with this number to ids of the retrieval set; -1 stays -1."""
     return np.where(chunk_ids < 0, -1, chunk_ids | (np.int64(number) << CHUNK_ID_BITS))
 
 
@@ -74,13 +74,13 @@ class RetrievalSet:
         return sum(split.num_chunks for split in self.splits)
 
     def ids_at(self, positions: np.ndarray) -> np.ndarray:
-        """The ids [...] int64 of the chunks at these places in the concatenation of all datastores."""
+        """The ids [...] int64 of the chunks at these positions in the concatenation of all datastores."""
         starts = np.cumsum([0, *(split.num_chunks for split in self.splits)], dtype=np.int64)
         numbers = np.searchsorted(starts, positions, side="right") - 1
         return neighbor_ids(numbers, positions - starts[numbers])
 
     def with_continuation(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Retrieved chunks with their continuations, as `Split.with_continuation`: ids [n] → tokens [n, 2m], lengths [n]."""
+        """Retrieved chunks with their continuations, like `Split.with_continuation`: ids [n] → tokens [n, 2m], lengths [n]."""
         tokens = np.full((len(ids), 2 * self.own.chunk_length), self.own.pad_id, dtype=np.int64)
         lengths = np.zeros(len(ids), dtype=np.int64)
         for split, rows, chunk_ids in self._by_split(ids):
@@ -95,7 +95,7 @@ class RetrievalSet:
             tokens[rows], lengths[rows] = split.tokens.gather(chunk_ids), split.lengths.gather(chunk_ids)
         return tokens, lengths
 
-    def beside(self, ids: np.ndarray) -> np.ndarray:
+    def adjacent(self, ids: np.ndarray) -> np.ndarray:
         """The chunks before and after these in their documents: ids [n] int64, none of them -1 → [n, 2] int64, -1 = none."""
         out = np.empty((len(ids), 2), dtype=np.int64)
         for split, rows, chunk_ids in self._by_split(ids):
@@ -105,7 +105,7 @@ class RetrievalSet:
         return out
 
     def without_deleted(self, ids: np.ndarray) -> np.ndarray:
-        """Ids [...] int64 with -1 for chunks of documents that have been deleted."""
+        """Replace ids [...] int64 of chunks in deleted documents by -1."""
         out = ids.copy()
         for number, split in enumerate(self.splits):
             present = (ids >= 0) & (ids >> CHUNK_ID_BITS == number)
@@ -114,7 +114,7 @@ class RetrievalSet:
         return out
 
     def metadata(self, ids: np.ndarray) -> list[dict[str, Any]]:
-        """The row of `documents.parquet` of each chunk's document; an id of -1 has none: an empty dictionary."""
+        """The row of `documents.parquet` of each chunk's document; an empty dictionary for an id of -1."""
         out: list[dict[str, Any]] = [{} for _ in ids]
         for split, rows, chunk_ids in self._by_split(ids):
             found = split.metadata(split.documents_of(chunk_ids)[0].tolist())
@@ -123,20 +123,20 @@ class RetrievalSet:
         return out
 
     def documents_of(self, ids: np.ndarray) -> np.ndarray:
-        """The documents of chunks: ids [n] int64, none of them -1 → [n] int64, numbered as chunks are (`neighbor_ids`)."""
+        """The documents of chunks: ids [n] int64, none of them -1 → [n] int64, numbered like chunks (`neighbor_ids`)."""
         out = np.empty(len(ids), dtype=np.int64)
         for split, rows, chunk_ids in self._by_split(ids):
             out[rows] = (ids[rows] >> CHUNK_ID_BITS << CHUNK_ID_BITS) | split.documents_of(chunk_ids)[0]
         return out
 
     def scan_documents(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-        """As `DocumentTable.scan`, of all datastores; documents are numbered as chunks are."""
+        """Like `DocumentTable.scan`, over all datastores. Documents are numbered like chunks."""
         for number, split in enumerate(self.splits):
             for first, table in split.documents.scan(columns):
                 yield (number << CHUNK_ID_BITS) | first, table
 
     def _by_split(self, ids: np.ndarray) -> Iterator[tuple[Split, np.ndarray, np.ndarray]]:
-        """Each split that is named, the rows that name it, and their chunk ids in it."""
+        """Yield each split that the ids name, the rows with its ids, and their chunk ids in it."""
         numbers = ids >> CHUNK_ID_BITS  # -1 stays -1
         assert len(ids) == 0 or numbers.max() < len(self.splits), "ids of another retrieval set"
         for number, split in enumerate(self.splits):
@@ -145,11 +145,11 @@ class RetrievalSet:
                 yield split, rows, ids[rows] & ((1 << CHUNK_ID_BITS) - 1)
 
 
-# --- what fits together ----------------------------------------------------------------------------------------------
+# --- compatibility ---------------------------------------------------------------------------------------------------
 
 
 def check_searchable(datastore: Datastore, other: Datastore, key: str = "neighbors.extra_datastores") -> None:
-    """Raise InputError, naming the setting `key`, unless the chunks of one datastore may be neighbors of another's."""
+    """Raise InputError, naming the setting `key`, unless chunks of one datastore can be neighbors of the other's."""
     if datastore.chunk_length != other.chunk_length:
         raise InputError(
             f"{key}: {other.folder} has chunks of {other.chunk_length} tokens, {datastore.folder} of "
@@ -164,7 +164,7 @@ def check_searchable(datastore: Datastore, other: Datastore, key: str = "neighbo
 
 
 def check_tokenizer(datastore: Datastore, other: Datastore, key: str) -> None:
-    """Raise InputError, naming the setting `key`, unless the tokens of two datastores mean the same."""
+    """Raise InputError, naming the setting `key`, unless two datastores have the same tokenizer."""
     if tokenizer_identity(datastore) != tokenizer_identity(other):
         raise InputError(
             f"{key}: {other.folder} and {datastore.folder} have different tokenizers. Build one of them again with the "
@@ -173,15 +173,15 @@ def check_tokenizer(datastore: Datastore, other: Datastore, key: str) -> None:
 
 
 def tokenizer_identity(datastore: Datastore) -> dict[str, Any]:
-    """Equal for two datastores whose tokens mean the same, wherever their tokenizers come from."""
+    """A value that is equal for two datastores with the same tokens, wherever their tokenizers come from."""
     folder = datastore.folder / "tokenizer"
-    ignored = ("kind", "added_bytes")  # the latter follows from the model, and older folders lack it
+    ignored = ("kind", "added_bytes")  # added_bytes follows from the model
     facts = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key not in ignored}
     return {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"} | facts
 
 
 def embedder_identity(datastore: Datastore) -> dict[str, str] | str:
-    """Equal for two datastores with the same vectors: the recipe of a transformer, or the files of a lexical embedder."""
+    """A value that is equal for two datastores with the same vectors: a transformer's recipe, or a lexical embedder's files."""
     folder = datastore.folder / "embedder"
     manifest = read_manifest(folder)
     transformer = manifest["recipe"]["settings"]["embedder.kind"] == "transformer"

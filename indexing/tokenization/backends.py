@@ -1,4 +1,4 @@
-"""The two libraries that tokenise, behind one face: SentencePiece models and Hugging Face's `tokenizer.json`."""
+"""The two tokenizer libraries with one interface: SentencePiece models and Hugging Face's `tokenizer.json`."""
 
 import json
 import re
@@ -9,14 +9,14 @@ from typing import Any, Protocol
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 
-META_SYMBOL = "\u2581"  # ▁, which SentencePiece writes for a blank, and so cannot tell from one
+META_SYMBOL = "\u2581"  # ▁: SentencePiece writes it for a blank and cannot distinguish the two
 
-# The characters by which GPT-2's byte-level vocabularies write the 256 bytes: printable Latin-1 stands for itself.
+# The characters that stand for the 256 bytes in GPT-2's byte-level vocabularies. Printable Latin-1 stands for itself.
 _BYTE_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)]))
 
 
 class TokenizerBackend(Protocol):
-    """What the two libraries are used for."""
+    """The interface of both libraries."""
 
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]: ...
     def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]: ...
@@ -28,8 +28,8 @@ class TokenizerBackend(Protocol):
 class SentencePiece:
     """A SentencePiece model.
 
-    It writes ▁ for a blank, so that a ▁ in the text comes back as a blank. Where the model has a token for each byte
-    and adds no blank before a text, ▁ is encoded by its three bytes instead, and comes back as it was.
+    It writes ▁ for a blank, so a ▁ in the text is decoded as a blank. If the model has a token for each byte and adds no blank
+    before a text, ▁ is encoded as its three bytes instead, and decoded correctly.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class SentencePiece:
         sizes = []
         for token in range(self.num_tokens()):
             if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
-                sizes.append(0)  # an unknown token stands for any number of bytes: 0 is a lower bound
+                sizes.append(0)  # an unknown token can stand for any number of bytes; 0 is a lower bound
             elif processor.is_byte(token):
                 sizes.append(1)
             else:
@@ -88,7 +88,7 @@ class SentencePiece:
 
 
 class HuggingFace:
-    """A tokenizer.json, read by the `tokenizers` package. Special tokens in a text are read as the text they are."""
+    """A tokenizer.json, read by the `tokenizers` package. Special tokens in a text are encoded as ordinary text."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -120,7 +120,7 @@ class HuggingFace:
         return {token["content"]: token["id"] for token in self.content.get("added_tokens", ()) if token["special"]}
 
     def token_bytes(self) -> list[int]:
-        """Exact for byte-level BPE and for ▁ with byte tokens; else the size of what the token alone decodes to."""
+        """Exact for byte-level BPE and for ▁ with byte tokens; otherwise the bytes that a token decodes to on its own."""
         decoder = self.content.get("decoder") or {}
         types = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
         added = {token["id"]: token for token in self.content.get("added_tokens", ())}
@@ -142,7 +142,7 @@ class HuggingFace:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; raises InputError where it holds something else."""
+    """Read the JSON object in a file; raises InputError if the file holds something else."""
     try:
         value = read_json(path)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

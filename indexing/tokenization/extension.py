@@ -1,9 +1,9 @@
-"""Vocabulary extension: pieces learnt on a corpus (Chinese, say) are added to a tokenizer that has none for it.
+"""Vocabulary extension: learn pieces on a corpus (such as Chinese) and add them to a tokenizer that lacks them.
 
-    base tokenizer ─ learn on a sample ─► candidates ─ leave out what no text uses, or what would change other texts ─► write
+    base tokenizer ─ learn on a sample ─► candidates ─ drop pieces that no text uses or that change other texts ─► write
 
-Old ids stay what they are, the ids that installing a tokenizer has added for padding, begin and end among them: these
-become tokens of the extended tokenizer itself, and new pieces begin after them.
+Old ids do not change. This includes the ids for padding, begin and end that installing the base added: they become tokens of the
+extended tokenizer, and new pieces start after them.
 """
 
 import logging
@@ -31,11 +31,11 @@ from indexing.tokenization.tokenizer import (
 
 log = logging.getLogger("retro")
 
-_SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", MODEL)  # in a folder: Llama's and T5's, and a datastore's
+_SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", MODEL)  # file names of Llama, T5 and a datastore
 
 
 class ExtensibleTokenizer(Protocol):
-    """A tokenizer that can be extended; a candidate has its text, in the vocabulary's alphabet, as `piece`."""
+    """A tokenizer that can be extended. A candidate's attribute `piece` is its text in the vocabulary's alphabet."""
 
     kind: str
     tokenizer: Tokenizer
@@ -53,11 +53,11 @@ class Extension:
     """An extended tokenizer.
 
     Attributes:
-        path: what `tokenizer.path` names, with tokenizer.kind = `kind`.
+        path: value for `tokenizer.path`, with tokenizer.kind = `kind`.
         kind: `sentencepiece` or `huggingface`.
-        tokenizer: the same, installed.
+        tokenizer: the extended tokenizer, installed.
         old: the base, installed.
-        pieces: the new pieces in the vocabulary's alphabet; their ids begin at `old.vocab_size`.
+        pieces: the new pieces in the vocabulary's alphabet; their ids start at `old.vocab_size`.
         cuts: the old ids of each piece.
     """
 
@@ -70,13 +70,13 @@ class Extension:
 
 
 def open_base(path: Path) -> ExtensibleTokenizer:
-    """Open a tokenizer that is to be extended.
+    """Open a tokenizer to extend.
 
     Args:
-        path: a SentencePiece model, a tokenizer.json, a folder with one of them, or a datastore or its tokenizer folder.
+        path: a SentencePiece model, a tokenizer.json, a folder with one of them, a datastore, or a datastore's tokenizer folder.
 
     Raises:
-        InputError: it is none of these, or of a type that cannot be extended.
+        InputError: `path` is none of these, or this type of tokenizer cannot be extended.
     """
     folder = next((folder for folder in (path, path / "tokenizer") if present(folder / META).is_file()), None)
     if folder is not None:
@@ -94,14 +94,14 @@ def _file_of(path: Path) -> Path:
         if file.is_file():
             return file
     raise InputError(
-        f"{path} is no tokenizer. Name a SentencePiece model (.model), a {HUGGINGFACE_MODEL}, a folder with one of them, or "
+        f"{path} is not a tokenizer. Name a SentencePiece model (.model), a {HUGGINGFACE_MODEL}, a folder with one of them, or "
         "a datastore."
     )
 
 
 def _installed(kind: Any, path: Path) -> Tokenizer:
-    """A tokenizer as a datastore would have it."""
-    source = path.parent if path.name == HUGGINGFACE_MODEL else path  # what stands beside it names the special tokens
+    """Install a tokenizer as a datastore does."""
+    source = path.parent if path.name == HUGGINGFACE_MODEL else path  # the files next to it name the special tokens
     with tempfile.TemporaryDirectory() as folder:
         install_tokenizer(TokenizerSettings(kind=kind, path=str(source)), Path(folder))
         return Tokenizer.open(Path(folder))
@@ -119,12 +119,12 @@ def extend(
     """Learn pieces and write the base with them to `folder`.
 
     Args:
-        base: what they are added to.
+        base: tokenizer to extend.
         sample: texts to learn from.
-        kept: other texts, whose ids shall stay as they are: a piece that would stand in one of them is left out.
-        num_pieces: new pieces, at most: a small corpus gives fewer.
-        folder: an empty one.
-        ascii: also learn pieces with ASCII characters and blanks. Without them every text in ASCII keeps its ids.
+        kept: other texts, whose ids must not change: a piece that would occur in one of them is dropped.
+        num_pieces: maximum of new pieces; a small corpus gives fewer.
+        folder: an empty folder.
+        ascii: also learn pieces with ASCII characters and blanks. Without them, every ASCII text keeps its ids.
 
     Raises:
         InputError: the sample has nothing that the base lacks, or the result is not as lossless as the base.
@@ -138,8 +138,8 @@ def extend(
         candidates = [item for item in candidates if item.piece not in unfit]
     if not chosen:
         raise InputError(
-            "There is nothing new to add: the tokenizer has every piece that is found in the corpus, or those that it lacks "
-            "would change the texts of `keep`."
+            "There is nothing new to add: the tokenizer already has every piece found in the corpus, or the missing pieces would "
+            "change the texts of `keep`."
         )
     if len(chosen) < num_pieces:
         log.warning("the corpus gives %d new pieces, not %d", len(chosen), num_pieces)
@@ -149,34 +149,34 @@ def extend(
 
 
 def _used(base: ExtensibleTokenizer, chosen: Sequence[Any], path: Path, texts: Sequence[str]) -> set[str]:
-    """Those of the pieces that stand in the ids of some texts."""
+    """The pieces that occur in the encoding of some texts."""
     first = base.tokenizer.vocab_size
     used = {token for ids in base.model(path).encode_batch(list(texts), -1) for token in ids if token >= first}
     return {chosen[token - first].piece for token in used}
 
 
 def _check(old: Tokenizer, new: Tokenizer, num_pieces: int) -> None:
-    """Raise InputError where a base does not behave like those we know, and the extended one is not what was promised."""
+    """Raise InputError if an unusual base makes the extended tokenizer wrong."""
     same = (old.pad_id, old.bos_id, old.eos_id) == (new.pad_id, new.bos_id, new.eos_id)
     if not same or new.vocab_size != old.vocab_size + num_pieces:
         raise InputError(
-            "The tokenizer cannot be extended: its special tokens would get other ids. Is the id of one of them above those of "
-            "all pieces, without a piece?"
+            "The tokenizer cannot be extended: its special tokens would get other ids. Check whether one of them has an id above "
+            "all pieces, without a piece."
         )
     if old.meta.lossless and not new.meta.lossless:
-        raise InputError("The tokenizer cannot be extended: it would no longer give back every text.")
+        raise InputError("The tokenizer cannot be extended: it would no longer decode every text correctly.")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Some texts before and after.
+    """Some texts, encoded before and after the extension.
 
     Attributes:
-        num_bytes: of the texts in UTF-8.
-        old_tokens, new_tokens: into which the base and the extended tokenizer cut them.
-        used: share of the new pieces that stand in them.
-        texts: how many.
-        unchanged: of these, how many have the ids they had.
+        num_bytes: UTF-8 bytes of the texts.
+        old_tokens, new_tokens: tokens from the base and from the extended tokenizer.
+        used: share of the new pieces that occur in them.
+        texts: number of texts.
+        unchanged: number of texts whose ids did not change.
     """
 
     num_bytes: int
@@ -188,15 +188,15 @@ class Comparison:
 
 
 def compare(extension: Extension, texts: Sequence[str]) -> Comparison:
-    """Encode texts by both tokenizers.
+    """Encode texts with both tokenizers.
 
     Raises:
-        InputError: an extended tokenizer does not give a text back that the base does.
+        InputError: the base decodes a text correctly, and the extended tokenizer does not.
     """
     before, after = (tokenizer.encode_batch(list(texts)) for tokenizer in (extension.old, extension.tokenizer))
     for text, old, new in zip(texts, before, after, strict=True):
         if extension.tokenizer.decode(new) != text and extension.old.decode(old) == text:
-            raise InputError(f"The tokenizer cannot be extended: it would no longer give back {text[:60]!r}.")
+            raise InputError(f"The tokenizer cannot be extended: it would no longer decode {text[:60]!r} correctly.")
     new_ids = np.unique(np.concatenate([np.zeros(0, np.int64), *after]))
     return Comparison(
         num_bytes=sum(len(text.encode(errors="replace")) for text in texts),

@@ -1,13 +1,13 @@
-"""New pieces for a BPE of `tokenizer.json`: merges, learnt on top of the base's own cut of the corpus.
+"""New pieces for a BPE of `tokenizer.json`: merges learned on top of the base's encoding of the corpus.
 
-    text ── base ──► ids ── a character for each id ──► "words" ── BpeTrainer ──► merges of ids ──► merges of pieces
+    text ── base ──► ids ── one character per id ──► "words" ── BpeTrainer ──► merges of ids ──► merges of pieces
 
-A merge in such a file names the two tokens it joins and comes after all that stand before it. So with new merges after
-the last one, every text is first cut exactly as the base cuts it, and then some neighbors are joined: no old token ever
-begins or ends elsewhere. Added tokens, the other way, are searched for in the text before anything else, in no order of
-length or use, and take letters from the words around them: English would be cut anew wherever one of them occurs.
+A merge names the two tokens it joins and applies after all earlier merges. New merges come last. So the text is first encoded
+exactly as the base does, and then some adjacent tokens are joined: no old token begins or ends elsewhere. Added tokens
+("added_tokens") would not do. They are searched for in the text before anything else, and take letters from the words around
+them, so English would be encoded differently wherever one occurs.
 
-Vocabularies that spell rare characters in bytes (Llama's) cannot join byte tokens, so frequent characters come first.
+Vocabularies that spell rare characters in bytes (Llama's) cannot join byte tokens, so frequent characters are added first.
 """
 
 import json
@@ -34,10 +34,10 @@ from indexing.tokenization.tokenizer import (
 
 _CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
-_FIRST_CHARACTER = 0x10000  # of id 0: above it there are a million characters and no surrogates
-_LONGEST = 48  # tokens of the base in a piece: sixteen characters of three bytes
-_ASCII_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(256, 290)]))  # by which GPT-2 writes bytes below 128
-# Words of a vocabulary with ▁ for a blank, as SentencePiece cuts them: at blanks, digits, and from one script to another.
+_FIRST_CHARACTER = 0x10000  # character of id 0: above it are a million characters and no surrogates
+_LONGEST = 48  # maximum of base tokens in a piece: sixteen characters of three bytes
+_ASCII_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(256, 290)]))  # GPT-2's characters for bytes below 128
+# Words of a vocabulary with ▁ for a blank, split as SentencePiece does: at blanks, digits, and between scripts.
 _EAST_ASIAN = r"\p{Han}\p{Hiragana}\p{Katakana}"
 _WORD = (
     rf"▁?[{_EAST_ASIAN}]+|▁?[[\p{{L}}\p{{M}}]&&[^{_EAST_ASIAN}]]+|\p{{N}}|▁?[^\p{{L}}\p{{M}}\p{{N}}{META_SYMBOL}]+|▁+"
@@ -49,8 +49,8 @@ class MergedPiece:
     """A piece that the base lacks, in the alphabet of its vocabulary.
 
     Attributes:
-        piece: its text there.
-        merges: (rank among new merges, left, right) that make it; none for a character.
+        piece: its text in this alphabet.
+        merges: (rank among new merges, left, right) that make it; empty for a character.
     """
 
     piece: str
@@ -58,14 +58,14 @@ class MergedPiece:
 
 
 class HuggingFaceBase:
-    """A tokenizer.json that is to be extended.
+    """A tokenizer.json to extend.
 
     Args:
         file: tokenizer.json.
-        tokenizer: the same, installed.
+        tokenizer: the same tokenizer, installed.
 
     Raises:
-        InputError: its model is none whose merges can be continued.
+        InputError: the model's merges cannot be continued.
     """
 
     kind = "huggingface"
@@ -79,7 +79,7 @@ class HuggingFaceBase:
         if "merges" not in model:
             raise InputError(
                 f"{file} has a model of type {model.get('type')!r}; only BPE (GPT-2, GPT-NeoX, Llama, Mistral, Qwen) can be "
-                "extended, or the SentencePiece model that it was made from."
+                "extended. If it was made from a SentencePiece model, extend that model."
             )
         for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(option):
@@ -91,9 +91,9 @@ class HuggingFaceBase:
     # --- learning
 
     def learn(self, sample: Sequence[str], wanted: int, *, ascii: bool) -> list[MergedPiece]:
-        """Pieces of the sample that the base lacks, the most useful first: `wanted` of them, and a quarter more in reserve.
+        """Learn pieces that the base lacks, the most useful first: `wanted` of them, and a quarter more in reserve.
 
-        Without `ascii`, none has an ASCII character or a blank.
+        Without `ascii`, no piece has an ASCII character or a blank.
         """
         characters = [] if self._is_byte_level else self._characters(sample, wanted // 2)
         new = [MergedPiece(character) for character in characters]
@@ -108,7 +108,7 @@ class HuggingFaceBase:
         return new + _merged(words, names, wanted + wanted // 4 - len(new))
 
     def _characters(self, sample: Sequence[str], limit: int) -> list[str]:
-        """Frequent characters that have no token. ASCII ones stay as they are: line ends stand in texts of every language."""
+        """Frequent characters without a token. ASCII characters are not added: line ends occur in texts of every language."""
         normalizer = _opened(self._content).normalizer
         counts = count_characters(sample if normalizer is None else map(normalizer.normalize_str, sample))
         eligible = Counter({key: count for key, count in counts.items() if not key.isascii()})
@@ -122,12 +122,12 @@ class HuggingFaceBase:
         learner.pre_tokenizer = split if old is None else pre_tokenizers.Sequence([old, split])
 
     def _is_fixed(self, piece: str) -> bool:
-        """Whether a token can be no part of others: bytes that are decoded one by one, and what is no text."""
+        """True if a token cannot be part of a piece: bytes that are decoded one by one, and special tokens."""
         is_byte = not self._is_byte_level and re.fullmatch("<0x[0-9A-F]{2}>", piece)
         return bool(is_byte) or piece in self._added or piece == self._content["model"].get("unk_token")
 
     def _is_new(self, piece: str) -> bool:
-        """Whether no ASCII character and no blank stands in a piece."""
+        """True if a piece has no ASCII character and no blank."""
         ascii = _ASCII_ALPHABET if self._is_byte_level else {*map(chr, range(128)), META_SYMBOL}
         return ascii.isdisjoint(piece)
 
@@ -146,7 +146,7 @@ class HuggingFaceBase:
     def _extended(self, chosen: Sequence[MergedPiece], special: list[dict[str, Any]]) -> dict[str, Any]:
         """The content of tokenizer.json with new special tokens and pieces.
 
-        Added tokens go into the model's vocabulary too: the library counts their ids from its end otherwise, which moves.
+        Added tokens go into the model's vocabulary too. Otherwise the library counts their ids from its end, which moves.
         """
         model = self._content["model"]
         vocabulary = {**model["vocab"], **self._added, **{token["content"]: token["id"] for token in special}}
@@ -154,7 +154,7 @@ class HuggingFaceBase:
         vocabulary |= {item.piece: first + number for number, item in enumerate(chosen)}
         ways = sorted(way for item in chosen for way in item.merges)
         pairs = [(left, right) for _, left, right in ways if left in vocabulary and right in vocabulary]
-        as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)  # as older versions wrote them
+        as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)  # format of older tokenizers versions
         merges = model["merges"] + [" ".join(pair) if as_text else list(pair) for pair in pairs]
         return {
             **self._content,
@@ -163,7 +163,7 @@ class HuggingFaceBase:
         }
 
     def _special_tokens(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Tokens for the ids that installing has given to special ones after the last, and the configuration with all roles."""
+        """Tokens for the ids that installing gave to special tokens, and the configuration with all roles."""
         tokenizer = self.tokenizer
         names = {token: piece for piece, token in (self._content["model"]["vocab"] | self._added).items()}
         config = special_settings(self._folder)
@@ -178,7 +178,7 @@ class HuggingFaceBase:
                 names[token] = piece
                 flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
                 special.append({"id": token, "content": piece, **flags, "special": True})
-            # Of begin and end one may stand for both, and then stays the only one that is named.
+            # If one token serves as begin and end, only one role names it.
             if token >= tokenizer.num_model_tokens or not has & ({"pad"} if role == "pad" else {"bos", "eos"}):
                 config[f"{role}_token"] = names[token]
         if "added_tokens_decoder" in config:
@@ -187,20 +187,20 @@ class HuggingFaceBase:
         return special, {"tokenizer_class": "PreTrainedTokenizerFast", **config}
 
     def model(self, file: Path) -> HuggingFace:
-        """What `write` has written, opened."""
+        """Open the tokenizer that `write` wrote."""
         return HuggingFace(file / HUGGINGFACE_MODEL)
 
     def unreachable(self, chosen: Sequence[MergedPiece], file: Path) -> set[str]:
-        """Those of the pieces in a written tokenizer that merges do not make of their own text."""
+        """The pieces of a written tokenizer that merges do not make from their own text."""
         content = read_object(file / HUGGINGFACE_MODEL)
         content["model"]["ignore_merges"] = (
-            False  # Llama 3 looks whole words up first; a piece must do within words too
+            False  # Llama 3 looks up whole words first; a piece must also work inside words
         )
         model = _opened(content).model
         return {item.piece for item in chosen if [token.value for token in model.tokenize(item.piece)] != [item.piece]}
 
     def cuts(self, chosen: Sequence[MergedPiece]) -> list[list[int]]:
-        """The ids into which the base cuts each piece."""
+        """The base's ids for each piece."""
         return [[token.id for token in self._base_model.tokenize(item.piece)] for item in chosen]
 
     @cached_property
@@ -219,9 +219,9 @@ def _opened(content: dict[str, Any]) -> Any:
 
 
 def _words(learner: Any, sample: Sequence[str], fixed: np.ndarray) -> Iterator[str]:
-    """Each text of the sample, a character for every token; a blank between words, and for tokens that cannot be merged.
+    """Each text of the sample with one character per token, and a blank between words and for tokens that cannot be merged.
 
-    `fixed` says of each id, bool [ids], whether it cannot be.
+    `fixed` bool [ids] marks the tokens that cannot be merged.
     """
     for start in range(0, len(sample), 1024):
         for encoding in learner.encode_batch(list(sample[start : start + 1024]), add_special_tokens=False):
@@ -233,7 +233,7 @@ def _words(learner: Any, sample: Sequence[str], fixed: np.ndarray) -> Iterator[s
 
 
 def _merged(words: Sequence[str], names: Mapping[int, str], wanted: int) -> list[MergedPiece]:
-    """Up to `wanted` pieces by merges of the tokens in texts of `_words`; none of them is among `names`, pieces by id."""
+    """Learn up to `wanted` pieces by merging tokens in texts of `_words`; none is among `names`, the pieces by id."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -253,6 +253,6 @@ def _merged(words: Sequence[str], names: Mapping[int, str], wanted: int) -> list
 
 
 def _splits_no_words(content: dict[str, Any]) -> bool:
-    """Whether a tokenizer hands whole texts, or words with all that follows up to the next blank, to its merges."""
+    """True if merges receive whole texts, or words with everything up to the next blank."""
     step = content.get("pre_tokenizer")
     return step is None or step.get("type") == "Metaspace"

@@ -1,8 +1,8 @@
 """New pieces for a SentencePiece model, found by sentencepiece's own trainer with the options of the base.
 
-BPE: the encoder joins whichever neighbors make the piece with the highest score. New pieces score below all old ones, so
-old pieces are made first, as ever, and what they leave is joined further. Unigram: scores are log-probabilities of the
-corpus, within the range of the base's, as unknown characters and declared pieces are scored by its ends.
+BPE: the encoder joins the adjacent pieces whose union has the highest score. New pieces score below all old pieces. So old pieces
+are made first, as before, and new merges continue from there. Unigram: scores are log-probabilities of the corpus, clipped to the
+range of the base, because the ends of this range score unknown characters and declared pieces.
 """
 
 from collections import Counter
@@ -55,14 +55,14 @@ class ScoredPiece:
 
 
 class SentencePieceBase:
-    """A SentencePiece model that is to be extended.
+    """A SentencePiece model to extend.
 
     Args:
         file: the model.
-        tokenizer: the same, installed.
+        tokenizer: the same tokenizer, installed.
 
     Raises:
-        InputError: it is neither BPE nor unigram.
+        InputError: the model is neither BPE nor unigram.
     """
 
     kind = "sentencepiece"
@@ -76,16 +76,16 @@ class SentencePieceBase:
         model_type = self._model.trainer_spec.model_type
         self._is_bpe = model_type == BPE
         if model_type not in (BPE, UNIGRAM):
-            raise InputError(f"{file} is a model of words or characters; BPE and unigram models can be extended.")
+            raise InputError(f"{file} is a model of words or characters; only BPE and unigram models can be extended.")
 
     def learn(self, sample: Sequence[str], wanted: int, *, ascii: bool) -> list[ScoredPiece]:
-        """Pieces of the sample that the base lacks, the most useful first: `wanted` of them, and a quarter more in reserve.
+        """Learn pieces that the base lacks, the most useful first: `wanted` of them, and a quarter more in reserve.
 
-        Without `ascii`, none has an ASCII character or a blank.
+        Without `ascii`, no piece has an ASCII character or a blank.
         """
         sentences = [text.replace(META_SYMBOL, " ") for text in _processor(self._data).normalize(list(sample))]
         counts = count_characters(sentences)
-        # ASCII characters that are spelled in bytes, such as line ends, stay so: they stand in texts of every language.
+        # ASCII characters that are spelled in bytes, such as line ends, stay so: they occur in texts of every language.
         eligible = Counter({key: count for key, count in counts.items() if not key.isascii()})
         characters = frequent_characters(eligible, wanted // 2, self._known)
         foreign = line_ends_for(counts, {*characters, *self._known})
@@ -100,7 +100,7 @@ class SentencePieceBase:
             if len(new) >= enough or len(trained) < size // 2 or size > 2 * (enough + len(self._known) + len(counts)):
                 break
             size *= 2
-        # A BPE trainer lists the characters last; they are worth the most, as they are spelled in several bytes.
+        # A BPE trainer lists characters last. They are the most useful, because each replaces several bytes.
         return sorted(new, key=lambda item: (self._is_bpe and len(item.piece) > 1, -item.score))
 
     def _declared(self) -> list[str]:
@@ -125,7 +125,7 @@ class SentencePieceBase:
         return folder / MODEL
 
     def _special_pieces(self) -> tuple[list[tuple[str, float, int]], dict[str, str]]:
-        """Pieces for the ids that installing has given to special tokens after the last piece, and the roles they have."""
+        """Pieces for the ids that installing gave to special tokens after the last piece, and their roles."""
         tokenizer = self.tokenizer
         pieces: list[tuple[str, float, int]] = []
         roles: dict[str, str] = {}
@@ -139,18 +139,18 @@ class SentencePieceBase:
         return pieces, roles
 
     def model(self, file: Path) -> SentencePiece:
-        """What `write` has written, opened."""
+        """Open the tokenizer that `write` wrote."""
         return SentencePiece(file)
 
     def unreachable(self, chosen: Sequence[ScoredPiece], file: Path) -> set[str]:
-        """Those of the pieces in a written model that no text is ever cut into, as they themselves are not."""
+        """The pieces of a written model that do not encode to themselves, and so occur in no text."""
         processor = _processor(verbatim(file.read_bytes()))
         encoded = processor.encode([item.piece for item in chosen])
         first = self.tokenizer.vocab_size
         return {item.piece for rank, item in enumerate(chosen) if encoded[rank] != [first + rank]}
 
     def cuts(self, chosen: Sequence[ScoredPiece]) -> list[list[int]]:
-        """The ids into which the base cuts each piece."""
+        """The base's ids for each piece."""
         return _processor(verbatim(self._data)).encode([item.piece for item in chosen])
 
 

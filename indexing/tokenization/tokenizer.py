@@ -1,11 +1,11 @@
-"""Text to token ids and back: trained SentencePiece models, those of others, and local Hugging Face tokenizers.
+"""Text to token ids and back: trained or existing SentencePiece models, and local Hugging Face tokenizers.
 
     texts ────────► train_sentencepiece ─┐
     a model file ─► install_tokenizer ───┴► model, meta.json, token_bytes.npy ─► Tokenizer.open ─► encode, decode
 
-A trained tokenizer gives back every text exactly: no normalisation, every byte has a token, runs of blanks, tabs and
-line ends are tokens of their own. `read_meta` and `read_token_bytes` need numpy only, so that a machine that trains
-from a finished datastore knows the vocabulary without the library that made it.
+A trained tokenizer is lossless: it does not normalize, has a token for every byte, and has tokens for runs of blanks, tabs and
+line ends. `read_meta` and `read_token_bytes` need only numpy, so that training can read a finished datastore's vocabulary without
+the tokenizer library.
 """
 
 import dataclasses
@@ -26,22 +26,22 @@ from indexing.tokenization.backends import META_SYMBOL, HuggingFace, SentencePie
 
 MODEL = "sentencepiece.model"
 HUGGINGFACE_MODEL = "tokenizer.json"
-SENTENCEPIECE_MODEL = "tokenizer.model"  # as Hugging Face's folders have it
+SENTENCEPIECE_MODEL = "tokenizer.model"  # file name in Hugging Face folders
 META = "meta.json"
 TOKEN_BYTES = "token_bytes.npy"
 
-# SentencePiece puts no tab into a piece and no line end into more than one byte token, so runs of them are declared.
+# SentencePiece learns no piece with tabs and no piece with several line ends, so runs of them are declared.
 WHITESPACE_PIECES = [*("\n" * n for n in range(1, 5)), *("\t" * n for n in range(1, 5)), "\r\n", "\r\n\r\n"]
 _FIXED_PIECES = 4 + 256 + len(WHITESPACE_PIECES)  # special tokens, bytes, whitespace
 _SMALLEST_VOCABULARY = 320
 _CHARACTER_COVERAGE = 0.9995
-_TRAINING_PIECE = 1024  # characters: about 4 KB in UTF-8 at most
-# The sums of the unigram trainer depend on the number of threads in their last bits, so it is not the machine's.
+_TRAINING_PIECE = 1024  # characters per sampled piece: at most about 4 KB in UTF-8
+# The last bits of the unigram trainer's sums depend on the number of threads, so the number is fixed.
 _TRAINING_THREADS = 4
 
-_RESERVED = "\u2585"  # ▅: the trainer drops every text that holds it
+_RESERVED = "\u2585"  # ▅: the trainer drops every text that contains it
 
-# What install_tokenizer tries to find out whether a tokenizer gives back every text.
+# Difficult texts that install_tokenizer uses to test whether a tokenizer is lossless.
 _PROBES = (
     "", "Plain words.", " leading, trailing ", "a  b   c", "don 't , do n't .", "1234567890", "ĊĠ", "\u2581 \u2581",
     "def f(x):\n\n    return x\t# tab\r\n", "\n\n\n", "中文，標點。", "Ｆｕｌｌ ﬁ ½ é e\u0301 \u00a0\u3000",
@@ -54,13 +54,13 @@ class TokenizerSettings:
     """Which tokenizer the datastore and the model use."""
 
     kind: Literal["bpe", "unigram", "sentencepiece", "huggingface"] = "bpe"
-    """`bpe` and `unigram` are trained on the corpus; `sentencepiece` and `huggingface` are copied from `path`."""
+    """`bpe` and `unigram` are trained on the corpus. `sentencepiece` and `huggingface` are copied from `path`."""
     path: str = ""
-    """An existing SentencePiece .model file, or a local Hugging Face tokenizer: its tokenizer.json; or the folder of either."""
+    """An existing SentencePiece .model file, the tokenizer.json of a local Hugging Face tokenizer, or the folder of either."""
     vocab_size: int = 8192
-    """Tokens of a trained tokenizer, at most: a small corpus gives fewer."""
+    """Maximum of tokens in a trained tokenizer. A small corpus gives fewer."""
     sample_bytes: int = 32 * 2**20
-    """Bytes of text that training sees: a uniform sample of pieces of all documents."""
+    """Bytes of text to train on: a uniform sample of passages from all documents."""
     seed: int = 0
     """Seed of the sample."""
 
@@ -88,22 +88,22 @@ class TokenizerSettings:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is made from the corpus, by `train_sentencepiece`, rather than copied, by `install_tokenizer`."""
+        """True if `train_sentencepiece` trains it on the corpus; False if `install_tokenizer` copies it."""
         return self.kind in ("bpe", "unigram")
 
 
 @dataclass(frozen=True)
 class TokenizerMeta:
-    """The facts of a tokenizer that the datastore and the model need.
+    """The properties of a tokenizer that the datastore and the model need.
 
     Attributes:
         kind: as in the settings.
         vocab_size: ids are in [0, vocab_size).
-        pad_id: fills the last chunk of a document; no text encodes to it, and it is not bos_id or eos_id.
-        bos_id, eos_id: begin and end of a document; one id for both where the model has only one.
+        pad_id: fills the last chunk of a document. No text encodes to it, and it differs from bos_id and eos_id.
+        bos_id, eos_id: begin and end of a document; equal if the model has only one of them.
         lossless: whether decode(encode(text)) == text for each of our difficult samples.
-        added_bytes: UTF-8 bytes that encoding adds to every text: 1 where it puts a blank before it, as Llama 2's does.
-            meta.json has it only where it is not 0.
+        added_bytes: UTF-8 bytes that encoding adds to every text: 1 if it puts a blank in front, as Llama 2's does. meta.json
+            has this key only if it is not 0.
     """
 
     kind: str
@@ -116,12 +116,12 @@ class TokenizerMeta:
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
-        """The smallest type that holds every id: uint16 or uint32."""
+        """The smallest type for all ids: uint16 or uint32."""
         return np.uint16 if self.vocab_size <= 2**16 else np.uint32
 
 
 def read_meta(folder: Path) -> TokenizerMeta:
-    """The facts of the tokenizer in `folder`.
+    """Read the properties of the tokenizer in `folder`.
 
     Raises:
         InputError: there is none.
@@ -138,18 +138,18 @@ def read_token_bytes(folder: Path) -> np.ndarray:
 
 
 def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folder: Path) -> None:
-    """Train a model on a sample of `texts`, which are read once, and write it to `folder` with its facts.
+    """Train a model on a sample of `texts`, which are read once, and write it to `folder`.
 
-    The same texts and settings give the same bytes, on any number of cores.
+    The same texts and settings give the same bytes on any number of cores.
 
     Raises:
-        InputError: there is no text to learn from.
+        InputError: there is no text to train on.
     """
     assert settings.is_trained
     sample = sample_pieces(texts, settings.sample_bytes, settings.seed)
     if not sample:
         raise InputError(
-            "The corpus has no text to train a tokenizer on. Look at the problems reported for corpus.paths."
+            "The corpus has no text to train a tokenizer on. Check the problems reported for corpus.paths."
         )
     counts = count_characters(sample)
     foreign = line_ends_for(counts, set(frequent_characters(counts, (settings.vocab_size - _FIXED_PIECES) // 2)))
@@ -173,16 +173,16 @@ def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folde
 
 
 def run_trainer(sentences: list[str], **options: Any) -> bytes:
-    """The SentencePiece model of some sentences, whose rare characters have become line ends: `line_ends_for`.
+    """Train a SentencePiece model on sentences in which `line_ends_for` has replaced rare characters by line ends.
 
-    They are taken as they stand, without normalisation; `options` are the trainer's further ones.
+    The text is not normalized. `options` are additional options of the trainer.
     """
     import sentencepiece
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        # The last sentence gives the blank a token also where the corpus has none (Chinese): SentencePiece would write
-        # it as the three bytes of ▁. And it keeps the trainer from failing where nothing else is left.
+        # The last sentence gives the blank a token even if the corpus has none (Chinese). Otherwise SentencePiece would write
+        # it as the three bytes of ▁. It also keeps the trainer from failing on an empty sample.
         sentence_iterator=iter([*sentences, " a"]),
         model_writer=model,
         hard_vocab_limit=False,
@@ -199,7 +199,7 @@ def run_trainer(sentences: list[str], **options: Any) -> bytes:
 
 
 def sample_pieces(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
-    """A uniform sample of pieces of up to 1024 characters, of `sample_bytes` in all, in the order of the texts."""
+    """Sample passages of up to 1024 characters uniformly, `sample_bytes` in all, in the order of the texts."""
     sample = TextSample(sample_bytes, seed)
     for text in texts:
         sample.add(text)
@@ -207,19 +207,19 @@ def sample_pieces(texts: Iterable[str], sample_bytes: int, seed: int) -> list[st
 
 
 class TextSample:
-    """What `sample_pieces` draws, of texts that come one by one.
+    """A uniform sample of passages from a stream of texts.
 
-    Every piece gets a random number and the smallest stay: one pass, with memory for the sample only.
+    Every passage gets a random number, and the smallest are kept. So one pass is enough, and memory holds only the sample.
     """
 
     def __init__(self, sample_bytes: int, seed: int) -> None:
         self._limit = sample_bytes
         self._generator = np.random.default_rng(seed)
-        self._kept: list[tuple[float, int, str, int]] = []  # a heap: the largest random number first
+        self._kept: list[tuple[float, int, str, int]] = []  # a heap with the largest random number first
         self._total = self._number = 0
 
     def add(self, text: str) -> None:
-        """Cut a text into pieces, and keep those that are drawn."""
+        """Cut a text into passages and add them to the sample by chance."""
         import heapq
 
         pieces = [text[start : start + _TRAINING_PIECE] for start in range(0, len(text), _TRAINING_PIECE)]
@@ -234,12 +234,12 @@ class TextSample:
                 self._total -= heapq.heappop(self._kept)[3]
 
     def pieces(self) -> list[str]:
-        """What has been drawn so far, in the order of the texts."""
+        """The passages sampled so far, in the order of the texts."""
         return [piece for _, _, piece, _ in sorted(self._kept, key=lambda item: item[1])]
 
 
 def count_characters(pieces: Iterable[str]) -> Counter[str]:
-    """How often each character stands in some texts that a tokenizer learns from, ▁, ▅ and blanks apart."""
+    """Count the characters in texts that a tokenizer is trained on, without ▁, ▅ and blanks."""
     counts: Counter[str] = Counter()
     for piece in pieces:
         counts.update(piece)
@@ -249,9 +249,9 @@ def count_characters(pieces: Iterable[str]) -> Counter[str]:
 
 
 def frequent_characters(counts: Counter[str], limit: int, known: Container[str] = ()) -> list[str]:
-    """Those of the characters that get a token of their own, the most frequent first.
+    """Choose the characters that get a token, the most frequent first.
 
-    With the `known` ones, which are not among them, they cover 99.95% of the text; they are `limit` at most.
+    Together with the `known` characters, which are not returned, they cover 99.95% of the text. They are at most `limit`.
     """
     wanted = _CHARACTER_COVERAGE * counts.total()
     covered = sum(count for character, count in counts.items() if character in known)
@@ -267,23 +267,23 @@ def frequent_characters(counts: Counter[str], limit: int, known: Container[str] 
 
 
 def line_ends_for(counts: Counter[str], kept: Container[str]) -> dict[int, str]:
-    """For `str.translate`: every counted character that is not kept, and those no trainer takes, become line ends.
+    """A table for `str.translate`: counted characters that are not kept, and those no trainer accepts, become line ends.
 
-    SentencePiece stops with an error where a vocabulary cannot hold all characters of the coverage asked for, and it
-    accepts no coverage below 98%; so the choice is made here. A line end cuts a text without being learnt.
+    SentencePiece fails if the vocabulary cannot hold all characters of the requested coverage, and accepts no coverage below
+    98%. So the characters are chosen here. A line end separates texts and is not learned.
     """
     foreign = {ord(META_SYMBOL): "\n", ord(_RESERVED): "\n", **dict.fromkeys(range(0xD800, 0xE000), "\n")}
     return foreign | {ord(character): "\n" for character in counts if character not in kept}
 
 
 def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
-    """Copy the tokenizer at `settings.path` to `folder`, with its facts.
+    """Copy the tokenizer at `settings.path` to `folder`.
 
-    A special token that the model lacks gets a new id after the last one: always for padding, and for begin and end of
-    a document if it has neither; if it has one of these, it serves as both.
+    Missing special tokens get new ids after the last one: padding always, begin and end of a document if the model has neither.
+    If it has one of these, it serves as both.
 
     Raises:
-        InputError: there is no such model, or it cannot be read; or the package that reads it is not installed.
+        InputError: the model does not exist or cannot be read, or the package that reads it is not installed.
     """
     assert not settings.is_trained
     source = Path(settings.path).expanduser()
@@ -301,8 +301,8 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
     source = source / HUGGINGFACE_MODEL if source.is_dir() else source
     if not source.is_file():
         raise InputError(
-            f"tokenizer.path: {source} does not exist. Name a folder with a {HUGGINGFACE_MODEL} (a 'fast' tokenizer); "
-            "older ones are converted by transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)."
+            f"tokenizer.path: {source} does not exist. Name a folder with a {HUGGINGFACE_MODEL} (a 'fast' tokenizer). "
+            "Convert older tokenizers with transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)."
         )
     write_bytes(folder / HUGGINGFACE_MODEL, source.read_bytes())
     fast = HuggingFace(folder / HUGGINGFACE_MODEL)
@@ -314,18 +314,18 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
 
 
 def special_settings(folder: Path) -> dict[str, Any]:
-    """What the files beside a Hugging Face tokenizer say of it, its special tokens among them."""
+    """Read the settings, including special tokens, in the files next to a Hugging Face tokenizer."""
     found: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one takes precedence
         if (folder / name).is_file():
             found.update({key: value for key, value in read_object(folder / name).items() if value or key not in found})
     return found
 
 
 def _special_names(folder: Path) -> dict[str, str]:
-    """`pad`, `bos` and `eos` to the token, as the files beside a Hugging Face tokenizer say."""
+    """The tokens for `pad`, `bos` and `eos` in the files next to a Hugging Face tokenizer."""
     found = special_settings(folder)
-    # BERT's tokenizers have no begin and end of a text, but tokens that stand at the same places.
+    # BERT's tokenizers have no begin and end of a text, but [CLS] and [SEP] at the same positions.
     names = {"pad": ("pad_token",), "bos": ("bos_token", "cls_token"), "eos": ("eos_token", "sep_token")}
     special = {}
     for role, keys in names.items():
@@ -337,7 +337,7 @@ def _special_names(folder: Path) -> dict[str, str]:
 
 
 def _special_ids(folder: Path, num_tokens: int) -> dict[str, int]:
-    """`bos` and `eos` as the model beside a tokenizer says: those of GPT-2 stand nowhere else."""
+    """The ids of `bos` and `eos` in the model configuration next to a tokenizer. GPT-2 defines them only there."""
     found = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     ids = {role: found.get(f"{role}_token_id") for role in ("bos", "eos")}
     first = {role: value[0] if isinstance(value, list) and value else value for role, value in ids.items()}
@@ -361,7 +361,7 @@ def _write_facts(folder: Path, kind: str, model: TokenizerBackend, special: Mapp
     token_bytes[[pad, bos, eos]] = 0
     encoded = model.encode_batch(list(_PROBES), 1)
     lossless = model.decode_batch(encoded, 1) == list(_PROBES)
-    # A token of text that serves as padding would be dropped by decode.
+    # If a text token served as padding, decode would drop it.
     lossless = lossless and not any({pad, bos, eos} & set(ids) for ids in encoded)
     meta = TokenizerMeta(kind, vocab_size, pad, bos, eos, lossless, _added_bytes(model, token_bytes))
     save_array(folder / TOKEN_BYTES, token_bytes)
@@ -370,22 +370,22 @@ def _write_facts(folder: Path, kind: str, model: TokenizerBackend, special: Mapp
 
 
 def _added_bytes(model: TokenizerBackend, token_bytes: np.ndarray) -> int:
-    """See `TokenizerMeta`; characters that the model does not know have no bytes, so several are tried."""
+    """See `TokenizerMeta`. Several characters are tried, because those unknown to the model have no bytes."""
     texts = ["a", "1", "的"]
     encoded = model.encode_batch(texts, 1)
     return max(0, *(int(token_bytes[ids].sum()) - len(text.encode()) for text, ids in zip(texts, encoded, strict=True)))
 
 
 class Tokenizer:
-    """Encodes and decodes; opened from a folder that `train_sentencepiece` or `install_tokenizer` has filled.
+    """Encodes and decodes; opened from a folder that `train_sentencepiece` or `install_tokenizer` filled.
 
     Attributes:
-        meta: its facts; `vocab_size`, `pad_id`, `bos_id`, `eos_id` and `dtype` are also here.
-        num_model_tokens: ids that the model itself knows; `vocab_size` counts special tokens that were added after them.
-        token_bytes: [vocab_size] uint16, UTF-8 bytes that each token adds to the text, 0 for special tokens. For a
-            lossless tokenizer `token_bytes[encode(text)].sum()` is the size of the text; for others it is near that and
+        meta: its properties; `vocab_size`, `pad_id`, `bos_id`, `eos_id` and `dtype` are also attributes here.
+        num_model_tokens: ids of the model itself; `vocab_size` also counts special tokens that were added after them.
+        token_bytes: [vocab_size] uint16, UTF-8 bytes that each token adds to the text, 0 for special tokens. For a lossless
+            tokenizer `token_bytes[encode(text)].sum()` is the size of the text. For others it is near that size plus
             `meta.added_bytes`.
-        control_tokens: how the model writes tokens that no text is encoded to, `<|im_end|>` for example, and their ids.
+        control_tokens: text and id of the model's tokens that no text encodes to, such as `<|im_end|>`.
     """
 
     def __init__(self, meta: TokenizerMeta, token_bytes: np.ndarray, model: TokenizerBackend, num_threads: int) -> None:
@@ -401,7 +401,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: Path, num_threads: int = -1) -> "Tokenizer":
-        """Open the tokenizer in `folder`; `num_threads` is for encode_batch, -1 = one a core.
+        """Open the tokenizer in `folder`; `num_threads` is for encode_batch, -1 = one per core.
 
         Hugging Face tokenizers take their number of threads from the environment variable RAYON_NUM_THREADS instead.
 
@@ -424,7 +424,7 @@ class Tokenizer:
         return [np.fromiter(ids, dtype=self.dtype, count=len(ids)) for ids in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids (an array or a list), special tokens left out; half a character becomes U+FFFD."""
+        """The text of token ids (an array or a list), without special tokens; incomplete characters become U+FFFD."""
         return self._model.decode_batch([[token for token in map(int, ids) if token not in self._special]], 1)[0]
 
     def decode_batch(self, ids: Sequence[np.ndarray]) -> list[str]:

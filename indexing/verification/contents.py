@@ -1,7 +1,7 @@
-"""Do the arrays and indexes of one shard hold what the counts promise?
+"""Check that the arrays and indexes of one shard agree with its counts.
 
-Each check is a generator of what is wrong with the artifact of one shard, the file first. It is given a datastore whose
-files have passed their checksums, so what it finds was written wrong, or the manifest was made to fit.
+Each check yields a line for every problem in the artifact of one shard, starting with the file. The files have passed their
+checksums. So a problem means that they were written wrong, or that the manifest was changed to match.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Check = Callable[[Datastore, int], Iterator[str]]
 
 
 def check_of(name: str) -> Check | None:
-    """The check for an artifact (`chunks/00003`, `index/trained`), or None where checksums are all there is to ask."""
+    """The check for an artifact (`chunks/00003`, `index/trained`), or None if its checksums are the only check."""
     if name == "index/trained":
         return check_trained
     stage, _, shard = name.partition("/")
@@ -49,7 +49,7 @@ def _wrong_form(path: Path, array: np.ndarray, shape: tuple[int, ...], *dtypes: 
 
 
 def check_chunks(datastore: Datastore, shard: int) -> Iterator[str]:
-    """Shapes, tokens of the vocabulary, lengths of 1 to m, offsets of documents that rise from 0 to the last chunk."""
+    """Check shapes, tokens of the vocabulary, lengths of 1 to m, and document offsets that rise from 0 to the last chunk."""
     import pyarrow.parquet
 
     for split in map(datastore.split, datastore.split_names):
@@ -79,7 +79,7 @@ def check_chunks(datastore: Datastore, shard: int) -> Iterator[str]:
 
 
 def check_deleted(datastore: Datastore) -> Iterator[str]:
-    """Deleted chunks are those of whole documents of `train`, in order."""
+    """Check that deleted chunks are whole documents of `train`, in order."""
     path = datastore.folder / FILE
     if not path.exists():
         return
@@ -96,7 +96,7 @@ def check_deleted(datastore: Datastore) -> Iterator[str]:
 
 
 def check_embeddings(datastore: Datastore, shard: int) -> Iterator[str]:
-    """Shape, dtype, and no value that is not a number."""
+    """Check shape, dtype and that all values are finite."""
     folder = datastore.folder / "embeddings" / shard_name(shard)
     dimension = open_array(folder / "train.npy").shape[-1]
     for split in map(datastore.split, datastore.split_names):
@@ -108,7 +108,7 @@ def check_embeddings(datastore: Datastore, shard: int) -> Iterator[str]:
 
 
 def check_trained(datastore: Datastore, shard: int) -> Iterator[str]:
-    """An index that is trained, empty, and of the dimension it says."""
+    """Check that the index is trained, empty and of its stated dimension."""
     folder = datastore.folder / "index" / "trained"
     index, dimension = read_index(folder / "trained.faiss"), read_json(folder / "index.json")["dimension"]
     if not index.is_trained or index.ntotal or index.d != dimension:
@@ -116,7 +116,7 @@ def check_trained(datastore: Datastore, shard: int) -> Iterator[str]:
 
 
 def check_index(datastore: Datastore, shard: int) -> Iterator[str]:
-    """As many vectors as the shard has training chunks, and each of their ids once."""
+    """Check that the index holds the id of each training chunk of the shard once."""
     path = datastore.folder / "index" / shard_name(shard) / "vectors.faiss"
     rows, first = datastore.train.chunk_rows[shard], int(datastore.train.tokens.starts[shard])
     index = read_index(path)
@@ -127,7 +127,7 @@ def check_index(datastore: Datastore, shard: int) -> Iterator[str]:
 
 
 def ids_of(index: Any) -> np.ndarray:
-    """The ids [n] int64 in a Faiss index, in its own order."""
+    """The ids [n] int64 in a Faiss index, in the index's order."""
     import faiss
 
     ivf = ivf_of(index)
@@ -140,7 +140,7 @@ def ids_of(index: Any) -> np.ndarray:
 
 
 def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:
-    """Ids of the retrieval set, none of the chunk's own document; a distance where there is an id, infinity elsewhere."""
+    """Check that ids are in the retrieval set and not in the chunk's own document, with a distance for each id, else infinity."""
     folder = datastore.folder / "neighbors" / shard_name(shard)
     k = parse_manifest(folder)["recipe"]["settings"]["neighbors.stored"]
     num_chunks = np.array([split.num_chunks for split in RetrievalSet.of(datastore).splits], dtype=np.int64)
@@ -163,7 +163,7 @@ def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:
 
 
 def check_materialized(datastore: Datastore, shard: int) -> Iterator[str]:
-    """Shapes, tokens of the vocabulary, as many real ones as two chunks hold, and the promised number of neighbors."""
+    """Check shapes, tokens of the vocabulary, lengths of at most two chunks, and the number of neighbors."""
     folder = datastore.folder / "materialized" / shard_name(shard)
     manifest = parse_manifest(folder)
     wanted = manifest["recipe"]["settings"]["neighbors.materialized"]
@@ -195,13 +195,13 @@ def check_materialized(datastore: Datastore, shard: int) -> Iterator[str]:
 def wrong_neighbors(
     ids: np.ndarray, distances: np.ndarray, split: Split, first: int, num_chunks: np.ndarray
 ) -> tuple[int, str] | None:
-    """The first row of a block of neighbors that cannot be, and why; None where all can.
+    """Find the first invalid row of a block of neighbors, and the reason; None if all are valid.
 
     Args:
         ids: [n, k] int64.
         distances: [n, k] float32.
-        split: of the querying chunks.
-        first: the id of the first of them.
+        split: split of the querying chunks.
+        first: id of the first querying chunk.
         num_chunks: [datastores] int64, training chunks of each datastore of the retrieval set.
     """
     present = ids >= 0

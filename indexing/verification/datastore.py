@@ -1,10 +1,10 @@
-"""Is everything in a datastore as it was written, and does it fit together?
+"""Verify that everything in a datastore is as it was written, and fits together.
 
-    manifests ─► sizes and checksums of every file ─► recipes name the artifacts that are there
-              ─► the datastore's manifest says what the shards say ─► arrays hold what the counts promise
+    manifests ─► sizes and checksums of every file ─► recipes name the existing artifacts
+              ─► the datastore's manifest agrees with the shards ─► arrays agree with the counts
 
-What is broken is named with the file and with how to mend it. Only what is whole is asked further, so that one cause is
-one line. Memory stays flat: arrays are read in blocks, indexes shard by shard.
+Every problem names its file and its repair. Only intact artifacts are checked further, so that one cause gives one line. Arrays
+are read in blocks and indexes shard by shard, so memory does not grow with the datastore.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from indexing.verification.recipes import (
     strange,
 )
 
-# Artifacts in the order in which they are made, each from some of those before it.
+# Artifacts in the order in which they are made. Each is made from some of those before it.
 _ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialized", "index/merged")  # fmt: skip
 _OF_STAGE = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
@@ -50,14 +50,14 @@ Progress = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]
 
 @dataclass(frozen=True)
 class DatastoreProblem:
-    """Something that is broken.
+    """A damaged part of a datastore.
 
     Attributes:
-        artifact: what must be made again (`embeddings/00003`); `manifest.json` is the datastore's own; empty: nothing
-            in this datastore.
-        found: the file, and what was found.
-        file: the file whose bytes are wrong, where it is that.
-        gone: whether there is nothing left to remove.
+        artifact: artifact to make again (`embeddings/00003`); `manifest.json` for the datastore's own manifest; empty for a
+            problem outside this datastore.
+        found: the file, and the problem.
+        file: the file with wrong bytes, if that is the problem.
+        gone: True if there is nothing left to remove.
     """
 
     artifact: str
@@ -78,14 +78,14 @@ class DatastoreProblem:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was looked at, and what was found.
+    """The result of a verification.
 
     Attributes:
-        artifacts: how many.
-        files: in them.
-        bytes: of these files.
-        stages: those that are finished.
-        problems: everything that is broken, in the order in which it is made.
+        artifacts: number of artifacts.
+        files: number of their files.
+        bytes: size of these files.
+        stages: finished stages.
+        problems: all problems, in the order in which the artifacts are made.
     """
 
     artifacts: int
@@ -96,19 +96,19 @@ class Verified:
 
 
 def verify_datastore(folder: Path, progress: Progress) -> Verified:
-    """Look at every byte of a datastore; nothing is changed.
+    """Check every byte of a datastore without changing it.
 
     Args:
-        folder: the datastore's.
-        progress: `progress(name, total=…, unit=…)`: a context manager with a function that is told of progress.
+        folder: the datastore's folder.
+        progress: `progress(name, total=…, unit=…)`: a context manager that gives a function to call with progress.
 
     Raises:
-        InputError: there is no datastore, its format is of another version, or it lies at a URL.
+        InputError: there is no datastore, its format has another version, or it is at a URL.
     """
     if url := url_of(folder):
         raise InputError(
-            f"{url}: `retro verify` looks at every byte of a datastore in a folder of this machine: copy it, and verify the "
-            "copy. What is fetched from a URL is compared with its checksum whenever it is."
+            f"{url}: `retro verify` reads every byte of a datastore in a local folder. Copy the datastore and verify the copy. "
+            "Files fetched from a URL are always compared with their checksums."
         )
     problems: list[DatastoreProblem] = []
     top = _read_top(folder, problems)
@@ -136,8 +136,8 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
     )
 
 
-def mend(folder: Path, verified: Verified) -> list[str]:
-    """Remove every artifact that is broken, so that `retro index CONFIG` makes it again; returns their names."""
+def repair(folder: Path, verified: Verified) -> list[str]:
+    """Remove every damaged artifact, so that `retro index CONFIG` makes it again; returns their names."""
     names = sorted(_broken(verified.problems) - {MANIFEST, ""}, key=lambda name: (_rank(name), name))
     for name in reversed(names):
         remove(folder / name)
@@ -149,7 +149,7 @@ def _broken(problems: Sequence[DatastoreProblem]) -> set[str]:
 
 
 def _rank(name: str) -> int:
-    """The place of an artifact in the order in which they are made; what is none comes last."""
+    """The position of an artifact in the order of making; names that are not artifacts come last."""
     kinds = {"index/*"} if shard_of(name, "index") is not None else {name, name.rpartition("/")[0]}
     return next((place for place, one in enumerate(_ORDER) if one in kinds), len(_ORDER))
 
@@ -158,7 +158,7 @@ def _rank(name: str) -> int:
 
 
 def _read_top(folder: Path, problems: list[DatastoreProblem]) -> dict[str, Any] | None:
-    """The datastore's own manifest, or None where it is broken."""
+    """The datastore's own manifest, or None if it is damaged."""
     path = folder / MANIFEST
     if not path.exists() and (folder / "corpus" / MANIFEST).exists():
         problems.append(DatastoreProblem(MANIFEST, f"{path} is missing"))
@@ -173,12 +173,12 @@ def _read_top(folder: Path, problems: list[DatastoreProblem]) -> dict[str, Any] 
 
 
 def _listed(top: Mapping[str, Any] | None) -> int:
-    """How many shards the datastore's manifest lists; 0 where it cannot be read."""
+    """Number of shards that the datastore's manifest lists; 0 if it cannot be read."""
     return len(top["splits"]["train"]["chunks"]) if top else 0
 
 
 def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[DatastoreProblem]) -> Manifests:
-    """The manifest of every artifact by name, in order; one that a finished stage lacks, or that is broken, is a problem."""
+    """The manifest of every artifact by name, in order. Damaged manifests and those missing in a finished stage are problems."""
     depths = ("*", "*/*", "dedup/*/*")
     there = [path.parent.relative_to(folder) for depth in depths for path in folder.glob(f"{depth}/{MANIFEST}")]
     names = {path.as_posix() for path in there if not path.name.startswith(".")}
@@ -205,7 +205,7 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
 
 
 def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], None]) -> Iterator[DatastoreProblem]:
-    """Sizes, then checksums of every file, on all cores."""
+    """Check sizes, then checksums of every file, on all cores."""
 
     def check(name: str, file: str) -> str | None:
         try:
@@ -219,7 +219,7 @@ def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], No
             wrong = list(wrong_sizes(folder / name, manifest))
             yield from (
                 DatastoreProblem(name, found) for found in wrong
-            )  # nothing can have read a file of another size
+            )  # a file of another size cannot have been read, so later artifacts are not affected
             answers += [
                 (name, file, expected["bytes"], None if wrong else threads.submit(check, name, file))
                 for file, expected in manifest["files"].items()
@@ -233,9 +233,9 @@ def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], No
 def _made_from_broken(
     folder: Path, manifests: Manifests, problems: Sequence[DatastoreProblem]
 ) -> Iterator[DatastoreProblem]:
-    """What a later stage has made after a file was changed: it was made from the wrong bytes, however whole it looks.
+    """Find artifacts that were made after an input was changed. They are made from wrong bytes, even if they look intact.
 
-    A manifest is written last, so a file that is younger than its own was changed where it lies.
+    A manifest is written last. So a file that is younger than its manifest was changed afterwards.
     """
 
     def finished(name: str) -> int:
@@ -249,13 +249,13 @@ def _made_from_broken(
             yield DatastoreProblem(name, f"{folder / name} was made after {source} had changed")
 
 
-# --- what names what -------------------------------------------------------------------------------------------------
+# --- recipes and the datastore's manifest ----------------------------------------------------------------------------
 
 
 def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed: int) -> Iterator[DatastoreProblem]:
-    """Every artifact that was not made from those that are there; one that was made from such a stranger is none itself.
+    """Find artifacts that were not made from the existing ones. Artifacts made from such a foreign artifact are foreign too.
 
-    `listed` is how many shards the datastore's manifest lists.
+    `listed` is the number of shards in the datastore's manifest.
     """
     known = dict(manifests)
     for name in [name for name in manifests if name not in broken]:
@@ -268,7 +268,7 @@ def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed:
 def _check_top(
     folder: Path, top: dict[str, Any] | None, manifests: Manifests, broken: set[str]
 ) -> Iterator[DatastoreProblem]:
-    """The datastore's manifest against the shards. What a broken artifact should say is not asked."""
+    """Compare the datastore's manifest with the shards, except for values that depend on damaged artifacts."""
     if top is None:
         return
     path = folder / MANIFEST
@@ -310,13 +310,13 @@ def _check_top(
                 yield DatastoreProblem(MANIFEST, f"{path} says {key} is {top[key]}, it is {value}")
 
 
-# --- what the arrays hold --------------------------------------------------------------------------------------------
+# --- arrays ----------------------------------------------------------------------------------------------------------
 
 
 def _contents(
     datastore: Datastore, manifests: Manifests, problems: list[DatastoreProblem]
 ) -> Iterator[tuple[str, Check]]:
-    """The artifacts whose arrays can be looked at, in order."""
+    """The artifacts whose arrays can be checked, in order."""
     readable = True
     if datastore.has("neighbors"):
         try:
@@ -339,7 +339,7 @@ def _check_contents(
     for name, check in checks:
         shard, found = name.partition("/")[2], []
         try:
-            if whole or shard_of(name, "neighbors") is None:  # else nobody knows the documents of neighbors
+            if whole or shard_of(name, "neighbors") is None:  # neighbors can be checked only with all chunks
                 found = list(check(datastore, int(shard) if shard.isdigit() else 0))
         except (InputError, ValueError, OSError) as error:
             found = [f"{datastore.folder / name} cannot be read ({error})"]
@@ -349,7 +349,7 @@ def _check_contents(
 
 
 def _check_deleted(datastore: Datastore, problems: Sequence[DatastoreProblem]) -> Iterator[DatastoreProblem]:
-    """The deleted documents, if the chunks are whole. They belong to no artifact, so `retro index` cannot restore them."""
+    """Check the deleted documents if the chunks are intact. They belong to no artifact, so `retro index` cannot restore them."""
     if any(stage_of(problem.artifact) == "chunks" for problem in problems):
         return
     try:

@@ -1,6 +1,6 @@
-"""What the recipes of a datastore's artifacts say of each other: which artifacts must be there, and which were made from others.
+"""Compare the recipes of a datastore's artifacts: which artifacts must exist, and which were made from others.
 
-A recipe names the fingerprints of its inputs. Here they are compared with those of the artifacts that are there.
+A recipe names the fingerprints of its inputs. They must be the fingerprints of the existing artifacts.
 """
 
 import itertools
@@ -22,13 +22,13 @@ def stage_of(name: str) -> str:
 
 
 def shard_of(name: str, stage: str) -> int | None:
-    """The number of an artifact among the shards of this stage, or None where it is none of them."""
+    """The number of an artifact among the shards of this stage, or None if it is not one of them."""
     folder, _, shard = name.partition("/")
     return int(shard) if folder == stage and shard.isdigit() else None
 
 
 def generations_of(manifests: Manifests) -> list[range]:
-    """The shard numbers of the corpus and of what was appended, up to the first of these that is not known."""
+    """The shard numbers of the corpus and of appended generations, up to the first one that is unknown."""
     names = itertools.chain(["corpus"], (f"appended/{shard_name(number)}" for number in itertools.count(1)))
     starts = [0]
     for name in itertools.takewhile(manifests.__contains__, names):
@@ -37,12 +37,12 @@ def generations_of(manifests: Manifests) -> list[range]:
 
 
 def num_shards_of(manifests: Manifests) -> int:
-    """How many shards these generations have."""
+    """Number of shards in these generations."""
     return sum(map(len, generations_of(manifests)))
 
 
 def joint_fingerprint(manifests: Manifests, stage: str, generation: range | None = None) -> str | None:
-    """The fingerprint of the shards of a stage, all or those of a generation; None where one is not there."""
+    """The fingerprint of the shards of a stage, all or those of a generation; None if one is missing."""
     numbers = range(num_shards_of(manifests)) if generation is None else generation
     shards = [f"{stage}/{shard_name(shard)}" for shard in numbers]
     if not shards or any(shard not in manifests for shard in shards):
@@ -51,7 +51,7 @@ def joint_fingerprint(manifests: Manifests, stage: str, generation: range | None
 
 
 def _searched(manifests: Manifests, number: int) -> str | None:
-    """What neighbors that were found in a generation depend on."""
+    """The fingerprint of everything that neighbors found in a generation depend on."""
     generation = generations_of(manifests)[number]
     prints = {stage: joint_fingerprint(manifests, stage, generation) for stage in ("chunks", "embeddings", "index")}
     if number == 0:
@@ -60,7 +60,7 @@ def _searched(manifests: Manifests, number: int) -> str | None:
 
 
 def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
-    """What the recipe of an artifact must say of others in the same datastore; None where that is not known."""
+    """The inputs that the recipe of an artifact must name, for inputs in the same datastore; None if unknown."""
 
     def print_of(other: str) -> str | None:
         return manifests[other]["fingerprint"] if other in manifests else None
@@ -114,27 +114,27 @@ def dedup_names(manifests: Manifests) -> set[str]:
 
 
 def strange(folder: Path, name: str, known: Manifests, listed: int) -> Iterator[str]:
-    """Why an artifact does not belong to the others.
+    """Yield the reasons why an artifact does not belong to the others.
 
     Args:
-        folder: of the datastore.
-        name: of the artifact, which is one of `known`.
-        known: the manifests of all artifacts that do.
-        listed: how many shards the datastore's manifest lists.
+        folder: folder of the datastore.
+        name: name of the artifact, one of `known`.
+        known: the manifests of all artifacts that belong together.
+        listed: number of shards in the datastore's manifest.
     """
     inputs, settings = (known[name]["recipe"][key] for key in ("inputs", "settings"))
     for key, expected in _expected_inputs(name, known).items():
         outside = key not in inputs and name in ("tokenizer", "embedder")  # `tokenizer.path`, `embedder.path`
         if not outside and expected is not None and inputs.get(key) != expected:
-            yield f"was made from another '{key}' than the one that is there"
+            yield f"was made from another '{key}' than the existing one"
     stage, shard = stage_of(name), name.rpartition("/")[2]
     held = settings.get("shard", shard)
     if (shard.isdigit() or stage == "dedup") and (shard_name(held) if isinstance(held, int) else held) != shard:
         yield f"holds shard {held}"
     in_stage = stage in ("chunks", "embeddings", "index", "neighbors", "materialized")
-    # Of shards that are listed, the part of the corpus may be missing: that is the problem then.
+    # If the shard is listed, the problem is a missing part of the corpus, not this artifact.
     if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= max(num_shards_of(known), listed):
-        yield "is no shard of this corpus"
+        yield "does not belong to this corpus"
     if name in ("corpus", "dedup/evaluation") or stage == "appended":
         files = [(file["name"], file["checksum"]) for file in read_json(folder / name / "files.json")]
         if inputs != recipe_inputs(files):

@@ -63,7 +63,7 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
     folder = config.datastore / FOLDER
     out = folder / "removed"
     shards = _shards(config)
-    # Signatures stay, so those that `retro verify --mend` removed are made again even if the list is finished.
+    # Signatures stay, so those that `retro verify --repair` removed are made again even if the list is finished.
     _sign(config, executor, recipe, shards)
     if not is_finished(out, recipe):
         _find_candidates(config, executor, recipe, shards)

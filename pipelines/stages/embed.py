@@ -30,7 +30,7 @@ def run_embed(config: Config, executor: Executor) -> str:
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             todo.append(shard_task(out, recipe, folder, embedder_print, source, config.embedder, size=size))
-    _open_embedder.cache_clear()  # of an earlier build in this process: one that was mended has the same fingerprint
+    _open_embedder.cache_clear()  # of an earlier build in this process: one that was repaired has the same fingerprint
     run_tasks("embed", "chunks", embed_task, todo, executor)
     return fingerprint([fingerprint_of(path) for path in shards(folder, "embeddings")])
 

@@ -73,7 +73,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
             todo.append(task)
     if todo:
         _warn_of_few_chunks(config)
-    _open_searched.cache_clear()  # of an earlier build in this process: one that was mended has the same fingerprint
+    _open_searched.cache_clear()  # of an earlier build in this process: one that was repaired has the same fingerprint
     run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     for out in shards(folder, "neighbors"):
         remove(_before(out))

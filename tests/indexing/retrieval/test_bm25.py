@@ -54,13 +54,13 @@ def test_scores_are_those_of_the_formula(opened: Opened) -> None:
         if chunk < 0:
             assert scores[0, column] == 0
             continue
-        beside = [each for each in retrieval.beside(np.array([chunk]))[0].tolist() if each >= 0]
+        adjacent = [each for each in retrieval.adjacent(np.array([chunk]))[0].tolist() if each >= 0]
         title = terms(retrieval.metadata(np.array([chunk]))[0]["title"])
-        length = len(text_of(chunk)) + ADJACENT * sum(len(text_of(each)) for each in beside)
+        length = len(text_of(chunk)) + ADJACENT * sum(len(text_of(each)) for each in adjacent)
         expected = 0.0
         for term in query:
             count = text_of(chunk).count(term) + TITLE * title.count(term)
-            count += ADJACENT * sum(text_of(each).count(term) for each in beside)
+            count += ADJACENT * sum(text_of(each).count(term) for each in adjacent)
             norm = K1 * (1 - B + B * length / statistics.mean_length)
             expected += weights[term] * count * (K1 + 1) / (count + norm)
         assert scores[0, column] == pytest.approx(expected, rel=1e-4)

@@ -202,7 +202,7 @@ def test_an_id_of_no_chunk_is_not_found(retriever: Retriever, chunk_id: int) -> 
     [
         ([""], {}, "is empty"),
         ([" \n"], {}, "is empty"),
-        (["a", [1]], {}, "not some of each"),
+        (["a", [1]], {}, "all texts, all token ids or all vectors"),
         ([np.array([], dtype=np.int64)], {}, "is empty"),
         ([[5, 4000]], {}, "token id 4000: the tokenizer's are 0 to"),
         ([[-1]], {}, "token id -1"),

@@ -121,7 +121,7 @@ def test_a_damaged_file_is_named_and_not_kept(url, another_machine, damage: Call
     filesystem.pipe_file(root, damage(whole))
     another_machine()
     folder = remote.local_folder(url) / "chunks" / "00000"
-    with pytest.raises(InputError, match=r"tokens\.npy is not what its manifest says"):
+    with pytest.raises(InputError, match=r"tokens\.npy differs from its manifest"):
         remote.present(folder / "train" / "tokens.npy")
     assert list(files_in(folder)) == [MANIFEST]
     filesystem.pipe_file(root, whole)

@@ -326,7 +326,7 @@ def test_what_cannot_be_extended_is_named(tmp_path):
     parts = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "a</w>": 1}, [], end_of_word_suffix="</w>"))
     parts.save(str(tmp_path / "parts.json"))
     for name, message in [
-        ("none", "is no tokenizer"), ("", "is no tokenizer"), ("words.json", "WordPiece"),
+        ("none", "is not a tokenizer"), ("", "is not a tokenizer"), ("words.json", "WordPiece"),
         ("words.model", "words or characters"), ("parts.json", "end_of_word_suffix"),
     ]:  # fmt: skip
         with pytest.raises(InputError, match=message):

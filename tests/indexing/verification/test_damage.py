@@ -1,4 +1,4 @@
-"""`retro verify` finds every damaged file of a datastore, and `--mend` and `retro index` restore its bytes."""
+"""`retro verify` finds every damaged file of a datastore, and `--repair` and `retro index` restore its bytes."""
 
 import itertools
 import os

@@ -18,7 +18,7 @@ from indexing.store.deletions import delete_ranges
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, write_checked
 from indexing.verification.contents import check_deleted, ids_of, wrong_neighbors
-from indexing.verification.datastore import Verified, mend, verify_datastore
+from indexing.verification.datastore import Verified, repair, verify_datastore
 from tests.conftest import build_local, contents, tiny_config
 
 
@@ -94,7 +94,7 @@ def test_materialized_neighbors_are_verified_like_the_rest(tmp_path, folder, tin
             (folder / name).write_bytes(data)
     edit(folder / "materialized" / "00001" / "manifest.json", other_neighbors)
     assert "materialized/00001 was made from another 'neighbors'" in lines(folder)[0]
-    assert mend(folder, verify(folder)) == ["materialized/00001"]
+    assert repair(folder, verify(folder)) == ["materialized/00001"]
     build_local(config)
     assert {name: data for name, data in contents(folder).items() if name in before} == before
 
@@ -180,7 +180,7 @@ def test_what_was_made_after_a_change_goes_too_and_then_all_bytes_are_right(
         "embeddings/00001",
         "index/tuned",
     }
-    assert "corpus" not in (removed := mend(config.datastore, found))
+    assert "corpus" not in (removed := repair(config.datastore, found))
     assert "chunks/00000" not in removed
     build_local(config)
     assert contents(config.datastore) == contents(tiny_datastore.folder)
@@ -196,7 +196,7 @@ def test_an_artifact_of_another_build_is_found_by_the_fingerprints(tmp_path, fol
     shutil.copytree(other / "chunks/00003", folder / "chunks/00002")
     assert [line.partition(":")[0] for line in lines(folder)] == [
         "chunks/00002 holds shard 3",
-        "embeddings/00001 was made from another 'embedder' than the one that is there",
+        "embeddings/00001 was made from another 'embedder' than the existing one",
     ]
 
 
@@ -212,7 +212,7 @@ def test_the_datastores_own_manifest_is_held_against_the_shards(folder) -> None:
     assert all(
         line.startswith("manifest.json ") and line.endswith("`retro index CONFIG` writes it again.") for line in found
     )
-    assert mend(folder, verify(folder)) == []
+    assert repair(folder, verify(folder)) == []
 
 
 CONTENTS = {
@@ -285,7 +285,7 @@ def test_neighbors_in_another_datastore_are_looked_up_there(tmp_path, tiny_corpu
     other.rename(tmp_path / "moved")
     (problem,) = verify(datastore.folder).problems
     assert "cannot be opened" in str(problem)
-    assert mend(datastore.folder, verify(datastore.folder)) == []
+    assert repair(datastore.folder, verify(datastore.folder)) == []
 
 
 def test_what_is_no_datastore_is_refused(tmp_path) -> None:

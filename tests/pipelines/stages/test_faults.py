@@ -220,7 +220,7 @@ def test_a_file_that_may_not_grow_further(tmp_path, tiny_corpus, tiny_datastore)
     assert failed.returncode == 2
     last = failed.stderr.splitlines()[-1]
     assert re.search(
-        r"^error: .*File too large; make room and run the same command again.*embeddings/\d{5}/train\.npy'$", last
+        r"^error: .*File too large; free some space and run the same command again.*embeddings/\d{5}/train\.npy'$", last
     )
     assert re.search(r"embeddings/\d{5} failed", failed.stderr)
     assert nothing_half_written(config.datastore)
