@@ -1,4 +1,4 @@
-"""The `chunk` stage: corpus → tokenizer → near copies, if they are to be left out → chunks."""
+"""The `chunk` stage: corpus → tokenizer → near copies to remove, if any → chunks."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def run_chunk(config: Config, executor: Executor) -> str:
     removal = dedup_stage.prepare(config, executor)
     settings = prefixed("chunks", config.chunks) | {"corpus.split": config.corpus.split}
     inputs = {"tokenizer": tokenizer_print}
-    if removal:  # a list's fingerprint is known before it is made: what is refused is refused before the work
+    if removal:  # the list's fingerprint is known in advance, so wrong settings are rejected before the work
         settings |= dedup_stage.settings_of(config)
         inputs["dedup"] = removal.fingerprint
     todo = []
@@ -57,7 +57,7 @@ def chunk_task(
     *,
     advance: Advance,
 ) -> None:
-    """Make one shard of chunks, without the documents that `removed` lists. Problems were listed when the corpus was scanned."""
+    """Make one shard of chunks, without the documents that `removed` lists. The scan has already reported problems."""
     left_out = np.load(present(removed)) if removed else None
     with create(out, recipe) as (work, counts):
         counts |= chunks.chunk_shard(

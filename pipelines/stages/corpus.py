@@ -1,10 +1,10 @@
-"""The first half of the `chunk` stage: look through the corpus once, plan its shards, settle the tokenizer.
+"""The first half of the `chunk` stage: scan the corpus once, plan its shards, make the tokenizer.
 
-A datastore grows by generations: `corpus/` is the first, every `--append` adds one more to `appended/`, with shards after those
-that are there. Tokenizer, embedder, trained index and `nprobe` stay those of the first.
+A datastore grows by generations. `corpus/` is the first, and every `--append` adds one to `appended/`, with new shards after the
+existing ones. Tokenizer, embedder, trained index and `nprobe` of the first generation stay.
 
 corpus/     files.json (names, sizes, checksums)   plan.json (slices of every shard)   problems.json
-tokenizer/  trained on a sample, or copied from where the settings point
+tokenizer/  trained on a sample, or copied from `tokenizer.path`
 """
 
 import itertools
@@ -52,12 +52,12 @@ def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
     require_tokenizer(config, files)
     groups, new = _by_generation(config.datastore, files)
     first = config.datastore / "corpus"
-    if damage(first):  # or not made yet: what is of no other generation is of the first
+    if damage(first):  # or not made yet: files that no other generation has belong to the first
         groups, new = [(first, new), *groups], []
     if new:
         raise InputError(
             f"{config.datastore} was built without {len(new):,} files that corpus.paths names now (the first: {new[0].path}). "
-            "Add them with `--append`, or build everything anew: `--stage chunk --rebuild`."
+            "Add them with `--append`, or rebuild everything: `--stage chunk --rebuild`."
         )
     for folder, members in groups:
         look_through(folder, config.corpus, members, executor)
@@ -66,18 +66,18 @@ def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
 
 
 def append(config: Config, executor: Executor) -> None:
-    """Make a generation of the files that the datastore does not have yet.
+    """Make a generation from the files that the datastore does not have yet.
 
     Raises:
-        InputError: there is no whole datastore to append to, or the input is bad.
+        InputError: there is no intact datastore to append to, or the input is invalid.
     """
     files = list_files(config.corpus)
     require_tokenizer(config, files)
     _, new = _by_generation(config.datastore, files)
     if config.dedup.is_on:
         raise InputError(
-            "--append and [dedup] do not go together yet: near copies are looked for in the whole corpus at once. Build "
-            "another datastore of the new files and name it in neighbors.extra_datastores, or build everything anew."
+            "--append and [dedup] cannot be combined: near copies are searched in the whole corpus at once. Build another "
+            "datastore of the new files and name it in neighbors.extra_datastores, or rebuild everything."
         )
     if damage(config.datastore / "corpus"):
         raise InputError(
@@ -99,10 +99,10 @@ def corpus_folders(datastore: Path) -> list[Path]:
 def _by_generation(
     datastore: Path, files: list[CorpusFile]
 ) -> tuple[list[tuple[Path, list[CorpusFile]]], list[CorpusFile]]:
-    """Each finished generation with those of the files that are its own, and the files that are in none.
+    """Assign files to the finished generations; returns each generation with its files, and the files that are in none.
 
-    A file is known by its path. A corpus may lie elsewhere today, so one whose path is new stands for one of its name whose
-    path is not given any more.
+    A file is identified by its path. If the corpus has moved, a file with a new path is identified with a file of the same name
+    whose path is no longer given.
     """
     folders = [folder for folder in corpus_folders(datastore) if not damage(folder)]
     stored = [(folder, file) for folder in folders for file in read_json(present(folder / "files.json"))]
@@ -122,10 +122,10 @@ def _by_generation(
 def look_through(
     folder: Path, settings: CorpusSettings, files: list[CorpusFile], executor: Executor, key: str = "corpus.paths"
 ) -> None:
-    """Make the artifact `folder` unless it is finished: files, plan of shards, problems. `key` is what named the files.
+    """Make the artifact `folder` unless it is finished: files, plan of shards, problems. `key` is the setting with the paths.
 
     Raises:
-        InputError: the files or settings differ from those of the finished one, or there is no text.
+        InputError: the files or settings differ from those of the finished artifact, or there is no text.
     """
     known = _known_checksums(folder, files)
     scans = None if known else _scan(settings, files, executor)
@@ -166,7 +166,7 @@ def plan_of(folder: Path) -> list[list[FileSlice]]:
 
 
 def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
-    """The checksums of an earlier scan, where names, sizes and times of all files are still the same."""
+    """The checksums of an earlier scan, if names, sizes and times of all files have not changed."""
     if damage(folder):
         return None
     stored = read_json(present(folder / "files.json"))
@@ -183,7 +183,7 @@ def _scan(settings: CorpusSettings, files: list[CorpusFile], executor: Executor)
 
 
 def scan_task(file: CorpusFile, settings: CorpusSettings, *, advance: Advance) -> FileScan:
-    """Look through one file."""
+    """Scan one file."""
     scan = scan_file(file, settings)
     advance(max(1, file.size))
     return scan
@@ -195,7 +195,7 @@ def _write_corpus(
     if not any(scan.documents for scan in scans):
         raise InputError(
             f"{key} = {settings.paths}: {len(files)} files hold no document with text. "
-            f"Problems: {dict(_problem_counts(scans))}; text is looked for under corpus.text_key = {settings.text_key!r}."
+            f"Problems: {dict(_problem_counts(scans))}. The text is read from corpus.text_key = {settings.text_key!r}."
         )
     duplicates = find_duplicates(files, scans)
     if settings.strict and duplicates:
@@ -225,7 +225,7 @@ def _problem_counts(scans: list[FileScan]) -> Counter[str]:
 
 
 def _report_problems(folder: Path) -> None:
-    """Say what was found wrong in the files, the first of each kind by file and line."""
+    """Log the problems in the files, with file and line of the first of each kind."""
     found: dict[str, Any] = read_json(present(folder / "problems.json"))
     for kind, count in sorted(found["counts"].items()):
         first = next((problem for problem in found["examples"] if problem["kind"] == kind), None)
@@ -239,7 +239,7 @@ def _report_problems(folder: Path) -> None:
 
 
 def require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
-    """Refuse to train a tokenizer where some of the corpus has been tokenised by another one."""
+    """Reject training a tokenizer if some of the corpus is stored as tokens of another one."""
     tokens = next((file for file in files if is_megatron(file.name)), None)
     if tokens is not None and config.tokenizer.is_trained:
         raise InputError(
@@ -249,7 +249,7 @@ def require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
 
 
 def _make_tokenizer(config: Config) -> None:
-    """Train the tokenizer on a sample of the training documents, or copy the one that `tokenizer.path` names."""
+    """Train the tokenizer on a sample of the training documents, or copy the one at `tokenizer.path`."""
     folder, settings = config.datastore, config.tokenizer
     if settings.is_trained:
         inputs = {"corpus": read_manifest(folder / "corpus")["fingerprint"]}
@@ -270,7 +270,7 @@ def _make_tokenizer(config: Config) -> None:
 
 
 def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
-    """The text of every training document, in order; held-out documents are not seen by the tokenizer either."""
+    """The text of every training document, in order. The tokenizer does not see held-out documents either."""
     empty = True
     for shard in plan_of(config.datastore / "corpus"):
         for file_slice in shard:
@@ -284,7 +284,7 @@ def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
 
 
 def nothing_left(settings: CorpusSettings) -> InputError:
-    """What is said when the held-out documents are all there are."""
+    """The error if all documents are held out."""
     return InputError(
         f"corpus.split = {settings.split}: every document is held out and none is left for training and the index; "
         "raise the first weight ((1, 0, 0) holds out none) and add `--rebuild`."

@@ -1,10 +1,10 @@
-"""The middle of the `chunk` stage, where `[dedup]` asks for it: which training documents are left out as near copies.
+"""The middle of the `chunk` stage, if `[dedup]` enables it: choose the training documents to remove as near copies.
 
-dedup/  evaluation/          the files that dedup.paths names, looked through like a corpus
-        signatures/00000/    of every shard of the corpus, and evaluation-00000/ of the files above
-        candidates/          who shares a band with whom          (these two are removed when the list is finished)
+dedup/  evaluation/          the files in dedup.paths, scanned like a corpus
+        signatures/00000/    signatures of every shard of the corpus, and evaluation-00000/ of the files above
+        candidates/          pairs that share a band              (these two are removed when the list is finished)
         grams/00000/         gram sets of the candidates
-        removed/             removed.jsonl, and which documents of every shard are left out
+        removed/             removed.jsonl, and the removed documents of every shard
 """
 
 import logging
@@ -32,10 +32,10 @@ FOLDER = "dedup"
 
 
 def prepare(config: Config, executor: Executor) -> Recipe | None:
-    """The recipe of the list of removed documents, or None where none is asked for; looks through the evaluation files.
+    """The recipe of the list of removed documents, or None if `[dedup]` is off. Scans the evaluation files.
 
     Raises:
-        InputError: an evaluation file cannot be found, or is not the one that the finished list was made with.
+        InputError: an evaluation file is missing, or has changed since the finished list was made.
     """
     if not config.dedup.is_on:
         return None
@@ -50,7 +50,7 @@ def prepare(config: Config, executor: Executor) -> Recipe | None:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """The settings that decide what is removed, as they stand in recipes. The files are told by their checksums."""
+    """The settings that decide which documents are removed, as in recipes. Files are identified by their checksums."""
     return prefixed("dedup", config.dedup, without=("paths",)) | {"corpus.split": config.corpus.split}
 
 
@@ -63,7 +63,7 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
     folder = config.datastore / FOLDER
     out = folder / "removed"
     shards = _shards(config)
-    # Signatures stay, so those that `retro verify --repair` removed are made again even if the list is finished.
+    # Signatures stay. So signatures that `retro verify --repair` removed are made again even if the list is finished.
     _sign(config, executor, recipe, shards)
     if not is_finished(out, recipe):
         _find_candidates(config, executor, recipe, shards)
@@ -80,13 +80,13 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
     counts = read_manifest(out)["counts"]
     if 0 < counts["documents"]["train"] == sum(counts["removed"].values()):
         raise InputError(
-            f"{summary(out)}: none is left for training and the index. Leave out of dedup.paths what is trained on, or of "
-            "[dedup] what removes it, and add `--rebuild`."
+            f"{summary(out)}: none is left for training and the index. Remove training files from dedup.paths, or change the "
+            "settings in [dedup], and add `--rebuild`."
         )
 
 
 def _shards(config: Config) -> dict[str, list[FileSlice]]:
-    """The slices of every shard by its name: those of the corpus, then those of the evaluation files."""
+    """The slices of every shard by name: shards of the corpus, then of the evaluation files."""
     plan = corpus_stage.plan_of(config.datastore / "corpus")
     shards = {shard_name(number): slices for number, slices in enumerate(plan)}
     if config.dedup.paths:
@@ -96,7 +96,7 @@ def _shards(config: Config) -> dict[str, list[FileSlice]]:
 
 
 def _part(recipe: Recipe, **more: Any) -> Recipe:
-    """The recipe of something that the list is made from."""
+    """The recipe of an artifact that the list is made from."""
     return replace(recipe, settings={**recipe.settings, **more})
 
 
@@ -139,7 +139,7 @@ def _find_candidates(config: Config, executor: Executor, recipe: Recipe, shards:
 def candidate_task(
     out: Path, recipe: Recipe, folders: list[Path], settings: dedup.DedupSettings, *, advance: Advance
 ) -> None:
-    """Compare the bands of all shards: meetings.npy as `find_candidates` returns it, and SHARD.npy, places of its candidates."""
+    """Compare the bands of all shards: meetings.npy from `find_candidates`, and SHARD.npy, positions of the candidates."""
     with create(out, recipe) as (work, counts):
         signatures = dedup.Signatures.open(folders)
         meetings = dedup.find_candidates(signatures, settings, advance=advance)
@@ -195,7 +195,7 @@ def remove_task(
     *,
     advance: Advance,
 ) -> None:
-    """Decide which documents go, and list them."""
+    """Decide which documents to remove, and list them."""
     with create(out, recipe) as (work, counts):
         signatures = dedup.Signatures.open(folders)
         meetings = np.load(present(candidates / "meetings.npy"), mmap_mode="r")
@@ -209,7 +209,7 @@ def remove_task(
 
 
 def summary(out: Path) -> str:
-    """How many documents were removed, why, and where they are listed."""
+    """One line: how many documents were removed, why, and where they are listed."""
     counts = read_manifest(out)["counts"]
     removed, documents = counts["removed"], counts["documents"]
     reasons = ", ".join(f"{removed[kind]:,} near {kind}" for kind in dedup.KINDS if removed[kind])

@@ -30,7 +30,7 @@ def run_embed(config: Config, executor: Executor) -> str:
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             todo.append(shard_task(out, recipe, folder, embedder_print, source, config.embedder, size=size))
-    _open_embedder.cache_clear()  # of an earlier build in this process: one that was repaired has the same fingerprint
+    _open_embedder.cache_clear()  # from an earlier build in this process: a repaired embedder has the same fingerprint
     run_tasks("embed", "chunks", embed_task, todo, executor)
     return fingerprint([fingerprint_of(path) for path in shards(folder, "embeddings")])
 
@@ -67,14 +67,14 @@ def _make_embedder(config: Config) -> None:
 
 @lru_cache(maxsize=1)
 def _open_embedder(folder: Path, _: str, settings: embedders.EmbedderSettings) -> embedders.Embedder:
-    """Kept between the shards of one worker: a model is loaded once. The fingerprint in its key notices another one."""
+    """Cached for the shards of one worker, so that a model is loaded once. The fingerprint in the key detects another embedder."""
     return embedders.open_embedder(folder / "embedder", Tokenizer.open(folder / "tokenizer").decode, settings)
 
 
 def embed_task(
     out: Path, recipe: Recipe, folder: Path, embedder_print: str, source: Path, settings: Any, *, advance: Advance
 ) -> None:
-    """Make one shard of embeddings, all splits."""
+    """Make one shard of embeddings for all splits."""
     embedder = _open_embedder(folder, embedder_print, settings)
     with create(out, recipe) as (work, counts):
         for split in Datastore.open(folder).split_names:

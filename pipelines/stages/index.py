@@ -1,4 +1,4 @@
-"""The `train-index` and `add` stages: embeddings → a trained index → its shards, filled, and `nprobe` tuned."""
+"""The `train-index` and `add` stages: embeddings → a trained index → filled shards and a tuned `nprobe`."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def train_task(
 
 
 def run_add(config: Config, executor: Executor) -> str:
-    """Embeddings → the trained index, filled shard by shard, and `nprobe` tuned on the first generation's."""
+    """Embeddings → the trained index, filled shard by shard, with `nprobe` tuned on the first generation."""
     folder = config.datastore
     trained_print = fingerprint_of(folder / "index" / "trained")
     train = Datastore.open(folder).train
@@ -142,13 +142,13 @@ def merge_task(out: Path, recipe: Recipe, made: list[Path], *, advance: Advance)
 def sample_queries(
     datastore: Datastore, wanted: int, seed: int, num_shards: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Chunk ids and embeddings of a sample of held-out chunks, or of `train` where next to nothing is held out.
+    """Sample held-out chunks, or chunks of `train` if almost none are held out.
 
     Args:
-        datastore: to sample from.
-        wanted: how many; fewer where there are fewer.
-        seed: of the draw.
-        num_shards: sample the first shards only.
+        datastore: datastore to sample from.
+        wanted: number of chunks; fewer if there are fewer.
+        seed: seed of the sample.
+        num_shards: sample only the first shards.
 
     Returns:
         ids [n] int64, embeddings [n, d] float32, and the name of their split.

@@ -1,4 +1,4 @@
-"""The `materialize` stage: chunks and neighbors → the tokens of each chunk's first neighbors, beside it."""
+"""The `materialize` stage: chunks and neighbors → the tokens of each chunk's first neighbors, next to the chunk."""
 
 from pathlib import Path
 
@@ -16,23 +16,23 @@ def run_materialize(config: Config, executor: Executor) -> str:
     """Chunks and neighbors → the tokens of each chunk's first neighbors.
 
     Raises:
-        InputError: the settings ask for none, or a datastore that neighbors come from has changed.
+        InputError: neighbors.materialized is 0, or a datastore that neighbors come from has changed.
     """
     folder, wanted = config.datastore, config.neighbors.materialized
     if not wanted:
         raise InputError(
-            "neighbors.materialized = 0: say how many neighbors of each chunk are written, say data.k + 2."
+            "neighbors.materialized = 0: set how many neighbors of each chunk to write, for example data.k + 2."
         )
     todo, counts = [], shard_counts(folder)
     for shard, source in enumerate(shards(folder, "neighbors")):
-        # The recipe of the neighbors names all chunks that they were found among.
+        # The recipe of the neighbors names all chunks that were searched.
         inputs = {"neighbors": fingerprint_of(source)}
         recipe = Recipe("materialize", 1, {"neighbors.materialized": wanted, "shard": shard}, inputs)
         out = folder / "materialized" / shard_name(shard)
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in counts[shard].values())
             todo.append(shard_task(out, recipe, folder, shard, wanted, size=size))
-    # It reads as the search does, so it runs on the workers of the search.
+    # It reads as many data as the search, so it runs on the workers of the search.
     run_tasks("neighbors", "chunks", materialize_task, todo, executor, name="materialize")
     return fingerprint([fingerprint_of(path) for path in shards(folder, "materialized")])
 
@@ -40,7 +40,7 @@ def run_materialize(config: Config, executor: Executor) -> str:
 def materialize_task(
     out: Path, recipe: Recipe, folder: Path, shard: int, num_neighbors: int, *, advance: Advance
 ) -> None:
-    """Write the neighbors of one shard's chunks, all splits."""
+    """Write the neighbors of one shard's chunks for all splits."""
     datastore = Datastore.open(folder)
     retrieval = RetrievalSet.of(datastore)
     with create(out, recipe) as (work, counts):

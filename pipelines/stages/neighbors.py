@@ -33,7 +33,7 @@ from pipelines.stages.shards import fingerprint_of, generation_fingerprint, pref
 
 log = logging.getLogger("retro")
 
-# What the neighbors of a chunk depend on, in every datastore that is searched: the name in the recipe, and the stage.
+# Inputs of the neighbors of a chunk, in every searched datastore: name in the recipe → stage.
 _SEARCHED = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
 
 
@@ -42,10 +42,10 @@ class SearchedShards:
     """Shards that are searched as one index: those of a generation, or of another datastore.
 
     Attributes:
-        folder: of the datastore.
+        folder: folder of the datastore.
         shards: their numbers.
-        number: of the datastore in the retrieval set.
-        fingerprint: of all that their search depends on.
+        number: number of the datastore in the retrieval set.
+        fingerprint: fingerprint of everything that their search depends on.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
     own, others = _generations(folder), _others(config)
     todo, method = [], None
     for shard, source in enumerate(shards(folder, "chunks")):
-        # What the stage made of this shard when the datastore had one generation, two, …
+        # The recipes of this shard for a datastore with one generation, two generations, …
         recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
         out = folder / "neighbors" / shard_name(shard)
         known = _set_aside(out, recipes)
@@ -73,7 +73,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
             todo.append(task)
     if todo:
         _warn_of_few_chunks(config)
-    _open_searched.cache_clear()  # of an earlier build in this process: one that was repaired has the same fingerprint
+    _open_searched.cache_clear()  # from an earlier build in this process: a repaired index has the same fingerprint
     run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     for out in shards(folder, "neighbors"):
         remove(_before(out))
@@ -85,7 +85,7 @@ def _warn_of_few_chunks(config: Config) -> None:
     num_chunks = sum(datastore.train.num_chunks for datastore in datastores)
     if config.neighbors.stored > num_chunks:
         log.warning(
-            "neighbors.stored = %s, but there are only %s chunks to retrieve: the other neighbors of each chunk are stored as -1",
+            "neighbors.stored = %s, but there are only %s chunks to retrieve. Missing neighbors are stored as -1.",
             f"{config.neighbors.stored:,}",
             f"{num_chunks:,}",
         )
@@ -116,22 +116,22 @@ def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[
         settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized"))
         | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
-        # not the folder: a datastore that was moved is the same
+        # The folder is not an input: a datastore that was moved is the same.
         | {f"neighbors.extra_datastores[{number}]": part.fingerprint for number, part in enumerate(others)},
     )
 
 
 def _before(out: Path) -> Path:
-    """Where a shard's neighbors lie until what an appended generation adds has been merged with them."""
+    """Folder of a shard's neighbors until those in an appended generation have been merged with them."""
     return out.with_name(f"{out.name}.before")
 
 
 def _set_aside(out: Path, recipes: list[Recipe]) -> int:
-    """Put what was found in the first generations aside; returns in how many of them, 0 where there is nothing of use."""
+    """Set the neighbors from the first generations aside; returns the number of these generations, 0 if none are usable."""
     made = [recipe.fingerprint for recipe in recipes[:-1]]
     if not damage(out) and parse_manifest(out)["fingerprint"] in made:
         remove(_before(out))
-        remove(out.parent.with_name("materialized") / out.name)  # written out of these, and made anew of the next
+        remove(out.parent.with_name("materialized") / out.name)  # made from these neighbors, so made again
         remote.move(out, _before(out))
     if damage(_before(out)):
         return 0
@@ -141,7 +141,7 @@ def _set_aside(out: Path, recipes: list[Recipe]) -> int:
 
 @lru_cache(maxsize=1)
 def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list[neighbors.OpenIndex]:
-    """Kept between the shards of one worker; the fingerprints in the key notice another index."""
+    """Cached for the shards of one worker. The fingerprints in the key detect another index."""
     opened = []
     for part in searched:
         train = Datastore.open(part.folder).train
@@ -150,7 +150,7 @@ def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list
             index = ShardedIndex.open(part.folder / "index", part.shards, big_batch=method == "big-batch")
         elif method == "lists":
             index = ListIndex.open(part.folder / "index", train.embeddings, part.shards)
-        if index is None:  # exhaustively, as what has no lists is small
+        if index is None:  # an index without lists is small, so search it exhaustively
             rows = (int(train.tokens.starts[part.shards.start]), int(train.tokens.starts[part.shards.stop]))
             index = ProductIndex(train.embeddings, rows=rows)
         opened.append(neighbors.OpenIndex(index, train, part.number))
@@ -158,7 +158,7 @@ def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list
 
 
 def _method(config: Config, train: Split) -> Method:
-    """The way of searching: as set, or as an earlier run of this stage chose, or the cheaper one."""
+    """The search method: from the settings, else from an earlier run of this stage, else the cheapest."""
     if config.neighbors.search != "auto":
         return config.neighbors.search
     for shard in shards(config.datastore, "neighbors"):
@@ -169,7 +169,7 @@ def _method(config: Config, train: Split) -> Method:
 
 
 def hardware_of(settings: ExecutorSettings) -> Hardware:
-    """What multiplies in the workers of this stage."""
+    """What computes matrix products in the workers of this stage."""
     cuda = settings.neighbors.gpus > 0 if settings.kind == "ray" else resolve("auto") == "cuda"
     return "cuda" if cuda else "bfloat16" if has_bfloat16("cpu") else "float32"
 
@@ -185,7 +185,7 @@ def neighbor_task(
     *,
     advance: Advance,
 ) -> None:
-    """Search the neighbors of one shard's chunks, all splits, and merge them with those that were found before."""
+    """Search the neighbors of one shard's chunks for all splits, and merge them with those of earlier generations."""
     keep_freed_memory()
     folder, opened = out.parent.parent, _open_searched(searched, method)
     datastore = Datastore.open(folder)
@@ -202,5 +202,5 @@ def neighbor_task(
                 before=before / split.name if before else None,
                 advance=advance,
             )
-            if before:  # as if all had been searched at once
+            if before:  # so that the counts equal those of one search of everything
                 counts[split.name]["deeper"] += parse_manifest(before)["counts"][split.name]["deeper"]

@@ -1,4 +1,4 @@
-"""What a datastore takes from others: the chunks that it retrieves, and the weights of their lexical embedder."""
+"""Use other datastores: the chunks to retrieve, and the weights of their lexical embedder."""
 
 import os
 import shutil
@@ -13,17 +13,17 @@ from pipelines.config import Config
 
 
 def retrieved_from(config: Config) -> list[Datastore]:
-    """The datastores of `neighbors.extra_datastores`, in order.
+    """Open the datastores of `neighbors.extra_datastores`, in order.
 
     Raises:
-        InputError: one is not there, not searchable, named twice, or embeds otherwise.
+        InputError: one is missing, not searchable, named twice, or has a different embedder.
     """
     own, found = Datastore.open(config.datastore), list[Datastore]()
     for folder in config.neighbors.extra_datastores:
         other = Datastore.open(folder)
         if other.folder.resolve() in [known.folder.resolve() for known in (own, *found)]:
             raise InputError(
-                f"neighbors.extra_datastores names {folder} twice, or the datastore itself: name each other one once."
+                f"neighbors.extra_datastores names {folder} twice, or the datastore itself: name each other datastore once."
             )
         other.require("add")
         check_searchable(own, other)
@@ -32,7 +32,7 @@ def retrieved_from(config: Config) -> list[Datastore]:
 
 
 def manifest_entries(config: Config) -> list[dict[str, str]]:
-    """Where these datastores lie, seen from this one, and the fingerprint of their chunks: what reading their ids needs."""
+    """Relative path of each of these datastores, and the fingerprint of its chunks; both are needed to read stored ids."""
     base = config.datastore.resolve()
     return [
         {"folder": os.path.relpath(other.folder.resolve(), base), "chunks": other.manifest["fingerprints"]["chunk"]}
@@ -41,7 +41,7 @@ def manifest_entries(config: Config) -> list[dict[str, str]]:
 
 
 def embedder_files(datastore: Datastore, settings: EmbedderSettings) -> dict[str, str]:
-    """File name to checksum of the lexical embedder in the datastore that `embedder.path` names.
+    """File name → checksum of the lexical embedder in the datastore at `embedder.path`.
 
     Raises:
         InputError: there is none, or it was made for another tokenizer.
@@ -52,12 +52,12 @@ def embedder_files(datastore: Datastore, settings: EmbedderSettings) -> dict[str
     files = embedder_identity(other)
     if isinstance(files, str):
         raise InputError(
-            f"embedder.path: {other.folder} has a transformer: set embedder.kind and its own path instead."
+            f"embedder.path: {other.folder} has a transformer. Set embedder.kind = 'transformer' and embedder.path to its model."
         )
     return files
 
 
 def copy_embedder(datastore: Datastore, settings: EmbedderSettings, work: Path) -> None:
-    """Copy that embedder to the folder `work`."""
+    """Copy this embedder to the folder `work`."""
     for name in embedder_files(datastore, settings):
         shutil.copyfile(present(Path(settings.path) / "embedder" / name), work / name)

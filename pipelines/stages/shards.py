@@ -1,4 +1,4 @@
-"""What every stage needs: its shards, their fingerprints, and running the tasks of those that are unfinished."""
+"""Common to all stages: their shards, fingerprints, and running the tasks of unfinished shards."""
 
 import os
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def generation_fingerprint(folder: Path, stage: str, generation: range) -> str:
 
 
 def shard_counts(folder: Path) -> list[dict[str, Any]]:
-    """What stands in each shard of chunks: split to documents, chunks, tokens and bytes."""
+    """Counts of each shard of chunks: split → documents, chunks, tokens and bytes."""
     return [read_manifest(path)["counts"] for path in shards(folder, "chunks")]
 
 
@@ -37,18 +37,18 @@ def fingerprint_of(folder: Path) -> str:
 
 
 def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Settings as `section.key`, the names that a message or a command line uses."""
+    """Settings as `section.key`, the names in messages and on the command line."""
     values = settings if isinstance(settings, dict) else asdict(settings)
     return {f"{section}.{key}": value for key, value in values.items() if key not in without}
 
 
 def shard_task(out: Path, recipe: Recipe, *arguments: Any, size: int) -> Task:
-    """The task that makes the artifact `out` of this recipe: its first two arguments."""
+    """The task that makes the artifact `out` with this recipe; these are its first two arguments."""
     return Task(f"{out.parent.name}/{out.name}", (out, recipe, *arguments), size)
 
 
 def make_once(function: Callable[..., Any], out: Path, recipe: Recipe, *arguments: Any, advance: Advance) -> None:
-    """Run a shard's task unless it is finished: a worker may have died after the last rename and before it said so."""
+    """Run a shard's task unless it is finished: a worker may have died after the last rename and before reporting it."""
     drop_if_changed(out)
     if damage(out) or not is_finished(out, recipe):
         function(out, recipe, *arguments, advance=advance)
@@ -57,7 +57,7 @@ def make_once(function: Callable[..., Any], out: Path, recipe: Recipe, *argument
 def run_tasks(
     stage: StageName, unit: str, function: Callable[..., Any], todo: list[Task], executor: Executor, name: str = ""
 ) -> None:
-    """Run the tasks of what is unfinished under one progress bar; see `shard_task`."""
+    """Run the tasks of unfinished shards under one progress bar; see `shard_task`."""
     if not todo:
         return
     with progress(name or stage, total=sum(task.size for task in todo), unit=unit) as advance:
@@ -68,11 +68,11 @@ def run_tasks(
 
 
 def _require_seen(out: Path) -> None:
-    """Listing the folder makes a network file system look again where it remembers that there was nothing."""
+    """Check that a new artifact is visible. Listing the folder refreshes the cache of a network file system."""
     if url_of(out):
         return
     if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
         raise InputError(
-            f"{out} was made, but cannot be seen from here: workers on other machines have written to disks of their own. "
+            f"{out} was made, but is not visible on this machine: workers on other machines wrote to their own disks. "
             "Put `datastore` on storage that every machine sees under the same path."
         )

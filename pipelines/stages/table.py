@@ -1,9 +1,9 @@
-"""The stage table: what is made from what, and which of it is still to do.
+"""The table of stages, and the build that runs the unfinished ones.
 
     chunk → embed → train-index → add → neighbors (→ materialize, merge)
 
-Each stage looks at the manifests before it, writes a recipe for every artifact of its own, skips those that are finished
-and maps a plain function of `indexing/` over the rest. Nothing here knows where the tasks run.
+Each stage reads the manifests of earlier stages, writes a recipe for each of its artifacts, skips finished artifacts, and runs a
+plain function of `indexing/` for the rest. The executor decides where the tasks run.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ log = logging.getLogger("retro")
 
 @dataclass(frozen=True)
 class Stage:
-    """A row of the stage table.
+    """A row of the table of stages.
 
     Attributes:
         run: makes every unfinished artifact of the stage and returns the stage's fingerprint.
-        outputs: globs of the artifacts, relative to the datastore: what `--rebuild` removes.
-        wanted: whether it is one of `all` under these settings.
+        outputs: globs of the artifacts, relative to the datastore; `--rebuild` removes them.
+        wanted: whether `all` includes the stage under these settings.
         needs: the stage that must be finished; empty: the one before in the table.
     """
 
@@ -61,19 +61,19 @@ def build(
     append: bool = False,
     view: StagesView | None = None,
 ) -> Datastore:
-    """Bring a datastore up to date with its settings. One at a URL is made in its local mirror, and uploaded.
+    """Bring a datastore up to date with its settings. A datastore at a URL is built in its local mirror and uploaded.
 
     Args:
         config: the settings.
         executor: where the tasks run.
         only: one stage of `STAGES`, or `all`.
-        rebuild: first remove what this stage and the ones after it have made.
+        rebuild: first remove the artifacts of this stage and of all later ones.
         append: first add the files of the corpus that the datastore does not have, as new shards.
-        view: shows the stages, and afterwards holds what was done and how long it took.
+        view: shows the stages; afterwards it holds their results and times.
 
     Raises:
-        InputError: a finished artifact was made with other settings, an earlier stage is missing, the input is bad, or
-            another process is building the same datastore.
+        InputError: a finished artifact was made with other settings, an earlier stage is missing, the input is invalid, or another
+            process is building the same datastore.
     """
     folder = remote.local_folder(config.datastore)
     config = replace(config, datastore=folder)
@@ -96,7 +96,7 @@ def build(
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Keep every other builder out of a datastore.
+    """Lock a datastore against other builds.
 
     Raises:
         InputError: another process is building it.
@@ -109,12 +109,12 @@ def lock(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if [path.name for path in folder.iterdir()] == [".lock"]:  # refused before anything was made
+            if [path.name for path in folder.iterdir()] == [".lock"]:  # rejected before anything was made
                 shutil.rmtree(folder)
 
 
 def _remove_from(folder: Path, first: str) -> None:
-    """Remove what a stage and those after it have made: first from the manifest, then from the disk, the last first."""
+    """Remove the artifacts of a stage and of all later ones: from the manifest, then from the disk, the last stage first."""
     names = list(STAGES)
     later = names[names.index(first) :]
     manifest = _manifest_so_far(folder)
@@ -144,7 +144,7 @@ def _require_earlier(folder: Path, name: str) -> None:
 
 
 def _manifest_so_far(folder: Path) -> dict[str, Any]:
-    """The datastore's manifest; a damaged one counts as none, for it is written again from what the shards say."""
+    """The datastore's manifest; empty if it is damaged, because it can be written again from the shards."""
     path = folder / "manifest.json"
     if not path.exists():
         return {}
@@ -156,11 +156,11 @@ def _manifest_so_far(folder: Path) -> dict[str, Any]:
 
 
 def _write_manifest(config: Config, name: str, result: str) -> None:
-    """Record that a stage is finished; the stages after it stay recorded only if this one made nothing new."""
+    """Record that a stage is finished. Later stages stay recorded only if this stage's fingerprint has not changed."""
     folder = config.datastore
     old = _manifest_so_far(folder)
     if old:
-        Datastore.open(folder)  # of this format version
+        Datastore.open(folder)  # rejects another format version
     fingerprints = dict(old.get("fingerprints", {}))
     if fingerprints.get(name) != result:
         position = list(STAGES).index(name)

@@ -150,7 +150,7 @@ def test_a_datastore_that_workers_write_to_disks_of_their_own_is_told(tmp_path) 
             pass
 
     task = shard_task(tmp_path / "chunks/00000", Recipe("chunk", 1), size=1)
-    with pytest.raises(InputError, match=r"chunks/00000 was made, but cannot be seen from here"):
+    with pytest.raises(InputError, match=r"chunks/00000 was made, but is not visible on this machine"):
         run_tasks("chunk", "chunks", elsewhere, [task], LocalExecutor(ExecutorSettings()))
 
 
