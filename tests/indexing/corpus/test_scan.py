@@ -507,7 +507,7 @@ def test_duplicate_ids_are_found_over_all_files_and_name_the_first(tmp_path):
     assert [(problem.kind, problem.file, problem.line) for problem in problems] == [
         ("duplicate id", one, 3), ("duplicate id", two, 3), ("duplicate id", two, 4),
     ]  # fmt: skip
-    assert [problem.detail.split("stands at ")[1] for problem in problems] == [f"{one}:1", f"{one}:4", f"{one}:1"]
+    assert [problem.detail.split("occurs at ")[1] for problem in problems] == [f"{one}:1", f"{one}:4", f"{one}:1"]
     assert find_duplicates([], []) == []
     assert find_duplicates(files[2:], [scan_file(files[2], SETTINGS)]) == []
 
