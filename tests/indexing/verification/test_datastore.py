@@ -105,7 +105,7 @@ def other_neighbors(manifest: dict) -> None:
 
 
 def test_a_url_is_refused() -> None:
-    with pytest.raises(InputError, match=r"s3://bucket/wiki: .*copy it"):
+    with pytest.raises(InputError, match=r"s3://bucket/wiki: .*Copy the datastore"):
         verify(Path("s3://bucket/wiki"))
 
 
