@@ -273,13 +273,13 @@ class VerifyOptions:
 
 def verify(datastore: str, options: VerifyOptions) -> int:
     """`retro verify DATASTORE`: 0 = no errors, 1 = errors."""
-    from indexing.verification.datastore import mend, verify_datastore
+    from indexing.verification.datastore import repair, verify_datastore
     from pipelines.stages.table import lock
 
     folder = Path(datastore)
     with lock(folder) if options.repair and (folder / ".lock").exists() else nullcontext():
         found = verify_datastore(folder, progress)
-        removed = mend(folder, found) if options.repair else []
+        removed = repair(folder, found) if options.repair else []
     for problem in found.problems:
         echo(problem)
     size = f"{found.artifacts:,} artifacts, {found.files:,} files, {human_bytes(found.bytes)}"

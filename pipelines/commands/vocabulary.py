@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from indexing.corpus.megatron import is_megatron
-from indexing.corpus.readers import CorpusSettings, CorpusProblem
+from indexing.corpus.readers import CorpusProblem, CorpusSettings
 from indexing.corpus.scan import list_files, read_documents, split_of, strict_problem
 from indexing.store.artifact import Recipe, create, fingerprint
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
-from indexing.tokenization.extension import ExtensibleTokenizer, Comparison, Extension, compare, extend, open_base
+from indexing.tokenization.extension import Comparison, ExtensibleTokenizer, Extension, compare, extend, open_base
 from indexing.tokenization.tokenizer import TextSample
 from pipelines.terminal import echo, print_rows, progress
 
