@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
         ([str(tiny_run), *arguments, "--keep", str(empty), *out], "keep = "),
         ([str(tiny_run), *arguments, "--pieces", "0", *out], "pieces = 0"),
         ([str(tmp_path / "nowhere"), *arguments, *out], "nowhere does not exist"),
-        ([str(empty.parent), *arguments, *out], "is no tokenizer"),
+        ([str(empty.parent), *arguments, *out], "is not a tokenizer"),
     ]:
         assert main(["extend-vocabulary", *given]) == 2
         assert message in capsys.readouterr().err
