@@ -33,8 +33,9 @@ from pipelines.executors.factory import make_executor
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.stages.table import build
 from retro.data.settings import DataSettings
+from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
 from retro.training.settings import TrainSettings
 
 PATIENCE = 600
@@ -149,16 +150,10 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
         model=ModelSettings(
             d_model=32,
             d_ffw=64,
-            num_heads=2,
-            head_dim=16,
+            attention=AttentionSettings(num_heads=2, head_dim=16),
             num_layers=3,
-            cca_layers=(2, 3),
-            encoder_d_model=16,
-            encoder_d_ffw=32,
-            encoder_num_heads=1,
-            encoder_head_dim=16,
-            encoder_num_layers=1,
-            chunk_length=16,
+            retrieval=RetrievalSettings(cca_layers=(2, 3)),
+            encoder=EncoderSettings(d_model=16, d_ffw=32, num_heads=1, head_dim=16, num_layers=1),
         ),
         train=TrainSettings(
             steps=8,
@@ -278,7 +273,7 @@ def tiny_model(tiny_datastore: Datastore) -> Retro:
     """A RETRO with random weights that fits `tiny_datastore`. Read only."""
     torch.manual_seed(0)
     settings = tiny_config(Path("unused"), Path("unused")).model
-    return Retro(replace(settings, vocab_size=int(tiny_datastore.manifest["vocab_size"])))
+    return Retro(fit_to(settings, tiny_datastore.manifest, tiny_datastore.folder))
 
 
 @pytest.fixture(scope="session")

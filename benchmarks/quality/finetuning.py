@@ -28,26 +28,18 @@ from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from retro.data.settings import DataSettings
 from retro.finetuning.settings import FinetuneSettings
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
 from retro.training.settings import TrainSettings
 
 # What brings copying sooner (docs/results/copying.md). The encoder's second layer knows where a neighbor and its question share words.
 MODEL = ModelSettings(
     d_model=128,
     d_ffw=512,
-    num_heads=2,
-    head_dim=64,
+    attention=AttentionSettings(num_heads=2, head_dim=64, smeared_keys=True, smeared_tokens=3),
     num_layers=4,
-    cca_layers=(2, 3, 4),
-    encoder_d_model=128,
-    encoder_d_ffw=256,
-    encoder_num_heads=2,
-    encoder_head_dim=64,
-    encoder_num_layers=2,
-    encoder_cca_layers=(1,),
+    retrieval=RetrievalSettings(cca_layers=(2, 3, 4)),
+    encoder=EncoderSettings(d_model=128, d_ffw=256, num_heads=2, head_dim=64, num_layers=2, cca_layers=(1,)),
     shared_embeddings=True,
-    smeared_keys=True,
-    smeared_tokens=3,
     copying_init=True,
 )
 VOCABULARY = 8192

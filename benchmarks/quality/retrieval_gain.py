@@ -35,7 +35,7 @@ from pipelines.config import Config
 from pipelines.planning.calibration import draw_sample
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS, baseline_of
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
 from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
@@ -43,13 +43,18 @@ PLAIN = ("baseline", "decoder", "plain")
 """Models that do not retrieve."""
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
 # What brings copying sooner (docs/results/retrieval-gain.md), and the same models without part of it: `paper` has none of it.
-COPYING = {"shared_embeddings": True, "smeared_keys": True, "smeared_tokens": 3, "copying_init": True}
+COPYING = {
+    "shared_embeddings": True,
+    "attention.smeared_keys": True,
+    "attention.smeared_tokens": 3,
+    "copying_init": True,
+}
 ABLATIONS: dict[str, dict[str, bool]] = {
     "plain": {},  # the baseline of the paper
     "paper": {},
     "shared": {"shared_embeddings": True},
-    "shared-smeared": {"shared_embeddings": True, "smeared_keys": True},
-    "one-before": {"shared_embeddings": True, "smeared_keys": True, "copying_init": True},
+    "shared-smeared": {"shared_embeddings": True, "attention.smeared_keys": True},
+    "one-before": {"shared_embeddings": True, "attention.smeared_keys": True, "copying_init": True},
 }
 _LEAST_MEGABYTES = 0.3  # for a tokenizer
 EMBEDDERS = {"lexical": EmbedderSettings(), "minilm": EmbedderSettings(kind="transformer", path="minilm")}
@@ -112,11 +117,15 @@ def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
 def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) -> Config:
     """The config of a model's run."""
     retrofit = name == "retrofit"
-    sizes = replace(_sizes(options), **ABLATIONS.get(name, COPYING))
-    plain = {"baseline": baseline_of(sizes), "plain": baseline_of(sizes), "decoder": replace(sizes, cca_layers=())}
+    sizes = updated(_sizes(options), ABLATIONS.get(name, COPYING))
+    plain = {
+        "baseline": baseline_of(sizes),
+        "plain": baseline_of(sizes),
+        "decoder": updated(sizes, {"retrieval.cca_layers": ()}),
+    }
     model: ModelSettings = plain.get(name, sizes)
     if retrofit:
-        model = replace(plain["baseline"], cca_layers=sizes.cca_layers)
+        model = updated(plain["baseline"], {"retrieval.cca_layers": sizes.retrieval.cca_layers})
     source: Literal["random", "nearest"] = "random" if name == "random" else "nearest"
     return Config(
         datastore=out / ("minilm" if name == "minilm" else "lexical"),
@@ -144,8 +153,12 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
 def _sizes(options: argparse.Namespace) -> ModelSettings:
     """The preset, whose encoder is as wide as its decoder, as the smallest of the paper's is."""
     sizes = replace(PRESETS[options.preset], chunk_length=options.chunk_length)
-    width = {"encoder_d_model": sizes.d_model, "encoder_num_heads": sizes.num_heads, "encoder_head_dim": sizes.head_dim}
-    return replace(sizes, cca_layers=tuple(options.cca_layers), **width)
+    width = {
+        "encoder.d_model": sizes.d_model,
+        "encoder.num_heads": sizes.attention.num_heads,
+        "encoder.head_dim": sizes.attention.head_dim,
+    }
+    return updated(sizes, {"retrieval.cca_layers": tuple(options.cca_layers), **width})
 
 
 def score(out: Path, limit: Budget) -> None:

@@ -17,7 +17,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -43,6 +42,7 @@ from retro.checkpoints.extend_vocabulary import tables
 from retro.checkpoints.single_file import exported, write_exported
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS
+from retro.model.settings import updated
 from retro.training.settings import TrainSettings
 
 SPLIT = (95, 5, 0)
@@ -215,7 +215,7 @@ def run_config(
         run=out / f"run-{name}",
         corpus=CorpusSettings(paths=tuple(corpus)),
         tokenizer=tokenizer,
-        model=replace(PRESETS["tiny"], cca_layers=()),
+        model=updated(PRESETS["tiny"], {"retrieval.cca_layers": ()}),
         data=DataSettings(sequence_length=256),
         train=TrainSettings(
             steps=steps,

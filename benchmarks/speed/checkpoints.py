@@ -27,7 +27,7 @@ from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, ModelSettings, RetrievalSettings
 from retro.parallel.coordination import on_first, open_group, rank_in
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
@@ -49,7 +49,13 @@ def main() -> None:
     placed = placement(options.precision, join())
     group = open_group()
     sizes = ModelSettings(
-        vocab_size=32_768, d_model=512, d_ffw=2048, num_heads=8, num_layers=options.layers, cca_layers=()
+        vocab_size=32_768,
+        chunk_length=64,
+        d_model=512,
+        d_ffw=2048,
+        attention=AttentionSettings(num_heads=8),
+        num_layers=options.layers,
+        retrieval=RetrievalSettings(cca_layers=()),
     )
     model = Retro(sizes).to(placed.device)
     parameters = count_parameters(model, embeddings=True)

@@ -59,7 +59,7 @@ def main() -> None:
 
 def measured(preset: str, num_sequences: int, precision: str) -> dict[str, Any]:
     """Predicted and measured bytes of one model in a step."""
-    settings = replace(PRESETS[preset], vocab_size=8192)
+    settings = replace(PRESETS[preset], vocab_size=8192, chunk_length=64)
     placed = placement(precision, "cpu")
     run = Pass(num_sequences, 512, 2, gpu=False, narrow=placed.dtype != torch.float32)
     model = Retro(settings).train()

@@ -40,7 +40,7 @@ from indexing.store.errors import InputError
 from retro.device import Placement, TensorBatch
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
 from retro.parallel.coordination import joined
 from retro.parallel.forward_backward import DistributedModel, WholeModel, all_parameters
 from retro.parallel.gradient_norms import local
@@ -137,7 +137,7 @@ def build(
         InputError: it cannot be divided so.
     """
     torch.manual_seed(0)
-    whole = Retro(replace(model, num_experts=mode.experts))
+    whole = Retro(updated(model, {"experts.num_experts": mode.experts}))
     parts = ("attention.", "cross.", "feed_forward.", "encoder.")
     outermost = sum(value.nbytes for name, value in whole.named_parameters() if not name.startswith(parts))
     num_bytes = sum(value.nbytes for value in whole.parameters()), outermost
@@ -229,7 +229,7 @@ def compare(
     chosen: list[Mode], processes: dict[str, Processes], placement: Placement, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Rounds over all modes in turn; a row for each, the same in all processes."""
-    model = replace(PRESETS[options.size], vocab_size=VOCABULARY)
+    model = replace(PRESETS[options.size], vocab_size=VOCABULARY, chunk_length=64)
     rows: dict[str, dict[str, Any]] = {}
     for number in agreed(budget(options).rounds(options.rounds)):
         for mode in chosen:

@@ -33,7 +33,7 @@ from retro.device import Placement
 from retro.estimates.flops import forward_flops, peak_flops
 from retro.model.presets import PRESETS, count_parameters
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
@@ -42,7 +42,15 @@ from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep, wants_compilation
 
 # The sizes that design and documents speak of: as in retro-pytorch, whose attentions all have 8 heads of 64.
-SMALL = ModelSettings(8192, 256, 1024, 8, 64, 6, (3, 6), 256, 1024, 8, 64, 2, (1, 2))
+SMALL = ModelSettings(
+    vocab_size=8192,
+    chunk_length=64,
+    d_model=256,
+    d_ffw=1024,
+    num_layers=6,
+    attention=AttentionSettings(num_heads=8),
+    encoder=EncoderSettings(d_model=256, d_ffw=1024, num_heads=8, cca_layers=(1, 2)),
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ def cases(device: str, dtype: torch.dtype) -> list[Case]:
             Case("retro-pytorch 0.3.9, n = 2048", SMALL, 1, 2048, ours=False),
             Case("retro, compiled, n = 2048", SMALL, 1, 2048),
         ]
-    sizes = {name: replace(PRESETS[name], vocab_size=128_000) for name in ("172m", "1.5b")}
+    sizes = {name: replace(PRESETS[name], vocab_size=128_000, chunk_length=64) for name in ("172m", "1.5b")}
     return [
         Case("retro-pytorch 0.3.9, 172m", sizes["172m"], 8, 2048, ours=False),
         Case("retro 172m, compiled", sizes["172m"], 8, 2048),
@@ -115,12 +123,12 @@ def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
     model: torch.nn.Module = RETRO(
         num_tokens=settings.vocab_size,
         max_seq_len=num_tokens,
-        enc_dim=settings.encoder_d_model,
-        enc_depth=settings.encoder_num_layers,
-        enc_cross_attn_layers=settings.encoder_cca_layers,
+        enc_dim=settings.encoder.d_model,
+        enc_depth=settings.encoder.num_layers,
+        enc_cross_attn_layers=settings.encoder.cca_layers,
         dec_dim=settings.d_model,
         dec_depth=settings.num_layers,
-        dec_cross_attn_layers=settings.cca_layers,
+        dec_cross_attn_layers=settings.retrieval.cca_layers,
         chunk_size=settings.chunk_length,
     )
     return model

@@ -17,10 +17,11 @@ import torch
 
 from benchmarks.common import add_minutes, add_precision, budget, placement, write
 from retro.device import TensorBatch
-from retro.estimates.activation_trace import Pass, observe
+from retro.estimates.activation_trace import Pass, trace_model
 from retro.estimates.flops import training_flops
 from retro.model.presets import PRESETS, usual_retrieval
 from retro.model.retro import Retro
+from retro.model.settings import updated
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
@@ -50,8 +51,8 @@ def batch(options: argparse.Namespace, chunk_length: int) -> TensorBatch:
 
 def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Callable[[int], object], dict[str, float]]:
     """A step of a model that is tuned so, and what it holds."""
-    settings = replace(PRESETS[options.preset], vocab_size=options.vocab_size, shared_embeddings=True)
-    settings = replace(settings, **{**usual_retrieval(settings), "cca_layers": settings.cca_layers})
+    settings = replace(PRESETS[options.preset], vocab_size=options.vocab_size, chunk_length=64, shared_embeddings=True)
+    settings = updated(settings, usual_retrieval(settings) | {"retrieval.cca_layers": settings.retrieval.cca_layers})
     tuning = TuningSettings(**method)
     torch.manual_seed(0)
     model = Retro(settings).train()
@@ -59,9 +60,9 @@ def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Calla
     train_only(model, tuning)
     placed = placement(options.precision, "cpu")
     narrow = placed.dtype != torch.float32
-    kept = observe(model, Pass(options.sequences, options.length, 2, narrow=narrow, gpu=False, documents=False)).kept(
-        "none"
-    )
+    kept = trace_model(
+        model, Pass(options.sequences, options.length, 2, narrow=narrow, gpu=False, documents=False)
+    ).kept("none")
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     processes = Processes(ALONE, placed.device)
     passes = WholeModel(model, processes, placed)

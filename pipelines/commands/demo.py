@@ -26,6 +26,7 @@ from pipelines.settings.load import load
 from pipelines.settings.toml_file import to_toml
 from pipelines.terminal import echo, one_line
 from retro.evaluation.settings import EvaluationSettings
+from retro.model.settings import AttentionSettings, EncoderSettings, RetrievalSettings
 
 if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import Result
@@ -153,17 +154,11 @@ def _config(options: DemoOptions) -> Config:
         model=ModelSettings(
             d_model=192,
             d_ffw=768,
-            num_heads=3,
+            attention=AttentionSettings(num_heads=3, smeared_keys=True, smeared_tokens=3),
             num_layers=4,
-            cca_layers=(2, 4),
-            encoder_d_model=96,
-            encoder_d_ffw=384,
-            encoder_num_heads=2,
-            encoder_head_dim=48,
-            encoder_num_layers=1,
+            retrieval=RetrievalSettings(cca_layers=(2, 4)),
+            encoder=EncoderSettings(d_model=96, d_ffw=384, num_heads=2, head_dim=48, num_layers=1),
             shared_embeddings=True,  # these three bring copying sooner: docs/results/copying.md
-            smeared_keys=True,
-            smeared_tokens=3,
             copying_init=True,
         ),
         train=TrainSettings(batch_size=4, lr=3e-3, warmup_steps=20, eval_every=0, log_every=5, seed=options.seed),

@@ -42,14 +42,14 @@ class FractionLevel:
 
 def check_fractions(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> None:
     """Raise InputError if fractions are set and no model retrieves, or one was trained with random neighbors."""
-    retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.cca_layers]
+    retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.retrieval.cca_layers]
     if settings.datastore_fractions and not (retrieving and settings.k):
         raise InputError(
             f"evaluation.datastore_fractions = {settings.datastore_fractions}: "
             + (
                 "evaluation.k is empty."
                 if retrieving
-                else f"{checkpoints[0].path} does not retrieve (model.cca_layers)."
+                else f"{checkpoints[0].path} does not retrieve (model.retrieval.cca_layers)."
             )
         )
     for checkpoint in retrieving if settings.datastore_fractions else ():
@@ -110,7 +110,7 @@ def measure_fractions(
                 ),
             )
             for name, model in zip(names, models, strict=True)
-            if model.settings.cca_layers
+            if model.settings.retrieval.cca_layers
             for k in settings.k
         ]
         ordered = [row for name in names for row in (*off, *on) if row.model == name]

@@ -64,9 +64,9 @@ def open_model(
             a datastore of passages.
     """
     opened = open_checkpoint(checkpoint)
-    if settings.neighbor_passages and passages is None and opened.model.cca_layers:
+    if settings.neighbor_passages and passages is None and opened.model.retrieval.cca_layers:
         raise InputError(f"neighbor_passages = {settings.neighbor_passages}: name the datastore to search, --passages.")
-    retrieval = bool(settings.k and opened.model.cca_layers)
+    retrieval = bool(settings.k and opened.model.retrieval.cca_layers)
     if passages is None:
         return LanguageModel.open(checkpoint, None, device, retrieval=retrieval), None
     retriever = Retriever.open(passages)
@@ -78,12 +78,7 @@ def open_model(
 
 def _check_readable(checkpoint: Checkpoint, passages: Datastore) -> None:
     again = "Build it with the model's tokenizer and chunk length, or set --k 0 to use passages in the prompt only."
-    ids, m = int(passages.manifest["vocab_size"]), passages.chunk_length
-    compared = [("vocab_size", checkpoint.num_ids, ids, checkpoint.reads(ids))]
-    compared += [("chunk_length", checkpoint.model.chunk_length, m, checkpoint.model.chunk_length == m)]
-    for key, ours, theirs, fits in compared:
-        if not fits:
-            raise InputError(f"--passages {passages.folder} has {key} {theirs}, the model {ours}. {again}")
+    checkpoint.check_fits(passages.manifest, f"--passages {passages.folder}", advice=again)
     if not checkpoint.datastores:
         return
     first = Path(checkpoint.folders[0])

@@ -145,7 +145,7 @@ def _as_in_paper(
     form = Format(language_model.tokenizer, model.chunk_length, language)
     prompts = [form.prompt(each.question) for each in questions]
     yield Asked(Mode("paper"), prompts)
-    if not found or not model.cca_layers:
+    if not found or not model.retrieval.cca_layers:
         return
     for gold, passages in ((False, found.searched), (True, found.gold)):
         if passages is not None:

@@ -21,7 +21,7 @@ from pipelines.planning.tables import long_time
 from pipelines.results import ResultOptions
 from pipelines.terminal import aligned, human_bytes, human_count
 from retro.data.settings import DataSettings
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, from_json
 from retro.parallel.settings import Checkpointing, ParallelSettings, Zero, num_microbatches
 from retro.tuning.settings import ALL, TuningSettings
 
@@ -148,7 +148,8 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
 
     start = options.train.init_from if options.model.preset == "base" else ""
     model = resolve(options.model, open_checkpoint(Path(start)).model if start else None)
-    model = replace(model, vocab_size=model.vocab_size or options.tokenizer.vocab_size)
+    vocab_size, chunk_length = options.tokenizer.vocab_size, options.chunks.chunk_length
+    model = replace(model, vocab_size=model.vocab_size or vocab_size, chunk_length=model.chunk_length or chunk_length)
     data, train = options.data, options.train
     if data.sequence_length % model.chunk_length:
         raise InputError(
@@ -229,8 +230,8 @@ def measured_flops(run: Path, num_devices: int) -> float:
             f"{run / 'metrics.jsonl'}: no line has tokens_per_second yet. Wait until the run has logged a step."
         )
     sections: dict[str, dict[str, Any]] = read_json(run / "settings.json")
-    model, data, tuning = (_without_lists(sections.get(section, {})) for section in ("model", "data", "tuning"))
-    flops = flops_per_token(ModelSettings(**model), DataSettings(**data), TuningSettings(**tuning))
+    data, tuning = (_without_lists(sections.get(section, {})) for section in ("data", "tuning"))
+    flops = flops_per_token(from_json(sections["model"]), DataSettings(**data), TuningSettings(**tuning))
     return statistics.median(rates) * flops / num_devices
 
 

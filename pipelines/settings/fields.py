@@ -145,10 +145,12 @@ def _first_that_converts(value: Any, hint: Any, convert: Any) -> Any:
 
 
 def nearest(key: str, known: Sequence[str]) -> list[str]:
-    """What a user probably meant: a similar key of the same section, else the same key of another, else any similar key."""
+    """Keys that a user probably meant: the same key of a subsection, else a similar key of the same section, else the same key of
+    another section, else any similar key."""
     section, _, name = key.rpartition(".")
     siblings = {leaf.rpartition(".")[2]: leaf for leaf in known if leaf.rpartition(".")[0] == section}
-    near = [siblings[close] for close in difflib.get_close_matches(name, siblings)]
+    near = [leaf for leaf in known if section and leaf.startswith(f"{section}.") and leaf.endswith(f".{name}")]
+    near = near or [siblings[close] for close in difflib.get_close_matches(name, siblings)]
     near = near or [leaf for leaf in dict.fromkeys(known) if leaf.rpartition(".")[2] == name]
     if section and siblings:
         return near  # the section alone would make any two of its keys similar

@@ -63,7 +63,9 @@ def _values_of(source: TomlFile, settings_type: type) -> dict[str, Any]:
             elif isinstance(value, dict):
                 read(fields[name].hint, value, here)
             else:
-                raise InputError(f"{source.at(here)}: {name} = {value!r}: this is a section; write [{'.'.join(here)}].")
+                raise InputError(
+                    f"{source.at(here)}: {'.'.join(here)} = {value!r}: this is a section; write [{'.'.join(here)}]."
+                )
 
     read(settings_type, source.values, ())
     return values

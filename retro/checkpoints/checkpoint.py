@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from indexing.store.artifact import MANIFEST, Recipe, create, read_manifest, rem
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from retro.checkpoints.tensor_files import fill, index, save_tensors
+from retro.model.datastore_fit import check_fits
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
 from retro.tuning.adapters import add_adapter, merge, stored_name
 from retro.tuning.settings import TuningSettings
@@ -99,6 +100,10 @@ class Checkpoint:
         if not folders:
             raise InputError(f"{self.path} was trained on no datastore: name one, built with its tokenizer.")
         return folders
+
+    def check_fits(self, datastore: Mapping[str, Any], source: object, **options: Any) -> None:
+        """As `datastore_fit.check_fits`: the datastore's tokenizer must be the model's; an imported model may have more rows."""
+        check_fits(self.model, datastore, source, num_ids=self.num_ids if self.datastores else 0, **options)
 
     def reads(self, num_ids: int) -> bool:
         """Whether a tokenizer with this number of ids can be the model's. An imported model may have more rows than ids."""
@@ -257,7 +262,7 @@ def _checkpoint(
         fingerprint=fingerprint,
         step=state["step"],
         tokens=state["tokens"],
-        model=model_settings(state["settings"]["model"]),
+        model=from_json(state["settings"]["model"]),
         settings=state["settings"],
         datastores=state["datastores"],
         num_ids=state.get("num_ids", state["settings"]["model"]["vocab_size"]),
@@ -273,11 +278,6 @@ def _checkpoint(
 def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
     """A section with tuples in place of JSON's lists, for its dataclass."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-
-
-def model_settings(section: dict[str, Any]) -> ModelSettings:
-    """The sizes of a model as `settings.json` and checkpoints hold them."""
-    return ModelSettings(**_with_tuples(section))
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:

@@ -39,12 +39,14 @@ class TensorShard:
     Attributes:
         offsets: of the box in the whole tensor.
         shape: of the box.
-        file: that holds the box, under the name of the tensor.
+        file: that holds the box.
+        name: of the tensor in the file; a caller of `index` can give the whole tensor another name.
     """
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     file: Path
+    name: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def index(files: Iterable[Path]) -> dict[str, StoredTensor]:
                 header = opened.get_slice(key)
                 shape = tuple(header.get_shape())
                 offset = tuple(offsets[key]["saved_offsets"]) if key in offsets else (0,) * len(shape)
-                shards[key].append(TensorShard(offset, shape, file))
+                shards[key].append(TensorShard(offset, shape, file, key))
                 dtypes[key] = (header[:0] if shape else header[()]).dtype
     return {name: StoredTensor(_whole_shape(found), dtypes[name], tuple(found)) for name, found in shards.items()}
 
@@ -112,17 +114,18 @@ def fill(tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor]) -> None
     _check(tensors, stored)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, _described({name: stored[name] for name in tensors}))
-    by_file: dict[Path, list[ReadItem]] = defaultdict(list)
+    by_file: dict[Path, list[tuple[str, ReadItem]]] = defaultdict(list)
     for item in planner.create_local_plan().items:
         assert item.storage_index.index is not None  # set by the plan: the number of the shard
-        by_file[stored[item.storage_index.fqn].shards[item.storage_index.index].file].append(item)
+        shard = stored[item.storage_index.fqn].shards[item.storage_index.index]
+        by_file[shard.file].append((shard.name, item))
     for file, wanted in by_file.items():
         with safe_open(file, "pt") as opened:
-            for item in wanted:
+            for name, item in wanted:
                 box = tuple(
                     slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)
                 )
-                planner.resolve_tensor(item).copy_(opened.get_slice(item.storage_index.fqn)[box])
+                planner.resolve_tensor(item).copy_(opened.get_slice(name)[box])
 
 
 def _check(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:

@@ -1,11 +1,11 @@
-"""What autograd keeps of a forward pass, block by block: the model itself runs, on tensors that have shapes and no data.
+"""Trace the tensors that autograd keeps in a forward pass, by block. The model runs on fake tensors, without data.
 
-    Retro on fake tensors ── forward pass, loss ──► Trace: every storage that is kept, in which block, and why
+    Retro on fake tensors ── forward pass, loss ──► Trace: every kept storage, its block, and why it is kept
                                                       │
         bytes between forward and backward pass  ◄────┴── none: all;  full: inputs of blocks;  selective: products too
 
-Nothing is derived by hand, so new options of the model need nothing here. It takes about a second for any model and batch.
-What a GPU does in one kernel (attention, norms) is counted as that kernel keeps it, though the tensors claim to be on a CPU.
+No formula is derived by hand, so new options of the model need no change here. A trace takes about a second for any model and
+batch. Fused GPU kernels (attention, norms) count as they keep tensors, although the fake tensors are on a CPU.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from retro.model.settings import ModelSettings
 from retro.parallel.settings import Checkpointing
 
 _PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product")
-"""Operations whose outcomes selective checkpointing keeps, by the beginning of their names."""
+"""Operations whose results selective checkpointing keeps, by the beginning of their names."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Pass:
         sequence_length: T.
         k: neighbors of a chunk; 0 = retrieval OFF.
         narrow: whether matrix products run under autocast in 16 bits.
-        gpu: kernels of a GPU; else those of a CPU.
-        documents: whether sequences hold several documents: then each attention keeps a mask of its own.
+        gpu: whether to count kernels of a GPU; else of a CPU.
+        documents: whether sequences hold several documents. Each attention then keeps a mask.
     """
 
     num_sequences: int
@@ -57,14 +57,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Storage:
-    """A piece of memory that is, or may be, kept for the backward pass.
+    """A tensor storage that is kept for the backward pass, or may be.
 
     Attributes:
-        number: the same for two that are one.
+        number: identifies the storage.
         bytes: its size.
-        block: name of the residual block that it was seen in; `encoder` or empty outside of blocks.
-        kind: `input` of a block, `kept` by autograd, or `product`: outcome of a matrix product or an attention.
-        by_token: whether it is of the decoder's stream, which sequence parallelism divides.
+        block: name of the residual block in which it was seen; `encoder` or empty outside blocks.
+        kind: `input` of a block, `kept` by autograd, or `product`: result of a matrix product or an attention.
+        by_token: whether it belongs to the decoder's stream, which sequence parallelism divides.
     """
 
     number: int
@@ -76,41 +76,41 @@ class Storage:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a forward pass leaves behind.
+    """Storages of a forward pass.
 
     Attributes:
-        storages: in the order in which they were seen; one that is kept twice stands here twice.
-        copies: bytes of 16-bit copies of weights, by block. Autocast holds all of them until it ends, and autograd keeps them
-            without checkpointing.
+        storages: in the order in which they were seen, with repetitions.
+        copies: bytes of 16-bit copies of weights, by block. Autocast holds them until it ends; without checkpointing, autograd
+            keeps them.
     """
 
     storages: list[Storage]
     copies: dict[str, int]
 
     def only(self, wanted: Callable[[str], bool]) -> "Trace":
-        """The part of some blocks, what stands outside of them being `encoder` or empty: what one device of a pipeline keeps."""
+        """The part of some blocks, for one device of a pipeline; `encoder` or the empty name is the part outside blocks."""
         return Trace(
             [storage for storage in self.storages if wanted(storage.block)],
             {name: size for name, size in self.copies.items() if wanted(name)},
         )
 
-    def kept(self, checkpointing: Checkpointing, token_shares: int = 1) -> int:
+    def kept(self, checkpointing: Checkpointing, token_shards: int = 1) -> int:
         """Bytes between the forward and the backward pass.
 
         Args:
-            checkpointing: of activations.
-            token_shares: parts into which sequence parallelism divides the decoder's stream.
+            checkpointing: activation checkpointing.
+            token_shards: number of shards into which sequence parallelism divides the decoder's stream.
         """
-        return _unique((s for s in self.storages if _survives(s, checkpointing)), token_shares)
+        return _unique((s for s in self.storages if _survives(s, checkpointing)), token_shards)
 
-    def computed_again(self, checkpointing: Checkpointing, token_shares: int = 1) -> int:
-        """Bytes that the largest block takes beside them while it is computed again, its copies of weights included."""
+    def recomputed(self, checkpointing: Checkpointing, token_shards: int = 1) -> int:
+        """Additional bytes of the largest block while it is recomputed, copies of its weights included."""
         sizes = [0]
         for name in dict.fromkeys(storage.block for storage in self.storages):
             mine = [storage for storage in self.storages if storage.block == name]
             lasting = {storage.number for storage in mine if _survives(storage, checkpointing)}
             again = (s for s in mine if s.kind == "kept" and s.number not in lasting)
-            sizes.append(_unique(again, token_shares))
+            sizes.append(_unique(again, token_shards))
         return max(sizes)
 
 
@@ -120,50 +120,50 @@ def _survives(storage: Storage, checkpointing: Checkpointing) -> bool:
     return storage.kind == "input" or (storage.kind == "product" and checkpointing == "selective")
 
 
-def _unique(storages: Iterable[Storage], token_shares: int) -> int:
-    sizes = {s.number: s.bytes // token_shares if s.by_token else s.bytes for s in storages}
+def _unique(storages: Iterable[Storage], token_shards: int) -> int:
+    sizes = {s.number: s.bytes // token_shards if s.by_token else s.bytes for s in storages}
     return sum(sizes.values())
 
 
-# --------------------------------------------------------------------------------------------------------- observing
+# --------------------------------------------------------------------------------------------------------- recording
 
 
 def trace(settings: ModelSettings, run: Pass) -> Trace:
-    """Run a model forward on fake tensors, loss included, and note what is kept.
+    """Run a forward pass and the loss on fake tensors, and record which storages are kept.
 
     Args:
-        settings: of the model; the vocabulary filled in.
+        settings: of the model, with vocab_size and chunk_length filled in.
         run: batch and device.
     """
     with torch.device("meta"):
         model = Retro(settings)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()
-        return observe(model, run)
+        return trace_model(model, run)
 
 
-def observe(model: Retro, run: Pass) -> Trace:
-    """The same of a model that exists, with tensors as real as its own: to see whether the fake ones tell the truth."""
-    m, retrieved = model.settings.chunk_length, run.k if model.settings.cca_layers else 0
+def trace_model(model: Retro, run: Pass) -> Trace:
+    """As `trace`, of an existing model. With real tensors, this verifies the trace of fake ones."""
+    m, retrieved = model.settings.chunk_length, run.k if model.settings.retrieval.cca_layers else 0
     shape, num_chunks = (run.num_sequences, run.sequence_length), run.sequence_length // m
     tokens = torch.zeros(shape, dtype=torch.int64)
     documents = torch.zeros(run.num_sequences, -(-run.sequence_length // m), dtype=torch.int64)
     neighbors = torch.zeros(run.num_sequences, num_chunks, retrieved, 2 * m, dtype=torch.int64) if retrieved else None
-    seen = _Seen(model)
-    # A CPU attends in bfloat16 by a way of its own (`attend`), in float16 as a GPU does in both: they take the same bytes.
+    recorder = _Recorder(model)
+    # On a CPU, attention has a separate path for bfloat16; its float16 path keeps what a GPU keeps in either dtype.
     dtype = torch.float16 if run.gpu else torch.bfloat16
     with (
-        seen.watching(),
+        recorder.hooks(),
         _FusedNorms() if run.gpu else contextlib.nullcontext(),
         torch.autocast("cpu", dtype, enabled=run.narrow),
     ):
         hidden = model.hidden(tokens, documents if run.documents else None, neighbors)
         loss(hidden, model.output_weight, tokens)
-    return Trace(seen.storages, seen.copies if run.narrow else {})
+    return Trace(recorder.storages, recorder.copies if run.narrow else {})
 
 
-class _Seen:
-    """Notes storages while a model runs."""
+class _Recorder:
+    """Records storages while a model runs."""
 
     def __init__(self, model: Retro) -> None:
         self.model = model
@@ -174,11 +174,11 @@ class _Seen:
         self.copies: dict[str, int] = {}
         self._inside = [""]
         self._in_norm = False
-        self._alive: list[Any] = []  # so that no two storages have one address
+        self._alive: list[Any] = []  # keeps storages alive, so addresses stay unique
         self._weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def hooks(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for block in self.names:
                 stack.callback(block.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
@@ -199,8 +199,8 @@ class _Seen:
         self.copies[self.names[block]] = 2 * sum(own.numel() for module in multiplying for own in module.parameters())
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                # Beside the stream a block takes what all blocks take: positions, masks, encoded neighbors.
-                self.note(leaf, "input", by_token=leaf is args[0] or leaf is kwargs.get("reads"))
+                # Other inputs are shared by all blocks: positions, masks, encoded neighbors.
+                self.record(leaf, "input", by_token=leaf is args[0] or leaf is kwargs.get("reads"))
 
     def _leave(self, *_: Any) -> None:
         self._inside.pop()
@@ -209,11 +209,11 @@ class _Seen:
         self._in_norm = begins
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        self.note(tensor, "kept", by_token=self._in_norm)
+        self.record(tensor, "kept", by_token=self._in_norm)
         return tensor
 
-    def note(self, tensor: Tensor, kind: Literal["input", "kept", "product"], by_token: bool = False) -> None:
-        """One tensor, if it is no weight."""
+    def record(self, tensor: Tensor, kind: Literal["input", "kept", "product"], by_token: bool = False) -> None:
+        """Record the storage of a tensor, unless it is a weight."""
         storage, block = tensor.untyped_storage(), self._inside[-1]
         if storage._cdata in self._weights:
             return
@@ -223,23 +223,23 @@ class _Seen:
 
 
 class _Products(TorchDispatchMode):
-    """Notes the outcomes of matrix products and attentions."""
+    """Records the results of matrix products and attentions."""
 
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
-        self.seen = seen
+        self.recorder = recorder
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         if function.__name__.startswith(_PRODUCTS):
             for leaf in tree_leaves(made):
                 if isinstance(leaf, Tensor):
-                    self.seen.note(leaf, "product")
+                    self.recorder.record(leaf, "product")
         return made
 
 
 class _FusedNorms(TorchFunctionMode):
-    """RMSNorm as the kernel of a GPU does it: it keeps its input and a number for each row, where a CPU keeps a second copy too."""
+    """RMSNorm as on a GPU: the fused kernel keeps its input and a number per row; a CPU also keeps a second copy."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.rms_norm and len(args) > 2 and args[2] is not None:
@@ -248,7 +248,7 @@ class _FusedNorms(TorchFunctionMode):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Keeps what the kernel keeps. Nothing runs backward here."""
+    """Keeps what the fused kernel keeps. It has no backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""Floating-point operations of a model, and which share of a device's peak a run uses (MFU).
+"""Floating-point operations (FLOPs) of a model, and model FLOPs utilization (MFU).
 
-    MFU = training operations of a sequence × sequences per second / peak operations per second of the device
+    MFU = training FLOPs of a sequence × sequences per second / peak FLOPs per second of the device
 
-Counted are the matrix products of one forward pass, a multiplication and an addition each as one operation: what PaLM's
-appendix B calls model FLOPs, with encoder and chunked cross-attention. Training is three times that, as the backward pass makes
-two products for each one of the forward pass; less where weights are frozen. Causal attention is counted in full, as is customary, in a sliding window too; norms, softmax,
-rotations, recomputation and the optimizer are not counted. So are documents packed into one sequence, which see less than all of it.
+FLOPs are those of matrix products, with one for each multiplication and one for each addition (model FLOPs, PaLM, appendix B),
+including encoder and chunked cross-attention. Training takes three times those of a forward pass, since the backward pass has
+two products for each one of the forward pass; frozen weights take less. Attention counts in full, as is customary, although
+causal masks, sliding windows and packed documents hide a part of it. Norms, softmax, rotations, recomputation and the optimizer
+do not count.
 """
 
 import time
@@ -17,8 +18,8 @@ from retro.device import Placement
 from retro.model.settings import ModelSettings
 from retro.tuning.settings import ALL, TuningSettings
 
-# Dense matrix products in bfloat16 or float16 with sums in float32, in 10^12 operations per second, by the name that CUDA
-# reports, from the data sheets. A name that is not here (a laptop's GPU, a MIG slice) is measured: near names differ by half.
+# Dense matrix products in bfloat16 or float16 with float32 accumulation, in TFLOPS from the data sheets, by the name that CUDA
+# reports. Other GPUs (a laptop's, a MIG slice) are measured, since similar names differ by up to a half.
 _PEAKS = {
     "NVIDIA B200": 2250,
     "NVIDIA H200": 989,
@@ -39,52 +40,64 @@ _PEAKS = {
 
 
 def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_length: int = 0) -> int:
-    """Operations of a forward pass over one sequence, logits included.
+    """FLOPs of a forward pass over one sequence, logits included.
 
     Args:
-        settings: sizes of the model; the vocabulary filled in.
+        settings: of the model, with vocab_size and chunk_length filled in.
         num_tokens: T, tokens of the sequence.
         k: neighbors of each chunk; 0 = retrieval OFF.
         retrieved_length: r, tokens of a neighbor; 0 = 2m.
     """
     s, t, m = settings, num_tokens, settings.chunk_length
-    relative, beside = (int(scheme == "transformer-xl") for scheme in (s.positions, s.beside))
+    relative, cross_relative = (
+        int(scheme == "transformer-xl") for scheme in (s.attention.positions, s.retrieval_positions)
+    )
     matrices = 3 if s.activation == "swiglu" else 2
-    width, kv_width = s.num_heads * s.head_dim, s.kv_heads * s.head_dim
+    width, kv_width = s.attention.num_heads * s.attention.head_dim, s.attention.kv_heads * s.attention.head_dim
     attention = _attention(t, t, s.d_model, s.d_model, width, kv_width, relative * (2 * t - 1))
-    # Of experts, those that a token asks, and the router; not the empty places in their queues.
+    # Experts that a token is sent to, and the router; not empty slots in queues.
     num_routers = len(s.expert_layers)
-    num_feed_forwards = s.num_layers - num_routers + s.experts_per_token * num_routers
+    num_feed_forwards = s.num_layers - num_routers + s.experts.per_token * num_routers
     total = s.num_layers * attention + num_feed_forwards * 2 * matrices * t * s.d_model * s.d_ffw
-    total += 2 * t * s.d_model * (s.vocab_size + num_routers * s.num_experts)
+    total += 2 * t * s.d_model * (s.vocab_size + num_routers * s.experts.num_experts)
     num_chunks = t // m
-    if not (k and s.cca_layers and num_chunks):
+    if not (k and s.retrieval.cca_layers and num_chunks):
         return total
-    r, d, inner = retrieved_length or 2 * m, s.encoder_d_model, s.encoder_num_heads * s.encoder_head_dim
-    encoder = _attention(r, r, d, d, inner, inner, beside * (2 * r - 1)) + 2 * matrices * r * d * s.encoder_d_ffw
-    # Neighbors side by side stand at the same positions: the distances are those of one.
-    query = _attention(k * r, m, d, s.d_model, inner, inner, beside * (r + m - 1))
-    cross = _attention(m, k * r, s.d_model, d, width, kv_width, beside * (r + m - 1))
-    per_chunk = k * s.encoder_num_layers * encoder + len(s.encoder_cca_layers) * query + len(s.cca_layers) * cross
+    r, d, inner = retrieved_length or 2 * m, s.encoder.d_model, s.encoder.num_heads * s.encoder.head_dim
+    encoder = (
+        _attention(r, r, d, d, inner, inner, cross_relative * (2 * r - 1)) + 2 * matrices * r * d * s.encoder.d_ffw
+    )
+    # Concatenated neighbors have the same positions: the distances are those of one neighbor.
+    query = _attention(k * r, m, d, s.d_model, inner, inner, cross_relative * (r + m - 1))
+    cross = _attention(m, k * r, s.d_model, d, width, kv_width, cross_relative * (r + m - 1))
+    per_chunk = (
+        k * s.encoder.num_layers * encoder + len(s.encoder.cca_layers) * query + len(s.retrieval.cca_layers) * cross
+    )
     if s.shared_embeddings:
         per_chunk += 2 * k * r * s.d_model * d
-    # Windows are filled up with queries that are none: those were not projected.
-    missing = num_chunks * m - (t - m + max(1, s.smeared[1]))
-    return total + num_chunks * per_chunk - len(s.cca_layers) * 2 * width * s.d_model * missing
+    # Windows are padded with queries that were not projected.
+    missing = num_chunks * m - (t - m + max(1, s.cross_smeared_tokens))
+    return total + num_chunks * per_chunk - len(s.retrieval.cca_layers) * 2 * width * s.d_model * missing
 
 
 def training_flops(settings: ModelSettings, num_tokens: int, k: int, tuning: TuningSettings = ALL) -> int:
-    """Operations of a training step over one sequence: of the forward pass, and as many again for the gradients of activations and
-    for those of weights, as far as there are any. The arguments as above; an adapter's own few are not counted.
+    """FLOPs of a training step over one sequence: the forward pass, gradients of activations, and gradients of weights.
 
-    Exact where all is trained. Without an adapter, gradients of a frozen decoder's activations end at its first chunked
-    cross-attention; that the attention before it has none, and that scores have two and no weights, is left out: a few percent.
+    Exact if all weights are trained. Without an adapter, gradients of a frozen decoder's activations end at its first chunked
+    cross-attention. With frozen weights the result is a few percent off: it counts gradients of the self-attention of that layer,
+    and one instead of two products for gradients of scores. An adapter's FLOPs do not count.
+
+    Args:
+        settings: as in `forward_flops`.
+        num_tokens: T.
+        k: neighbors of each chunk.
+        tuning: which weights are trained.
     """
     whole, off = (forward_flops(settings, num_tokens, neighbors) for neighbors in (k, 0))
     weights = {"all": whole, "retrieval": whole - off, "none": 0}[tuning.weights]
     if not tuning.retrieval_only:
         return 2 * whole + weights
-    num_below = min(settings.cca_layers, default=1) - 1
+    num_below = min(settings.retrieval.cca_layers, default=1) - 1
     layers = off - 2 * num_tokens * settings.d_model * settings.vocab_size  # without the output layer
     below = layers * num_below // settings.num_layers
     return whole if whole == off else 2 * whole - below + weights
@@ -93,36 +106,38 @@ def training_flops(settings: ModelSettings, num_tokens: int, k: int, tuning: Tun
 def _attention(
     num_queries: int, num_keys: int, width: int, key_width: int, inner: int, kv_inner: int, num_distances: int
 ) -> int:
-    """Of one attention: projections of queries, keys, values and output; scores and sums; Transformer-XL's distances.
+    """FLOPs of one attention: projections of queries, keys, values and output; scores and sums; Transformer-XL's distances.
 
-    The projection of the distances themselves (W_kR) is left out: it is made once for a whole batch.
+    The projection of distances (W_kR) does not count: it is computed once per batch.
     """
     projections = 4 * (inner * num_queries * width + kv_inner * num_keys * key_width)
     return projections + 4 * num_queries * num_keys * inner + 2 * num_queries * num_distances * inner
 
 
 def peak_flops(placement: Placement) -> float:
-    """Operations per second of the device: its maker's figure where it is known, else those of a large matrix product."""
+    """Peak FLOPs per second of the device: from its data sheet if known, else measured with a large matrix product."""
     if placement.device.type == "cuda":
         name = torch.cuda.get_device_name(placement.device)
         if name in _PEAKS and placement.dtype != torch.float32:
             return _PEAKS[name] * 1e12
         return measured_flops(placement, 8192)
-    # A CPU that has no instructions for a type multiplies at a hundredth of the rate: the large product would take minutes.
+    # A CPU without instructions for a dtype multiplies at a hundredth of the rate: the large product would take minutes.
     fast = placement.dtype == torch.float32 or (placement.dtype == torch.bfloat16 and has_bfloat16("cpu"))
     return measured_flops(placement, 2048 if fast else 256)
 
 
 def measured_flops(placement: Placement, size: int = 2048, repeats: int = 5) -> float:
-    """The best rate of square matrix products in the placement's precision, in operations per second."""
-    a = torch.ones(size, size, device=placement.device, dtype=placement.dtype)  # no random draw: those are the model's
-    count = 5 if a.is_cuda else 1  # waiting for each product would be timed too
+    """The best rate of square matrix products in the placement's dtype, in FLOPs per second."""
+    a = torch.ones(
+        size, size, device=placement.device, dtype=placement.dtype
+    )  # not random: random numbers would change those of the model
+    count = 5 if a.is_cuda else 1  # on a GPU, synchronizing after each product would be timed too
     best = min(_seconds(a, count) for _ in range(repeats + 1))  # the first one warms up, and is never the best
     return 2 * size**3 * count / best
 
 
 def _seconds(a: torch.Tensor, count: int) -> float:
-    """The time of some products of a square matrix with itself, one after another."""
+    """Seconds for `count` products of a square matrix with itself."""
     out = torch.empty_like(a)
     if a.is_cuda:
         torch.cuda.synchronize(a.device)

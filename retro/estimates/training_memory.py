@@ -1,10 +1,10 @@
-"""Memory of a training run on each device, in bytes, by how the processes share the work.
+"""Estimate the memory of a training run on each device, in bytes, for any parallelism.
 
     parallel ┬─ tensor: a model with fewer heads and features ─┐
              ├─ pipeline: some of its layers ──────────────────┼─► parameters ─ ZeRO ─► parameters, gradients, optimizer
-             └─ data: fewer sequences ─────────────────────────┴─► `activations.trace` ─ checkpointing ─► activations, working
+             └─ data: fewer sequences ─────────────────────────┴─► `activation_trace` ─ checkpointing ─► activations, working
 
-Parameters, gradients and AdamW's two moments are float32. Nothing runs here: models are on the meta device.
+Parameters, gradients and AdamW's two moments are float32. Models are on the meta device, so estimates need no memory.
 """
 
 import functools
@@ -16,20 +16,20 @@ from indexing.store.errors import InputError
 from retro.estimates.activation_trace import Pass, trace
 from retro.model.loss import block_rows
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
 from retro.parallel.settings import ParallelSettings, divided, num_microbatches, num_stages
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process holds, in bytes.
+    """Memory of a process, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: its part of them.
-        gathered: whole parameters, and gradients of a unit, that it holds during a step beside its part of them.
-        activations: kept by autograd between forward and backward pass.
-        working: what the loss, or a block that is computed again, takes for a moment, and copies of weights that autocast holds.
-        offloaded: whether the first three lie in the host's memory.
+        parameters, gradients, optimizer: its shards of them.
+        gathered: whole parameters, and gradients of a unit, that it holds during a step in addition to its shards.
+        activations: tensors that autograd keeps between forward and backward pass.
+        working: temporary tensors of the loss or of a recomputed block, and autocast's copies of weights.
+        offloaded: whether the first three are in the host's memory.
     """
 
     parameters: int
@@ -52,24 +52,24 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """Bytes on the device at the peak, as if all of it were there at one time: no step takes more."""
+        """An upper bound of the peak on the device: the sum of all parts."""
         return self.gathered + self.activations + self.working + (0 if self.offloaded else self.states)
 
 
 def memory_of(
     settings: ModelSettings, run: Pass, parallel: ParallelSettings, *, accumulation: int = 1, compiled: bool = False
 ) -> Memory:
-    """The memory of the process that holds most.
+    """Memory of the process with the highest peak.
 
     Args:
-        settings: of the model; the vocabulary filled in.
-        run: a forward pass of the whole batch, before it is divided.
-        parallel: how processes share it.
-        accumulation: passes of a step.
+        settings: of the model, with vocab_size and chunk_length filled in.
+        run: a forward pass of the whole batch.
+        parallel: parallelism.
+        accumulation: forward and backward passes of a step.
         compiled: whether the loss is compiled.
 
     Raises:
-        InputError: the model or the batch cannot be divided so.
+        InputError: the model or the batch cannot be divided this way.
     """
     stages = range(parallel.pipeline)
     return max(
@@ -88,11 +88,11 @@ def _memory_of_stage(
     seen = _trace(_with_own_experts(divided(settings, tensor), parallel), own).only(
         lambda name: _is_held(settings, name, parallel, stage)
     )
-    # Autocast holds one copy of each weight while it lasts: through a forward pass, or through all of a pipeline's step.
+    # Autocast holds one copy of each weight until it ends: for a forward pass, or for a whole step of a pipeline.
     copies, kept = sum(seen.copies.values()), seen.kept(checkpointing, tensor)
     shared = copies if checkpointing == "none" else 0
     forward = copies - shared + (_loss_bytes(settings, own, tensor, compiled) if _holds_loss(parallel, stage) else 0)
-    again = seen.computed_again(checkpointing, tensor) + (copies - shared if parallel.pipeline > 1 else 0)
+    again = seen.recomputed(checkpointing, tensor) + (copies - shared if parallel.pipeline > 1 else 0)
     return Memory(
         *states,
         gathered=_gathered_bytes(units, parallel),
@@ -110,12 +110,12 @@ def _holds_loss(parallel: ParallelSettings, stage: int) -> bool:
 
 
 def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: int = 0) -> dict[str, list[torch.Size]]:
-    """Shapes of the parameters of a process before ZeRO divides them, by what is gathered at a time.
+    """Shapes of the parameters of a process before ZeRO shards them, by the unit in which they are gathered.
 
-    Units are attention and feed-forward of a layer, experts that processes share, a CCA, the encoder, and (empty name) what is left.
+    Units are attention and feed-forward of a layer, experts that processes share, a CCA, the encoder, and (empty name) the rest.
 
     Raises:
-        InputError: the model cannot be divided so.
+        InputError: the model cannot be divided this way.
     """
     _check_experts(settings, parallel)
     units: dict[str, list[torch.Size]] = {}
@@ -141,9 +141,9 @@ def _shapes(settings: ModelSettings) -> dict[str, torch.Size]:
 def state_bytes(
     units: dict[str, list[torch.Size]], parallel: ParallelSettings, accumulation: int = 1
 ) -> tuple[int, int, int]:
-    """Parameters, gradients and AdamW's state of a process between two steps (gradients: at the end of the backward pass).
+    """Bytes of parameters, gradients and AdamW's state of a process.
 
-    FSDP2 divides every tensor by rows and pads the last part, so the first process holds most.
+    FSDP2 shards every tensor by rows and pads the last shard, so the first process holds most.
     """
     shapes = [(shape, _num_holders(name, parallel)) for name, unit in units.items() for shape in unit]
     whole = sum(shape.numel() for shape, _ in shapes)
@@ -154,35 +154,35 @@ def state_bytes(
 
 
 def _num_holders(unit: str, parallel: ParallelSettings) -> int:
-    """Data-parallel processes that have the same part of a unit: of experts only those that do not share them."""
+    """Number of data-parallel processes over which a unit is sharded; those that share experts hold different ones."""
     return num_data(parallel) // (parallel.expert if unit.startswith("experts ") else 1)
 
 
 def _check_experts(settings: ModelSettings, parallel: ParallelSettings) -> None:
-    """Raise InputError where experts cannot be shared so."""
+    """Raise InputError if processes cannot share the experts this way."""
     expert = parallel.expert
-    if expert > 1 and not settings.num_experts:
-        raise InputError(f"parallel.expert = {expert}: the model has no experts (model.num_experts = 0).")
+    if expert > 1 and not settings.experts.num_experts:
+        raise InputError(f"parallel.expert = {expert}: the model has no experts (model.experts.num_experts = 0).")
     if num_data(parallel) % expert:
         raise InputError(
             f"parallel.expert = {expert}: must divide the number of data-parallel processes, {num_data(parallel)}."
         )
-    if settings.num_experts % expert:
+    if settings.experts.num_experts % expert:
         raise InputError(
-            f"model.num_experts is {settings.num_experts}: set it to a multiple of {expert}, the number of devices that share the experts."
+            f"model.experts.num_experts is {settings.experts.num_experts}: set it to a multiple of parallel.expert = {expert}."
         )
 
 
 def _with_own_experts(settings: ModelSettings, parallel: ParallelSettings) -> ModelSettings:
-    """A model that takes as much for its experts as a process that holds some of them: fewer queues are as much longer."""
-    own = settings.num_experts // parallel.expert
-    return replace(settings, num_experts=own) if own >= max(2, settings.experts_per_token) else settings
+    """A model with the activations of a process that holds some of the experts: it has fewer, proportionally longer queues."""
+    own = settings.experts.num_experts // parallel.expert
+    return updated(settings, {"experts.num_experts": own}) if own >= max(2, settings.experts.per_token) else settings
 
 
 def _gathered_bytes(units: dict[str, list[torch.Size]], parallel: ParallelSettings) -> int:
-    """Whole parameters beside the own part: all, or with ZeRO-3 the unit at work, the next one and what is left; and a unit's gradient.
+    """Bytes of gathered parameters: all, or with ZeRO-3 the current unit, the next one and the rest; and of a unit's gradient.
 
-    Without ZeRO the own part is everything, and FSDP2's `replicate` computes with a copy of it.
+    Without ZeRO, FSDP2's `replicate` computes with a copy of all parameters.
     """
     if num_data(parallel) == 1:
         return 0
@@ -193,10 +193,11 @@ def _gathered_bytes(units: dict[str, list[torch.Size]], parallel: ParallelSettin
 
 
 def sent_bytes(settings: ModelSettings, parallel: ParallelSettings, accumulation: int = 1) -> int:
-    """Bytes that a process sends in a step for parameters and gradients: 2X of X bytes of parameters, with ZeRO-3 3X.
+    """Bytes that a process sends in a step for X bytes of parameters and their gradients: about 2X, with ZeRO-3 3X.
 
-    A sum over N processes, in a ring, is a division and a gathering, each of X (N - 1) / N. ZeRO-0 and -1 sum once a step, ZeRO-2 and -3
-    in every pass of it; ZeRO-3 gathers once more in the backward pass. Tensor and pipeline parallelism send activations, not counted here.
+    An all-reduce over N processes in a ring is a reduce-scatter and an all-gather of X (N - 1) / N bytes each. ZeRO-0 and -1
+    reduce once per step, ZeRO-2 and -3 in every pass; ZeRO-3 gathers again in the backward pass. Activations that tensor and
+    pipeline parallelism send do not count.
     """
     times = 3 * accumulation if parallel.zero == 3 else 2 * accumulation if parallel.zero == 2 else 2
 
@@ -212,9 +213,9 @@ def sent_bytes(settings: ModelSettings, parallel: ParallelSettings, accumulation
 
 
 def _is_held(settings: ModelSettings, name: str, parallel: ParallelSettings, stage: int) -> bool:
-    """Whether a process holds a parameter or block; the empty name is what stands outside of all: the loss."""
+    """True if a process holds a parameter or block. The empty name means the loss."""
     runs = num_stages(parallel, settings.num_layers)
-    last, encodes = settings.num_layers - 1, min(settings.cca_layers, default=1) - 1
+    last, encodes = settings.num_layers - 1, min(settings.retrieval.cca_layers, default=1) - 1
     kind, number = (*name.split("."), "")[:2]
     layers = {
         "attention": lambda: [int(number)],
@@ -225,12 +226,12 @@ def _is_held(settings: ModelSettings, name: str, parallel: ParallelSettings, sta
         "chunk_embedding": lambda: [0],
         "embedding": lambda: [0] + [last] * settings.tied_embeddings + [encodes] * settings.shared_embeddings,
     }.get(kind, lambda: [last])()
-    # Run r of R holds layers from L r // R to L (r + 1) // R, and a process every so manyeth run.
+    # Stage r of R has layers L r // R to L (r + 1) // R, and process p of P has stages p, p + P …
     return any(((layer + 1) * runs - 1) // settings.num_layers % parallel.pipeline == stage for layer in layers)
 
 
 def _own_pass(run: Pass, parallel: ParallelSettings, stage: int) -> tuple[Pass, float]:
-    """What a process computes at a time, and of how many of these it keeps the activations.
+    """The forward pass that a process computes at a time, and the number of such passes whose activations it keeps.
 
     Raises:
         InputError: the batch cannot be divided.
@@ -244,13 +245,13 @@ def _own_pass(run: Pass, parallel: ParallelSettings, stage: int) -> tuple[Pass, 
         return replace(run, num_sequences=own), 1.0
     microbatches, before = num_microbatches(parallel, own), parallel.pipeline - stage
     at_once = float(min(before, microbatches))
-    if parallel.pipeline_schedule == "interleaved":  # of two runs of layers, each half of what a process has
+    if parallel.pipeline_schedule == "interleaved":  # two stages per process, each with half of its layers
         at_once = min(2 * (before - 1) + parallel.pipeline + 1, 2 * microbatches) / 2
     return replace(run, num_sequences=own // microbatches), at_once
 
 
 def num_data(parallel: ParallelSettings) -> int:
-    """Data-parallel processes; 0, which stands for all that there are, is one here."""
+    """Number of data-parallel processes; 0 (all that there are) counts as one."""
     return parallel.data or 1
 
 
@@ -260,12 +261,12 @@ _trace = functools.lru_cache(maxsize=16)(trace)
 
 
 def _loss_bytes(settings: ModelSettings, run: Pass, tensor: int, compiled: bool) -> int:
-    """What the loss takes while it runs (`loss.py`): a block of logits with what is made of it, and the output layer twice."""
+    """Temporary bytes of the loss (`loss.py`): a block of logits with derived tensors, and two tensors of the output layer."""
     rows = min(
         run.num_sequences * run.sequence_length // tensor, block_rows("cuda" if run.gpu else "cpu", settings.vocab_size)
     )
     width = 2 if run.narrow else 4
-    # Float32 log-probabilities, probabilities, labels (with a byte for the mask) and slopes; a compiled kernel makes none of them.
+    # Float32 log-probabilities, probabilities, labels (with a byte for the mask) and gradients; a compiled kernel has none.
     logit = width + (width if compiled else 17)
     table = settings.vocab_size * settings.d_model * width  # the gradient of a block, and a copy in 16 bits
     return rows * settings.vocab_size * logit + table * (2 if run.narrow else 1)

@@ -22,6 +22,7 @@ from indexing.store.ranged_reads import Reading
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import check_tokenizer
 from indexing.tokenization.tokenizer import read_meta, read_token_bytes
+from retro.model.datastore_fit import check_fits
 from retro.model.settings import ModelSettings
 
 log = logging.getLogger("retro")
@@ -70,13 +71,7 @@ class EvaluationSet:
     def check(self, model: ModelSettings, k: int) -> None:
         """Raise InputError unless a model with k neighbors for each chunk (0 = retrieval OFF) can be scored on this set."""
         where = f"evaluation set {self.name!r}: {self.datastore.folder}"
-        for key in ("vocab_size", "chunk_length"):
-            ours, theirs = getattr(model, key), self.datastore.manifest[key]
-            if ours < theirs or (ours != theirs and key == "chunk_length"):  # unused embeddings are fine
-                raise InputError(
-                    f"{where} has {key} {theirs}, the model {ours}. Name a datastore built with the model's tokenizer "
-                    "and chunk length."
-                )
+        check_fits(model, self.datastore.manifest, where)
         if not self.split.num_documents:
             raise InputError(
                 f"{where} has no {self.split_name} documents. Give {self.split_name} a weight in corpus.split and rebuild, "

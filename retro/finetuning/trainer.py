@@ -25,10 +25,11 @@ from retro.finetuning.chat_template import read_template
 from retro.finetuning.example_batches import ExampleData, Rows
 from retro.finetuning.prepare import preparation
 from retro.finetuning.settings import FinetuneSettings
+from retro.model.datastore_fit import fit_to
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.parallel.coordination import on_first, open_group
-from retro.training.run_settings import RunSettings, fit_to
+from retro.training.run_settings import RunSettings
 from retro.training.task import TokenLosses
 from retro.training.trainer import Advance, Outcome, Trainer
 
@@ -67,7 +68,7 @@ class ExampleTask:
             InputError: a line of the examples, or a model that does not fit the datastores.
         """
         data, tuning = settings.data, settings.tuning
-        k = max((data.k, *data.k_choices)) if settings.model.cca_layers else 0
+        k = max((data.k, *data.k_choices)) if settings.model.retrieval.cca_layers else 0
         datastores = [Datastore.open(folder) for folder in data.datastores]
         self.data = ExampleData(
             _prepared(run, data.datastores, finetuning, k),
@@ -85,7 +86,9 @@ class ExampleTask:
         if finetuning.epochs:
             steps = math.ceil(finetuning.epochs * len(self.data.rows) / settings.samples_per_step)
             train = replace(train, steps=steps)
-        self.settings = replace(settings, model=fit_to(settings.model, datastores[0]), train=train)
+        self.settings = replace(
+            settings, model=fit_to(settings.model, datastores[0].manifest, datastores[0].folder), train=train
+        )
         # The text of the template, so that the checkpoint alone shows how prompts are written.
         template = read_template(finetuning.template)
         self.extra_sections: Mapping[str, Any] = {"finetune": replace(finetuning, template=template)}

@@ -1,7 +1,7 @@
 """The code that an exported folder carries: the model's own files, in one flat folder, without this package.
 
     retro/huggingface/remote_code/modeling_retro.py ─ imports ─► retro/inference/decoder.py ─ imports ─► …     followed by their syntax trees
-    `from retro.model.positions import place`  ─►  `from .retro_positions import place`
+    `from retro.model.positions import rotate`  ─►  `from .retro_model_positions import rotate`
 
 transformers copies what a file imports with a leading dot, and what that imports, out of one flat folder. Imports at the top of
 a file are followed; those inside functions stay as they are: they are of what only the installed package has.

@@ -111,7 +111,7 @@ def _as_retro(checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[st
 def as_family(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Written | None:
     """A plain decoder as a model of one of the families; None where it is of none, or retrieves."""
     settings, table = checkpoint.model, tensors["embedding.weight"]
-    if settings.cca_layers:
+    if settings.retrieval.cca_layers:
         return None
     try:
         family, config = config_of(settings, checkpoint.settings["data"]["sequence_length"])
@@ -120,7 +120,7 @@ def as_family(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Written 
     ours = dict(tensors)
     if settings.scaled_embeddings:  # no family multiplies what it reads of a table: the table is multiplied, and untied
         ours = {"head.weight": table} | ours | {"embedding.weight": table * settings.d_model**0.5}
-    return config, NAMES[family].theirs(ours, settings.num_heads)
+    return config, NAMES[family].theirs(ours, settings.attention.num_heads)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

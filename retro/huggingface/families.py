@@ -12,12 +12,12 @@ over. Defaults are those of its configuration classes.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from indexing.store.errors import InputError
 from retro.huggingface.config_json import Config
-from retro.model.settings import Activation, ModelSettings
+from retro.model.settings import Activation, ModelSettings, flatten, keys_without_effect, updated
 
 _GELUS: dict[str, Activation] = {
     "gelu_new": "gelu-tanh",
@@ -54,9 +54,14 @@ def settings_of(config: Config, chunk_length: int) -> tuple[str, ModelSettings, 
     config.only("quantization_config", None)
     read = FAMILIES[family].read(config)
     context = read.pop("context")
-    read |= {"scaled_embeddings": False, "retrieval_positions": "rope", "cca_layers": (), "chunk_length": chunk_length}
+    read |= {
+        "scaled_embeddings": False,
+        "retrieval.positions": "rope",
+        "retrieval.cca_layers": (),
+        "chunk_length": chunk_length,
+    }
     try:
-        return family, ModelSettings(vocab_size=config.integer("vocab_size"), **read), context
+        return family, updated(ModelSettings(vocab_size=config.integer("vocab_size")), read), context
     except InputError as error:  # sizes that no model of ours has
         raise InputError(f"{config.file}: {error}") from error
 
@@ -84,7 +89,7 @@ def config_of(settings: ModelSettings, context: int) -> tuple[str, dict[str, Any
             _, back, _ = settings_of(Config("config.json", values), settings.chunk_length)
         except InputError:
             continue  # what the family cannot even say, an activation
-        ours, theirs = asdict(_telling(settings)), asdict(_telling(back))
+        ours, theirs = _decoder_settings(settings), _decoder_settings(back)
         missed[name] = [f"model.{key} = {ours[key]!r}" for key in ours if ours[key] != theirs[key]]
         if not missed[name]:
             return name, values
@@ -93,26 +98,20 @@ def config_of(settings: ModelSettings, context: int) -> tuple[str, dict[str, Any
     raise InputError(f"the decoder is of no family of Hugging Face's: {told}.")
 
 
-def _telling(settings: ModelSettings) -> ModelSettings:
-    """The settings that mean something of a plain decoder; the others as they are by default."""
-    default, rope = ModelSettings(cca_layers=()), settings.positions == "rope"
-    beside = [field.name for field in fields(settings) if field.name.startswith("encoder_")]
-    beside += ["cca_layers", "retrieval_positions", "shared_embeddings", "dropout", "copying_init", "mup_base_width"]
-    beside += ["max_positions"] if rope else [field.name for field in fields(settings) if field.name[:5] == "rope_"]
-    if settings.rope_scaling == "none":
-        beside += ["rope_factor"]
-    if settings.rope_scaling != "llama3":
-        beside += ["rope_low_factor", "rope_high_factor", "rope_original_length"]
-    if not settings.num_experts:
-        beside += ["experts_every", "experts_per_token", "capacity_factor", "balance_weight", "router_z_weight"]
-    plain = replace(settings, **{name: getattr(default, name) for name in beside})
-    # A head has as many features as turn, or more; only a stream with a table of places in a chunk is another one.
-    told: dict[str, Any] = {"num_kv_heads": plain.kv_heads} | (
-        {"rope_share": plain.turning / plain.head_dim} if rope else {}
-    )
-    if settings.positions == settings.beside == "learned":
-        told["retrieval_positions"] = "learned"
-    return replace(plain, **told)
+def _decoder_settings(settings: ModelSettings) -> dict[str, Any]:
+    """The settings, by key, that define the function of a plain decoder; the others at their defaults."""
+    default, values = flatten(ModelSettings()), flatten(updated(settings, {"retrieval.cca_layers": ()}))
+    unused = keys_without_effect(updated(settings, {"retrieval.cca_layers": ()}))
+    for key in unused | {"shared_embeddings", "dropout", "copying_init"}:
+        values[key] = default[key]
+    values["attention.num_kv_heads"] = settings.attention.kv_heads
+    if settings.attention.positions == "rope":  # fractions that rotate as many features are equal
+        values["rope.partial_rotary_factor"] = settings.rotary_dim / settings.attention.head_dim
+    if settings.attention.positions == settings.retrieval_positions == "learned":
+        values["retrieval.positions"] = (
+            "learned"  # the stream then has a table of positions in a chunk, which no family has
+        )
+    return values
 
 
 # ------------------------------------------------------------------------------------------------- GPT-2 and GPT-NeoX
@@ -127,12 +126,12 @@ def _read_gpt2(config: Config) -> dict[str, Any]:
     return _heads(config, width, "n_head", "n_embd") | {
         "d_ffw": config.integer("n_inner", 4 * width),
         "num_layers": config.integer("n_layer"),
-        "positions": "learned",
-        "max_positions": context,
+        "attention.positions": "learned",
+        "attention.max_positions": context,
         "activation": config.choice("activation_function", _GELUS, "gelu_new"),
         "norm": "layer",
         "norm_eps": config.number("layer_norm_epsilon", 1e-5),
-        "attention_bias": "all",
+        "attention.bias": "all",
         "feed_forward_bias": True,
         "tied_embeddings": config.flag("tie_word_embeddings", True),
         "context": context,
@@ -142,10 +141,10 @@ def _read_gpt2(config: Config) -> dict[str, Any]:
 def _write_gpt2(settings: ModelSettings) -> dict[str, Any]:
     return {
         "n_embd": settings.d_model,
-        "n_head": settings.num_heads,
+        "n_head": settings.attention.num_heads,
         "n_layer": settings.num_layers,
         "n_inner": settings.d_ffw,
-        "n_positions": settings.max_positions,
+        "n_positions": settings.attention.max_positions,
         "activation_function": _THEIR_GELU.get(settings.activation, settings.activation),
         "layer_norm_epsilon": settings.norm_eps,
     }
@@ -160,28 +159,30 @@ def _read_neox(config: Config) -> dict[str, Any]:
         "activation": config.choice("hidden_act", _GELUS, "gelu"),
         "norm": "layer",
         "norm_eps": config.number("layer_norm_eps", 1e-5),
-        "attention_bias": "all" if config.flag("attention_bias", True) else "none",
+        "attention.bias": "all" if config.flag("attention_bias", True) else "none",
         "feed_forward_bias": True,
         "parallel_residual": config.flag("use_parallel_residual", True),
         "tied_embeddings": config.flag("tie_word_embeddings", False),
         "context": context,
-        **_read_rope(config, heads["head_dim"], context, theta="rotary_emb_base", share=("rotary_pct", 0.25)),
+        **_read_rope(config, heads["attention.head_dim"], context, theta="rotary_emb_base", share=("rotary_pct", 0.25)),
     }
 
 
 def _write_neox(settings: ModelSettings) -> dict[str, Any]:
     rope = _write_rope(settings)
-    rope["rope_parameters"]["partial_rotary_factor"] = rope["rotary_pct"] = settings.turning / settings.head_dim
+    rope["rope_parameters"]["partial_rotary_factor"] = rope["rotary_pct"] = (
+        settings.rotary_dim / settings.attention.head_dim
+    )
     return rope | {
         "hidden_size": settings.d_model,
-        "num_attention_heads": settings.num_heads,
+        "num_attention_heads": settings.attention.num_heads,
         "num_hidden_layers": settings.num_layers,
         "intermediate_size": settings.d_ffw,
         "hidden_act": _THEIR_GELU.get(settings.activation, settings.activation),
         "layer_norm_eps": settings.norm_eps,
-        "attention_bias": settings.attention_bias != "none",
+        "attention_bias": settings.attention.bias != "none",
         "use_parallel_residual": settings.parallel_residual,
-        "rotary_emb_base": settings.rope_theta,
+        "rotary_emb_base": settings.rope.theta,
     }
 
 
@@ -190,7 +191,7 @@ def _heads(config: Config, width: int, key: str, width_key: str) -> dict[str, An
     heads = config.integer(key)
     if width % heads:
         config.refuse(key, f"a divisor of {width_key} = {width}")
-    return {"d_model": width, "num_heads": heads, "head_dim": width // heads}
+    return {"d_model": width, "attention.num_heads": heads, "attention.head_dim": width // heads}
 
 
 # --------------------------------------------------------------------------------------------- Llama, Mistral and Qwen
@@ -198,22 +199,26 @@ def _heads(config: Config, width: int, key: str, width_key: str) -> dict[str, An
 
 def _read_llama(config: Config) -> dict[str, Any]:
     bias = "all" if config.flag("attention_bias", False) else "none"
-    return _read_gated(config) | {"attention_bias": bias, "feed_forward_bias": config.flag("mlp_bias", False)}
+    return _read_gated(config) | {"attention.bias": bias, "feed_forward_bias": config.flag("mlp_bias", False)}
 
 
 def _read_mistral(config: Config) -> dict[str, Any]:
     has_none = "sliding_window" in config.values and config.values["sliding_window"] is None
-    return _read_gated(config) | {"sliding_window": 0 if has_none else config.integer("sliding_window", 4096)}
+    return _read_gated(config) | {"attention.sliding_window": 0 if has_none else config.integer("sliding_window", 4096)}
 
 
 def _read_qwen2(config: Config) -> dict[str, Any]:
-    return _read_gated(config) | {"attention_bias": "qkv", "sliding_window": _read_window(config)}
+    return _read_gated(config) | {"attention.bias": "qkv", "attention.sliding_window": _read_window(config)}
 
 
 def _read_qwen3(config: Config) -> dict[str, Any]:
     bias = "all" if config.flag("attention_bias", False) else "none"
     window = _read_window(config)
-    return _read_gated(config, head_dim=128) | {"attention_bias": bias, "qk_norm": True, "sliding_window": window}
+    return _read_gated(config, head_dim=128) | {
+        "attention.bias": bias,
+        "attention.qk_norm": True,
+        "attention.sliding_window": window,
+    }
 
 
 def _read_gated(config: Config, head_dim: int = 0) -> dict[str, Any]:
@@ -223,9 +228,9 @@ def _read_gated(config: Config, head_dim: int = 0) -> dict[str, Any]:
     return {
         "d_model": width,
         "d_ffw": config.integer("intermediate_size"),
-        "num_heads": heads,
-        "head_dim": head_dim,
-        "num_kv_heads": config.integer("num_key_value_heads", heads),
+        "attention.num_heads": heads,
+        "attention.head_dim": head_dim,
+        "attention.num_kv_heads": config.integer("num_key_value_heads", heads),
         "num_layers": config.integer("num_hidden_layers"),
         "activation": config.choice("hidden_act", _SILU, "silu"),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
@@ -259,15 +264,16 @@ def _write_llama(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _write_mistral(settings: ModelSettings) -> dict[str, Any]:
-    return _write_gated(settings) | {"sliding_window": settings.sliding_window or None}
+    return _write_gated(settings) | {"sliding_window": settings.attention.sliding_window or None}
 
 
 def _write_qwen2(settings: ModelSettings) -> dict[str, Any]:
     return _write_gated(settings) | {
-        "sliding_window": settings.sliding_window or None,
-        "use_sliding_window": settings.sliding_window > 0,
-        "max_window_layers": 0 if settings.sliding_window else settings.num_layers,
-        "layer_types": ["sliding_attention" if settings.sliding_window else "full_attention"] * settings.num_layers,
+        "sliding_window": settings.attention.sliding_window or None,
+        "use_sliding_window": settings.attention.sliding_window > 0,
+        "max_window_layers": 0 if settings.attention.sliding_window else settings.num_layers,
+        "layer_types": ["sliding_attention" if settings.attention.sliding_window else "full_attention"]
+        * settings.num_layers,
     }
 
 
@@ -276,16 +282,16 @@ def _write_qwen3(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _write_bias(settings: ModelSettings) -> dict[str, Any]:
-    return {"attention_bias": settings.attention_bias != "none"}
+    return {"attention_bias": settings.attention.bias != "none"}
 
 
 def _write_gated(settings: ModelSettings) -> dict[str, Any]:
     return _write_rope(settings) | {
         "hidden_size": settings.d_model,
         "intermediate_size": settings.d_ffw,
-        "num_attention_heads": settings.num_heads,
-        "head_dim": settings.head_dim,
-        "num_key_value_heads": settings.kv_heads,
+        "num_attention_heads": settings.attention.num_heads,
+        "head_dim": settings.attention.head_dim,
+        "num_key_value_heads": settings.attention.kv_heads,
         "num_hidden_layers": settings.num_layers,
         "hidden_act": "silu" if settings.activation == "swiglu" else settings.activation,
         "rms_norm_eps": settings.norm_eps,
@@ -312,29 +318,32 @@ def _read_rope(
     if not share_key and (turning != 1 or config.values.get("partial_rotary_factor") not in (None, 1)):
         (rope if turning != 1 else config).refuse("partial_rotary_factor", "1")
     read = {
-        "rope_theta": rope.number("rope_theta", config.number(theta, 10_000.0)),
-        "rope_share": int(head_dim * turning) / head_dim,
-        "rope_scaling": scaling,
+        "rope.theta": rope.number("rope_theta", config.number(theta, 10_000.0)),
+        "rope.partial_rotary_factor": int(head_dim * turning) / head_dim,
+        "rope.scaling": scaling,
     }
     if scaling != "none":
-        read["rope_factor"] = rope.number("factor")
+        read["rope.factor"] = rope.number("factor")
     if scaling == "llama3":
-        read["rope_low_factor"] = rope.number("low_freq_factor")
-        read["rope_high_factor"] = rope.number("high_freq_factor")
-        read["rope_original_length"] = rope.integer("original_max_position_embeddings", context)
+        read["rope.low_freq_factor"] = rope.number("low_freq_factor")
+        read["rope.high_freq_factor"] = rope.number("high_freq_factor")
+        read["rope.original_max_positions"] = rope.integer("original_max_position_embeddings", context)
     return read
 
 
 def _write_rope(settings: ModelSettings) -> dict[str, Any]:
     """For newer versions and older ones."""
     scaling: dict[str, Any] = {}
-    if settings.rope_scaling != "none":
-        scaling = {"rope_type": settings.rope_scaling, "factor": settings.rope_factor}
-    if settings.rope_scaling == "llama3":
-        scaling |= {"low_freq_factor": settings.rope_low_factor, "high_freq_factor": settings.rope_high_factor}
-        scaling["original_max_position_embeddings"] = settings.rope_original_length
-    parameters = {"rope_type": "default", **scaling, "rope_theta": settings.rope_theta}
-    return {"rope_theta": settings.rope_theta, "rope_scaling": scaling or None, "rope_parameters": parameters}
+    if settings.rope.scaling != "none":
+        scaling = {"rope_type": settings.rope.scaling, "factor": settings.rope.factor}
+    if settings.rope.scaling == "llama3":
+        scaling |= {
+            "low_freq_factor": settings.rope.low_freq_factor,
+            "high_freq_factor": settings.rope.high_freq_factor,
+        }
+        scaling["original_max_position_embeddings"] = settings.rope.original_max_positions
+    parameters = {"rope_type": "default", **scaling, "rope_theta": settings.rope.theta}
+    return {"rope_theta": settings.rope.theta, "rope_scaling": scaling or None, "rope_parameters": parameters}
 
 
 FAMILIES = {

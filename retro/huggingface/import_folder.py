@@ -226,7 +226,7 @@ def _translated(weights: Weights, names: Names, settings: ModelSettings) -> dict
         if stored not in weights.files:
             raise InputError(f"{where} has no tensor {theirs}, which its config.json asks for.")
         used.add(stored)
-        tensor = names.ours(name, weights.read(stored), settings.num_heads)
+        tensor = names.ours(name, weights.read(stored), settings.attention.num_heads)
         if tensor.shape != shape:
             found = f"gives {name} the shape {list(tensor.shape)}, its config.json {list(shape)}"
             raise InputError(f"{weights.files[stored]}: {stored} {found}.")

@@ -23,7 +23,7 @@ tags:
 
 def model_card(checkpoint: Checkpoint, name: str) -> str:
     """README.md of a folder of this name."""
-    retrieves = bool(checkpoint.model.cca_layers)
+    retrieves = bool(checkpoint.model.retrieval.cca_layers)
     sections = [
         _HEADER + f"\n# {name}",
         _what_it_is(checkpoint.model),
@@ -36,9 +36,9 @@ def model_card(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _what_it_is(model: ModelSettings) -> str:
-    if not model.cca_layers:
+    if not model.retrieval.cca_layers:
         return "A decoder-only language model, trained as a baseline without retrieval."
-    layers = ", ".join(map(str, model.cca_layers))
+    layers = ", ".join(map(str, model.retrieval.cca_layers))
     return (
         "A retrieval-enhanced transformer (RETRO, Borgeaud et al. 2022, arXiv 2112.04426). Every chunk of "
         f"{model.chunk_length} tokens can ask a datastore for its nearest neighbors, which an encoder reads and the decoder's layers "
@@ -53,10 +53,10 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     total, inner = count_parameters(built, embeddings=True), count_parameters(built)
     facts = [
         ("parameters", f"{total:,}, of which {total - inner:,} in embeddings and the output layer"),
-        ("decoder", f"layers: {model.num_layers}, width: {model.d_model}, heads: {model.num_heads}"),
+        ("decoder", f"layers: {model.num_layers}, width: {model.d_model}, heads: {model.attention.num_heads}"),
     ]
-    if model.cca_layers:
-        facts.append(("encoder of neighbors", f"layers: {model.encoder_num_layers}, width: {model.encoder_d_model}"))
+    if model.retrieval.cca_layers:
+        facts.append(("encoder of neighbors", f"layers: {model.encoder.num_layers}, width: {model.encoder.d_model}"))
     facts += [
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("context", f"{checkpoint.settings['data']['sequence_length']:,} tokens"),
@@ -132,7 +132,7 @@ def _limits(model: ModelSettings) -> str:
         "Of a text that outgrows the context the oldest quarter is dropped.",
         "License and languages are those of the training text: add them here before publishing.",
     ]
-    if not model.cca_layers:
+    if not model.retrieval.cca_layers:
         limits.pop(2)
     return "\n".join(f"- {limit}" for limit in limits)
 

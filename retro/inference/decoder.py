@@ -121,10 +121,10 @@ class Decoder:
         with torch.inference_mode(), placement.autocast():
             self.virtual, self.num_virtual = model.virtual()
         keys = range(-self.num_virtual, 1)
-        self.here = positions_of(*model.scheme, range(context), keys, placement.device, rope=model.rope)
+        self.here = positions_of(*model.self_scheme, range(context), keys, placement.device, rope=model.settings.rope)
         self.there: Positions | None = None  # once the size of neighbors is known
         attentions: list[Any] = list(model.attention.values())
-        self.crosses: list[Any] = [model.cross[str(layer)] for layer in model.settings.cca_layers]
+        self.crosses: list[Any] = [model.cross[str(layer)] for layer in model.settings.retrieval.cca_layers]
         self.distance_keys = self._distance_keys(self.here, [each.block for each in attentions])
         self.cross_distance_keys: Sequence[Tensor | None] = ()
         self.layers: list[tuple[Any, Any]] = list(zip(attentions, model.feed_forward.values(), strict=True))
@@ -192,7 +192,7 @@ class Decoder:
             tokens[number, :count] = row.tokens[row.num_read : row.num_read + count]
             row.num_read += count
         span = self._span(numbers, starts, np.array(counts))
-        cca_layers = model.settings.cca_layers if self.retrieve or self.given is not None else ()
+        cca_layers = model.settings.retrieval.cca_layers if self.retrieve or self.given is not None else ()
         expert_layers = model.settings.expert_layers
 
         h = model.embed_at(self._put(tokens), span.positions)
@@ -203,7 +203,7 @@ class Decoder:
             if layer == min(cca_layers, default=0):
                 self._encode(rows, starts, h, span)
                 there = self._there(span)
-            if layer in cca_layers and (there is not None or model.settings.smeared[1] > 1):
+            if layer in cca_layers and (there is not None or model.settings.cross_smeared_tokens > 1):
                 h = h + self._cross_attend(cca_layers.index(layer), h, there, span)
             h = feed_forward(h, reads=reads)
             if layer in expert_layers:  # in evaluation they take every token for itself
@@ -217,7 +217,7 @@ class Decoder:
         if begins:
             self.cache.readable[at] = False
         keys_at = self._keys_at(stop)
-        mask = (visible(positions, keys_at, self.model.settings.sliding_window) | (keys_at < 0))[:, None]
+        mask = (visible(positions, keys_at, self.model.settings.attention.sliding_window) | (keys_at < 0))[:, None]
         rows = slice(None) if len(numbers) == len(self.rows) else at
         slots = positions + self.num_virtual
         return _Pass(at, rows, positions, self._put(counts - 1), begins, slots, stop, mask)
@@ -343,22 +343,24 @@ class Decoder:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=self.placement.device)
 
-        layers, cca_layers, heads = s.num_layers, len(s.cca_layers), s.kv_heads
-        own, cross = s.smeared
-        asking, asking_neighbors = ((max(0, width - 1), s.num_heads, s.head_dim) for width in (own, cross))
-        keys, values = zeros(2, layers, heads, self.num_virtual, s.head_dim).unbind(1)
+        layers, cca_layers, heads = s.num_layers, len(s.retrieval.cca_layers), s.attention.kv_heads
+        own, cross = s.self_smeared_tokens, s.cross_smeared_tokens
+        asking, asking_neighbors = (
+            (max(0, width - 1), s.attention.num_heads, s.attention.head_dim) for width in (own, cross)
+        )
+        keys, values = zeros(2, layers, heads, self.num_virtual, s.attention.head_dim).unbind(1)
         for layer, virtual in enumerate(self.virtual.values()):
             for cached, new in zip((keys, values), virtual, strict=True):
                 cached[:, layer] = new.transpose(1, 2)  # [1, G, P, C]
         return Cache(
             keys=keys,
             values=values,
-            last_keys=zeros(layers, own, heads, s.head_dim),
+            last_keys=zeros(layers, own, heads, s.attention.head_dim),
             last_queries=zeros(layers, *asking),
             last_cross_queries=zeros(cca_layers, *asking_neighbors),
             chunk=zeros(s.chunk_length, s.d_model).float(),
-            neighbor_keys=zeros(cca_layers, heads, 0, s.head_dim),
-            neighbor_values=zeros(cca_layers, heads, 0, s.head_dim),
+            neighbor_keys=zeros(cca_layers, heads, 0, s.attention.head_dim),
+            neighbor_values=zeros(cca_layers, heads, 0, s.attention.head_dim),
             readable=zeros(0, 0).bool(),
         )
 
@@ -378,7 +380,7 @@ class Decoder:
     def _learn_size_of_neighbors(self, k: int, r: int) -> None:
         """What has waited for the first neighbors to come."""
         self.there = positions_of(
-            *self.model.scheme_beside, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)
+            *self.model.cross_scheme, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)
         )
         self.cross_distance_keys = self._distance_keys(self.there, [each.block.attention for each in self.crosses])
         keys, values = (F.pad(t, (0, 0, 0, k * r)) for t in (self.cache.neighbor_keys, self.cache.neighbor_values))

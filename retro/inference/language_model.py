@@ -67,13 +67,13 @@ class LanguageModel:
         retriever: Retriever | None = None
         if isinstance(source, Retriever):
             retriever, tokenizer = source, source.tokenizer
-        elif retrieval and opened.model.cca_layers:
+        elif retrieval and opened.model.retrieval.cca_layers:
             retriever = Retriever.open(source)
             tokenizer = retriever.tokenizer
         else:
             tokenizer = Tokenizer.open(Path(source) / "tokenizer")
         _check_fits(opened, tokenizer, retriever, source)
-        if not retrieval or not opened.model.cca_layers:
+        if not retrieval or not opened.model.retrieval.cca_layers:
             retriever = None
         model = load_model(opened, placement.device)
         placement.cast(model)
@@ -141,7 +141,7 @@ class LanguageModel:
         """What finds k neighbors of chunks; None for k = 0, and for a model that reads none."""
         if k < 0:
             raise InputError(f"k = {k}: must be 0 (retrieval OFF) or more.")
-        if not k or not self.model.settings.cca_layers:
+        if not k or not self.model.settings.retrieval.cca_layers:
             return None
         retriever = self.retriever
         if retriever is None:
@@ -167,16 +167,7 @@ class LanguageModel:
 
 
 def _check_fits(checkpoint: Checkpoint, tokenizer: Tokenizer, retriever: Retriever | None, source: object) -> None:
-    """Raise InputError where a model cannot read what stands in a datastore."""
+    """Raise InputError unless a model can read the tokens and, with retrieval, the chunks of a datastore."""
     name = source.datastore.folder if isinstance(source, Retriever) else source
-    ids, m = tokenizer.vocab_size, checkpoint.model.chunk_length
-    found = [("vocab_size", checkpoint.num_ids, ids, checkpoint.reads(ids))]
-    if retriever is not None:
-        theirs = retriever.datastore.chunk_length
-        found.append(("chunk_length", m, theirs, m == theirs))
-    for key, expected, value, fits in found:
-        if not fits:
-            raise InputError(
-                f"{checkpoint.path} was trained with {key} = {expected}, {name} has {value}. "
-                "Name the datastore of the training run, or one with the same tokenizer and chunk length."
-            )
+    length = checkpoint.model.chunk_length if retriever is None else retriever.datastore.chunk_length
+    checkpoint.check_fits({"vocab_size": tokenizer.vocab_size, "chunk_length": length}, name)

@@ -14,20 +14,26 @@ from retro.model.settings import ModelSettings
 
 
 class Encoder(nn.Module):
-    """Bidirectional transformer over each neighbor, conditioned on the chunk that retrieved it (algorithm 1)."""
+    """Bidirectional transformer over each neighbor, conditioned on the querying chunk (algorithm 1)."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        width, dropout = settings.encoder_d_model, settings.dropout
-        self.scheme = (settings.beside, width, settings.encoder_head_dim)
+        width, dropout = settings.encoder.d_model, settings.dropout
+        self.scheme = (settings.retrieval_positions, width, settings.encoder.head_dim)
         self.chunk_length = settings.chunk_length
         self.shared = settings.shared_embeddings
 
         def attention(source_width: int) -> Residual:
-            heads, head_dim = settings.encoder_num_heads, settings.encoder_head_dim
+            heads, head_dim = settings.encoder.num_heads, settings.encoder.head_dim
             scale = 1 / head_dim if settings.init == "mup" else None
             block = Attention(
-                width, source_width, heads, head_dim, settings.beside, qk_norm=settings.qk_norm, scale=scale
+                width,
+                source_width,
+                heads,
+                head_dim,
+                settings.retrieval_positions,
+                qk_norm=settings.attention.qk_norm,
+                scale=scale,
             )
             return Residual(rms_norm(width), block, dropout)
 
@@ -35,15 +41,15 @@ class Encoder(nn.Module):
             self.project = nn.Linear(settings.d_model, width, bias=False)
         else:
             self.embedding = nn.Embedding(settings.vocab_size, width)
-        if settings.beside == "learned":
+        if settings.retrieval_positions == "learned":
             self.position_embedding = nn.Embedding(2 * settings.chunk_length, width)  # a chunk and its continuation
-        layers, feed_forward = range(settings.encoder_num_layers), FEED_FORWARD[settings.activation]
+        layers, feed_forward = range(settings.encoder.num_layers), FEED_FORWARD[settings.activation]
         self.attention = nn.ModuleList(attention(width) for _ in layers)
-        self.cross = nn.ModuleDict({str(layer): attention(settings.d_model) for layer in settings.encoder_cca_layers})
+        self.cross = nn.ModuleDict({str(layer): attention(settings.d_model) for layer in settings.encoder.cca_layers})
         self.feed_forward = nn.ModuleList(
-            Residual(rms_norm(width), feed_forward(width, settings.encoder_d_ffw), dropout) for _ in layers
+            Residual(rms_norm(width), feed_forward(width, settings.encoder.d_ffw), dropout) for _ in layers
         )
-        if settings.encoder_cca_layers:
+        if settings.encoder.cca_layers:
             self.query_norm = rms_norm(settings.d_model)
         self.norm = rms_norm(width)
 
@@ -52,23 +58,28 @@ class Encoder(nn.Module):
 
         Args:
             tokens: of the neighbors, int64 [B, U, K, R].
-            mask: which of them are real, bool [B, U, K, R].
-            h: decoder activations; the first U·M are those of the querying chunks, [B, T, D].
-            table: the decoder's, read where embeddings are shared.
+            mask: True for real tokens, bool [B, U, K, R].
+            h: decoder activations [B, T, D]; the first U·M are those of the querying chunks.
+            table: the decoder's embeddings, for `shared_embeddings`.
 
         Returns:
-            [B, U, K, R, E]. Where the mask is False it means nothing.
+            [B, U, K, R, E]; values where the mask is False are undefined.
+
+        Raises:
+            InputError: neighbors are longer than the table of learned positions.
         """
         _, num_chunks, k, r = tokens.shape
         tokens = rearrange(tokens, "b u k r -> (b u k) r")
-        if self.shared:  # rows of one size, whatever the table's; the stream keeps the table's type under autocast
+        if (
+            self.shared
+        ):  # normalized, so the scale of the table does not matter; the stream keeps its dtype under autocast
             e = self.project(F.rms_norm(table(tokens), table.weight.shape[1:])).to(table.weight.dtype)
         else:
             e = self.embedding(tokens)
         if hasattr(self, "position_embedding"):
             if r > (longest := 2 * self.chunk_length):
                 raise InputError(
-                    f"neighbors of {r} tokens: with model.positions = 'learned' they may have {longest}, twice "
+                    f"neighbors have {r} tokens: with model.attention.positions = 'learned' they can have {longest}, twice "
                     f"model.chunk_length = {self.chunk_length}."
                 )
             e = e + self.position_embedding.weight[:r]

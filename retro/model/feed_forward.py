@@ -1,4 +1,4 @@
-"""The feed-forward blocks of decoder and encoder: what each token makes of itself.
+"""Feed-forward blocks of decoder and encoder.
 
 Letters of the shape comments as in `retro.py`.
 """
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Matrix = Callable[[int, int], nn.Module]
-"""Makes a module that multiplies by a matrix, from the number of features before and after."""
+"""A function from numbers of input and output features to a module that multiplies by a matrix."""
 
 
 def linear(in_features: int, out_features: int) -> nn.Module:
@@ -24,7 +24,7 @@ def affine(in_features: int, out_features: int) -> nn.Module:
 
 
 class FeedForward(nn.Module):
-    """Two matrices and a GELU, for each token by itself; experts bring matrices of their own (`mixture_of_experts.py`)."""
+    """Two matrices with GELU in between. Experts pass another kind of matrix (`mixture_of_experts.py`)."""
 
     def __init__(self, width: int, inner_width: int, matrix: Matrix = linear, approximate: str = "none") -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202): a third matrix says how much of each inner feature goes on."""
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202): a third matrix gates the inner features."""
 
     def __init__(self, width: int, inner_width: int, matrix: Matrix = linear) -> None:
         super().__init__()
@@ -56,4 +56,4 @@ FEED_FORWARD: dict[str, Callable[..., nn.Module]] = {
     "gelu-tanh": partial(FeedForward, approximate="tanh"),
     "swiglu": GatedFeedForward,
 }
-"""By `ModelSettings.activation`."""
+"""Feed-forward blocks by `ModelSettings.activation`."""

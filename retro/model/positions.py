@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from retro.model.settings import RopeSettings
+
 
 class RopePositions(NamedTuple):
     """RoPE: the rotation of every query and key. Scores depend only on the difference of the two angles."""
@@ -35,26 +37,10 @@ class NoPositions(NamedTuple):
     """Attention without position terms: learned positions are part of its input."""
 
 
-class Rope(NamedTuple):
-    """Parameters of RoPE; see `settings.RopeSettings`.
-
-    Attributes:
-        rotary_dim: features of each head that are rotated, the first ones; 0 = all.
-    """
-
-    rotary_dim: int = 0
-    theta: float = 10_000
-    scaling: str = "none"
-    factor: float = 1
-    low_freq_factor: float = 1
-    high_freq_factor: float = 4
-    original_max_positions: int = 8192
+DEFAULT_ROPE = RopeSettings()
 
 
-DEFAULT_ROPE = Rope()
-
-
-def frequencies(number: int, rope: Rope, device: torch.device) -> Tensor:
+def frequencies(number: int, rope: RopeSettings, device: torch.device) -> Tensor:
     """Radians by which each pair of features rotates per token, in geometric progression: [number] float32.
 
     `llama3` is the scaling of Llama 3.1 (Dubey et al. 2024, section 3.4.3), as in Meta's published code.
@@ -70,7 +56,7 @@ def frequencies(number: int, rope: Rope, device: torch.device) -> Tensor:
     return radians
 
 
-def waves(positions: Tensor, num_frequencies: int, rope: Rope = DEFAULT_ROPE) -> tuple[Tensor, Tensor]:
+def waves(positions: Tensor, num_frequencies: int, rope: RopeSettings = DEFAULT_ROPE) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions [S], both [S, num_frequencies] float32."""
     angles = positions[:, None] * frequencies(num_frequencies, rope, positions.device)
     return angles.cos(), angles.sin()
@@ -87,7 +73,7 @@ def positions_of(
     key: range,
     device: torch.device,
     copies: tuple[int, int] = (1, 1),
-    rope: Rope = DEFAULT_ROPE,
+    rope: RopeSettings = DEFAULT_ROPE,
 ) -> Positions:
     """Positions for the attentions of a stack. A query at position i and a key at position j have distance i - j.
 
@@ -99,14 +85,14 @@ def positions_of(
         key: positions of the keys.
         device: where tensors are created.
         copies: how often queries and keys repeat: K neighbors that are concatenated have the same r positions.
-        rope: parameters of RoPE, if that is the scheme.
+        rope: parameters of RoPE, if that is the scheme; by default it rotates whole heads.
     """
     if scheme == "learned":
         return NoPositions()
     query_at = torch.arange(query.start, query.stop, device=device).repeat(copies[0])  # [Q]
     key_at = torch.arange(key.start, key.stop, device=device).repeat(copies[1])  # [S]
     if scheme == "rope":
-        pairs = (rope.rotary_dim or head_dim) // 2
+        pairs = round(head_dim * rope.partial_rotary_factor) // 2
         return RopePositions(*(torch.stack(waves(at, pairs, rope))[:, :, None] for at in (query_at, key_at)))
     if scheme == "alibi":
         return AlibiPositions((query_at[:, None] - key_at).abs()[None, None])

@@ -1,4 +1,4 @@
-"""What stands around every block of decoder and encoder: a norm before it, and the stream that it adds to."""
+"""Pre-norm residual connection around every block of decoder and encoder."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """x + dropout(block(norm(x))), around every block of decoder and encoder."""
+    """x + dropout(block(norm(x)))."""
 
     def __init__(self, norm: nn.Module, block: nn.Module, dropout: float) -> None:
         super().__init__()
@@ -15,18 +15,25 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, *args: Any, reads: Tensor | None = None, **kwargs: Any) -> Any:
-        """[..., D] to [..., D]; what else the block takes follows x, and what else it returns follows the sum.
+        """Apply the block to x [..., D]; further arguments are passed to the block.
 
-        With `reads` [..., D] the block reads that, and what it makes of it is added to x.
+        Args:
+            x: residual stream.
+            args: of the block.
+            reads: input of the block in place of x (parallel residual), [..., D].
+            kwargs: of the block.
+
+        Returns:
+            [..., D]; if the block returns a tuple, followed by its other items.
         """
         y = self.block(self.norm(x if reads is None else reads), *args, **kwargs)
         return (x + self.dropout(y[0]), *y[1:]) if isinstance(y, tuple) else x + self.dropout(y)
 
 
 def rms_norm(width: int) -> nn.Module:
-    """The norm of encoder and chunked cross-attention."""
+    """Create the norm of encoder and chunked cross-attention."""
     return nn.RMSNorm(width, eps=1e-6)
 
 
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
-"""Those of the decoder's own blocks, by `ModelSettings.norm`."""
+"""Norms of the decoder's self-attention and feed-forward blocks, by `ModelSettings.norm`."""

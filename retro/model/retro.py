@@ -5,16 +5,19 @@
                              ▼                                         │ read from the last token of chunk u on
     neighbors of chunk u ─ bidirectional encoder ──────────────────────┘ encoded once
 
-Notable: retrieval OFF is the same weights with `neighbors=None`; RMSNorm before each block; no biases; rotary positions
-(ours), Transformer-XL's (the paper's) or others; a decoder of another family may have LayerNorm, biases and more, and its encoder and
-cross-attention then have none of it; one class is every attention (`attention.py`); no loop over chunks; no
-buffers, so a model made on the meta device needs only `to_empty` and `initialize`. RETROfit trains `encoder.*` and `cross.*` and
-freezes the rest. The model knows nothing of meshes, shards, optimizers or caches (`inference/decoder.py`).
+Notable:
+    - Retrieval OFF uses the same weights with `neighbors=None`.
+    - RMSNorm before each block, no biases, rotary positions by default; the paper has Transformer-XL positions.
+    - A decoder of another family can have LayerNorm, biases and more. Its encoder and cross-attention keep the defaults.
+    - One class implements every attention (`attention.py`). There is no loop over chunks.
+    - No buffers: a model created on the meta device needs only `to_empty` and `initialize`.
+    - RETROfit trains `encoder.*` and `cross.*` and freezes the rest.
+    - Meshes, shards, optimizers and caches are applied from outside (`parallel/`, `inference/decoder.py`).
 
 Letters of the shape comments:
     B batch    T tokens       D decoder width    V vocabulary    U complete chunks (T // m)    M = m, tokens of a chunk
     K neighbors of a chunk    R tokens of a neighbor (r)         E encoder width
-    N attentions side by side    Q queries    S keys    H heads    C features of a head    X distances
+    N batch of an attention      Q queries    S keys    H heads    C features of a head    X distances
 """
 
 from functools import partial
@@ -31,7 +34,7 @@ from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key, visible
 from retro.model.mixture_of_experts import ExpertLinear, Experts, queues_of
-from retro.model.positions import Positions, Rope, positions_of
+from retro.model.positions import Positions, positions_of
 from retro.model.residual_block import NORMS, Residual, rms_norm
 from retro.model.settings import ModelSettings
 
@@ -39,14 +42,14 @@ from retro.model.settings import ModelSettings
 
 
 class ChunkedCrossAttention(nn.Module):
-    """The last token of chunk u and the first m - 1 tokens of chunk u + 1 read the neighbors of chunk u.
+    """Attention of the last token of chunk u and the first m - 1 tokens of chunk u + 1 to the neighbors of chunk u.
 
         tokens      0 . . . m-1  m . . . . 2m-1  2m . . .
-        chunks      └─── 0 ───┘  └──── 1 ────┘  └── 2 …        neighbors of chunk u were found with all its tokens, so
-        windows               └─── 0 ────┘└─── 1 ────┘         no token before its last one may know them
+        chunks      └─── 0 ───┘  └──── 1 ────┘  └── 2 …        All tokens of chunk u were used to retrieve its neighbors,
+        windows               └─── 0 ────┘└─── 1 ────┘         so only its last token and later ones may read them.
 
-    A window is the sequence shifted by m - 1 tokens and cut every m: no copies, no loop. Token i of a window is
-    i - i' + m - 1 from token i' of a neighbor. One softmax runs over all tokens of all K neighbors.
+    Windows are the sequence shifted by m - 1 tokens and split every m tokens: no copies, no loop. Token i of a window and token
+    i' of a neighbor have distance i - i' + m - 1. One softmax covers all tokens of all K neighbors.
     """
 
     def __init__(self, attention: Attention, chunk_length: int) -> None:
@@ -55,7 +58,7 @@ class ChunkedCrossAttention(nn.Module):
         self.chunk_length = chunk_length
 
     def forward(self, x: Tensor, places: Positions, encoded: Tensor, mask: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D], and exactly 0 for tokens with nothing to read.
+        """Attend from x [B, T, D] to encoded neighbors: [B, T, D], exactly 0 for tokens without neighbors.
 
         Args:
             x: decoder activations, [B, T, D].
@@ -64,10 +67,10 @@ class ChunkedCrossAttention(nn.Module):
             mask: bool, which of their tokens are real, [B, U, K, R].
         """
         m, num_chunks = self.chunk_length, encoded.shape[1]
-        # Smeared queries reach back into the chunk before: no further, and chunks are of one document.
+        # Smeared queries include tokens of the preceding chunk, but no earlier ones, and a chunk belongs to one document.
         first = m - max(1, self.attention.smeared_tokens)
         q = self.attention.smear_queries(self.attention.project_queries(x[:, first:]))[:, m - 1 - first :]
-        num_readers = q.shape[1]  # the last window is cut short by the end of the sequence
+        num_readers = q.shape[1]  # the end of the sequence cuts the last window short
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
         windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
         read = self.attend(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask.flatten(0, 1))
@@ -92,47 +95,45 @@ class ChunkedCrossAttention(nn.Module):
 # --------------------------------------------------------------------------------------- decoder (section 2.4, alg. 1)
 
 
-def rope_of(settings: ModelSettings) -> Rope:
-    """How the decoder's own attentions turn."""
-    scaling = ("scaling", "factor", "low_factor", "high_factor", "original_length")
-    return Rope(settings.turning, settings.rope_theta, *(getattr(settings, f"rope_{name}") for name in scaling))
-
-
 class Retro(nn.Module):
-    """The language model. Without `cca_layers` it is a plain decoder, the paper's baseline."""
+    """The language model. With empty `cca_layers` it is a plain decoder, the paper's baseline."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        if settings.vocab_size < 1:
-            raise InputError(
-                "model.vocab_size is 0, which stands for the datastore's tokenizer: "
-                "fill it in with dataclasses.replace(settings, vocab_size=...) before building the model."
-            )
+        for key in ("vocab_size", "chunk_length"):
+            if not getattr(settings, key):
+                raise InputError(f"model.{key} is 0: set it, or take the datastore's with `datastore_fit.fit_to`.")
         self.settings = settings
-        width, heads, head_dim, dropout = settings.d_model, settings.num_heads, settings.head_dim, settings.dropout
-        self.scheme, self.scheme_beside = (settings.positions, width, head_dim), (settings.beside, width, head_dim)
-        self.rope = rope_of(settings)
+        width, head_dim, dropout = settings.d_model, settings.attention.head_dim, settings.dropout
+        self.self_scheme = settings.attention.positions, width, head_dim
+        self.cross_scheme = settings.retrieval_positions, width, head_dim
         self.base_width = settings.mup_base_width if settings.init == "mup" else width
         attention = partial(
             Attention,
             width,
-            num_heads=heads,
+            num_heads=settings.attention.num_heads,
             head_dim=head_dim,
-            num_kv_heads=settings.kv_heads,
-            qk_norm=settings.qk_norm,
+            num_kv_heads=settings.attention.kv_heads,
+            qk_norm=settings.attention.qk_norm,
             scale=1 / head_dim if settings.init == "mup" else None,
         )
         norm = partial(NORMS[settings.norm], width, eps=settings.norm_eps)
 
-        def own() -> Attention:
-            bias, norm_eps, smeared = settings.attention_bias, settings.norm_eps, settings.smeared[0]
+        def self_attention() -> Attention:
             return attention(
-                key_width=width, scheme=settings.positions, smeared_tokens=smeared, bias=bias, norm_eps=norm_eps
+                key_width=width,
+                scheme=settings.attention.positions,
+                smeared_tokens=settings.self_smeared_tokens,
+                bias=settings.attention.bias,
+                norm_eps=settings.norm_eps,
             )
 
-        def cross() -> ChunkedCrossAttention:
-            source, smeared = settings.encoder_d_model, settings.smeared[1]
-            block = attention(key_width=source, scheme=settings.beside, smeared_tokens=smeared)
+        def cross_attention() -> ChunkedCrossAttention:
+            block = attention(
+                key_width=settings.encoder.d_model,
+                scheme=settings.retrieval_positions,
+                smeared_tokens=settings.cross_smeared_tokens,
+            )
             return ChunkedCrossAttention(block, settings.chunk_length)
 
         def feed_forward(layer: int) -> nn.Module:
@@ -141,16 +142,18 @@ class Retro(nn.Module):
 
         layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)
-        if settings.positions == "learned":
-            self.position_embedding = nn.Embedding(settings.max_positions, width)
-        if settings.beside == "learned":
+        if settings.attention.positions == "learned":
+            self.position_embedding = nn.Embedding(settings.attention.max_positions, width)
+        if settings.retrieval_positions == "learned":
             self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
-        # By number, as a device may hold some of the layers only.
-        self.attention = nn.ModuleDict({str(n): Residual(norm(), own(), dropout) for n in layers})
+        # By number: with pipeline parallelism a device holds only some of the layers.
+        self.attention = nn.ModuleDict({str(n): Residual(norm(), self_attention(), dropout) for n in layers})
         self.feed_forward = nn.ModuleDict({str(n): Residual(norm(), feed_forward(n + 1), dropout) for n in layers})
-        crosses = {str(layer): Residual(rms_norm(width), cross(), dropout) for layer in settings.cca_layers}
+        crosses = {
+            str(layer): Residual(rms_norm(width), cross_attention(), dropout) for layer in settings.retrieval.cca_layers
+        }
         self.cross = nn.ModuleDict(crosses)
-        if settings.cca_layers:
+        if settings.retrieval.cca_layers:
             self.encoder = Encoder(settings)
         self.norm = norm()
         self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
@@ -159,19 +162,19 @@ class Retro(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Draw all weights anew; what a model built on the meta device needs after `to_empty`.
+        """Draw all weights. A model created on the meta device needs this after `to_empty`.
 
-        Matrices keep the variance of what they multiply (std 1/sqrt(fan-in)), at any width. What is added to the
-        residual stream is scaled down by the number of additions, so its variance at the top does not grow with depth.
-        Tokens enter both streams about as loud as the blocks speak: with 0.02 as it stands (GPT-2's choice) they are
-        drowned by the first block, and learning to copy from neighbors took more than twice the steps.
+        Matrices preserve variance (std 1/sqrt(fan-in)) at any width. Outputs of blocks are scaled down by the number of blocks,
+        so the variance of the residual stream does not grow with depth. Embeddings enter both streams about as large as the
+        outputs of blocks: with a std of 0.02 (GPT-2's choice) they would be far smaller than the output of the first block,
+        and copying from neighbors took more than twice as many steps to learn.
 
-        What `init` = mup changes stands in `training/learning_rate_scaling.py`: here, only the output layer's size.
+        `init` = mup changes only the std of the output layer here; see `training/learning_rate_scaling.py`.
         """
-        num_blocks = 2 * self.settings.num_layers + len(self.settings.cca_layers)
+        num_blocks = 2 * self.settings.num_layers + len(self.settings.retrieval.cca_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
-                # The decoder's rows are small, as they are the output layer too; `embed` multiplies them.
+                # The decoder's rows are small because they are the output layer too; `embed` multiplies them.
                 nn.init.normal_(module.weight, std=1.0 if name.startswith("encoder.") else 0.02)
             elif isinstance(module, nn.Linear | ExpertLinear):
                 into_stream = name.endswith((".o_proj", ".down_proj"))
@@ -186,7 +189,7 @@ class Retro(nn.Module):
                 if hasattr(module, "key_taps"):
                     module.key_taps.weight.copy_(initial_taps(*module.key_taps.weight.shape, of_queries=False))
                     module.query_taps.weight.copy_(initial_taps(*module.query_taps.weight.shape, of_queries=True))
-                if hasattr(module, "smear"):  # from heads that look for what followed to heads that look for the token
+                if hasattr(module, "smear"):  # from heads that match preceding tokens to heads that match the token
                     smear = module.smear.weight
                     smear.copy_(torch.linspace(2, -2, len(smear))[:, None])
             if getattr(module, "bias", None) is not None:
@@ -203,16 +206,16 @@ class Retro(nn.Module):
         neighbor_lengths: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """The logits of every next token, [B, T, V]. The arguments are those of `hidden`."""
+        """Compute the logits of every next token, [B, T, V]. The arguments are those of `hidden`."""
         return self.logits(self.hidden(tokens, documents, neighbors, neighbor_lengths, lengths))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] from `hidden` to [..., V]: apart, since logits are large and few of them may be wanted at a time."""
+        """Compute logits [..., V] from `hidden` [..., D]. Logits are large, so callers can pass a few rows at a time."""
         return F.linear(hidden, self.output_weight)
 
     @property
     def output_weight(self) -> Tensor:
-        """The output layer's [V, D]; with tied embeddings the decoder's own table."""
+        """The weight of the output layer [V, D]; with tied embeddings, the decoder's table."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def hidden(
@@ -223,19 +226,19 @@ class Retro(nn.Module):
         neighbor_lengths: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """The activations under the output layer, [B, T, D].
+        """Compute the input of the output layer, [B, T, D].
 
         Args:
-            tokens: int64 [B, T], for any T; a chunk is every m tokens from the first on, U = T // m are complete.
-            documents: int64 [B, ceil(T / m)], the document that each chunk belongs to, the incomplete one included.
-                Tokens see nothing of other documents or their neighbors. Padding stands at the end of a document,
-                where causality hides it from everything else. None says that each row is one document: that is faster.
-            neighbors: int64 [B, U, K, R], the neighbors of the complete chunks, any K and R; every id must lie in
-                the vocabulary. None turns retrieval off. A model without `cca_layers` ignores them.
-            neighbor_lengths: int64 [B, U, K], how many of the R tokens are real, from the first on; 0 = no neighbor,
-                K zeros = retrieval off for this chunk. None means all R.
-            lengths: int64 [B, ceil(T / m)], how many tokens of each chunk are real, from the first on. The others are
-                padding, which is sent to no expert; nothing else depends on them. None means all.
+            tokens: int64 [B, T], for any T. Every m tokens are a chunk; U = T // m chunks are complete.
+            documents: int64 [B, ceil(T / m)], the document of each chunk, the incomplete one included. Tokens do not see
+                other documents or their neighbors. Padding follows the last token of a document, where causality hides it.
+                None = each row is one document (faster).
+            neighbors: int64 [B, U, K, R], the neighbors of complete chunks, any K and R; every id must be less than V. None =
+                retrieval OFF. A model with empty `cca_layers` ignores them.
+            neighbor_lengths: int64 [B, U, K], number of real tokens among the R, from the first; 0 = no neighbor. K zeros =
+                retrieval OFF for this chunk. None = all R.
+            lengths: int64 [B, ceil(T / m)], number of real tokens of each chunk, from the first. The others are padding,
+                which is sent to no expert. Nothing else depends on them. None = all.
         """
         return self.hidden_and_routing(tokens, documents, neighbors, neighbor_lengths, lengths)[0]
 
@@ -247,28 +250,28 @@ class Retro(nn.Module):
         neighbor_lengths: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `hidden`, and what training needs of the experts: see `run_layers`."""
+        """As `hidden`, followed by the routing of experts, which training needs: see `run_layers`."""
         (_, num_tokens), m = tokens.shape, self.settings.chunk_length
         if documents is not None and documents.shape[1] != -(-num_tokens // m):
-            raise ValueError(f"documents has {documents.shape[1]} columns; {num_tokens} tokens begin one every {m}")
+            raise ValueError(f"documents has {documents.shape[1]} columns, but {num_tokens} tokens have one per {m}")
         if neighbors is not None and neighbors.shape[1] != num_tokens // m:
             raise ValueError(
-                f"neighbors of {neighbors.shape[1]} chunks; {num_tokens} tokens complete {num_tokens // m}"
+                f"neighbors has {neighbors.shape[1]} chunks, but {num_tokens} tokens complete {num_tokens // m}"
             )
         if lengths is not None and lengths.shape[1] != -(-num_tokens // m):
-            raise ValueError(f"lengths has {lengths.shape[1]} columns; {num_tokens} tokens begin one every {m}")
+            raise ValueError(f"lengths has {lengths.shape[1]} columns, but {num_tokens} tokens have one per {m}")
         h = self.embed(tokens, documents)
         h, _, routing = self.run_layers(h, None, documents, neighbors, neighbor_lengths, lengths)
         return self.finish(h), routing
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Where the residual stream begins: [B, T] to [B, T, D]; the documents as in `hidden`.
+        """Embed tokens [B, T] as the residual stream [B, T, D]. The documents are those of `hidden`.
 
         Raises:
-            InputError: learned positions are too few.
+            InputError: a row is longer than the table of learned positions.
         """
         num_tokens, positions = tokens.shape[1], None
-        if self.settings.positions == "learned":
+        if self.settings.attention.positions == "learned":
             self.settings.check_length(num_tokens)
             positions = torch.arange(num_tokens, device=tokens.device)
             if documents is not None:
@@ -276,31 +279,30 @@ class Retro(nn.Module):
         return self.embed_at(tokens, positions)
 
     def embed_at(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """The same of tokens that stand at some positions of their documents, [T] or [B, T]: learned ones alone look.
+        """Embed tokens at given positions in their documents, [T] or [B, T], which only learned positions need.
 
-        A second table says where a token stands in its chunk. So the stream itself tells chunked cross-attention, and the
-        encoder that reads the chunk, how far from a neighbor's token it is: those have a table of their own. Where they have
-        other positions, there is none.
+        If encoder and cross-attention have learned positions too, a second table embeds the position in the chunk. So
+        cross-attention and the encoder can infer distances between the tokens of a chunk and of a neighbor.
         """
         h = self.embedding(tokens)
-        if self.settings.positions == "learned":
+        if self.settings.attention.positions == "learned":
             assert positions is not None
             h = h + self.position_embedding(positions)
-            if self.settings.beside == "learned":
+            if self.settings.retrieval_positions == "learned":
                 h = h + self.chunk_embedding(positions % self.settings.chunk_length)
         return self.scaled(h)
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Embeddings [..., D] as the stream takes them."""
+        """Scale embeddings [..., D] as they enter the residual stream."""
         return rows * self.base_width**0.5 if self.settings.scaled_embeddings else rows
 
     def finish(self, h: Tensor) -> Tensor:
-        """The end of the residual stream as the output layer reads it: [..., D] to [..., D]."""
+        """Normalize the last activations for the output layer: [..., D] to [..., D]."""
         h = self.norm(h)
         return h if self.base_width == self.settings.d_model else h * (self.base_width / self.settings.d_model)
 
     def virtual(self) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
-        """What every token reads beside the others in each layer, by its name, and of how many virtual tokens it is."""
+        """Keys and values of virtual tokens by name of the layer, and the number of virtual tokens."""
         return ({}, 0) if self.virtual_tokens is None else (self.virtual_tokens(self), self.virtual_tokens.count)
 
     def run_layers(
@@ -312,14 +314,25 @@ class Retro(nn.Module):
         neighbor_lengths: Tensor | None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The layers that this device holds: the residual stream h [B, T, D], and the encoded neighbors [B, U, K, R, E].
+        """Run the layers that this device holds.
 
-        The encoder, which stands in the first layer with CCA, makes the latter of the neighbors; the rest as in `hidden`.
-        The third is `experts.ROUTING` of each sequence, float32 [B, 4], summed over the layers with experts, if there are any.
+        Args:
+            h: residual stream [B, T, D].
+            encoded: encoded neighbors [B, U, K, R, E]; None in or before the first layer with CCA, which runs the encoder.
+            documents: as in `hidden`.
+            neighbors: as in `hidden`.
+            neighbor_lengths: as in `hidden`.
+            lengths: as in `hidden`.
+
+        Returns:
+            The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 4],
+            summed over the layers with experts (None without experts).
         """
-        num_tokens, m, window = h.shape[1], self.settings.chunk_length, self.settings.sliding_window
+        num_tokens, m, window = h.shape[1], self.settings.chunk_length, self.settings.attention.sliding_window
         virtual, num_virtual = self.virtual()
-        here = positions_of(*self.scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.rope)
+        here = positions_of(
+            *self.self_scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.settings.rope
+        )
         mask = starts = None
         if documents is not None:
             mask, starts = document_mask(documents, m, num_tokens), document_starts(documents, m, num_tokens)
@@ -327,11 +340,11 @@ class Retro(nn.Module):
             at = torch.arange(num_tokens, device=h.device)
             seen = visible(at, at, window)  # [T, T]
             mask = seen if mask is None else mask & seen
-            mask = F.pad(mask, (num_virtual, 0), value=True)  # every token sees the virtual ones
+            mask = F.pad(mask, (num_virtual, 0), value=True)  # every token sees virtual tokens
         cca_layers: tuple[int, ...] = ()
         if neighbors is not None and neighbors.numel() > 0:
-            cca_layers, (k, r) = self.settings.cca_layers, neighbors.shape[2:]
-            there = positions_of(*self.scheme_beside, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
+            cca_layers, (k, r) = self.settings.retrieval.cca_layers, neighbors.shape[2:]
+            there = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
             real = neighbor_mask(neighbors, neighbor_lengths, documents)
         expert_layers, routing = self.settings.expert_layers, None
         queues = queues_of(h, m, documents, lengths) if expert_layers else None

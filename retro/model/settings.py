@@ -1,8 +1,16 @@
-"""What a model is told: its sizes and its options."""
+"""Settings of a model: `[model]` and its sections.
+
+A field's type and metadata (`_setting`) state what it accepts and what it is for, so a new option is one entry here:
+
+    checks         `_Section.__post_init__`
+    presets        `size`, `with_base`           (`retro/model/presets.py`)
+    checkpoints    `changes_function`            (`retro/training/initial_weights.py`)
+"""
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NoReturn, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from indexing.store.errors import InputError
 
@@ -12,238 +20,400 @@ Norm = Literal["rms", "layer"]
 Biases = Literal["none", "qkv", "all"]
 RopeScaling = Literal["none", "linear", "llama3"]
 Initialization = Literal["depth-scaled", "mup"]
+WithBase = Literal["decoder", "retrieval", "switch", "free"]
 
 
-@dataclass(frozen=True)
-class ModelSettings:
-    """The sizes of a model; `retro/model/presets.py` holds the paper's four and three for a CPU."""
+def _setting(
+    default: Any,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    size: bool = False,
+    with_base: WithBase = "decoder",
+    changes_function: bool = False,
+) -> Any:
+    """A field with metadata.
 
-    vocab_size: int = 0
-    """Rows of the embedding tables; 0 takes the number from the datastore's tokenizer."""
-    d_model: int = 256
-    """Width of the decoder."""
-    d_ffw: int = 1024
-    """Inner width of the decoder's feed-forward blocks."""
-    num_heads: int = 4
-    """Heads of every attention in the decoder."""
-    head_dim: int = 64
-    """Features of a decoder head; the attention's width is num_heads * head_dim, whatever d_model is."""
-    num_layers: int = 6
-    """Layers of the decoder."""
-    cca_layers: tuple[int, ...] = (3, 6)
-    """Decoder layers with chunked cross-attention, counted from 1 (P in the paper); none = a plain decoder."""
-    encoder_d_model: int = 128
-    """Width of the encoder of neighbors."""
-    encoder_d_ffw: int = 512
-    """Inner width of the encoder's feed-forward blocks."""
-    encoder_num_heads: int = 2
-    """Heads of every attention in the encoder."""
-    encoder_head_dim: int = 64
-    """Features of an encoder head."""
-    encoder_num_layers: int = 2
-    """Layers of the encoder."""
-    encoder_cca_layers: tuple[int, ...] = (1,)
-    """Encoder layers that read the querying chunk, counted from 1; none = neighbors encoded without their query."""
-    chunk_length: int = 64
-    """Tokens of a chunk (m); must be the datastore's."""
-    positions: PositionScheme = "rope"
-    """Relative positions: `rope` (rotary), `alibi` (scores fall with the distance), or `transformer-xl` as in the paper
-    (slower, more parameters); or absolute ones, `learned`."""
-    max_positions: int = 2048
-    """Rows of the decoder's table of `learned` positions: tokens of the longest sequence."""
-    activation: Activation = "gelu"
-    """Of the feed-forward blocks. `swiglu` has three matrices: with two thirds of d_ffw it is as large as `gelu`; `gelu-tanh`
-    is GPT-2's approximation of it."""
-    num_kv_heads: int = 0
-    """Heads of keys and values of every attention in the decoder, each read by num_heads / num_kv_heads heads of queries
-    (grouped-query attention: generation remembers less). 0 = num_heads. The encoder, which remembers nothing, has no such."""
-    norm: Norm = "rms"
-    """Of the decoder's own blocks: RMSNorm, or LayerNorm with gains and biases. Encoder and cross-attention have RMSNorm."""
-    norm_eps: float = 1e-6
-    """What these norms, and those of the decoder's own queries and keys, add to the variance."""
-    attention_bias: Biases = "none"
-    """Biases of the decoder's own attentions: of queries, keys and values, or of the output too."""
-    feed_forward_bias: bool = False
-    """Biases of the decoder's feed-forward blocks."""
-    rope_theta: float = 10_000.0
-    """With `rope`, the period of the slowest pair of features of the decoder's own attentions, over 2π (nearly)."""
-    rope_share: float = 1.0
-    """Share of the features of a head that turn, the first ones; the others know no position (GPT-NeoX)."""
-    rope_scaling: RopeScaling = "none"
-    """Turn more slowly, so that longer sequences span the angles of those in training: all pairs (`linear`), or the slow ones
-    alone (`llama3`)."""
-    rope_factor: float = 1.0
-    """How many times more slowly."""
-    rope_low_factor: float = 1.0
-    """With `llama3`, a pair that turns less than so many times in `rope_original_length` tokens is slow,"""
-    rope_high_factor: float = 4.0
-    """and one that turns more often than this stays as it is; those between are slowed in part."""
-    rope_original_length: int = 8192
-    """With `llama3`, tokens of a sequence in the training before."""
-    sliding_window: int = 0
-    """Tokens that a token sees in the decoder's own attentions, itself the last of them; 0 = all before it."""
-    parallel_residual: bool = False
-    """Let the feed-forward block of a layer read what the attention has read, and not what it has made of it (GPT-NeoX).
-    Chunked cross-attention comes after attention as ever, and no feed-forward block of its own layer reads it."""
-    scaled_embeddings: bool = True
-    """Multiply the rows of the embedding table by sqrt(d_model) where they enter the residual stream; else they enter as they are."""
-    retrieval_positions: PositionScheme | Literal[""] = ""
-    """Positions of encoder and chunked cross-attention, plain ones of theta 10,000 with `rope`; empty = as `positions`."""
-    qk_norm: bool = False
-    """Give the queries and keys of every head the same size (RMSNorm), so that no score can grow without bounds."""
-    init: Initialization = "depth-scaled"
-    """First weights. `depth-scaled`: what is added to the residual stream is the smaller, the more layers there are. `mup`:
-    this, and sizes and learning rates such that the best `train.lr` of a narrow model is that of a wide one."""
-    mup_base_width: int = 256
-    """With `mup`, inputs of a matrix that learns at `train.lr`; one with n inputs learns at mup_base_width / n of it."""
-    smeared_keys: bool = False
-    """Mix the key before into every key of the decoder's attentions (learned per head), so that one layer can find what
-    followed a token, in the text before or in a neighbor. Not in the paper; it brings copying sooner (docs/results/copying.md)."""
-    retrieval_smeared_keys: bool = False
-    """The same of chunked cross-attention alone: beside a trained decoder that has none (docs/how-to/retrofit.md)."""
-    smeared_tokens: int = 1
-    """With one of these, tokens before of which a key holds something. From 2 on queries hold so many too, their own included,
-    so that one head finds what followed several tokens at once; at most `chunk_length`."""
-    copying_init: bool = False
-    """Begin the decoder's attentions as ones that copy: queries look for tokens like their own, and what is read is said
-    again. Chunked cross-attention needs `shared_embeddings` for it; beside a trained decoder it is fitted to what that says
-    (docs/how-to/retrofit.md). Not in the paper (docs/results/copying.md)."""
-    num_experts: int = 0
-    """Experts of a decoder layer, of which each token asks a few, in the place of its feed-forward block; 0 = none."""
-    experts_every: int = 2
-    """Every so many decoder layers one has experts: 1 = all; 2 = layers 2, 4, 6 … (GShard)."""
-    experts_per_token: int = 2
-    """Experts that a token asks."""
-    capacity_factor: float = 1.25
-    """Tokens of a document in a sequence that an expert takes in training, over an even share of its chunks. Later ones are
-    dropped: none from num_experts / experts_per_token on, and none in evaluation."""
-    balance_weight: float = 0.01
-    """Weight in the loss of what keeps the experts evenly busy (Switch Transformer)."""
-    router_z_weight: float = 0.0
-    """Weight in the loss of what keeps the routers' logits small (ST-MoE: 0.001)."""
-    dropout: float = 0.0
-    """Share of the features dropped from the output of every block in training."""
-    tied_embeddings: bool = True
-    """Use the decoder's embedding table as its output layer too."""
-    shared_embeddings: bool = False
-    """Let the encoder read the decoder's embedding table, through a projection, instead of one of its own (the paper's)."""
-    preset: str = ""
-    """A row of the table in `retro/model/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) for all sizes; or
-    `base`: the decoder of the model that `train.init_from` names, all its sizes and options. Then cca_layers and the sizes of
-    the encoder may be set; left at their defaults, they are those that it has, or every third layer from 6 (of less than 12,
-    every second), and an encoder of two layers as wide as the decoder, up to 896."""
+    Args:
+        default: its default.
+        minimum: smallest value accepted.
+        above: accept only larger values.
+        size: whether a preset decides it.
+        with_base: what the preset `base` does with it. `decoder`: it is the base's; `retrieval`: it may be set, else it is the
+            base's or the usual one; `switch`: it may be switched on; `free`: it may be set.
+        changes_function: whether the same weights compute something else with another value.
+    """
+    return field(
+        default=default,
+        metadata={
+            "minimum": minimum,
+            "above": above,
+            "size": size,
+            "with_base": with_base,
+            "changes_function": changes_function,
+        },
+    )
+
+
+class _Section:
+    """Checks of single fields by their types and metadata."""
+
+    key: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Refuse what no model can have.
+        """Check every field by itself.
 
         Raises:
-            InputError: (a ValueError) naming the key, the value found, and what is accepted.
+            InputError: (a ValueError) with the key, the value found, and what is accepted.
         """
-        if self.vocab_size < 0:
-            self._refuse("vocab_size", "a positive number, or 0 to take it from the datastore's tokenizer")
-        sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers", "chunk_length")
-        encoder_sizes = ("d_model", "d_ffw", "num_heads", "head_dim", "num_layers")
-        for field in (*sizes, *(f"encoder_{size}" for size in encoder_sizes), "max_positions", "mup_base_width"):
-            if getattr(self, field) < 1:
-                self._refuse(field, "a positive number")
-        for field, choices in _CHOICES.items():
-            if getattr(self, field) not in get_args(choices):
-                self._refuse(field, f"one of {', '.join(get_args(choices))}")
-        if self.num_kv_heads < 0 or self.num_heads % self.kv_heads:
-            self._refuse("num_kv_heads", f"a divisor of model.num_heads = {self.num_heads}, or 0 for as many")
-        self._check_positions()
-        for field in ("cca_layers", "encoder_cca_layers"):
-            layers, count = getattr(self, field), field.replace("cca", "num")
-            last = math.inf if self.preset == "base" else getattr(self, count)  # a base may have more layers
-            if list(layers) != sorted({layer for layer in layers if 1 <= layer <= last}):
-                self._refuse(field, f"increasing numbers from 1 to model.{count} = {getattr(self, count)}, or nothing")
-        if self.copying_init and self.cca_layers and not self.shared_embeddings:
-            self._refuse("copying_init", "false, or set model.shared_embeddings")
-        if not 1 <= self.smeared_tokens <= self.chunk_length:
-            self._refuse("smeared_tokens", f"a number from 1 to model.chunk_length = {self.chunk_length}")
-        if self.norm_eps <= 0:
-            self._refuse("norm_eps", "a number above 0")
-        self._check_experts()
-        if not 0 <= self.dropout < 1:
-            self._refuse("dropout", "a number from 0 up to, not including, 1")
+        hints = get_type_hints(type(self))
+        for each in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            value, hint, minimum, above = (
+                *(getattr(self, each.name), hints[each.name]),
+                *(each.metadata.get(name) for name in ("minimum", "above")),
+            )
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                self.refuse(each.name, f"one of {', '.join(choice or '(empty)' for choice in get_args(hint))}")
+            if minimum is not None and value < minimum:
+                self.refuse(each.name, f"{minimum} or more")
+            if above is not None and value <= above:
+                self.refuse(each.name, f"a number above {above}")
+
+    def refuse(self, name: str, accepted: str) -> NoReturn:
+        """Raise InputError for the value of a field."""
+        raise InputError(f"{self.key}.{name} is {getattr(self, name)!r}: set it to {accepted}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSettings(_Section):
+    """Attention in the decoder. `positions`, `qk_norm` and `smeared_tokens` also apply to encoder and cross-attention."""
+
+    key: ClassVar = "model.attention"
+
+    num_heads: int = _setting(4, minimum=1, size=True, changes_function=True)
+    """Heads of every attention in the decoder, chunked cross-attention included."""
+    num_kv_heads: int = _setting(0, minimum=0)
+    """Heads of keys and values, each shared by num_heads / num_kv_heads heads of queries (grouped-query attention: generation
+    caches less). 0 = num_heads. The encoder, which caches nothing, has no such option."""
+    head_dim: int = _setting(64, minimum=1, size=True)
+    """Features of a head. The width of attention is num_heads * head_dim, independent of d_model."""
+    bias: Biases = _setting("none", changes_function=True)
+    """Biases of self-attention: `none`; `qkv`, of queries, keys and values; `all`, of the output too."""
+    qk_norm: bool = _setting(False, changes_function=True)
+    """Apply RMSNorm to the queries and keys of every head, which bounds attention scores."""
+    sliding_window: int = _setting(0, minimum=0, changes_function=True)
+    """Number of tokens that a token sees in self-attention, including itself; 0 = all preceding tokens."""
+    positions: PositionScheme = _setting("rope", changes_function=True)
+    """Relative positions: `rope` (rotary), `alibi` (scores fall with distance) or `transformer-xl` as in the paper (slower, more
+    parameters). Absolute positions: `learned`."""
+    max_positions: int = _setting(2048, minimum=1)
+    """Rows of the decoder's table of `learned` positions: tokens of the longest sequence."""
+    smeared_keys: bool = _setting(False)
+    """Mix the preceding key into every key of the decoder's attentions, with a learned weight per head. So a single layer can
+    find what followed a token, in the preceding text or in a neighbor. Not in the paper; copying is learned sooner
+    (docs/results/copying.md)."""
+    smeared_tokens: int = _setting(1, minimum=1)
+    """Number of preceding tokens mixed into each key, with smeared_keys here or in `[model.retrieval]`. With 2 or more, queries
+    mix in as many tokens, including their own, so one head can find what followed several tokens. At most `chunk_length`."""
+
+    def __post_init__(self) -> None:
+        """As `_Section`; and check that query heads can share heads of keys and values."""
+        super().__post_init__()
+        if self.num_heads % self.kv_heads:
+            self.refuse("num_kv_heads", f"a divisor of {self.key}.num_heads = {self.num_heads}, or 0 for as many")
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values in the decoder."""
+        """Number of heads of keys and values."""
         return self.num_kv_heads or self.num_heads
 
-    @property
-    def beside(self) -> PositionScheme:
-        """Positions of encoder and chunked cross-attention."""
-        return self.retrieval_positions or self.positions
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSettings(_Section):
+    """Rotary positions of the decoder's self-attention, with `attention.positions = "rope"`."""
+
+    key: ClassVar = "model.rope"
+
+    theta: float = _setting(10_000.0, above=0, changes_function=True)
+    """Base of the frequencies: the slowest pair of features has a period of about 2π * theta tokens."""
+    partial_rotary_factor: float = _setting(1.0, above=0, changes_function=True)
+    """Fraction of the features of a head that are rotated, the first ones. The others carry no position (GPT-NeoX)."""
+    scaling: RopeScaling = _setting("none", changes_function=True)
+    """Rotate more slowly, so that longer sequences span the angles seen in training: all pairs (`linear`), or only slow ones
+    (`llama3`)."""
+    factor: float = _setting(1.0, above=0, changes_function=True)
+    """How many times more slowly."""
+    low_freq_factor: float = _setting(1.0, above=0, changes_function=True)
+    """With `llama3`: pairs with fewer turns than this in original_max_positions tokens are slowed in full."""
+    high_freq_factor: float = _setting(4.0, above=0, changes_function=True)
+    """With `llama3`: pairs with more turns than this stay unchanged. Pairs in between are slowed in part."""
+    original_max_positions: int = _setting(8192, minimum=1, changes_function=True)
+    """With `llama3`: tokens of a sequence in the original training."""
+
+    def __post_init__(self) -> None:
+        """As `_Section`; and check factors that limit each other."""
+        super().__post_init__()
+        if self.partial_rotary_factor > 1:
+            self.refuse("partial_rotary_factor", "a number above 0, up to 1")
+        if self.high_freq_factor <= self.low_freq_factor:
+            self.refuse("high_freq_factor", f"more than {self.key}.low_freq_factor = {self.low_freq_factor}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings(_Section):
+    """The encoder of neighbors."""
+
+    key: ClassVar = "model.encoder"
+
+    d_model: int = _setting(128, minimum=1, size=True, with_base="retrieval")
+    """Width of the encoder."""
+    d_ffw: int = _setting(512, minimum=1, size=True, with_base="retrieval")
+    """Inner width of the feed-forward blocks."""
+    num_heads: int = _setting(2, minimum=1, size=True, with_base="retrieval", changes_function=True)
+    """Heads of every attention in the encoder."""
+    head_dim: int = _setting(64, minimum=1, size=True, with_base="retrieval")
+    """Features of a head."""
+    num_layers: int = _setting(2, minimum=1, size=True, with_base="retrieval")
+    """Number of layers."""
+    cca_layers: tuple[int, ...] = _setting((1,), size=True, with_base="retrieval")
+    """Encoder layers that attend to the querying chunk, counted from 1. Empty = neighbors are encoded independently of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalSettings(_Section):
+    """How the decoder reads neighbors: chunked cross-attention (CCA)."""
+
+    key: ClassVar = "model.retrieval"
+
+    cca_layers: tuple[int, ...] = _setting((3, 6), size=True, with_base="retrieval")
+    """Decoder layers with chunked cross-attention, counted from 1 (P in the paper). Empty = a plain decoder."""
+    positions: Literal["", "rope", "transformer-xl", "alibi", "learned"] = _setting("", changes_function=True)
+    """Positions in encoder and chunked cross-attention; `rope` has theta 10,000 here. Empty = `attention.positions`."""
+    smeared_keys: bool = _setting(False, with_base="switch")
+    """Smeared keys in chunked cross-attention only, to add retrieval to a trained decoder without them
+    (docs/how-to/retrofit.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSettings(_Section):
+    """Mixture of experts in place of feed-forward blocks of the decoder."""
+
+    key: ClassVar = "model.experts"
+
+    num_experts: int = _setting(0, minimum=0)
+    """Experts of a layer; 0 = none."""
+    every: int = _setting(2, minimum=1)
+    """Every n-th decoder layer has experts: 1 = all layers; 2 = layers 2, 4, 6 … (GShard)."""
+    per_token: int = _setting(2, minimum=1)
+    """Experts that each token is sent to."""
+    capacity_factor: float = _setting(1.25, above=0, with_base="free")
+    """Capacity of an expert in training, relative to an even share of the chunks of a document. Later tokens are dropped. No
+    token is dropped with num_experts / per_token or more, nor in evaluation."""
+    balance_loss_weight: float = _setting(0.01, minimum=0, with_base="free")
+    """Weight of the loss that balances the load of experts (Switch Transformer)."""
+    router_z_loss_weight: float = _setting(0.0, minimum=0, with_base="free")
+    """Weight of the loss that keeps router logits small (ST-MoE: 0.001)."""
+
+    def __post_init__(self) -> None:
+        """As `_Section`; and check the number of experts."""
+        super().__post_init__()
+        if self.num_experts == 1:
+            self.refuse("num_experts", "2 or more, or 0 for none")
+        if self.per_token > (self.num_experts or math.inf):
+            self.refuse("per_token", f"a number from 1 to {self.key}.num_experts = {self.num_experts}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(_Section):
+    """Sizes and options of a model."""
+
+    key: ClassVar = "model"
+
+    preset: str = _setting("", with_base="free")
+    """Name of a row in `retro/model/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) that sets all sizes.
+    `base` takes the decoder, with all its sizes and options, from the checkpoint named by `train.init_from`. `[model.encoder]`
+    and `retrieval.cca_layers` may be set with it. Left at their defaults, they are the checkpoint's. If it has none, every third
+    layer from 6 has cross-attention (with fewer than 12 layers, every second), and the encoder has two layers of the decoder's
+    width, up to 896."""
+    vocab_size: int = _setting(0, minimum=0)
+    """Rows of the embedding tables; 0 = the size of the datastore's vocabulary."""
+    d_model: int = _setting(256, minimum=1, size=True)
+    """Width of the decoder."""
+    d_ffw: int = _setting(1024, minimum=1, size=True)
+    """Inner width of the decoder's feed-forward blocks."""
+    num_layers: int = _setting(6, minimum=1, size=True)
+    """Layers of the decoder."""
+    chunk_length: int = _setting(0, minimum=0, with_base="free")
+    """Tokens of a chunk (m); 0 = the datastore's."""
+    activation: Activation = _setting("gelu", changes_function=True)
+    """Activation of the feed-forward blocks. `swiglu` has three matrices: with two thirds of d_ffw it is as large as `gelu`.
+    `gelu-tanh` is GPT-2's approximation of `gelu`."""
+    norm: Norm = _setting("rms", changes_function=True)
+    """Norms of the decoder's self-attention and feed-forward blocks: RMSNorm, or LayerNorm with gains and biases. Encoder and
+    cross-attention use RMSNorm."""
+    norm_eps: float = _setting(1e-6, above=0, changes_function=True)
+    """Epsilon of these norms and of the `qk_norm` of self-attention."""
+    feed_forward_bias: bool = _setting(False, changes_function=True)
+    """Biases of the decoder's feed-forward blocks."""
+    parallel_residual: bool = _setting(False, changes_function=True)
+    """Let the feed-forward block of a layer read the input of the layer's self-attention instead of its output (GPT-NeoX).
+    Chunked cross-attention still follows self-attention; the feed-forward block of the same layer does not read its output."""
+    scaled_embeddings: bool = _setting(True, changes_function=True)
+    """Multiply embeddings by sqrt(d_model) where they enter the residual stream."""
+    init: Initialization = _setting("depth-scaled", changes_function=True)
+    """Initial weights. `depth-scaled`: outputs of blocks are smaller the more layers there are. `mup`: in addition, sizes and
+    learning rates follow the width, so the best `train.lr` of a narrow model is that of a wide one."""
+    mup_base_width: int = _setting(256, minimum=1, changes_function=True)
+    """With `mup`, a matrix with n inputs learns at `train.lr` * mup_base_width / n."""
+    dropout: float = _setting(0.0, minimum=0, with_base="free")
+    """Fraction of the features dropped from the output of every block in training."""
+    tied_embeddings: bool = _setting(True)
+    """Use the decoder's embedding table as its output layer too."""
+    shared_embeddings: bool = _setting(False, with_base="switch")
+    """Let the encoder read the decoder's embedding table through a projection, instead of its own table as in the paper."""
+    copying_init: bool = _setting(False, with_base="switch")
+    """Initialize the decoder's attentions to copy: queries match tokens like their own, and the output repeats what was read.
+    Chunked cross-attention needs `shared_embeddings` for it. With a trained decoder, cross-attention is fitted to the decoder's
+    predictions (docs/how-to/retrofit.md). Not in the paper (docs/results/copying.md)."""
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
+    rope: RopeSettings = field(default_factory=RopeSettings)
+    encoder: EncoderSettings = field(default_factory=EncoderSettings)
+    retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+
+    def __post_init__(self) -> None:
+        """As `_Section`; and check settings of several sections against each other."""
+        super().__post_init__()
+        self._check_positions()
+        self._check_layers()
+        if self.copying_init and self.retrieval.cca_layers and not self.shared_embeddings:
+            self.refuse("copying_init", "false, or set model.shared_embeddings")
+        if self.attention.smeared_tokens > (self.chunk_length or math.inf):
+            self.attention.refuse("smeared_tokens", f"a number from 1 to model.chunk_length = {self.chunk_length}")
+        if self.experts.num_experts and self.feed_forward_bias:
+            self.refuse("feed_forward_bias", "false: experts have no biases")
+        if self.dropout >= 1:
+            self.refuse("dropout", "a number from 0 up to, not including, 1")
 
     @property
-    def smeared(self) -> tuple[int, int]:
-        """Tokens before of which a key holds something: of the decoder's own attentions, and of chunked cross-attention."""
-        own, cross = self.smeared_keys, self.smeared_keys or self.retrieval_smeared_keys
-        return own * self.smeared_tokens, cross * self.smeared_tokens
+    def retrieval_positions(self) -> PositionScheme:
+        """Positions in encoder and chunked cross-attention."""
+        return self.retrieval.positions or self.attention.positions
 
     @property
-    def turning(self) -> int:
-        """Features of a head of the decoder's own attentions that RoPE turns."""
-        return round(self.head_dim * self.rope_share)
+    def self_smeared_tokens(self) -> int:
+        """Number of preceding tokens mixed into each key of the decoder's self-attention."""
+        return self.attention.smeared_tokens if self.attention.smeared_keys else 0
 
-    def check_length(self, num_tokens: int) -> None:
-        """Raise InputError where sequences of so many tokens are longer than the table of learned positions."""
-        if self.positions == "learned" and num_tokens > self.max_positions:
-            self._refuse("max_positions", f"{num_tokens} or more, the tokens of a sequence")
+    @property
+    def cross_smeared_tokens(self) -> int:
+        """Number of preceding tokens mixed into each key of chunked cross-attention."""
+        return self.attention.smeared_tokens if self.attention.smeared_keys or self.retrieval.smeared_keys else 0
 
-    def _check_positions(self) -> None:
-        if self.retrieval_positions not in ("", *get_args(PositionScheme)):
-            self._refuse("retrieval_positions", f"one of {', '.join(get_args(PositionScheme))}, or nothing")
-        if self.beside == "learned" and self.positions != "learned":
-            self._refuse(
-                "retrieval_positions", "another scheme: only with model.positions = 'learned' the stream tells"
-            )
-        # Sines and cosines come in pairs: per head with RoPE, over the whole width with Transformer-XL.
-        paired = {"rope": "head_dim", "transformer-xl": "d_model"}
-        for scheme, prefix in ((self.positions, ""), (self.beside, ""), (self.beside, "encoder_")):
-            if scheme in paired and getattr(self, field := prefix + paired[scheme]) % 2:
-                self._refuse(field, f"an even number, as model.positions = {scheme!r} pairs its features")
-        if not 0 < self.rope_share <= 1 or (self.positions == "rope" and (self.turning < 2 or self.turning % 2)):
-            self._refuse("rope_share", f"a share, up to 1, of model.head_dim = {self.head_dim} that is an even number")
-        for field in ("rope_theta", "rope_factor", "rope_low_factor", "rope_high_factor", "rope_original_length"):
-            if getattr(self, field) <= 0:
-                self._refuse(field, "a positive number")
-        if self.rope_high_factor <= self.rope_low_factor:
-            self._refuse("rope_high_factor", f"more than model.rope_low_factor = {self.rope_low_factor}")
-        if self.sliding_window < 0:
-            self._refuse("sliding_window", "a positive number, or 0 to see all")
-
-    def _check_experts(self) -> None:
-        if self.num_experts < 0 or self.num_experts == 1:
-            self._refuse("num_experts", "2 or more, or 0 for none")
-        if self.num_experts and self.feed_forward_bias:
-            self._refuse("feed_forward_bias", "false: experts have no biases")
-        if self.experts_every < 1 or (self.num_experts and not self.preset and self.experts_every > self.num_layers):
-            self._refuse("experts_every", f"a number from 1 to model.num_layers = {self.num_layers}")
-        if self.experts_per_token < 1 or self.experts_per_token > (self.num_experts or math.inf):
-            self._refuse("experts_per_token", f"a number from 1 to model.num_experts = {self.num_experts}")
-        if self.capacity_factor <= 0:
-            self._refuse("capacity_factor", "a number above 0")
-        for field in ("balance_weight", "router_z_weight"):
-            if getattr(self, field) < 0:
-                self._refuse(field, "0 or more")
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that RoPE rotates in the decoder's self-attention."""
+        return round(self.attention.head_dim * self.rope.partial_rotary_factor)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """Decoder layers with experts, counted from 1."""
-        return tuple(range(self.experts_every, self.num_layers + 1, self.experts_every)) if self.num_experts else ()
+        every = self.experts.every
+        return tuple(range(every, self.num_layers + 1, every)) if self.experts.num_experts else ()
 
-    def _refuse(self, field: str, accepted: str) -> NoReturn:
-        raise InputError(f"model.{field} is {getattr(self, field)!r}: set it to {accepted}.")
+    def check_length(self, num_tokens: int) -> None:
+        """Raise InputError if sequences of `num_tokens` tokens are longer than the table of learned positions."""
+        if self.attention.positions == "learned" and num_tokens > self.attention.max_positions:
+            self.attention.refuse("max_positions", f"{num_tokens} or more, the tokens of a sequence")
+
+    def _check_positions(self) -> None:
+        own, retrieval = self.attention.positions, self.retrieval_positions
+        if retrieval == "learned" and own != "learned":
+            self.retrieval.refuse("positions", "another scheme: 'learned' needs model.attention.positions = 'learned'")
+        # Sines and cosines come in pairs: per head with RoPE, over the whole width with Transformer-XL.
+        decoder: tuple[_Section, _Section] = self, self.attention
+        for scheme, (wide, narrow) in ((own, decoder), (retrieval, decoder), (retrieval, (self.encoder, self.encoder))):
+            section, name = (wide, "d_model") if scheme == "transformer-xl" else (narrow, "head_dim")
+            if scheme in ("rope", "transformer-xl") and getattr(section, name) % 2:
+                section.refuse(name, f"an even number: positions = {scheme!r} pairs features")
+        if own == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            accepted = f"a fraction of model.attention.head_dim = {self.attention.head_dim} that is an even number"
+            self.rope.refuse("partial_rotary_factor", accepted)
+
+    def _check_layers(self) -> None:
+        for section, stack in ((self.retrieval, self), (self.encoder, self.encoder)):
+            layers = section.cca_layers
+            last = math.inf if self.preset == "base" else stack.num_layers  # a base can have more layers
+            if list(layers) != sorted({layer for layer in layers if 1 <= layer <= last}):
+                count = f"{stack.key}.num_layers = {stack.num_layers}"
+                section.refuse("cca_layers", f"increasing numbers from 1 to {count}, or an empty list")
+        if self.experts.num_experts and not self.preset and self.experts.every > self.num_layers:
+            self.experts.refuse("every", f"a number from 1 to model.num_layers = {self.num_layers}")
 
 
-_CHOICES = {
-    "positions": PositionScheme,
-    "activation": Activation,
-    "init": Initialization,
-    "norm": Norm,
-    "attention_bias": Biases,
-    "rope_scaling": RopeScaling,
+# ------------------------------------------------------------------------------------- all settings, by dotted key
+
+_SECTIONS: dict[str, type[Any]] = {
+    name: hint for name, hint in get_type_hints(ModelSettings).items() if isinstance(hint, type) and is_dataclass(hint)
 }
+
+
+def flatten(settings: ModelSettings) -> dict[str, Any]:
+    """Every setting by its key: `{"d_model": 256, …, "attention.num_heads": 4, …}`."""
+    flat: dict[str, Any] = {}
+    for name, section in (("", settings), *((name, getattr(settings, name)) for name in _SECTIONS)):
+        prefix = f"{name}." if name else ""
+        flat |= {prefix + each.name: getattr(section, each.name) for each in fields(section)}
+    return {key: value for key, value in flat.items() if key not in _SECTIONS}
+
+
+def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings:
+    """Settings with other values, by key: `updated(settings, {"attention.num_heads": 8})`.
+
+    Raises:
+        InputError: a value is not accepted.
+        TypeError: there is no such key.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    own = sections.pop("", {})
+    return replace(settings, **own, **{name: replace(getattr(settings, name), **sections[name]) for name in sections})
+
+
+def from_json(values: Mapping[str, Any]) -> ModelSettings:
+    """Settings from what JSON makes of `dataclasses.asdict`: lists are tuples again."""
+
+    def with_tuples(section: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+
+    sections = {name: kind(**with_tuples(values[name])) for name, kind in _SECTIONS.items() if name in values}
+    return ModelSettings(**with_tuples(values) | sections)
+
+
+def keys_with(role: str, *values: Any) -> set[str]:
+    """Keys of the settings whose metadata have one of some values, `keys_with("with_base", "free")`; True by default."""
+    found = {each.name for each in fields(ModelSettings) if each.metadata.get(role) in (values or (True,))}
+    for name, kind in _SECTIONS.items():
+        found |= {f"{name}.{each.name}" for each in fields(kind) if each.metadata[role] in (values or (True,))}
+    return found
+
+
+def keys_without_effect(settings: ModelSettings) -> set[str]:
+    """Keys of the settings that change nothing, given the others: RoPE's parameters with other positions, for example."""
+    keys = flatten(settings)
+    unused: set[str] = set()
+    if settings.attention.positions != "rope":
+        unused |= {key for key in keys if key.startswith("rope.")}
+    if settings.rope.scaling == "none":
+        unused |= {"rope.factor"}
+    if settings.rope.scaling != "llama3":
+        unused |= {"rope.low_freq_factor", "rope.high_freq_factor", "rope.original_max_positions"}
+    if settings.attention.positions != "learned":
+        unused |= {"attention.max_positions"}
+    if not settings.retrieval.cca_layers:
+        unused |= {key for key in keys if key.startswith(("encoder.", "retrieval.")) and key != "retrieval.cca_layers"}
+    if not settings.experts.num_experts:
+        unused |= {key for key in keys if key.startswith("experts.") and key != "experts.num_experts"}
+    return unused | ({"mup_base_width"} if settings.init != "mup" else set())

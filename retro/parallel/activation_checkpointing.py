@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks are computed again in the backward pass, instead of kept."""
+"""Activation checkpointing: the backward pass recomputes blocks instead of keeping their activations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-"""What selective checkpointing does not compute again."""
+"""Operations whose results selective checkpointing keeps."""
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -30,8 +30,8 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 def checkpoint_activations(model: Retro, how: Checkpointing) -> None:
     """Keep only the input of every block, and with `selective` the results of its matrix products.
 
-    `forward` itself is wrapped. Dynamo cannot trace the hooks of `torch.distributed._composable.checkpoint`, and a wrapping module
-    would change the names of the parameters.
+    This wraps `forward`: Dynamo cannot trace the hooks of `torch.distributed._composable.checkpoint`, and a wrapper module would
+    change the names of parameters.
     """
     contexts: dict[str, Any] = {}
     if how == "selective":
@@ -42,7 +42,7 @@ def checkpoint_activations(model: Retro, how: Checkpointing) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
-    """A function of this file: with `partial(checkpoint, forward)` in its place, compilation skips the block without a word."""
+    """Wrap `forward` in a function of this file: compilation silently skips `partial(checkpoint, forward)`."""
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)

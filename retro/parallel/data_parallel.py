@@ -1,4 +1,4 @@
-"""Data parallelism and ZeRO: gradients are summed over processes, with FSDP2 or `replicate`."""
+"""Data parallelism and ZeRO, with FSDP2 or `replicate`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +21,10 @@ from retro.parallel.settings import ParallelSettings
 
 
 def share_data(model: Retro, root: nn.Module, processes: Processes) -> None:
-    """Let gradients be summed over the data-parallel processes, and divide what ZeRO divides.
+    """Sum gradients over data-parallel processes, and shard what ZeRO shards.
 
-    A unit is gathered, and its gradients are summed, at a time: attention and feed-forward of a layer, a CCA, the encoder (a batch
-    without neighbors passes neither), and what is left.
+    Units of gathering and reduction are attention and feed-forward of a layer, a CCA, the encoder (a batch without neighbors
+    uses neither of the last two), and the rest.
     """
     settings, mesh = processes.settings, processes.mesh("data")
     if settings.zero:
@@ -35,7 +35,7 @@ def share_data(model: Retro, root: nn.Module, processes: Processes) -> None:
     else:
         share = partial(replicate, mesh=mesh)
     for module in model.modules() if settings.expert > 1 else ():
-        if isinstance(module, Experts):  # their gradients are already sums over the processes that share them
+        if isinstance(module, Experts):  # their gradients are already summed over the processes that share them
             share(module.experts, mesh=processes.mesh("replica"))
     for name in model.attention:
         share([model.attention[name], model.feed_forward[name]])
@@ -43,20 +43,20 @@ def share_data(model: Retro, root: nn.Module, processes: Processes) -> None:
         share(cross)
     if hasattr(model, "encoder"):
         share(model.encoder)
-    # The output layer is used after the model has run, by the loss.
+    # The loss uses the output layer after the model has run.
     share(root, **({"reshard_after_forward": False} if settings.zero else {}))
     if root is model:
         register_fsdp_forward_method(model, "hidden_and_routing")
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # the loss is already a part of the mean over all
+            module.set_gradient_divide_factor(1.0)  # the loss is already divided by the labels of all processes
             module.set_force_sum_reduction_for_comms(True)
 
 
 def sync_gradients(model: nn.Module, settings: ParallelSettings, last: bool) -> None:
-    """Before a pass: gradients of several batches are summed over processes once, but where ZeRO-2 keeps only parts of them.
+    """Prepare a pass: reduce gradients once per step, or in every pass with ZeRO-2, which keeps only shards of them.
 
-    Parameters, which only ZeRO-3 keeps in parts, are gathered once for all batches of a step.
+    Parameters, which only ZeRO-3 shards, are gathered once for all passes of a step.
     """
     if isinstance(model, FSDPModule) and settings.zero < 3:
         model.set_requires_gradient_sync(last or settings.zero == 2)
@@ -64,13 +64,13 @@ def sync_gradients(model: nn.Module, settings: ParallelSettings, last: bool) -> 
 
 
 def unshard(root: nn.Module) -> None:
-    """After a pass without a backward pass: hold the output layer whole."""
+    """Gather the output layer, after a forward pass without a backward pass."""
     if isinstance(root, FSDPModule):
         root.unshard()
 
 
 def reshard(model: nn.Module) -> None:
-    """After a pass without a backward pass: hold no more than the own part of the parameters."""
+    """Free gathered parameters, after a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,16 +1,16 @@
-"""Training on many devices: how processes share a model and its batches, with PyTorch's own parts.
+"""Training on many devices, with PyTorch's own building blocks.
 
     processes = pipeline × data × tensor       one process for each device; tensor ranks are next to each other
                            data = replica × expert
 
     tensor_parallel.py           divides heads and feed-forward features of every layer; the sequence between blocks
     pipeline_parallel.py         divides the layers
-    data_parallel.py             divides the sequences of a batch; with ZeRO also optimizer, gradients and parameters
+    data_parallel.py             divides the sequences of a batch; with ZeRO also optimizer states, gradients, parameters
     model/mixture_of_experts.py  divides the experts over data-parallel processes
-    activation_checkpointing.py  computes activations twice instead of keeping them
+    activation_checkpointing.py  recomputes activations instead of keeping them
 
-A step computes the same in every mode: the mean over the labels of all its batches. The model knows nothing of meshes:
-everything here changes its modules from outside.
+A step computes the same in every mode: the mean over the labels of all its batches. Parallelism is applied to the modules of a
+plain model from outside.
 """
 
 import torch
@@ -28,32 +28,34 @@ from retro.parallel.tensor_parallel import divide_layers
 
 
 def distribute(model: Retro, processes: Processes, root: nn.Module | None = None, compiled: bool = False) -> None:
-    """Share a model, or a stage's part of one, out, in place. It is the same in all processes before.
+    """Distribute a model, or a pipeline stage of one, over processes, in place.
 
     Args:
-        model: what is divided.
-        processes: how.
-        root: what is called with the model inside, if that is not its `hidden`.
-        compiled: whether blocks are to be compiled, where several processes share the model.
+        model: equal in all processes.
+        processes: with their settings.
+        root: the module that is called and contains the model; None = the model, by its `hidden`.
+        compiled: whether to compile the blocks if there are several processes.
 
     Raises:
-        InputError: it cannot be divided so.
+        InputError: the model cannot be divided this way.
     """
     settings = processes.settings
-    divided(model.settings, settings.tensor)  # raises where it cannot be
-    if settings.expert > 1 and not model.settings.num_experts:
-        raise InputError(f"parallel.expert = {settings.expert}: the model has no experts (model.num_experts = 0).")
+    divided(model.settings, settings.tensor)  # raises if it is not divisible
+    if settings.expert > 1 and not model.settings.experts.num_experts:
+        raise InputError(
+            f"parallel.expert = {settings.expert}: the model has no experts (model.experts.num_experts = 0)."
+        )
     if (mesh := processes.along("tensor")) is not None:
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         divide_layers(model, mesh)
-        for name, parameter in model.named_parameters():  # PyTorch's divided norms forget it
+        for name, parameter in model.named_parameters():  # PyTorch's sharded norms lose it
             parameter.requires_grad_(name not in frozen)
     if (mesh := processes.along("expert")) is not None:
         share_experts(model, mesh)
     checkpoint_activations(model, settings.activation_checkpointing)
     if compiled:
-        # One graph for each shape of batch (number of neighbors, borders of documents), and for each kind of block where blocks are
-        # compiled. The settings bound the shapes. At the default limit of 8, a ninth graph of a whole model is an error.
+        # There is one graph per shape of batch (number of neighbors, document boundaries), and per kind of block if blocks are
+        # compiled. The settings bound their number. With the default limit of 8, a ninth graph of a whole model is an error.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     if compiled and processes.count > 1:
         for block in blocks(model):

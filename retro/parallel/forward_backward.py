@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from retro.device import Placement, TensorBatch
-from retro.model.loss import summed_losses, that_count, token_losses
+from retro.model.loss import summed_losses, token_losses, without_ignored
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -141,7 +141,7 @@ def part_of_loss(
     """
     hidden, weight, labels = own
     if not compiled:
-        hidden, labels = that_count(hidden, labels)
+        hidden, labels = without_ignored(hidden, labels)
     found = summed_losses(hidden, weight, labels, z_weight=z_weight, compiled=compiled)
     objective, routed = found.objective / context.num_labels, found.objective.new_zeros(len(ROUTING))
     if routing is not None:

@@ -1,10 +1,10 @@
-"""Sums over whole tensors, of which a process may hold only parts, and clipping by the norm that comes of them.
+"""Gradient norm and clipping for tensors that may be sharded across processes.
 
-    tensors ─ local parts, by the mesh dimensions over which they are cut ─ measure ─ one all-reduce each ─ sum
+    tensors ─ local shards, grouped by the mesh dimensions that shard them ─ measure ─ one all-reduce per group ─ sum
 
-A plain tensor is whole. Of a `DTensor` every process measures its own part, and parts are added over those dimensions of
-its mesh that cut it, never over those that hold copies: so the same figure comes out in every process, and with any
-number of them.
+A plain tensor is whole. For a `DTensor`, every process measures its local shard, and results are summed over the mesh
+dimensions that shard the tensor, not over those that replicate it. So the result is equal in all processes and independent of
+their number.
 """
 
 import math
@@ -15,24 +15,25 @@ from torch import Tensor
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of the squares of all entries, float32 []: of whole tensors, in every process.
+    """Sum of the squares of all entries, float32 [], equal in all processes.
 
     Args:
-        tensors: plain ones, or DTensors on one mesh or several, in the same order in every process.
+        tensors: plain tensors, or DTensors on any meshes, in the same order in every process.
     """
     return totals([list(tensors)], _squares)[0, 0]
 
 
 @torch.no_grad()
 def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
-    """Scale all gradients down together to a norm of `max_norm` where theirs is larger; returns what theirs was, [].
+    """Scale gradients down to a total norm of at most `max_norm`, in place; returns the norm before, [].
 
-    For plain tensors on one device this is `torch.nn.utils.clip_grad_norm_` to the bit, which refuses several meshes.
+    For plain tensors on one device the result is bit-identical to `torch.nn.utils.clip_grad_norm_`, which does not support
+    several meshes.
 
     Args:
-        parameters: those without a gradient are passed over.
-        max_norm: infinity changes nothing.
-        norm: of the gradients, where it is known, or where other processes hold other parameters; None: it is taken here.
+        parameters: those without a gradient are skipped.
+        max_norm: infinity leaves gradients unchanged.
+        norm: norm of the gradients, if known or if other processes hold other parameters; None = compute it.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if norm is None:
@@ -47,47 +48,47 @@ def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = N
 
 @torch.no_grad()
 def totals(groups: Sequence[Sequence[Tensor]], measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """What `measure` finds in the whole tensors of each group: [groups, figures] in its type.
+    """Sum a measurement over the whole tensors of each group: [groups, values] in its dtype.
 
     Args:
-        groups: of tensors, in the same order in every process. Several cost no more all-reduces than one.
-        measure: local parts, one or more, to figures [figures] that add up over parts.
+        groups: groups of tensors, in the same order in every process. The number of all-reduces does not depend on it.
+        measure: function from local shards to values [values] that are additive over shards.
     """
     found: dict[tuple, dict[int, list[Tensor]]] = {}
     for row, tensors in enumerate(groups):
         for tensor in map(_without_pending_sums, tensors):
-            found.setdefault(_cut_by(tensor), {}).setdefault(row, []).append(local(tensor))
-    sums = [_reduced(cut_by, rows, len(groups), measure) for cut_by, rows in found.items()]
+            found.setdefault(_sharded_by(tensor), {}).setdefault(row, []).append(local(tensor))
+    sums = [_reduced(sharded_by, rows, len(groups), measure) for sharded_by, rows in found.items()]
     if not sums:
         return torch.zeros(len(groups), 1)
     return sum((each.to(sums[0].device) for each in sums[1:]), start=sums[0])
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: all of a plain one."""
+    """The local shard of a tensor; a plain tensor itself."""
     return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _reduced(
-    cut_by: tuple, rows: dict[int, list[Tensor]], num_rows: int, measure: Callable[[list[Tensor]], Tensor]
+    sharded_by: tuple, rows: dict[int, list[Tensor]], num_rows: int, measure: Callable[[list[Tensor]], Tensor]
 ) -> Tensor:
     measured = {row: measure(parts) for row, parts in rows.items()}
     zeros = torch.zeros_like(next(iter(measured.values())))
     out = torch.stack([measured.get(row, zeros) for row in range(num_rows)])
-    if cut_by:
-        mesh, dimensions = cut_by
+    if sharded_by:
+        mesh, dimensions = sharded_by
         for dimension in dimensions:
             torch.distributed.all_reduce(out, group=mesh.get_group(dimension))
     return out
 
 
 def _squares(parts: list[Tensor]) -> Tensor:
-    # The norm of norms, as torch's own clipping takes it; the root of a square is what was squared, to the bit.
+    # Norm of norms, as in torch's clipping. The root of a square is bit-identical to what was squared.
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts))).square()[None].float()
 
 
-def _cut_by(tensor: Tensor) -> tuple:
-    """A DTensor's mesh and the dimensions of it that cut the tensor; () where this process holds all of it."""
+def _sharded_by(tensor: Tensor) -> tuple:
+    """A DTensor's mesh and the mesh dimensions that shard it; () if this process holds the whole tensor."""
     if not _is_distributed(tensor):
         return ()
     placements = tensor.placements  # type: ignore[attr-defined]
@@ -96,7 +97,7 @@ def _cut_by(tensor: Tensor) -> tuple:
 
 
 def _without_pending_sums(tensor: Tensor) -> Tensor:
-    """Squares of summands are not those of their sum: what is still to be added up is added up first."""
+    """Reduce pending partial sums first: the square of a sum is not the sum of squares."""
     if not _is_distributed(tensor):
         return tensor
     from torch.distributed.tensor import Replicate

@@ -47,7 +47,7 @@ class Stage(nn.Module):
         self.is_first, self.is_last = number == 0, number == count - 1
         self.tensor_mesh = processes.along("tensor")
         layers = stage_layers(model.settings, number, count)
-        first_cca = min(model.settings.cca_layers, default=0)
+        first_cca = min(model.settings.retrieval.cca_layers, default=0)
         self.sends_encoded = bool(first_cca) and first_cca <= layers.stop and not self.is_last
         first_experts = min(model.settings.expert_layers, default=model.settings.num_layers + 1)
         self.receives_routing, self.sends_routing = first_experts <= layers.start, first_experts <= layers.stop
@@ -98,16 +98,16 @@ def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
     for name in list(model.cross):
         if int(name) - 1 not in layers:
             del model.cross[name]
-    encodes = min(settings.cca_layers, default=0) - 1 in layers
+    encodes = min(settings.retrieval.cca_layers, default=0) - 1 in layers
     if not encodes and hasattr(model, "encoder"):
         del model.encoder
     if not (is_first or (is_last and settings.tied_embeddings) or (encodes and settings.shared_embeddings)):
         model.embedding = None  # type: ignore[assignment]
     if not is_last:
         model.norm = model.head = None
-    if not is_first and settings.positions == "learned":
+    if not is_first and settings.attention.positions == "learned":
         del model.position_embedding
-    if not is_first and settings.beside == "learned":
+    if not is_first and settings.retrieval_positions == "learned":
         del model.chunk_embedding
 
 
@@ -240,14 +240,14 @@ class Pipeline:
 
         settings, (rows, num_tokens) = self.settings, tokens.shape
         rows, tensor = rows // self.num_microbatches, self.processes.settings.tensor
-        first_cca = min(settings.cca_layers, default=settings.num_layers + 1)
+        first_cca = min(settings.retrieval.cca_layers, default=settings.num_layers + 1)
         receives_encoded = first_cca <= stage_layers(settings, number, self.num_stages).start
 
         def of(*shape: int) -> Tensor:
             return torch.empty(shape, device="meta", requires_grad=True)
 
         h = of(rows, num_tokens // tensor, settings.d_model)
-        encoded = [] if neighbors is None else [of(rows, *neighbors, settings.encoder_d_model)]
+        encoded = [] if neighbors is None else [of(rows, *neighbors, settings.encoder.d_model)]
         routing = [of(rows, len(ROUTING))]
         inputs = (h, *encoded * receives_encoded, *routing * stage.receives_routing)
         outputs = (h, *encoded * stage.sends_encoded, *routing * stage.sends_routing)

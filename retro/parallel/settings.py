@@ -1,10 +1,10 @@
-"""How the processes of a training run share its work: what `retro/parallel/distribute.py` and `retro/parallel/pipeline_parallel.py` are told."""
+"""Settings of `[parallel]`: how the processes of a training run share a model and its batches."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from indexing.store.errors import InputError
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, flatten, updated
 
 Checkpointing = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
@@ -49,26 +49,25 @@ ALONE = ParallelSettings()
 
 
 def divided(model: ModelSettings, tensor: int) -> ModelSettings:
-    """What a process of tensor parallelism holds: all widths, but some of the heads and features.
+    """Settings of the part of a model that a process of tensor parallelism holds: some of the heads and features.
 
     Raises:
-        InputError: the model cannot be divided so.
+        InputError: the model cannot be divided this way.
     """
-    for key in ("dropout", "num_experts"):
-        if getattr(model, key) and tensor > 1:
-            raise InputError(f"model.{key} = {getattr(model, key)}: must be 0 with parallel.tensor = {tensor}.")
-    sizes = ["num_heads", "kv_heads", "d_ffw"] + ["encoder_num_heads", "encoder_d_ffw"] * bool(model.cca_layers)
-    for key in sizes:
-        if getattr(model, key) % tensor:
-            raise InputError(
-                f"parallel.tensor = {tensor}: model.{key} = {getattr(model, key)} cannot be divided by it."
-            )
-    if model.chunk_length % tensor:  # sequences, which are divided by tokens, may be of any number of chunks
+    values = flatten(model)
+    for key in ("dropout", "experts.num_experts"):
+        if values[key] and tensor > 1:
+            raise InputError(f"model.{key} = {values[key]}: must be 0 with parallel.tensor = {tensor}.")
+    keys = ["attention.num_heads", "attention.num_kv_heads", "d_ffw"]
+    keys += ["encoder.num_heads", "encoder.d_ffw"] * bool(model.retrieval.cca_layers)
+    for key in keys:
+        if values[key] % tensor:
+            raise InputError(f"parallel.tensor = {tensor}: model.{key} = {values[key]} is not divisible by it.")
+    if model.chunk_length % tensor:  # sequences are divided by token and may have any number of chunks
         raise InputError(
-            f"parallel.tensor = {tensor}: model.chunk_length = {model.chunk_length} cannot be divided by it."
+            f"parallel.tensor = {tensor}: model.chunk_length = {model.chunk_length} is not divisible by it."
         )
-    parts = {key: getattr(model, key) // tensor for key in sizes if key != "kv_heads"}
-    return replace(model, **parts, num_kv_heads=model.num_kv_heads // tensor)
+    return updated(model, {key: values[key] // tensor for key in keys})
 
 
 def num_stages(settings: ParallelSettings, num_layers: int) -> int:

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: heads and features of every layer are divided over processes, with DTensor."""
+"""Tensor and sequence parallelism with DTensor: processes hold some heads and features of every layer."""
 
 from functools import partial
 from typing import Any
@@ -14,32 +14,32 @@ from retro.parallel.blocks import blocks, named_blocks
 
 
 def divide_layers(model: Retro, mesh: DeviceMesh) -> None:
-    """Divide every block of decoder and encoder; the decoder's stream is divided by token between them.
+    """Divide every block of decoder and encoder by heads or features, and the decoder's stream between blocks by token.
 
-    Embeddings, and what the encoder does between its blocks, every process computes in full.
+    Every process computes embeddings, and the encoder outside its blocks, in full.
     """
     for block in blocks(model.encoder) if hasattr(model, "encoder") else ():
         _divide_block(block.block, mesh, Replicate(), local=True)
     for name, residual in named_blocks(model):
         parallelize_module(residual.norm, mesh, SequenceParallel(use_local_output=False))
         if isinstance(residual.block, ChunkedCrossAttention):
-            # It cuts windows out of the whole sequence, of any tokens: what it adds up is put in its places, then divided.
+            # It takes windows of the whole sequence, so partial sums are placed in the sequence first, then divided.
             _divide_block(residual.block.attention, mesh, Partial(), local=True)
-            residual.block.register_forward_pre_hook(partial(_whole, mesh, True))
-            residual.block.register_forward_hook(partial(_divided, mesh))
+            residual.block.register_forward_pre_hook(partial(_gather_input, mesh, True))
+            residual.block.register_forward_hook(partial(_scatter_output, mesh))
         else:
             _divide_block(residual.block, mesh, Shard(1), local=False)
-            residual.block.register_forward_pre_hook(partial(_whole, mesh, False))
+            residual.block.register_forward_pre_hook(partial(_gather_input, mesh, False))
         if name in ("attention.0", "feed_forward.0"):
-            residual.register_forward_pre_hook(partial(_first, mesh), with_kwargs=True)
+            residual.register_forward_pre_hook(partial(_scatter_first_input, mesh), with_kwargs=True)
     if model.norm is not None:  # the last stage of a pipeline has it
         parallelize_module(model.norm, mesh, SequenceParallel(use_local_output=False))
     if hasattr(model, "encoder"):
-        model.encoder.register_forward_pre_hook(partial(_encoder_input, mesh))
+        model.encoder.register_forward_pre_hook(partial(_gather_encoder_input, mesh))
 
 
 def _divide_block(block: nn.Module, mesh: DeviceMesh, output: Any, local: bool) -> None:
-    """Matrices into heads and features by rows, the one back into the stream by columns, what heads have by head."""
+    """Divide input matrices by rows (heads or features), output matrices by columns, and parameters per head by head."""
     if isinstance(block, Attention):
         block.first_head = mesh.get_local_rank() * (block.num_heads // mesh.size())
     for name, module in block.named_modules():
@@ -54,34 +54,34 @@ def _divide_block(block: nn.Module, mesh: DeviceMesh, output: Any, local: bool) 
             parallelize_module(module, mesh, style)
 
 
-def _whole(mesh: DeviceMesh, local: bool, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gather what a block reads, [B, T / tensor, D] to [B, T, D]."""
+def _gather_input(mesh: DeviceMesh, local: bool, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gather the input of a block, [B, T / tensor, D] to [B, T, D]."""
     x = inputs[0].redistribute(mesh, [Replicate()])
     return (x.to_local() if local else x, *inputs[1:])
 
 
-def _divided(mesh: DeviceMesh, _: nn.Module, __: Any, added: Tensor) -> DTensor:
-    """Add up what processes have read [B, T, D], and leave each its tokens."""
+def _scatter_output(mesh: DeviceMesh, _: nn.Module, __: Any, added: Tensor) -> DTensor:
+    """Sum the outputs of all processes [B, T, D] and keep the tokens of each: reduce-scatter."""
     return DTensor.from_local(added, mesh, [Partial()], run_check=False).redistribute(mesh, [Shard(1)])
 
 
-def _first(
+def _scatter_first_input(
     mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The embedded tokens, which all processes have, divided: the first layer's attention reads them, or both its blocks."""
+    """Divide the embedded tokens, which every process has in full, by token, as input of the first layer's blocks."""
 
-    def shared_out(h: Tensor | None) -> Tensor | None:
-        if h is None or isinstance(h, DTensor):  # a checkpointed block, computed again
+    def divide(h: Tensor | None) -> Tensor | None:
+        if h is None or isinstance(h, DTensor):  # already divided: a checkpointed block is recomputed
             return h
         return DTensor.from_local(h, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(1)])
 
     if "reads" in kwargs:
-        kwargs = {**kwargs, "reads": shared_out(kwargs["reads"])}
-    return (shared_out(inputs[0]), *inputs[1:]), kwargs
+        kwargs = {**kwargs, "reads": divide(kwargs["reads"])}
+    return (divide(inputs[0]), *inputs[1:]), kwargs
 
 
-def _encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The encoder's third input is the stream."""
+def _gather_encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gather the stream, the encoder's third input."""
     tokens, mask, h, table = inputs
     return tokens, mask, h.redistribute(mesh, [Replicate()]).to_local(), table
 
@@ -89,12 +89,12 @@ def _encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> t
 def own_tokens(
     mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Activations [B, T', D], output layer and labels [B, T'] of the tokens whose loss is this process's.
+    """Activations [B, T', D], output layer and labels [B, T'] of the tokens whose loss this process computes.
 
     Args:
-        mesh: of tensor parallelism, or None.
+        mesh: of tensor parallelism; None without it.
         hidden: from `Retro.hidden`.
-        weight: [V, D], the same in all processes; each adds a part to its gradient.
+        weight: [V, D], equal in all processes; its gradient is the sum over processes.
         labels: [B, T].
     """
     if mesh is None:

@@ -1,4 +1,4 @@
-"""What a process sends to others: the bytes of every collective operation and of every send, by kind.
+"""Communication volume of a process: bytes of every collective operation and send, by kind.
 
     c10d and functional collectives ─ kind, whole tensor of S bytes, N processes ─┬─ volume   as papers count it (ZeRO, section 7)
                                                                                   └─ sent     by each process, in a ring
@@ -9,7 +9,7 @@
     all-reduce                    2 S         2 S · (N - 1) / N
     send                          S           S
 
-All of FSDP, DTensor, pipelines and `torch.distributed` itself pass here: they call the dispatcher.
+FSDP, DTensor, pipelines and `torch.distributed` are all counted, since they call the dispatcher.
 """
 
 from collections import Counter
@@ -33,15 +33,15 @@ _KINDS = {
     "isend": "send",
 }
 _SILENT = ("recv", "irecv", "barrier", "monitoredbarrier", "wait", "wrap", "checkfornan")
-"""Beginnings of the names of what sends no tensor of its own."""
+"""Beginnings of the names of operations that send no tensor."""
 
 
 class Communication(TorchDispatchMode):
-    """Counts, while it is entered, what this process takes part in; compiled code is not seen.
+    """Counts communication of this process while the context is active. Compiled code is not counted.
 
     Attributes:
         calls: number of operations, by kind.
-        volume: bytes, by kind, however many processes share the work.
+        volume: bytes, by kind, independent of the number of processes.
         sent: bytes that this process sends in a ring, by kind.
     """
 
@@ -52,15 +52,15 @@ class Communication(TorchDispatchMode):
         self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count an operation and do it.
+        """Count an operation and run it.
 
         Raises:
-            NotImplementedError: it communicates in a way that is not known here.
+            NotImplementedError: the volume of the operation is unknown.
         """
         from torch.distributed.tensor import DTensor
 
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # what it does to local tensors, collectives too, comes by afterwards
+            return NotImplemented  # its operations on local tensors are dispatched here afterwards
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             names = [argument.name for argument in func._schema.arguments]
@@ -77,7 +77,7 @@ class Communication(TorchDispatchMode):
         size = _group(arguments).size()
         if size == 1:
             return
-        whole = max(map(_num_bytes, (*arguments.values(), result)))  # input and output, of which one may be a part
+        whole = max(map(_num_bytes, (*arguments.values(), result)))  # of input and output, one can be a shard
         volume = 2 * whole if kind == "all-reduce" else whole
         self.calls[kind] += 1
         self.volume[kind] += volume
@@ -85,7 +85,7 @@ class Communication(TorchDispatchMode):
 
 
 def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
-    """The processes of an operation, which names them or holds them."""
+    """The process group of an operation, given by name or as an object."""
     group: Any = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, str):
         return _resolve_process_group(GroupName(group))
@@ -93,6 +93,6 @@ def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
 
 
 def _num_bytes(value: Any) -> int:
-    """Of one tensor, or of several together."""
+    """Bytes of a tensor or of several tensors."""
     several = isinstance(value, Tensor | Sequence) and not isinstance(value, str)
     return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)) if several else 0

@@ -41,7 +41,7 @@ _RIDGE = 1e-3
 def can_be_fitted(model: Retro) -> bool:
     """Whether cross-attention is to copy and can look for what followed: its keys must hold the tokens before them."""
     settings = model.settings
-    return settings.copying_init and bool(settings.cca_layers) and settings.smeared[1] > 0
+    return settings.copying_init and bool(settings.retrieval.cca_layers) and settings.cross_smeared_tokens > 0
 
 
 def start_copying(model: Retro, data: BatchSource, sequence_length: int, placement: Placement) -> None:
@@ -148,7 +148,7 @@ def _free_features(model: Retro, attention: Attention) -> Tensor:
     head_dim, device = attention.head_dim, attention.q_proj.weight.device
     if hasattr(attention, "distance_proj"):
         attention.distance_proj.weight.zero_()
-    if model.settings.beside != "rope":
+    if model.settings.retrieval_positions != "rope":
         return torch.arange(head_dim, device=device)
     slow = frequencies(head_dim // 2, DEFAULT_ROPE, device) * model.settings.chunk_length < _TURN
     slow[-1] = True  # narrow heads have none that is slow enough

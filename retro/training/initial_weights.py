@@ -10,6 +10,7 @@ from indexing.store.errors import InputError
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.tensor_files import fill, index
 from retro.model.retro import Retro
+from retro.model.settings import flatten, keys_with, keys_without_effect
 from retro.tuning.adapters import add_adapter, is_adapter, stored_name
 from retro.tuning.settings import ALL, RETRIEVAL, TuningSettings
 
@@ -53,7 +54,7 @@ def load_initial_weights(
             f"train.init_from: {path} lacks weights that this model has and that tuning.weights = {tuning.weights!r} does "
             f"not train: {', '.join(untrained)}. {advice}"
         )
-    _check_meaning(checkpoint, model)
+    _check_function(checkpoint, model)
     fill({name: tensor for name, tensor in ours.items() if name in theirs}, theirs)
     if not model.settings.copying_init:
         for name in drawn:
@@ -93,21 +94,13 @@ def load_initial_adapter(checkpoint: Checkpoint | None, model: Retro, tuning: Tu
     fill(ours, index(checkpoint.weights))
 
 
-def _check_meaning(checkpoint: Checkpoint, model: Retro) -> None:
-    """Queries of 4 heads of 64 features have the shape of 8 heads of 32, and mean something else; so do other settings."""
-    keys = ["num_heads", "positions", "activation", "qk_norm", "init", "norm", "norm_eps", "attention_bias"]
-    keys += ["feed_forward_bias", "sliding_window", "parallel_residual", "scaled_embeddings"]
-    if checkpoint.model.cca_layers and model.settings.cca_layers:
-        keys += ["encoder_num_heads", "retrieval_positions"]
-    if model.settings.positions == "rope":
-        keys += ["rope_theta", "rope_share", "rope_scaling"]
-    if model.settings.rope_scaling != "none":
-        keys += ["rope_factor", "rope_low_factor", "rope_high_factor", "rope_original_length"]
-    if model.settings.init == "mup":
-        keys.append("mup_base_width")
-    for key in keys:
-        theirs, ours = getattr(checkpoint.model, key), getattr(model.settings, key)
-        if theirs != ours:
+def _check_function(checkpoint: Checkpoint, model: Retro) -> None:
+    """Refuse settings with which the checkpoint's weights fit but compute something else: 8 heads of 32 features for 4 of 64."""
+    theirs, ours = flatten(checkpoint.model), flatten(model.settings)
+    unused = keys_without_effect(checkpoint.model) | keys_without_effect(model.settings)
+    for key in ours:
+        if key in keys_with("changes_function") - unused and theirs[key] != ours[key]:
             raise InputError(
-                f"train.init_from: {checkpoint.path} has model.{key} = {theirs!r}, this model {ours!r}; set it to {theirs!r}."
+                f"train.init_from: {checkpoint.path} has model.{key} = {theirs[key]!r}, this model {ours[key]!r}; "
+                f"set it to {theirs[key]!r}."
             )

@@ -152,7 +152,7 @@ class Monitor:
 def group_of(name: str) -> str:
     """The layer group of a parameter: `embedding`, `attention_01`, `cross_06`, `feed_forward_01` …, `encoder`, `head`.
 
-    Decoder layers are counted from 1, as in `model.cca_layers`.
+    Decoder layers are counted from 1, as in `model.retrieval.cca_layers`.
     """
     parts = [part for part in name.split(".") if not part.startswith("_")]  # wrappers' names begin so
     if parts[0] in ("attention", "feed_forward"):

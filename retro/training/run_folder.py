@@ -99,8 +99,8 @@ def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: 
     if ("finetune" in found.settings) != ("finetune" in resolved):
         return [f"it was one of `retro {'finetune' if 'finetune' in found.settings else 'train'}`"]
     for section, values in resolved.items():
-        before = {**defaults[section], **found.settings.get(section, {})}
-        for key, value in values.items():
+        before = _flat({**defaults[section], **found.settings.get(section, {})})
+        for key, value in _flat(values).items():
             if before[key] == value or key in _FREE.get(section, []):
                 continue
             words = f"{section}.{key} was {before[key]!r}, now {value!r}"
@@ -113,6 +113,16 @@ def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: 
                 )
             changed.append(words)
     return changed
+
+
+def _flat(section: dict[str, Any]) -> dict[str, Any]:
+    """The values of a section and its subsections by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        flat |= (
+            {f"{key}.{name}": each for name, each in _flat(value).items()} if isinstance(value, dict) else {key: value}
+        )
+    return flat
 
 
 def _same_learning_rates(before: dict[str, Any], now: dict[str, Any], steps_done: int) -> bool:

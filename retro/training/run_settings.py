@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from retro.data.settings import DataSettings
@@ -69,22 +68,3 @@ class RunSettings:
         }
         sections |= {name: asdict(section) for name, section in extra.items()}
         return json.loads(json.dumps(sections, default=str))
-
-
-def fit_to(model: ModelSettings, datastore: Datastore) -> ModelSettings:
-    """Fill in what the datastore decides. Imported models often have more rows than the tokenizer has ids.
-
-    Raises:
-        InputError: the model has too small a vocabulary or another chunk length.
-    """
-    vocab_size = int(datastore.manifest["vocab_size"])
-    if 0 < model.vocab_size < vocab_size:
-        raise InputError(
-            f"model.vocab_size = {model.vocab_size}: the datastore's tokenizer has {vocab_size} ids; use 0, or at least "
-            f"{vocab_size}."
-        )
-    if model.chunk_length != datastore.chunk_length:
-        raise InputError(
-            f"model.chunk_length = {model.chunk_length}: the datastore has chunks of {datastore.chunk_length}."
-        )
-    return replace(model, vocab_size=model.vocab_size or vocab_size)

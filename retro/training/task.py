@@ -12,8 +12,9 @@ from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement, TensorBatch
 from retro.evaluation.bits_per_byte import measure_sets
 from retro.evaluation.sets import open_sets
+from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
-from retro.training.run_settings import RunSettings, fit_to
+from retro.training.run_settings import RunSettings
 
 TokenLosses = Callable[[TensorBatch], Tensor]
 """A batch → the loss of each token, float32 [B, T]: `DistributedModel.token_losses`."""
@@ -51,11 +52,11 @@ class DocumentTask:
         Raises:
             InputError: the datastores, the model and the settings do not fit together.
         """
-        data, retrieval = settings.data, bool(settings.model.cca_layers)
+        data, retrieval = settings.data, bool(settings.model.retrieval.cca_layers)
         self.data = TrainingData(data.datastores, data, retrieval=retrieval)
         self.data.plan(settings.train.steps * settings.samples_per_step)
         datastore = self.data.datastores[0]
-        self.settings = replace(settings, model=fit_to(settings.model, datastore))
+        self.settings = replace(settings, model=fit_to(settings.model, datastore.manifest, datastore.folder))
         self.extra_sections: Mapping[str, Any] = {}
         self.num_ids = int(datastore.manifest["vocab_size"])
         self._use = NeighborUse(data.k if retrieval else 0, data.neighbor_source, seed=data.seed)

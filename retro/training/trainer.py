@@ -33,7 +33,7 @@ from retro.data.loader import load
 from retro.device import Placement, TensorBatch, choose_placement
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.forward_backward import DistributedModel, WholeModel
 from retro.parallel.pipeline_parallel import Pipeline
@@ -293,7 +293,7 @@ class Trainer:
         self.num_parameters = count_parameters(model)
         if initial is not None:
             load_initial_weights(initial, model, self.task.data.fingerprints, tuning)
-            if not initial.model.cca_layers and can_be_fitted(model):
+            if not initial.model.retrieval.cca_layers and can_be_fitted(model):
                 model.load_state_dict(on_first(self.group, lambda: self._fitted_retrieval(model)), strict=False)
         load_initial_adapter(initial, model, tuning)
         train_only(model, tuning)
@@ -390,7 +390,7 @@ def _initial_checkpoint(run: Path, settings: TrainSettings) -> Checkpoint | None
 def _base(run: Path, initial: Checkpoint | None) -> ModelSettings | None:
     """The model that the preset `base` stands for: that of `train.init_from`, or of the run if it is resumed."""
     if initial is None and checkpoints.latest(run) is not None:
-        return checkpoints.model_settings(read_json(run / "settings.json")["model"])
+        return from_json(read_json(run / "settings.json")["model"])
     return initial.model if initial else None
 
 

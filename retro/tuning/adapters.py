@@ -1,11 +1,11 @@
-"""What a run trains of a model, and the adapters beside it, which are peft's.
+"""Adapters (from peft) and frozen weights.
 
     Retro ─ add_adapter ─ lora: peft's layers around its matrices       ┐
-                          prefix, prompt: `virtual_tokens`, for peft's  ├─ train_only: what gets a gradient
-                          encoder of a prefix, or its prompt embedding  ┘
-    merged: LoRA's products added to the matrices, and a plain model again
+                          prefix, prompt: `virtual_tokens` with peft's  ├─ train_only: sets requires_grad
+                          prefix encoder or prompt embedding            ┘
+    merge: LoRA's products are added to the matrices; the model is plain again
 
-A checkpoint has the model's tensors under the names that they have without an adapter, and the adapter's beside them.
+A checkpoint stores the model's tensors under their names without an adapter, and the adapter's tensors in addition.
 """
 
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger("retro")
 
 
 def peft() -> Any:
-    """The package.
+    """Import the package peft.
 
     Raises:
         InputError: it is not installed.
@@ -33,17 +33,18 @@ def peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise InputError(f"tuning.adapter needs the package peft ({error}): pip install 'retro[peft]'.") from error
+        raise InputError(f"tuning.adapter needs the package peft ({error}): run pip install 'retro[peft]'.") from error
     return peft
 
 
 def add_adapter(model: Retro, tuning: TuningSettings) -> None:
-    """Give a plain model the adapter of the settings, in place, if they ask for one.
+    """Add the adapter of the settings to a plain model, in place.
 
-    LoRA begins as nothing, to the bit. A prefix or prompt begins as what tokens drawn from the vocabulary say.
+    LoRA initially changes nothing (bit-identical outputs). A prefix or prompt is initialized with random tokens of the
+    vocabulary.
 
     Raises:
-        InputError: peft is missing, or the model has nothing of the name of a target.
+        InputError: peft is missing, or the model has no matrix with the name of a target.
     """
     if tuning.adapter == "lora":
         lora = peft()
@@ -60,9 +61,9 @@ def add_adapter(model: Retro, tuning: TuningSettings) -> None:
 
 
 def matrices(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that LoRA can be beside, by the names that `tuning.targets` knows: `attention.q_proj`, `cross.attention.o_proj` …
+    """Modules that can have LoRA, by name in `tuning.targets`: `attention.q_proj`, `cross.attention.o_proj` …
 
-    Names leave out numbers of layers. Routers and experts, embeddings and the output layer get none.
+    Names omit the numbers of layers. Routers, experts, embeddings and the output layer cannot have LoRA.
     """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
@@ -78,14 +79,14 @@ def _targeted(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
         mine = [module for name, modules in known.items() if f"{name}.".startswith(f"{target}.") for module in modules]
         if not mine:
             raise InputError(
-                f"tuning.targets has {target!r}: this model has {', '.join(known)}, and what these begin with."
+                f"tuning.targets has {target!r}: accepted are {', '.join(known)}, and beginnings of these names."
             )
         chosen += mine
     return chosen
 
 
 def train_only(model: nn.Module, tuning: TuningSettings) -> None:
-    """Let gradients reach the parameters that the settings name, and no others.
+    """Train only the parameters named by the settings, and those of an adapter.
 
     Raises:
         InputError: the model has none of them.
@@ -96,36 +97,36 @@ def train_only(model: nn.Module, tuning: TuningSettings) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             f"tuning.weights = {tuning.weights!r}: the model has no encoder and no chunked cross-attention to train; "
-            "set model.cca_layers."
+            "set model.retrieval.cca_layers."
         )
 
 
 def describe(model: nn.Module) -> str:
-    """How much of a model is trained, for the log."""
+    """Describe how many parameters are trained, for the log."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return f"{trained:,} of {count_parameters(model, embeddings=True):,} parameters are trained"
 
 
 def check_parallel(tuning: TuningSettings, parallel: ParallelSettings, num_processes: int) -> None:
-    """Raise InputError where processes cannot share a model with this adapter.
+    """Raise InputError if processes cannot share a model with this adapter.
 
-    A prompt passes the layers before the sequences do. Data parallelism gathers a layer's weights for the gradients of its last
-    call, and they would be gone for those of the first.
+    A prompt passes through the layers before the sequences do. Data parallelism holds the weights of a layer only for the
+    backward pass of its last call, so those of the prompt's pass would be missing.
     """
     if tuning.adapter == "prompt" and num_processes > 1:
         raise InputError(
-            f"tuning.adapter = 'prompt': is trained by one process, not {num_processes}; 'prefix' can be trained by several."
+            f"tuning.adapter = 'prompt' can be trained by one process only, not {num_processes}. Use 'prefix' for several."
         )
-    ways = {"lora": ("tensor",), "prefix": ("tensor", "pipeline")}
-    for way in ways.get(tuning.adapter, ()):
-        if getattr(parallel, way) > 1:
+    unsupported = {"lora": ("tensor",), "prefix": ("tensor", "pipeline")}
+    for key in unsupported.get(tuning.adapter, ()):
+        if getattr(parallel, key) > 1:
             raise InputError(
-                f"parallel.{way} = {getattr(parallel, way)}: must be 1 with tuning.adapter = {tuning.adapter!r}."
+                f"parallel.{key} = {getattr(parallel, key)}: must be 1 with tuning.adapter = {tuning.adapter!r}."
             )
 
 
 def merge(model: Retro) -> Retro:
-    """Add LoRA's products to the matrices that they are beside, in place: a plain model, of the same function but for rounding."""
+    """Add LoRA's products to the matrices, in place: a plain model with the same outputs up to rounding."""
     from peft.tuners.lora import LoraLayer
 
     for module in list(model.modules()):
@@ -138,10 +139,10 @@ def merge(model: Retro) -> Retro:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is of an adapter and not of the model."""
+    """True for parameters of an adapter."""
     return name.startswith("virtual_tokens.") or ".lora_" in name
 
 
 def stored_name(name: str) -> str:
-    """The name of a parameter in checkpoints: peft's layers stand between a model and its matrices there."""
+    """The name of a parameter in checkpoints, without the levels that peft's layers add."""
     return name.replace(".base_layer.", ".").replace(".default.", ".")

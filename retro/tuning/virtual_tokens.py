@@ -1,11 +1,12 @@
-"""Virtual tokens before every sequence: keys and values that every token of it reads in self-attention.
+"""Virtual tokens before every sequence: keys and values that every token reads in self-attention.
 
-    prefix    learned for each layer (Li & Liang 2021, arXiv 2101.00190)
-    prompt    vectors are learned, which pass through the layers alone, as tokens at positions -n … -1; each layer's keys and
-              values of them are read (Lester et al. 2021, arXiv 2104.08691)
+    prefix    keys and values are learned for each layer (Li & Liang 2021, arXiv 2101.00190)
+    prompt    embeddings are learned. They pass through the layers as tokens at positions -P … -1; each layer's keys and values
+              of them are read (Lester et al. 2021, arXiv 2104.08691)
 
-What is read is the same for all sequences, so it is made once for a batch, and a cache begins with it. Virtual tokens belong to no
-chunk: chunks, windows and neighbors are where they are without them. Letters of the shape comments as in `model/retro.py`; P virtual tokens.
+Keys and values are equal for all sequences, so they are computed once per batch, and a cache begins with them. Virtual tokens
+belong to no chunk, so chunks, windows and neighbors do not move. Letters of the shape comments as in `model/retro.py`; P virtual
+tokens.
 """
 
 from typing import Any
@@ -18,18 +19,18 @@ from retro.model.positions import positions_of
 from retro.model.retro import Retro
 
 KeysValues = dict[str, tuple[Tensor, Tensor]]
-"""By the name of a layer: placed keys and values [1, P, G, C] of virtual tokens, as `Attention` reads them."""
+"""Finished keys and values [1, P, G, C] of virtual tokens, by name of the layer."""
 
 
 class Prompt(nn.Module):
-    """Vectors that pass through the layers like the tokens of a document of their own."""
+    """Embeddings that pass through the layers like the tokens of a separate document."""
 
     def __init__(self, peft: Any, model: Retro, count: int) -> None:
-        """Vectors that begin as the embeddings of tokens drawn from the vocabulary.
+        """Initialize with the embeddings of random tokens of the vocabulary.
 
         Args:
             peft: the package.
-            model: they are before the sequences of.
+            model: the model that gets the prompt.
             count: P.
         """
         super().__init__()
@@ -43,11 +44,11 @@ class Prompt(nn.Module):
         self.prompt = peft.PromptEmbedding(config, model.embedding)
 
     def forward(self, model: Retro) -> KeysValues:
-        """What every layer reads; gradients reach the vectors through the layers below."""
+        """Compute keys and values of every layer. Gradients reach the embeddings through the layers below."""
         device = self.prompt.embedding.weight.device
         h = model.scaled(self.prompt(torch.arange(self.count, device=device)[None]))  # [1, P, D]
         at = range(-self.count, 0)
-        here = positions_of(*model.scheme, at, at, device, rope=model.rope)
+        here = positions_of(*model.self_scheme, at, at, device, rope=model.settings.rope)
         found: KeysValues = {}
         for name, attention in model.attention.items():
             reads = h if model.settings.parallel_residual else None
@@ -60,34 +61,33 @@ class Prompt(nn.Module):
 
 
 class Prefix(nn.Module):
-    """Keys and values of P virtual tokens in every layer, which are where they are: no position turns them."""
+    """Learned keys and values of P virtual tokens in every layer, without positions."""
 
     def __init__(self, peft: Any, model: Retro, count: int) -> None:
-        """Keys and values that begin as those of a `Prompt`: drawn at random they say nothing, and training is slow and unstable
-        (Li & Liang, section 7.4).
+        """Initialize with keys and values of a `Prompt`. With random ones, training is slow and unstable (Li & Liang, section 7.4).
 
         Args:
             peft: the package.
-            model: they are before the sequences of.
+            model: the model that gets the prefix.
             count: P.
         """
         super().__init__()
-        self.count, self.heads = count, model.settings.kv_heads
+        self.count, self.heads = count, model.settings.attention.kv_heads
         config = peft.PrefixTuningConfig(
             num_virtual_tokens=count,
             num_transformer_submodules=1,
-            token_dim=self.heads * model.settings.head_dim,
+            token_dim=self.heads * model.settings.attention.head_dim,
             num_layers=model.settings.num_layers,
         )
         with torch.no_grad():
             layers = [torch.stack(each) for each in Prompt(peft, model, count)(model).values()]
         self.prefix = peft.PrefixEncoder(config)
         with torch.no_grad():
-            flat = rearrange(torch.stack(layers), "l two 1 p g c -> p (l two g c)")  # as peft lays them out
+            flat = rearrange(torch.stack(layers), "l two 1 p g c -> p (l two g c)")  # in the layout of peft
             self.prefix.embedding.weight.copy_(flat)
 
     def forward(self, model: Retro) -> KeysValues:
-        """What every layer reads."""
+        """Keys and values of every layer."""
         flat = self.prefix(torch.arange(self.count, device=self.prefix.embedding.weight.device)[None])
         pairs = rearrange(flat, "n p (l two g c) -> l two n p g c", two=2, l=model.settings.num_layers, g=self.heads)
         return {name: (pairs[int(name)][0], pairs[int(name)][1]) for name in model.attention}

@@ -1,7 +1,6 @@
 """A model small enough for loops and gradients, and a batch for it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from retro.device import TensorBatch, choose_placement
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
@@ -25,35 +24,42 @@ SETTINGS = ModelSettings(
     vocab_size=V,
     d_model=32,
     d_ffw=64,
-    num_heads=2,
-    head_dim=16,
+    attention=AttentionSettings(num_heads=2, head_dim=16),
     num_layers=4,
-    cca_layers=(2, 4),
-    encoder_d_model=24,
-    encoder_d_ffw=48,
-    encoder_num_heads=2,
-    encoder_head_dim=8,
+    retrieval=RetrievalSettings(cca_layers=(2, 4)),
+    encoder=EncoderSettings(d_model=24, d_ffw=48, num_heads=2, head_dim=8),
     chunk_length=M,
 )
 SCHEMES: dict[str, dict[str, Any]] = {
     "rope": {},
-    "transformer-xl": {"positions": "transformer-xl"},
-    "smeared": {"smeared_keys": True},
-    "smeared-far": {"smeared_keys": True, "smeared_tokens": 3},
-    "alibi": {"positions": "alibi", "num_kv_heads": 1, "activation": "swiglu", "smeared_keys": True},
-    "learned": {"positions": "learned", "max_positions": 4 * T, "qk_norm": True, "init": "mup", "mup_base_width": 16},
+    "transformer-xl": {"attention.positions": "transformer-xl"},
+    "smeared": {"attention.smeared_keys": True},
+    "smeared-far": {"attention.smeared_keys": True, "attention.smeared_tokens": 3},
+    "alibi": {
+        "attention.positions": "alibi",
+        "attention.num_kv_heads": 1,
+        "activation": "swiglu",
+        "attention.smeared_keys": True,
+    },
+    "learned": {
+        "attention.positions": "learned",
+        "attention.max_positions": 4 * T,
+        "attention.qk_norm": True,
+        "init": "mup",
+        "mup_base_width": 16,
+    },
     "neox": {  # with Llama's scaling
         "norm": "layer",
         "norm_eps": 1e-5,
-        "attention_bias": "all",
+        "attention.bias": "all",
         "feed_forward_bias": True,
         "activation": "gelu-tanh",
         "parallel_residual": True,
-        "rope_theta": 500.0,
-        "rope_share": 0.5,
-        "rope_scaling": "llama3",
-        "rope_factor": 4.0,
-        "rope_original_length": 64,
+        "rope.theta": 500.0,
+        "rope.partial_rotary_factor": 0.5,
+        "rope.scaling": "llama3",
+        "rope.factor": 4.0,
+        "rope.original_max_positions": 64,
         "scaled_embeddings": False,
     },
 }
@@ -74,7 +80,7 @@ def one_thread() -> Iterator[None]:
 def build(scheme: str = "rope", **changes: Any) -> Retro:
     """A small model whose every part matters: the biases u and v start at zero, so they are moved off it."""
     torch.manual_seed(0)
-    model = Retro(replace(SETTINGS, **SCHEMES[scheme], **changes)).eval()
+    model = Retro(updated(SETTINGS, {**SCHEMES[scheme], **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

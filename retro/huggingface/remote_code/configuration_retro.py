@@ -5,14 +5,14 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, from_json
 
 
 class RetroConfig(PretrainedConfig):
     """Sizes of the model, what the checkpoint was, and what is retrieved from where nothing else is said.
 
     Attributes:
-        model_settings: every field of `ModelSettings`, by name.
+        model_settings: `ModelSettings`, with its sections.
         num_ids: ids of the tokenizer; rows of the tables beyond them stand for nothing.
         context: tokens that generation lets the model see at most, a multiple of the chunk length.
         checkpoint: step, tokens, settings and fingerprints of the training run, and a checksum of its weights (`weights`).
@@ -32,7 +32,7 @@ class RetroConfig(PretrainedConfig):
         k: int = 2,
         **kwargs: Any,
     ) -> None:
-        self.model_settings = asdict(settings_of(model_settings or {}))
+        self.model_settings = asdict(from_json(model_settings or {}))
         self.num_ids = num_ids or self.model_settings["vocab_size"]
         self.context = context
         self.checkpoint = checkpoint or {}
@@ -44,19 +44,13 @@ class RetroConfig(PretrainedConfig):
     @property
     def settings(self) -> ModelSettings:
         """The same as the model takes them."""
-        return settings_of(self.model_settings)
+        return from_json(self.model_settings)
 
     # What transformers and its friends look for, by their names.
     vocab_size = property(lambda self: self.model_settings["vocab_size"])
     hidden_size = property(lambda self: self.model_settings["d_model"])
     intermediate_size = property(lambda self: self.model_settings["d_ffw"])
     num_hidden_layers = property(lambda self: self.model_settings["num_layers"])
-    num_attention_heads = property(lambda self: self.model_settings["num_heads"])
-    num_key_value_heads = property(lambda self: self.settings.kv_heads)
-    head_dim = property(lambda self: self.model_settings["head_dim"])
-
-
-def settings_of(fields: dict[str, Any]) -> ModelSettings:
-    """Settings from what JSON has made of them: tuples are lists there."""
-    values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()}
-    return ModelSettings(**values)
+    num_attention_heads = property(lambda self: self.settings.attention.num_heads)
+    num_key_value_heads = property(lambda self: self.settings.attention.kv_heads)
+    head_dim = property(lambda self: self.settings.attention.head_dim)

@@ -111,7 +111,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             ImportError: `retro` is not installed.
         """
         settings = self.model.settings
-        if source is not None and not settings.cca_layers:
+        if source is not None and not settings.retrieval.cca_layers:
             raise ValueError("this model is a plain decoder: it has no layers that read neighbors.")
         self._retrieve = (
             None
@@ -119,8 +119,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             else open_retrieval(
                 str(source),
                 self.config.k if k is None else k,
-                chunk_length=settings.chunk_length,
-                num_ids=self.config.num_ids,
+                settings,
+                self.config.num_ids,
             )
         )
         return self

@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from retro.model.datastore_fit import check_fits
+from retro.model.settings import ModelSettings
+
 TOKEN_VARIABLE = "RETRO_TOKEN"
 _SECONDS = 120
 
@@ -20,14 +23,14 @@ Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
 
 
-def open_retrieval(source: str, k: int, *, chunk_length: int, num_ids: int) -> Retrieve:
+def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int) -> Retrieve:
     """What finds k neighbors of chunks.
 
     Args:
         source: `http://…` or `https://…` of a `retro serve`, which is asked with the environment's RETRO_TOKEN if that is set;
             anything else is the folder or the URL of a datastore, which the installed package `retro` opens.
         k: neighbors of each chunk, 1 or more.
-        chunk_length: of the model.
+        model: settings of the model.
         num_ids: of the model's tokenizer.
 
     Raises:
@@ -38,7 +41,7 @@ def open_retrieval(source: str, k: int, *, chunk_length: int, num_ids: int) -> R
         raise ValueError(f"k = {k}: must be 1 or more; retrieval OFF is `model.retrieve_from(None)`.")
     if source.startswith(("http://", "https://")):
         server = _Server(source.rstrip("/"), k)
-        _check_fits(source, server.facts, chunk_length, num_ids)
+        check_fits(model, server.facts, source, num_ids=num_ids)
         return server
     try:
         from indexing.retrieval.retriever import Retriever
@@ -49,18 +52,8 @@ def open_retrieval(source: str, k: int, *, chunk_length: int, num_ids: int) -> R
         ) from error
     retriever = Retriever.open(source)
     found = {"chunk_length": retriever.datastore.chunk_length, "vocab_size": retriever.tokenizer.vocab_size}
-    _check_fits(source, found, chunk_length, num_ids)
+    check_fits(model, found, source, num_ids=num_ids)
     return lambda chunks: retriever.neighbors(chunks, k)
-
-
-def _check_fits(source: str, found: dict[str, Any], chunk_length: int, num_ids: int) -> None:
-    """Raise ValueError where a model cannot read what stands in a datastore."""
-    for key, wanted in (("chunk_length", chunk_length), ("vocab_size", num_ids)):
-        if found.get(key) != wanted:
-            raise ValueError(
-                f"the model has {key} = {wanted}, {source} has {found.get(key)}. Name the datastore that it was trained on, or one "
-                "with the same tokenizer and chunk length."
-            )
 
 
 class _Server:

@@ -21,6 +21,7 @@ from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.decoder import Given
 from retro.inference.settings import GenerationSettings
+from retro.model.settings import updated
 from retro.question_answering.question_sets import Question
 from tests.conftest import tiny_config
 
@@ -33,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_da
     shutil.copytree(tiny_datastore.folder, config.datastore)
     runs = {
         "run": config,
-        "baseline": replace(config, run=folder / "baseline", model=replace(config.model, cca_layers=())),
+        "baseline": replace(config, run=folder / "baseline", model=updated(config.model, {"retrieval.cca_layers": ()})),
     }
     for name, each in runs.items():
         (folder / f"{name}.toml").write_text(to_toml(each))
@@ -306,9 +307,10 @@ def test_passages_that_the_model_cannot_read_are_refused_unless_they_stand_in_pr
 ) -> None:
     folder = Path(shutil.copytree(trained / "datastore", tmp_path / "other"))
     manifest = json.loads((folder / "manifest.json").read_text())
-    write_checked(folder / "manifest.json", manifest | {"vocab_size": 999})
-    with pytest.raises(InputError, match=r"--passages .*vocab_size 999.*--k 0"):
-        eval_qa.open_model(trained / "run", folder, QaSettings(), "cpu")
+    for key in ("chunk_length", "vocab_size"):
+        write_checked(folder / "manifest.json", manifest | {key: 999})
+        with pytest.raises(InputError, match=rf"--passages .*{key} = 999.*--k 0"):
+            eval_qa.open_model(trained / "run", folder, QaSettings(), "cpu")
     model, retriever = eval_qa.open_model(trained / "run", folder, QaSettings(k=0), "cpu")
     assert model.retriever is None
     assert retriever is not None

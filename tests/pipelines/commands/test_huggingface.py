@@ -101,7 +101,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_read(
 ) -> None:
     for options, words in (
         (["--output", "base.bin"], "must end in .safetensors"),
-        (["--output", str(tmp_path / "a.safetensors"), "--context", "128"], "model.max_positions is 72"),
+        (["--output", str(tmp_path / "a.safetensors"), "--context", "128"], "model.attention.max_positions is 72"),
         (["--output", str(tmp_path / "a.safetensors"), "--chunk-length", "80"], "fewer than model.chunk_length = 80"),
     ):
         assert main(["import", str(folder), "--no-verify", *options]) == 2

@@ -11,7 +11,7 @@ from pipelines.settings.load import load
 from pipelines.settings.toml_file import to_toml
 from retro.data.settings import DataSettings
 from retro.estimates.flops import forward_flops
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, RetrievalSettings, updated
 from tests.conftest import tiny_config
 
 SMALL = ["--model.preset", "tiny", "--data.sequence-length", "128", "--tokenizer.vocab-size", "500"]
@@ -45,10 +45,10 @@ def test_a_file_of_settings_may_be_named_and_plans_of_datastores_stay(
 
 def test_time_is_operations_over_what_the_devices_do() -> None:
     options, made = planned("--tokens", "1e9", "--devices", "2", "--peak-tflops", "100", "--mfu", "0.5")
-    plan, sizes = made["plan"], {"preset": "tiny", "vocab_size": 500}
+    plan, sizes = made["plan"], {"preset": "tiny", "vocab_size": 500, "chunk_length": 64}
     from retro.model.presets import resolve
 
-    per_token = 3 * forward_flops(resolve(ModelSettings(**sizes)), 128, 2) / 128  # type: ignore[arg-type]
+    per_token = 3 * forward_flops(resolve(updated(ModelSettings(), sizes)), 128, 2) / 128  # type: ignore[arg-type]
     assert plan.flops_per_token == per_token
     by_checkpointing = {mode.parallel.activation_checkpointing: mode for mode in plan.modes}
     assert by_checkpointing["none"].days == pytest.approx(1e9 * per_token / (2 * 50e12) / 86_400)
@@ -75,11 +75,11 @@ def test_what_fits_is_marked_and_the_cheapest_named() -> None:
 
 
 def test_a_run_that_was_measured_says_what_a_device_does(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 500, "num_layers": 2, "cca_layers": [2]}
+    sizes = {"vocab_size": 500, "chunk_length": 64, "num_layers": 2, "retrieval": {"cca_layers": [2]}}
     (tmp_path / "settings.json").write_text(json.dumps({"model": sizes, "data": {"sequence_length": 128, "k": 1}}))
     lines = [{"step": 10, "tokens_per_second": rate} for rate in (10.0, 1000.0, 1100.0)] + [{"step": 10, "valid": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    model = ModelSettings(vocab_size=500, num_layers=2, cca_layers=(2,))
+    model = ModelSettings(vocab_size=500, chunk_length=64, num_layers=2, retrieval=RetrievalSettings(cca_layers=(2,)))
     expected = 1000.0 * flops_per_token(model, DataSettings(sequence_length=128, k=1))
     assert measured_flops(tmp_path, 1) == pytest.approx(expected)
     assert planned("--measured", str(tmp_path))[1]["plan"].device_flops == pytest.approx(expected)

@@ -13,7 +13,7 @@ from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.checkpoint import TensorFiles
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, ModelSettings, RetrievalSettings
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 
@@ -30,7 +30,15 @@ STATE = {
 def trained() -> tuple[Retro, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Retro(
-        ModelSettings(vocab_size=50, d_model=16, d_ffw=16, num_heads=1, head_dim=16, num_layers=3, cca_layers=())
+        ModelSettings(
+            vocab_size=50,
+            chunk_length=64,
+            d_model=16,
+            d_ffw=16,
+            attention=AttentionSettings(num_heads=1, head_dim=16),
+            num_layers=3,
+            retrieval=RetrievalSettings(cca_layers=()),
+        )
     )
     optimizer = make_optimizer([model], TrainSettings(lr=1e-2))
     step(model, optimizer)

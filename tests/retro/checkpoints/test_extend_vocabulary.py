@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied": {"tied_embeddings": False},
     "shared": {"shared_embeddings": True},
-    "plain": {"cca_layers": ()},
+    "plain": {"retrieval.cca_layers": ()},
     "of others": {"scheme": "neox", "tied_embeddings": False},
 }
 

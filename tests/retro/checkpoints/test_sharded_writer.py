@@ -36,6 +36,7 @@ from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.single_file import export
 from retro.model.retro import Retro
+from retro.model.settings import updated
 from retro.parallel.coordination import on_all, on_first, open_group
 from retro.training.initial_weights import load_initial_weights
 from retro.training.optimizer import make_optimizer
@@ -46,8 +47,15 @@ from tests.retro.small_model import SETTINGS, batch
 
 WORLD = 4
 # Two heads and a vocabulary of 50: some shards are uneven, some are empty.
-MODEL = replace(
-    SETTINGS, num_layers=3, cca_layers=(2,), encoder_num_layers=1, positions="transformer-xl", smeared_keys=True
+MODEL = updated(
+    SETTINGS,
+    {
+        "num_layers": 3,
+        "retrieval.cca_layers": (2,),
+        "encoder.num_layers": 1,
+        "attention.positions": "transformer-xl",
+        "attention.smeared_keys": True,
+    },
 )
 LAYOUT = {"data": WORLD}
 STATE: dict[str, Any] = {
@@ -96,7 +104,7 @@ class Case:
 
 def new_model(seed: int = 0, **changes: Any) -> Retro:
     torch.manual_seed(seed)
-    model = Retro(replace(MODEL, **changes))
+    model = Retro(updated(MODEL, changes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -268,7 +276,7 @@ def weights_of_a_baseline(case: Case) -> None:
     """`train.init_from` into a sharded model, from a checkpoint in parts."""
     model = shard(new_model(seed=1), case.mesh)
     drawn = whole(model, new_optimizer(model))
-    baseline = new_model(seed=2, cca_layers=())
+    baseline = new_model(seed=2, **{"retrieval.cca_layers": ()})
     tensors = training_state.tensors_of(baseline, new_optimizer(baseline), case.rank)
     settings = {**STATE["settings"], "model": asdict(baseline.settings)}
     checkpoints.write(case.folder / "baseline", {**STATE, "settings": settings}, tensors, case.group)

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from retro.estimates.activation_trace import Pass, observe, trace
+from retro.estimates.activation_trace import Pass, trace, trace_model
 from retro.model.loss import loss
 from retro.model.residual_block import Residual
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
 from tests.retro.small_model import SCHEMES, SETTINGS
 
-WIDER = replace(SETTINGS, d_model=64, d_ffw=256, encoder_d_model=48, encoder_d_ffw=192)
+WIDER = updated(SETTINGS, {"d_model": 64, "d_ffw": 256, "encoder.d_model": 48, "encoder.d_ffw": 192})
 ON_CPU = Pass(2, 64, 2, gpu=False)
 
 
@@ -62,17 +62,17 @@ CASES: dict[str, tuple[dict[str, Any], Pass]] = {
     "float32": ({}, replace(ON_CPU, narrow=False)),
     "off": ({}, replace(ON_CPU, k=0, num_sequences=3)),
     "one document": ({}, replace(ON_CPU, documents=False, sequence_length=32, k=3)),
-    "heads": ({"activation": "swiglu", "num_kv_heads": 1, "qk_norm": True}, ON_CPU),
-    "experts": ({"num_experts": 4}, ON_CPU),
+    "heads": ({"activation": "swiglu", "attention.num_kv_heads": 1, "attention.qk_norm": True}, ON_CPU),
+    "experts": ({"experts.num_experts": 4}, ON_CPU),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_fake_tensors_tell_what_real_ones_keep(name: str) -> None:
     changes, run = CASES[name]
-    settings = replace(WIDER, **changes)
+    settings = updated(WIDER, changes)
     model = Retro(settings).train()
-    predicted, ours = trace(settings, run), observe(model, run)
+    predicted, ours = trace(settings, run), trace_model(model, run)
     assert predicted.kept("none") == pytest.approx(hooked_bytes(model, run), rel=0.02)
     for checkpointing in ("none", "selective", "full"):
         assert predicted.kept(checkpointing) == ours.kept(checkpointing)
@@ -115,11 +115,11 @@ def resident_bytes(model: Retro, run: Pass) -> int:
     return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
 
 
-def test_the_largest_block_is_computed_again_and_a_plain_decoder_has_no_neighbors() -> None:
+def test_the_largest_block_is_recomputed_and_a_plain_decoder_has_no_neighbors() -> None:
     seen = trace(WIDER, ON_CPU)
-    assert seen.computed_again("none") == 0
-    assert 0 < seen.computed_again("selective") < seen.computed_again("full") < seen.kept("none")
-    plain = trace(replace(WIDER, cca_layers=()), ON_CPU)
+    assert seen.recomputed("none") == 0
+    assert 0 < seen.recomputed("selective") < seen.recomputed("full") < seen.kept("none")
+    plain = trace(updated(WIDER, {"retrieval.cca_layers": ()}), ON_CPU)
     assert not any(storage.block.startswith(("encoder", "cross")) for storage in plain.storages)
 
 
@@ -129,15 +129,17 @@ def test_bytes_grow_with_the_batch_and_a_gpu_keeps_no_scores() -> None:
     table = 4 * WIDER.vocab_size * WIDER.d_model  # the loss makes its gradient in the forward pass
     assert two.kept("none") - copies - table == pytest.approx(2 * (one.kept("none") - copies - table), rel=0.02)
     longer = replace(ON_CPU, sequence_length=256, documents=False)
-    scores = 4 * 2 * 256 * 256 * WIDER.num_heads  # bytes of the smallest thing with a number for each pair of tokens
+    scores = (
+        4 * 2 * 256 * 256 * WIDER.attention.num_heads
+    )  # bytes of the smallest thing with a number for each pair of tokens
     assert trace(WIDER, longer).kept("none") - trace(WIDER, replace(longer, gpu=True)).kept("none") > scores
 
 
 @pytest.mark.parametrize("positions", ["rope", "transformer-xl"])
 def test_tensor_parallelism_divides_the_stream_of_the_decoder_alone(positions: str) -> None:
-    settings: ModelSettings = replace(WIDER, positions=positions)  # type: ignore[arg-type]
+    settings: ModelSettings = updated(WIDER, {"attention.positions": positions})  # type: ignore[arg-type]
     seen = trace(settings, ON_CPU)
     stream = {s.number: s.bytes for s in seen.storages if s.by_token and s.kind == "input"}
     assert set(stream.values()) == {4 * 2 * 64 * settings.d_model}
-    assert len(stream) == 2 * settings.num_layers + len(settings.cca_layers)
-    assert seen.kept("full") - seen.kept("full", token_shares=2) >= sum(stream.values()) // 2
+    assert len(stream) == 2 * settings.num_layers + len(settings.retrieval.cca_layers)
+    assert seen.kept("full") - seen.kept("full", token_shards=2) >= sum(stream.values()) // 2

@@ -12,7 +12,7 @@ from retro.device import Placement
 from retro.estimates.flops import forward_flops, measured_flops, peak_flops, training_flops
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
 from retro.tuning.adapters import train_only
 from retro.tuning.settings import TuningSettings
 
@@ -20,33 +20,27 @@ SETTINGS = ModelSettings(
     vocab_size=50,
     d_model=32,
     d_ffw=48,
-    num_heads=3,
-    head_dim=8,
+    attention=AttentionSettings(num_heads=3, head_dim=8),
     num_layers=3,
-    cca_layers=(2, 3),
-    encoder_d_model=24,
-    encoder_d_ffw=40,
-    encoder_num_heads=2,
-    encoder_head_dim=6,
-    encoder_num_layers=2,
-    encoder_cca_layers=(1,),
+    retrieval=RetrievalSettings(cca_layers=(2, 3)),
+    encoder=EncoderSettings(d_model=24, d_ffw=40, num_heads=2, head_dim=6, num_layers=2, cca_layers=(1,)),
     chunk_length=4,
 )
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "rope": {},
-    "transformer-xl": {"positions": "transformer-xl"},
-    "grouped": {"positions": "alibi", "num_kv_heads": 1, "activation": "swiglu"},
-    "learned": {"positions": "learned", "qk_norm": True, "init": "mup", "shared_embeddings": True},
-    "biased": {"retrieval_positions": "alibi", "attention_bias": "all", "feed_forward_bias": True, "norm": "layer"},
+    "transformer-xl": {"attention.positions": "transformer-xl"},
+    "grouped": {"attention.positions": "alibi", "attention.num_kv_heads": 1, "activation": "swiglu"},
+    "learned": {"attention.positions": "learned", "attention.qk_norm": True, "init": "mup", "shared_embeddings": True},
+    "biased": {"retrieval.positions": "alibi", "attention.bias": "all", "feed_forward_bias": True, "norm": "layer"},
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_the_formula_counts_what_torch_counts(option: str, k: int) -> None:
-    settings = replace(SETTINGS, **OPTIONS[option])
+    settings = updated(SETTINGS, OPTIONS[option])
     model = Retro(settings)
     tokens = torch.zeros(1, 12, dtype=torch.int64)
     neighbors = torch.zeros(1, 3, k, 8, dtype=torch.int64) if k else None
@@ -62,7 +56,10 @@ def test_the_formula_counts_what_torch_counts(option: str, k: int) -> None:
 @pytest.mark.parametrize("weights", ["all", "retrieval"])
 def test_of_training_the_gradients_that_there_are_are_counted(weights: Any, k: int) -> None:
     """Those of a frozen decoder end at its first cross-attention, here in the fourth of six layers."""
-    settings, tuning = replace(SETTINGS, num_layers=6, cca_layers=(4, 5)), TuningSettings(weights=weights)
+    settings, tuning = (
+        updated(SETTINGS, {"num_layers": 6, "retrieval.cca_layers": (4, 5)}),
+        TuningSettings(weights=weights),
+    )
     model = Retro(settings)
     train_only(model, tuning)
     neighbors = torch.zeros(1, 3, k, 8, dtype=torch.int64) if k else None
@@ -77,8 +74,14 @@ def test_of_training_the_gradients_that_there_are_are_counted(weights: Any, k: i
 @pytest.mark.parametrize("experts_per_token", [1, 2])
 def test_of_experts_those_that_a_token_asks_are_counted(experts_per_token: int) -> None:
     """In training with a capacity factor of 1 their queues have as many places."""
-    settings = replace(
-        SETTINGS, num_experts=4, experts_every=1, experts_per_token=experts_per_token, capacity_factor=1.0
+    settings = updated(
+        SETTINGS,
+        {
+            "experts.num_experts": 4,
+            "experts.every": 1,
+            "experts.per_token": experts_per_token,
+            "experts.capacity_factor": 1.0,
+        },
     )
     model = Retro(settings).train()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -87,7 +90,7 @@ def test_of_experts_those_that_a_token_asks_are_counted(experts_per_token: int) 
 
 
 def test_of_large_models_it_is_about_two_for_each_parameter() -> None:
-    settings = replace(PRESETS["7.5b"], vocab_size=128_000)
+    settings = replace(PRESETS["7.5b"], vocab_size=128_000, chunk_length=64)
     per_token = forward_flops(settings, 2048, 0) / 2048
     assert per_token == pytest.approx(2 * 6.5e9 + 2 * 128_000 * 4096, rel=0.15)
 

@@ -11,6 +11,7 @@ from indexing.store.errors import InputError
 from retro.estimates.activation_trace import Pass
 from retro.estimates.training_memory import Memory, memory_of, parameter_units, sent_bytes, state_bytes
 from retro.model.retro import Retro
+from retro.model.settings import updated
 from retro.parallel.pipeline_parallel import Stage
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ParallelSettings, divided
@@ -54,7 +55,7 @@ def test_zero_divides_moments_then_gradients_then_parameters_by_rows(num_process
 
 
 def test_tensor_parallelism_divides_what_the_blocks_hold_and_nothing_else() -> None:
-    model, halves = build("smeared"), Retro(divided(replace(SETTINGS, smeared_keys=True), 2))
+    model, halves = build("smeared"), Retro(divided(updated(SETTINGS, {"attention.smeared_keys": True}), 2))
     for (name, whole), half in zip(model.named_parameters(), halves.parameters(), strict=True):
         is_divided = ".block." in name
         assert half.numel() * (2 if is_divided else 1) == whole.numel(), name
@@ -65,13 +66,13 @@ def test_tensor_parallelism_divides_what_the_blocks_hold_and_nothing_else() -> N
     "changes",
     [
         {},
-        {"positions": "learned", "shared_embeddings": True},
-        {"positions": "learned", "retrieval_positions": "rope", "norm": "layer", "attention_bias": "all"},
+        {"attention.positions": "learned", "shared_embeddings": True},
+        {"attention.positions": "learned", "retrieval.positions": "rope", "norm": "layer", "attention.bias": "all"},
         {"tied_embeddings": False},
     ],
 )
 def test_a_process_of_a_pipeline_holds_what_its_stages_hold(schedule: str, changes: dict[str, Any]) -> None:
-    settings = replace(SETTINGS, **changes)
+    settings = updated(SETTINGS, changes)
     parallel = ParallelSettings(pipeline=2, pipeline_schedule=schedule)  # type: ignore[arg-type]
     alone, rounds = Processes(ParallelSettings(), torch.device("cpu")), 1 if schedule == "1f1b" else 2
     for process in range(2):
@@ -83,7 +84,7 @@ def test_a_process_of_a_pipeline_holds_what_its_stages_hold(schedule: str, chang
 
 
 def test_shared_experts_are_divided_by_themselves_and_zero_divides_what_is_left() -> None:
-    settings = replace(SETTINGS, num_experts=8)
+    settings = updated(SETTINGS, {"experts.num_experts": 8})
     named = dict(Retro(settings).named_parameters())
     experts = tensor_bytes(parameter for name, parameter in named.items() if ".experts." in name)
     rest = tensor_bytes(named.values()) - experts
@@ -101,7 +102,7 @@ def test_shared_experts_are_divided_by_themselves_and_zero_divides_what_is_left(
     assert sent_bytes(settings, shared) == round(2 * (rest * 3 / 4 + experts / 2 / 2))
     apart, together = (memory_of(settings, RUN, each) for each in (ParallelSettings(4), shared))
     assert together.activations < apart.activations  # copies of weights; queues take the same
-    with pytest.raises(InputError, match="num_experts is 8: set it to a multiple of 3"):
+    with pytest.raises(InputError, match=r"num_experts is 8: set it to a multiple of parallel\.expert = 3"):
         memory_of(settings, replace(RUN, num_sequences=9), ParallelSettings(3, expert=3))
 
 
@@ -131,7 +132,7 @@ def test_activations_follow_the_sequences_that_a_process_has() -> None:
 
 def test_a_pipeline_keeps_most_in_its_first_process_and_interleaving_takes_more() -> None:
     run = replace(RUN, num_sequences=16)
-    decoder = replace(SETTINGS, cca_layers=())
+    decoder = updated(SETTINGS, {"retrieval.cca_layers": ()})
     plain = memory_of(decoder, run, ParallelSettings(pipeline=2, microbatches=8, activation_checkpointing="full"))
     interleaved = ParallelSettings(
         pipeline=2, microbatches=8, activation_checkpointing="full", pipeline_schedule="interleaved"
@@ -161,7 +162,7 @@ def test_what_is_sent_is_two_or_three_times_the_parameters() -> None:
         ),
         (ParallelSettings(pipeline=8), "make 8 stages of model.num_layers = 4"),
         (ParallelSettings(4, expert=2), "parallel.expert = 2: the model has no experts"),
-        (ParallelSettings(tensor=3), "parallel.tensor = 3: model.num_heads = 2"),
+        (ParallelSettings(tensor=3), "parallel.tensor = 3: model.attention.num_heads = 2"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(parallel: ParallelSettings, told: str) -> None:

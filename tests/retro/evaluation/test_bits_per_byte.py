@@ -17,6 +17,7 @@ from retro.evaluation import bits_per_byte as evaluation
 from retro.evaluation.bits_per_byte import Result, compare, evaluate
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
+from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config
 from tests.indexing.corpus.chunk_tokens import to_tokens
@@ -64,7 +65,7 @@ def test_a_blank_that_the_tokenizer_puts_before_a_text_is_not_counted_as_its_tex
     path = foreign_model(tmp_path / "their.model", vocab_size=600, **options)
     tokenizer = TokenizerSettings(kind="sentencepiece", path=str(path))
     datastore = build_local(replace(tiny_config(tmp_path, tiny_corpus), tokenizer=tokenizer))
-    settings = replace(tiny_config(tmp_path, tiny_corpus).model, vocab_size=int(datastore.manifest["vocab_size"]))
+    settings = fit_to(tiny_config(tmp_path, tiny_corpus).model, datastore.manifest, datastore.folder)
     valid = datastore.valid
     text_bytes = sum(row["bytes"] for row in valid.metadata(range(valid.num_documents)))
     for stride in (16, 32):

@@ -14,6 +14,7 @@ from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import measure_sets
 from retro.evaluation.sets import EvaluationSet, open_sets, parse_set, short_names
 from retro.evaluation.settings import EvaluationSettings
+from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.training.trainer import Outcome, train
@@ -22,7 +23,7 @@ from tests.conftest import tiny_config
 
 @pytest.fixture
 def settings(tiny_datastore: Datastore, tmp_path: Path) -> ModelSettings:
-    return replace(tiny_config(tmp_path, tmp_path).model, vocab_size=int(tiny_datastore.manifest["vocab_size"]))
+    return fit_to(tiny_config(tmp_path, tmp_path).model, tiny_datastore.manifest, tiny_datastore.folder)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from retro.finetuning.settings import FinetuneSettings
 from retro.inference.decoder import Decoder
 from retro.inference.generation import generate
 from retro.inference.settings import GenerationSettings
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
 from retro.question_answering.neighbor_prompts import Format, Passage
 from retro.training.trainer import Outcome, train
 from retro.tuning.settings import Adapter, TuningSettings
@@ -131,7 +131,7 @@ def test_a_run_is_of_its_examples_and_of_its_verb(config: Config) -> None:
             {"neighbor_source": "random"},
             r"data\.neighbor_source = 'random': `retro finetune` has no use for it",
         ),
-        ("model", {"chunk_length": 8}, r"model\.chunk_length = 8: the datastore has chunks of 16"),
+        ("model", {"chunk_length": 8}, r"model\.chunk_length = 8, but .* has chunk_length = 16"),
     ],
 )
 def test_what_does_not_fit_is_refused(config: Config, section: str, change, words: str) -> None:
@@ -177,7 +177,7 @@ def test_a_few_instructions_are_learned_by_heart(config: Config, tmp_path: Path,
         {"instruction": "第一？", "output": "第二"},
     ]  # fmt: skip
     config = with_train(config, steps=80, lr=1e-2, warmup_steps=5, eval_every=0, batch_size=1, checkpoint_every=80)
-    config = replace(config, model=replace(config.model, dropout=0.0, num_layers=2, cca_layers=()))
+    config = replace(config, model=updated(config.model, {"dropout": 0.0, "num_layers": 2, "retrieval.cca_layers": ()}))
     outcome = run(with_finetune(config, examples=(write(tmp_path / "few.jsonl", examples),), held_out=0.0))
     tokenizer = Tokenizer.open(tiny_datastore.folder / "tokenizer")
     asked = [
@@ -199,7 +199,7 @@ def test_answers_that_stand_in_passages_alone_are_read_from_them(
     path = write(tmp_path / "q.jsonl", [{"question": "which?", "answers": [word]} for word in words])
     config = with_train(config, steps=60, lr=1e-2, warmup_steps=5, eval_every=0, batch_size=4, checkpoint_every=60)
     config = with_train(config, precision="float32")
-    model = replace(config.model, dropout=0.0, num_layers=2, cca_layers=(1, 2))
+    model = updated(config.model, {"dropout": 0.0, "num_layers": 2, "retrieval.cca_layers": (1, 2)})
     config = replace(config, model=model, data=replace(config.data, sequence_length=48, k=1, retrieval_dropout=0.0))
     outcome = run(with_finetune(config, examples=(path,), format="questions", held_out=0.0, packed=False))
     assert losses(outcome)[-1] < 0.1

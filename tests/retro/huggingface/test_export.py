@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,18 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
 from pipelines.cli import main
-from retro.checkpoints.checkpoint import load_model, model_settings, open_checkpoint
+from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.huggingface.copied_code import MODEL, remote_files
 from retro.huggingface.export import as_family, export_folder
+from retro.huggingface.remote_code.retrieval_retro import open_retrieval
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 from retro.model.loss import token_losses
 from retro.model.retro import Retro
+from retro.model.settings import from_json, updated
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
 from retro.training.run_folder import read_metrics
@@ -267,8 +270,8 @@ def test_in_bfloat16_it_generates_what_ours_does(auto: Any, folder: Path, checkp
 @torch.no_grad()
 def test_in_bfloat16_experts_are_chosen_in_float32(auto: Any, checkpoint: Path, tmp_path: Path) -> None:
     state, _ = exported(open_checkpoint(checkpoint))
-    state["settings"]["model"] |= {"num_experts": 4, "experts_every": 1}
-    tensors = Retro(model_settings(state["settings"]["model"])).state_dict()
+    state["settings"]["model"]["experts"] |= {"num_experts": 4, "every": 1}
+    tensors = Retro(from_json(state["settings"]["model"])).state_dict()
     write_exported(state, tensors, tmp_path / "experts.safetensors")
     opened, placement = open_checkpoint(tmp_path / "experts.safetensors"), choose_placement("cpu", "bfloat16")
     export_folder(opened, tmp_path / "hf")
@@ -303,6 +306,8 @@ def test_what_cannot_be_is_told(auto: Any, model: Any, folder: Path, tiny_datast
         model.retrieve_from(str(tiny_datastore.folder), k=0)
     with pytest.raises(ValueError, match="is not a datastore"):
         model.retrieve_from(str(tmp_path))
+    with pytest.raises(ValueError, match=r"model\.chunk_length = 32, but .* has chunk_length = 16"):
+        open_retrieval(str(tiny_datastore.folder), 2, replace(model.model.settings, chunk_length=32), 400)
     with pytest.raises(ValueError, match="does not answer"):
         model.retrieve_from("http://127.0.0.1:9")
     app = make_app(Retriever.open(tiny_datastore.folder), None, ServeSettings(), token="secret")
@@ -437,12 +442,11 @@ def test_what_was_imported_is_exported_as_what_it_was(name: str, byte_level: Pat
 
 
 def test_a_plain_decoder_of_ours_is_of_a_family_if_it_can_be(checkpoint: Path) -> None:
-    from dataclasses import replace
 
     from retro.model.retro import Retro
 
     retro = open_checkpoint(checkpoint)
-    plain = replace(retro.model, cca_layers=(), activation="swiglu", num_kv_heads=1)
+    plain = updated(retro.model, {"retrieval.cca_layers": (), "activation": "swiglu", "attention.num_kv_heads": 1})
     torch.manual_seed(0)
     ours = Retro(plain).eval()
     opened, tensors = replace(retro, model=plain), dict(ours.state_dict())
@@ -456,4 +460,4 @@ def test_a_plain_decoder_of_ours_is_of_a_family_if_it_can_be(checkpoint: Path) -
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
     assert as_family(retro, tensors) is None
-    assert as_family(replace(retro, model=replace(plain, smeared_keys=True)), tensors) is None
+    assert as_family(replace(retro, model=updated(plain, {"attention.smeared_keys": True})), tensors) is None

@@ -19,7 +19,7 @@ from retro.huggingface.import_folder import read_base
 from retro.huggingface.tensor_names import NAMES
 from retro.inference.decoder import Decoder
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
 from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, their_logits
 from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
 
@@ -64,7 +64,7 @@ def test_what_is_written_back_is_what_was_read(named: tuple[str, Any, Path], tmp
     family, config = config_of(base.settings, base.context)
     assert family == BASES[name][0]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    save_tensors(NAMES[family].theirs(base.tensors, base.settings.num_heads), tmp_path / "model.safetensors")
+    save_tensors(NAMES[family].theirs(base.tensors, base.settings.attention.num_heads), tmp_path / "model.safetensors")
     written, stored = load_file(tmp_path / "model.safetensors"), load_file(folder / "model.safetensors")
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[key], stored[key]) for key in stored)
@@ -106,9 +106,9 @@ def read(config: dict[str, Any]) -> ModelSettings:
         (GPT2 | {"quantization_config": {"bits": 4}}, "quantization_config is"),
         (GPT2 | {"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0; accepted: a number above 0"),
         (NEOX | {"use_parallel_residual": 1}, "use_parallel_residual is 1; accepted: true or false"),
-        (NEOX | {"rotary_pct": 0.4}, "model.rope_share is 0.375"),
+        (NEOX | {"rotary_pct": 0.4}, "model.rope.partial_rotary_factor is 0.375"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'; accepted: silu"),
-        (LLAMA | {"num_key_value_heads": 3}, "model.num_kv_heads is 3"),
+        (LLAMA | {"num_key_value_heads": 3}, "model.attention.num_kv_heads is 3"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type is 'dynamic'"),
         (LLAMA | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'; accepted: default, linear, llama3"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing; accepted: a number above 0"),
@@ -130,7 +130,11 @@ def test_older_and_newer_names_of_rope_say_the_same() -> None:
     scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
     older = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaled}}
     newer = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaled}}
-    assert read(older) == read(newer) == replace(read(newer), rope_theta=5e5, rope_scaling="llama3", rope_factor=8.0)
+    assert (
+        read(older)
+        == read(newer)
+        == updated(read(newer), {"rope.theta": 5e5, "rope.scaling": "llama3", "rope.factor": 8.0})
+    )
     oldest = LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}
     assert read(oldest) == read(LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
     pythia = NEOX | {"rotary_emb_base": 500, "rotary_pct": 0.5}
@@ -138,22 +142,22 @@ def test_older_and_newer_names_of_rope_say_the_same() -> None:
 
 
 def test_a_window_that_no_layer_or_every_layer_has_is_read() -> None:
-    assert read(MISTRAL).sliding_window == 4096  # its class's default
-    assert read(MISTRAL | {"sliding_window": None}).sliding_window == 0
-    assert read(QWEN | {"sliding_window": 9}).sliding_window == 0
+    assert read(MISTRAL).attention.sliding_window == 4096  # its class's default
+    assert read(MISTRAL | {"sliding_window": None}).attention.sliding_window == 0
+    assert read(QWEN | {"sliding_window": 9}).attention.sliding_window == 0
     windowed = QWEN | {"use_sliding_window": True, "sliding_window": 9}
-    assert read(windowed).sliding_window == 0  # its class's 28 first layers see everything
-    assert read(windowed | {"max_window_layers": 0}).sliding_window == 9
-    assert read(windowed | {"layer_types": ["sliding_attention"] * 2}).sliding_window == 9
-    assert read(windowed | {"layer_types": ["full_attention"] * 2}).sliding_window == 0
+    assert read(windowed).attention.sliding_window == 0  # its class's 28 first layers see everything
+    assert read(windowed | {"max_window_layers": 0}).attention.sliding_window == 9
+    assert read(windowed | {"layer_types": ["sliding_attention"] * 2}).attention.sliding_window == 9
+    assert read(windowed | {"layer_types": ["full_attention"] * 2}).attention.sliding_window == 0
 
 
 def test_a_decoder_of_ours_is_written_as_the_family_it_is_of_or_refused_by_what_it_has() -> None:
-    ours = ModelSettings(V, activation="swiglu", cca_layers=(), scaled_embeddings=True)
+    ours = updated(ModelSettings(vocab_size=V, activation="swiglu"), {"retrieval.cca_layers": ()})
     family, config = config_of(ours, 512)
     assert family == "llama"
     assert read(config) == replace(read(config), d_model=256, tied_embeddings=False, scaled_embeddings=False)
-    with pytest.raises(InputError, match=r"no family.*llama has no model.smeared_keys = True"):
-        config_of(replace(ours, smeared_keys=True), 512)
+    with pytest.raises(InputError, match=r"no family.*llama has no model.attention.smeared_keys = True"):
+        config_of(updated(ours, {"attention.smeared_keys": True}), 512)
     with pytest.raises(InputError, match="no family"):
-        config_of(ModelSettings(V, positions="alibi"), 512)
+        config_of(updated(ours, {"attention.positions": "alibi"}), 512)

@@ -103,14 +103,24 @@ def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cca_layers": ()},
-        {"num_experts": 4, "experts_every": 2, "capacity_factor": 0.5},
-        {"cca_layers": (1,), "encoder_cca_layers": (), "tied_embeddings": False},
-        {"cca_layers": (3,), "shared_embeddings": True, "encoder_cca_layers": (1, 2)},
-        {"scheme": "rope", "retrieval_smeared_keys": True, "smeared_tokens": 2},
-        {"sliding_window": M + 1, "attention_bias": "qkv", "qk_norm": True, "norm_eps": 0.1},
-        {"sliding_window": 3, "positions": "transformer-xl", "retrieval_positions": "alibi", "parallel_residual": True},
-        {"positions": "learned", "max_positions": 4 * T, "retrieval_positions": "rope", "sliding_window": 1},
+        {"retrieval.cca_layers": ()},
+        {"experts.num_experts": 4, "experts.every": 2, "experts.capacity_factor": 0.5},
+        {"retrieval.cca_layers": (1,), "encoder.cca_layers": (), "tied_embeddings": False},
+        {"retrieval.cca_layers": (3,), "shared_embeddings": True, "encoder.cca_layers": (1, 2)},
+        {"scheme": "rope", "retrieval.smeared_keys": True, "attention.smeared_tokens": 2},
+        {"attention.sliding_window": M + 1, "attention.bias": "qkv", "attention.qk_norm": True, "norm_eps": 0.1},
+        {
+            "attention.sliding_window": 3,
+            "attention.positions": "transformer-xl",
+            "retrieval.positions": "alibi",
+            "parallel_residual": True,
+        },
+        {
+            "attention.positions": "learned",
+            "attention.max_positions": 4 * T,
+            "retrieval.positions": "rope",
+            "attention.sliding_window": 1,
+        },
     ],
 )
 def test_other_architectures_are_cached_too(changes: dict) -> None:
@@ -139,7 +149,7 @@ def test_a_full_context_is_read_again_from_what_is_left(scheme: str, context: in
 
 
 def test_a_context_longer_than_the_table_of_positions_is_refused() -> None:
-    with pytest.raises(InputError, match=r"model\.max_positions is 64: set it to 68 or more"):
+    with pytest.raises(InputError, match=r"model\.attention\.max_positions is 64: set it to 68 or more"):
         Decoder(model_of("learned"), FLOAT32, 4 * T + M)
 
 

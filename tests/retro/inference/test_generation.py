@@ -10,7 +10,7 @@ from retro.inference.decoder import Decoder
 from retro.inference.generation import GeneratedToken, draw, generate
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
 
 M = 4
 FLOAT32 = choose_placement("cpu", "float32")
@@ -24,15 +24,10 @@ def model() -> Retro:
             vocab_size=30,
             d_model=16,
             d_ffw=32,
-            num_heads=2,
-            head_dim=8,
+            attention=AttentionSettings(num_heads=2, head_dim=8),
             num_layers=2,
-            cca_layers=(1, 2),
-            encoder_d_model=16,
-            encoder_d_ffw=16,
-            encoder_num_heads=1,
-            encoder_head_dim=16,
-            encoder_num_layers=1,
+            retrieval=RetrievalSettings(cca_layers=(1, 2)),
+            encoder=EncoderSettings(d_model=16, d_ffw=16, num_heads=1, head_dim=16, num_layers=1),
             chunk_length=M,
         )
     ).eval()

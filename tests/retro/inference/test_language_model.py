@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from retro.inference.language_model import LanguageModel
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.inference.language_model import LanguageModel, _check_fits
 from retro.inference.settings import GenerationSettings
 from retro.training.trainer import train
 from tests.conftest import tiny_config
@@ -49,6 +52,9 @@ def test_it_opens_with_its_datastore_another_or_an_open_one_and_without(
             assert [each.tolist() for each in other.score(texts, k)] == [each.tolist() for each in expected]
     with pytest.raises(InputError, match="without retrieval"):
         without.score(texts, 2)
+    longer: Any = SimpleNamespace(datastore=SimpleNamespace(chunk_length=32))
+    with pytest.raises(InputError, match=r"model\.chunk_length = 16, but another has chunk_length = 32"):
+        _check_fits(open_checkpoint(checkpoint), language_model.tokenizer, longer, "another")
 
 
 def test_scores_are_log_probabilities_that_retrieval_changes_after_the_first_chunk(

@@ -34,10 +34,10 @@ FREQUENCIES = {n: torch.tensor([10_000 ** (-c / n) for c in range(n)]) for n in 
 # Of models whose attentions follow other formulas.
 OPTIONS: dict[str, dict[str, Any]] = {
     "rope": {},
-    "transformer-xl": {"positions": "transformer-xl"},
-    "alibi": {"positions": "alibi"},
-    "normed": {"qk_norm": True},
-    "mup": {"positions": "learned", "init": "mup"},
+    "transformer-xl": {"attention.positions": "transformer-xl"},
+    "alibi": {"attention.positions": "alibi"},
+    "normed": {"attention.qk_norm": True},
+    "mup": {"attention.positions": "learned", "init": "mup"},
 }
 
 
@@ -80,7 +80,10 @@ def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
 
     The first of three chunks has one whole neighbor and one cut short, the second none at all.
     """
-    model = build(**OPTIONS[request.param], num_heads=1, encoder_num_heads=1)
+    model = build(
+        **OPTIONS[request.param],
+        **{"attention.num_heads": 1, "encoder.num_heads": 1},
+    )
     record: dict[str, Any] = {"lengths": torch.tensor([[R, 3], [0, 0], [0, 5]])}
 
     def keep(name: str) -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retro.model import loss as module
-from retro.model.loss import IGNORED_LABEL, loss, losses, summed_losses, that_count, token_losses
+from retro.model.loss import IGNORED_LABEL, loss, losses, summed_losses, token_losses, without_ignored
 
 B, T, D, V = 3, 7, 12, 50
 
@@ -70,7 +70,7 @@ def test_the_z_loss_is_the_square_of_log_z_and_cross_entropy_is_told_apart(parts
 def test_rows_that_do_not_count_are_left_out_without_a_change(parts, counting: int) -> None:
     hidden, weight, labels = parts
     labels = torch.where(torch.randperm(B * T).view(B, T) < counting, labels.clamp(min=0), IGNORED_LABEL)
-    few, their_labels = that_count(hidden, labels)
+    few, their_labels = without_ignored(hidden, labels)
     assert their_labels.numel() == (counting if 0 < counting < B * T / 2 else B * T)
     whole, part = summed_losses(hidden, weight, labels), summed_losses(few, weight, their_labels)
     torch.testing.assert_close(part.cross_entropy, whole.cross_entropy)

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,13 @@ from retro.model.mixture_of_experts import (
     ExpertLinear,
     Experts,
     Queues,
-    counted,
     queues_of,
     routing_loss,
+    running_load,
     share_experts,
 )
 from retro.model.retro import ModelSettings, Retro
+from retro.model.settings import updated
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, step_of
@@ -38,7 +38,12 @@ top_k = pytest.mark.parametrize("k", [1, 2])
 def made(k: int = 2, capacity_factor: float = 1.0, **changes: Any) -> Experts:
     """Experts in training, with weights large enough to matter."""
     torch.manual_seed(0)
-    experts = Experts(replace(SETTINGS, num_experts=E, experts_per_token=k, capacity_factor=capacity_factor, **changes))
+    experts = Experts(
+        updated(
+            SETTINGS,
+            {"experts.num_experts": E, "experts.per_token": k, "experts.capacity_factor": capacity_factor, **changes},
+        )
+    )
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.copy_(torch.randn_like(parameter))
@@ -123,7 +128,7 @@ def test_in_training_the_choices_that_come_last_in_a_document_are_dropped(k: int
 @torch.no_grad()
 def test_a_document_asks_experts_as_if_it_were_alone_in_its_row() -> None:
     """Others before or after it, their padding and its own change neither its logits nor its routing."""
-    model = build(num_experts=E, experts_every=1, capacity_factor=0.6).train()
+    model = build(**{"experts.num_experts": E, "experts.every": 1, "experts.capacity_factor": 0.6}).train()
     tokens = batch()[0]
     documents, lengths = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]]), torch.tensor([[4, 3, 4, 2], [2, 4, 1, 4]])
     packed = model(tokens, documents, lengths=lengths)
@@ -165,7 +170,7 @@ def test_what_is_dropped_changes_nothing_and_teaches_the_experts_nothing() -> No
 
 def test_choices_are_counted_in_the_order_of_the_tokens() -> None:
     chosen = torch.tensor([[2, 0, 2, 2, 1], [0, 0, 0, 1, 1]])
-    so_far = counted(chosen, torch.tensor([[True] * 5, [True, False, True, True, True]]), 3)
+    so_far = running_load(chosen, torch.tensor([[True] * 5, [True, False, True, True, True]]), 3)
     assert so_far.gather(2, chosen[..., None])[..., 0].tolist() == [[1, 1, 2, 3, 1], [1, 1, 2, 1, 2]]
     assert so_far[:, -1].tolist() == [[1, 1, 3], [2, 2, 0]]
 
@@ -177,14 +182,14 @@ def test_what_a_sequence_gets_does_not_depend_on_how_batches_are_divided(k: int)
     halves = [experts(half) for half in x.split(2)]
     torch.testing.assert_close(torch.cat([half for half, _ in halves]), y)
     torch.testing.assert_close(torch.cat([part for _, part in halves]), routing)
-    settings = replace(SETTINGS, num_experts=E, router_z_weight=0.1)
+    settings = updated(SETTINGS, {"experts.num_experts": E, "experts.router_z_loss_weight": 0.1})
     mean = sum(routing_loss(part, settings) for _, part in halves) / 2
     torch.testing.assert_close(mean, routing_loss(routing, settings))
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_no_token_knows_of_a_later_one_even_by_what_is_dropped(training: bool) -> None:
-    model = build(num_experts=E, experts_every=1, capacity_factor=0.6).train(training)
+    model = build(**{"experts.num_experts": E, "experts.every": 1, "experts.capacity_factor": 0.6}).train(training)
     tokens, neighbors, lengths = batch()
     with torch.no_grad():
         before = model(tokens, None, neighbors, lengths)
@@ -211,7 +216,7 @@ def test_the_balance_loss_is_1_for_an_undecided_router_and_grows_up_to_experts_o
         _, routing = experts(x.abs())
     assert routing[:, 0].tolist() == pytest.approx([E / k] * len(x))
     assert routing[:, ROUTING.index("busiest_expert")].tolist() == pytest.approx([E / k] * len(x))
-    settings = replace(SETTINGS, num_experts=E, experts_per_token=k, balance_weight=0.5)
+    settings = updated(SETTINGS, {"experts.num_experts": E, "experts.per_token": k, "experts.balance_loss_weight": 0.5})
     assert routing_loss(routing, settings).item() == pytest.approx(0.5 * E / k)
 
 
@@ -226,7 +231,9 @@ def test_descending_the_balance_loss_makes_the_experts_evenly_busy() -> None:
         _, routing = experts(x)
         busiest.append(routing[:, ROUTING.index("busiest_expert")].mean().item())
         optimizer.zero_grad()
-        routing_loss(routing, replace(SETTINGS, num_experts=E, balance_weight=1.0)).backward()
+        routing_loss(
+            routing, updated(SETTINGS, {"experts.num_experts": E, "experts.balance_loss_weight": 1.0})
+        ).backward()
         optimizer.step()
     assert busiest[0] > 1.6
     assert busiest[-1] < 1.3
@@ -244,8 +251,8 @@ def test_the_router_z_loss_is_the_mean_square_of_the_log_of_the_summed_exponenti
 
 def test_experts_stand_in_every_so_many_layers_and_begin_as_loud_as_a_dense_block() -> None:
     torch.manual_seed(0)
-    settings = replace(SETTINGS, d_model=64, num_experts=E, experts_every=2)
-    model, dense = Retro(settings), Retro(replace(settings, num_experts=0))
+    settings = updated(SETTINGS, {"d_model": 64, "experts.num_experts": E, "experts.every": 2})
+    model, dense = Retro(settings), Retro(updated(settings, {"experts.num_experts": 0}))
     blocks = {int(name) + 1: residual.block for name, residual in model.feed_forward.items()}
     assert (
         [layer for layer, block in blocks.items() if isinstance(block, Experts)] == [2, 4] == [*settings.expert_layers]
@@ -260,19 +267,19 @@ def test_experts_stand_in_every_so_many_layers_and_begin_as_loud_as_a_dense_bloc
 @pytest.mark.parametrize(
     ("wrong", "accepted"),
     [
-        ({"num_experts": 1}, "2 or more, or 0"),
-        ({"num_experts": 4, "experts_per_token": 5}, "1 to model.num_experts = 4"),
-        ({"num_experts": 4, "experts_every": 7}, "1 to model.num_layers = 6"),
-        ({"experts_every": 0}, "1 to model.num_layers"),
-        ({"capacity_factor": 0.0}, "above 0"),
-        ({"balance_weight": -0.1}, "0 or more"),
-        ({"router_z_weight": -0.1}, "0 or more"),
+        ({"experts.num_experts": 1}, "2 or more, or 0"),
+        ({"experts.num_experts": 4, "experts.per_token": 5}, "1 to model.experts.num_experts = 4"),
+        ({"experts.num_experts": 4, "experts.every": 7}, "1 to model.num_layers = 6"),
+        ({"experts.every": 0}, "1 or more"),
+        ({"experts.capacity_factor": 0.0}, "above 0"),
+        ({"experts.balance_loss_weight": -0.1}, "0 or more"),
+        ({"experts.router_z_loss_weight": -0.1}, "0 or more"),
     ],
 )
 def test_impossible_experts_are_refused_by_name(wrong: dict[str, Any], accepted: str) -> None:
     key, value = list(wrong.items())[-1]
     with pytest.raises(InputError) as refusal:
-        ModelSettings(**wrong)
+        updated(ModelSettings(), wrong)
     assert f"model.{key} is {value!r}: set it to " in str(refusal.value)
     assert accepted in str(refusal.value)
 
@@ -285,7 +292,7 @@ def test_a_step_learns_from_the_balance_loss_and_logs_the_routing() -> None:
     halves = [{key: v if v is None else v[row : row + 1] for key, v in whole.items()} for row in range(B)]
 
     def step(batches: list[dict[str, Any]], **changes: Any) -> tuple[dict[str, float], Retro]:
-        model = build(**{"num_experts": E, **changes}).train()
+        model = build(**{"experts.num_experts": E, **changes}).train()
         settings = TrainSettings(steps=1, warmup_steps=0, gradient_accumulation_steps=len(batches), max_grad_norm=0.0)
         optimizer = make_optimizer([model], TrainSettings(lr=1e-3, weight_decay=0.0))
         return step_of(model, optimizer, iter(batches), settings)(0).metrics, model
@@ -296,10 +303,10 @@ def test_a_step_learns_from_the_balance_loss_and_logs_the_routing() -> None:
     for name, value in together.items():
         assert apart[name] == pytest.approx(value, rel=1e-4), name
     torch.testing.assert_close(dict(other.named_parameters()), dict(model.named_parameters()), rtol=1e-3, atol=1e-5)
-    unbalanced, _ = step([whole], balance_weight=0.0)
+    unbalanced, _ = step([whole], **{"experts.balance_loss_weight": 0.0})
     assert unbalanced["loss"] == together["loss"]
     assert unbalanced["gradient_norm"] != together["gradient_norm"]
-    assert not set(ROUTING) & set(step([whole], num_experts=0)[0])
+    assert not set(ROUTING) & set(step([whole], **{"experts.num_experts": 0})[0])
 
 
 def test_under_bfloat16_autocast_the_routing_is_that_of_float32() -> None:
@@ -314,7 +321,10 @@ def test_under_bfloat16_autocast_the_routing_is_that_of_float32() -> None:
 
 @torch.no_grad()
 def test_a_model_that_is_cast_to_be_served_computes_what_it_did() -> None:
-    model, placement = build(num_experts=E, experts_every=1), Placement(torch.device("cpu"), torch.bfloat16)
+    model, placement = (
+        build(**{"experts.num_experts": E, "experts.every": 1}),
+        Placement(torch.device("cpu"), torch.bfloat16),
+    )
     tokens, neighbors, lengths = batch()
     with placement.autocast():
         before = model(tokens, None, neighbors, lengths)
@@ -330,7 +340,10 @@ def test_compiled_whole_and_with_checkpointing_it_gives_the_same_gradients() -> 
     def gradients(call: Any) -> list[Tensor]:
         experts.zero_grad()
         y, routing = call(x, queues)
-        (y.square().mean() + routing_loss(routing, replace(SETTINGS, num_experts=E, balance_weight=10.0))).backward()
+        (
+            y.square().mean()
+            + routing_loss(routing, updated(SETTINGS, {"experts.num_experts": E, "experts.balance_loss_weight": 10.0}))
+        ).backward()
         return [parameter.grad.clone() for parameter in experts.parameters() if parameter.grad is not None]
 
     def checkpointed(x: Tensor, queues: Queues) -> Any:
@@ -361,7 +374,13 @@ def objective(model: Retro, rows: slice) -> Tensor:
 
 def shared_model(k: int) -> Retro:
     return build(
-        num_experts=E, activation="swiglu", experts_per_token=k, balance_weight=0.5, router_z_weight=0.01
+        **{
+            "experts.num_experts": E,
+            "experts.per_token": k,
+            "experts.balance_loss_weight": 0.5,
+            "experts.router_z_loss_weight": 0.01,
+        },
+        activation="swiglu",
     ).train()
 
 
@@ -426,5 +445,7 @@ def test_experts_that_cannot_be_divided_are_refused() -> None:
         def size(self) -> int:
             return 3
 
-    with pytest.raises(InputError, match=r"model\.num_experts is 4: set it to a multiple of 3"):
+    with pytest.raises(
+        InputError, match=r"model\.experts\.num_experts is 4: set it to a multiple of parallel.expert = 3"
+    ):
         share_experts(made(), Mesh())  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from indexing.store.errors import InputError
 from retro.model.presets import PRESETS, baseline_of, count_active_parameters, count_parameters, resolve
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
 
 
 @pytest.mark.parametrize(
@@ -18,26 +18,28 @@ from retro.model.settings import ModelSettings
     [("172m", 172.5, 121.1), ("425m", 425.5, 339.7), ("1.5b", 1451.4, 1208.0), ("7.5b", 7531.5, 6442.5)],
 )
 def test_the_papers_sizes_have_the_papers_parameters(preset, retro, base):
-    sized = replace(PRESETS[preset], vocab_size=128)
+    sized = replace(PRESETS[preset], vocab_size=128, chunk_length=64)
     with torch.device("meta"):
-        with_retrieval = Retro(replace(sized, positions="transformer-xl"))
-        without = Retro(replace(sized, cca_layers=()))
+        with_retrieval = Retro(updated(sized, {"attention.positions": "transformer-xl"}))
+        without = Retro(updated(sized, {"retrieval.cca_layers": ()}))
     assert count_parameters(with_retrieval) / 1e6 == pytest.approx(retro, rel=1e-3)
     assert count_parameters(without) / 1e6 == pytest.approx(base, rel=1e-3)
-    tables = 128 * (sized.d_model + sized.encoder_d_model)
+    tables = 128 * (sized.d_model + sized.encoder.d_model)
     assert count_parameters(with_retrieval, embeddings=True) == count_parameters(with_retrieval) + tables
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("tiny", 1), ("small", 5.5), ("base-cpu", 15)])
 def test_the_presets_for_a_cpu_have_the_size_they_say(preset, millions):
     with torch.device("meta"):
-        model = Retro(replace(PRESETS[preset], vocab_size=128))
+        model = Retro(replace(PRESETS[preset], vocab_size=128, chunk_length=64))
     assert count_parameters(model) / 1e6 == pytest.approx(millions, rel=0.03)
 
 
 def test_a_preset_fills_in_the_sizes_and_keeps_what_it_leaves_open() -> None:
-    settings = resolve(ModelSettings(preset="tiny", positions="transformer-xl", chunk_length=32))
-    assert settings == replace(PRESETS["tiny"], positions="transformer-xl", chunk_length=32)
+    settings = resolve(
+        ModelSettings(preset="tiny", attention=AttentionSettings(positions="transformer-xl"), chunk_length=32)
+    )
+    assert settings == updated(PRESETS["tiny"], {"attention.positions": "transformer-xl", "chunk_length": 32})
 
 
 @pytest.mark.parametrize(
@@ -46,62 +48,82 @@ def test_a_preset_fills_in_the_sizes_and_keeps_what_it_leaves_open() -> None:
 )
 def test_a_wrong_preset_or_a_size_beside_it_is_refused(changes, named: str) -> None:
     with pytest.raises(InputError, match=re.escape(named)):
-        resolve(ModelSettings(**changes))
+        resolve(updated(ModelSettings(), changes))
 
 
 def test_every_option_may_be_set_beside_a_preset() -> None:
-    options = {"positions": "learned", "max_positions": 512, "activation": "swiglu", "num_kv_heads": 1}
-    options |= {"qk_norm": True, "init": "mup", "mup_base_width": 64}
-    assert resolve(ModelSettings(preset="tiny", **options)) == replace(PRESETS["tiny"], **options)
+    options = {
+        "attention.positions": "learned",
+        "attention.max_positions": 512,
+        "activation": "swiglu",
+        "attention.num_kv_heads": 1,
+    }
+    options |= {"attention.qk_norm": True, "init": "mup", "mup_base_width": 64}
+    assert resolve(updated(ModelSettings(preset="tiny"), options)) == updated(PRESETS["tiny"], options)
 
 
 def test_a_base_has_its_own_retrieval_or_the_usual_or_what_is_set_beside_it() -> None:
     small = ModelSettings(
-        7, d_model=32, num_layers=5, cca_layers=(), activation="swiglu", positions="alibi", dropout=0.5
+        vocab_size=7,
+        d_model=32,
+        num_layers=5,
+        retrieval=RetrievalSettings(cca_layers=()),
+        activation="swiglu",
+        attention=AttentionSettings(positions="alibi"),
+        dropout=0.5,
     )
     found = resolve(ModelSettings(preset="base", chunk_length=16, shared_embeddings=True), small)
-    assert found == replace(
+    assert found == updated(
         small,
-        cca_layers=(2, 4),
-        encoder_d_model=32,
-        encoder_d_ffw=85,
-        encoder_num_heads=1,
-        encoder_head_dim=32,
-        chunk_length=16,
-        shared_embeddings=True,
-        dropout=0.0,
+        {
+            "retrieval.cca_layers": (2, 4),
+            "encoder.d_model": 32,
+            "encoder.d_ffw": 85,
+            "encoder.num_heads": 1,
+            "encoder.head_dim": 32,
+            "chunk_length": 16,
+            "shared_embeddings": True,
+            "dropout": 0.0,
+        },
     )
-    large = replace(PRESETS["1.5b"], vocab_size=9, cca_layers=())
-    usual = replace(
-        PRESETS["1.5b"], vocab_size=9, encoder_num_heads=14
+    large = updated(PRESETS["1.5b"], {"vocab_size": 9, "retrieval.cca_layers": ()})
+    usual = updated(
+        PRESETS["1.5b"], {"vocab_size": 9, "encoder.num_heads": 14}
     )  # the paper's, whose encoder has 16 heads of 64
     assert resolve(ModelSettings(preset="base"), large) == usual
-    assert resolve(ModelSettings(preset="base", cca_layers=()), large) == replace(usual, cca_layers=())
-    only_one = resolve(ModelSettings(preset="base", encoder_num_layers=1), large)
-    assert (only_one.encoder_num_layers, only_one.encoder_d_model) == (1, ModelSettings().encoder_d_model)
-    assert only_one.cca_layers == PRESETS["1.5b"].cca_layers
-    beside = {"retrieval_smeared_keys": True, "smeared_tokens": 3, "shared_embeddings": True}
-    retrofitted = resolve(ModelSettings(preset="base", **beside), large)  # type: ignore[arg-type]
-    assert (retrofitted.smeared, retrofitted.smeared_keys) == ((0, 3), False)
+    assert resolve(ModelSettings(preset="base", retrieval=RetrievalSettings(cca_layers=())), large) == updated(
+        usual, {"retrieval.cca_layers": ()}
+    )
+    only_one = resolve(ModelSettings(preset="base", encoder=EncoderSettings(num_layers=1)), large)
+    assert (only_one.encoder.num_layers, only_one.encoder.d_model) == (1, ModelSettings().encoder.d_model)
+    assert only_one.retrieval.cca_layers == PRESETS["1.5b"].retrieval.cca_layers
+    beside = {"retrieval.smeared_keys": True, "attention.smeared_tokens": 3, "shared_embeddings": True}
+    retrofitted = resolve(updated(ModelSettings(preset="base"), beside), large)  # type: ignore[arg-type]
+    assert (retrofitted.self_smeared_tokens, retrofitted.cross_smeared_tokens) == (0, 3)
     assert resolve(ModelSettings(preset="base"), retrofitted) == retrofitted
-    with pytest.raises(InputError, match=r"model\.smeared_keys = True and model\.preset = 'base'"):
-        resolve(ModelSettings(preset="base", smeared_keys=True), large)
+    with pytest.raises(InputError, match=r"model\.attention\.smeared_keys = True and model\.preset = 'base'"):
+        resolve(ModelSettings(preset="base", attention=AttentionSettings(smeared_keys=True)), large)
 
 
 def test_tables_of_positions_count_as_embeddings() -> None:
     with torch.device("meta"):
-        plain, learned = (Retro(ModelSettings(10, positions=positions)) for positions in ("rope", "learned"))
+        plain, learned = (
+            Retro(ModelSettings(vocab_size=10, chunk_length=64, attention=AttentionSettings(positions=positions)))
+            for positions in ("rope", "learned")
+        )
     assert count_parameters(learned) == count_parameters(plain)
     tables = (2048 + 64) * 256 + 128 * 128
     assert count_parameters(learned, embeddings=True) == count_parameters(plain, embeddings=True) + tables
 
 
 def test_of_the_experts_those_that_a_token_asks_are_active() -> None:
-    sizes = replace(PRESETS["tiny"], vocab_size=10)
-    chosen = {"num_experts": 8, "experts_per_token": 3, "experts_every": 2}
-    assert resolve(ModelSettings(preset="tiny", vocab_size=10, **chosen)) == replace(sizes, **chosen)
+    sizes = replace(PRESETS["tiny"], vocab_size=10, chunk_length=64)
+    chosen = {"experts.num_experts": 8, "experts.per_token": 3, "experts.every": 2}
+    assert resolve(updated(ModelSettings(preset="tiny", vocab_size=10, chunk_length=64), chosen)) == updated(
+        sizes, chosen
+    )
     with torch.device("meta"):
-        model, dense = Retro(replace(sizes, **chosen)), Retro(sizes)
+        model, dense = Retro(updated(sizes, chosen)), Retro(sizes)
     block, router = 2 * sizes.d_model * sizes.d_ffw, 8 * sizes.d_model
     assert count_parameters(model) == count_parameters(dense) + 2 * (7 * block + router)
     assert count_active_parameters(model) == count_parameters(dense) + 2 * (2 * block + router)
@@ -113,7 +135,10 @@ def test_of_the_experts_those_that_a_token_asks_are_active() -> None:
     ("preset", "activation"), [("tiny", "gelu"), ("small", "gelu-tanh"), ("172m", "gelu"), ("small", "swiglu")]
 )
 def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str, activation: Any, num_experts: int) -> None:
-    settings = replace(PRESETS[preset], vocab_size=10, activation=activation, num_experts=num_experts)
+    settings = updated(
+        PRESETS[preset],
+        {"vocab_size": 10, "chunk_length": 64, "activation": activation, "experts.num_experts": num_experts},
+    )
     with torch.device("meta"):
         ours, plain = Retro(settings), Retro(baseline_of(settings))
     assert not any(name.startswith(("encoder", "cross")) for name, _ in plain.named_parameters())

@@ -25,6 +25,7 @@ from retro.checkpoints.checkpoint import finished
 from retro.device import choose_placement
 from retro.model.mixture_of_experts import Experts
 from retro.model.retro import Retro
+from retro.model.settings import updated
 from retro.parallel.distribute import distribute
 from retro.parallel.forward_backward import DistributedModel, StepContext, WholeModel, all_parameters
 from retro.parallel.pipeline_parallel import Pipeline
@@ -44,29 +45,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     # Every scheme of positions, grouped queries, tables of positions, embeddings that three stages hold, what other families have.
     "learned": {
-        "positions": "learned",
-        "max_positions": 64,
+        "attention.positions": "learned",
+        "attention.max_positions": 64,
         "activation": "swiglu",
-        "qk_norm": True,
-        "num_kv_heads": 4,
+        "attention.qk_norm": True,
+        "attention.num_kv_heads": 4,
         "norm": "layer",
-        "attention_bias": "all",
+        "attention.bias": "all",
         "feed_forward_bias": True,
         "parallel_residual": True,
         "scaled_embeddings": False,
-        "retrieval_positions": "rope",
+        "retrieval.positions": "rope",
     },
     "alibi": {
-        "positions": "alibi",
-        "smeared_keys": True,
-        "smeared_tokens": 2,
+        "attention.positions": "alibi",
+        "attention.smeared_keys": True,
+        "attention.smeared_tokens": 2,
         "shared_embeddings": True,
         "copying_init": True,
         "parallel_residual": True,
-        "sliding_window": 20,
+        "attention.sliding_window": 20,
     },
-    "transformer-xl": {"positions": "transformer-xl", "tied_embeddings": False},
-    "experts": {"num_experts": 4, "experts_every": 2},
+    "transformer-xl": {"attention.positions": "transformer-xl", "tied_embeddings": False},
+    "experts": {"experts.num_experts": 4, "experts.every": 2},
     "float16": {},
     # A base that one process has trained, frozen: batches without neighbors have no gradient at all.
     "retrofit": {},
@@ -124,7 +125,7 @@ def run_of(
         settings = replace(settings, init_from=str(config.run / ("retro" if whole else "base")))
     config = replace(
         config,
-        model=replace(config.model, **OPTIONS[options]),
+        model=updated(config.model, OPTIONS[options]),
         data=replace(config.data, k_choices=(0, 2)) if options == "retrofit" else config.data,
         train=settings,
         parallel=ParallelSettings(**parallel),
@@ -143,7 +144,10 @@ def outermost_bytes(model: Retro) -> int:
 
 def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dict[str, int]]:
     """Bytes by kind that a step moves, and that this process sends."""
-    model, placement = build(num_experts=4 if parallel.expert > 1 else 0).train(), choose_placement("cpu", "float32")
+    model, placement = (
+        build(**{"experts.num_experts": 4 if parallel.expert > 1 else 0}).train(),
+        choose_placement("cpu", "float32"),
+    )
     processes = Processes(parallel, placement.device)
     tokens, neighbors, _ = batch()
     own = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
@@ -160,7 +164,7 @@ def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dic
 def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
     """What a step of eight rows measures, labels on answers alone, taken as one batch or as several."""
     model, placement, processes = (
-        build(num_experts=4).train(),
+        build(**{"experts.num_experts": 4}).train(),
         choose_placement("cpu", "float32"),
         Processes(parallel, CPU),
     )
@@ -237,7 +241,13 @@ def process(rank: int, folder: Path, config: Config) -> None:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
     config = replace(tiny_config(tmp_path_factory.mktemp("alone"), tiny_corpus), datastore=tiny_datastore.folder)
-    sizes = {"num_heads": 4, "head_dim": 8, "encoder_num_heads": 4, "encoder_head_dim": 4, "num_layers": 4}
+    sizes = {
+        "attention.num_heads": 4,
+        "attention.head_dim": 8,
+        "encoder.num_heads": 4,
+        "encoder.head_dim": 4,
+        "num_layers": 4,
+    }
     train_settings = {
         "steps": NUM_STEPS,
         "batch_size": 8,
@@ -248,12 +258,12 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_dat
     train_settings |= {"checkpoint_every": NUM_STEPS, "lr_schedule": "constant", "lr": 3e-3}
     config = replace(
         config,
-        model=replace(config.model, cca_layers=(2, 4), **sizes),
+        model=updated(config.model, {"retrieval.cca_layers": (2, 4), **sizes}),
         data=replace(config.data, retrieval_dropout=0.3),
         train=replace(config.train, **train_settings),
     )
-    for name, cca_layers in (("base", ()), ("retro", config.model.cca_layers)):  # what others start from
-        trained = replace(config, model=replace(config.model, cca_layers=cca_layers))
+    for name, cca_layers in (("base", ()), ("retro", config.model.retrieval.cca_layers)):  # what others start from
+        trained = replace(config, model=updated(config.model, {"retrieval.cca_layers": cca_layers}))
         run_of(trained, config.run / name, "plain", {}, steps=1, warmup_steps=0)
     return config
 
@@ -363,11 +373,11 @@ def test_a_step_is_the_mean_over_its_labels_however_many_batches_and_processes_i
 @pytest.mark.slow
 def test_experts_exchange_their_queues_twice_a_pass(folder: Path) -> None:
     found = json.loads((folder / "communicated.0.json").read_text())[-1]
-    model = build(num_experts=4).train()
+    model = build(**{"experts.num_experts": 4}).train()
     layer = model.feed_forward["1"].block
     assert isinstance(layer, Experts)
     tokens = batch()[0]
-    num_places = len(tokens) * tokens.shape[1] // layer.chunk_length * math.ceil(layer.rate)
+    num_places = len(tokens) * tokens.shape[1] // layer.chunk_length * math.ceil(layer.slots_per_chunk)
     queues = 4 * num_places * model.settings.d_model * 4  # of 4 experts, in bytes of float32
     assert found["volume"]["all-to-all"] == len(model.settings.expert_layers) * 4 * queues
 

@@ -64,7 +64,7 @@ def test_a_compiled_model_is_checkpointed_and_has_the_same_gradients(checkpointi
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_any_number_of_shapes_is_compiled() -> None:
-    passes = passes_of("none", compiled=True, num_layers=1, cca_layers=(1,))
+    passes = passes_of("none", compiled=True, num_layers=1, **{"retrieval.cca_layers": (1,)})
     for k in range(6):
         for documents in (False, True):
             assert gradients(passes, inputs(k, documents))
@@ -73,7 +73,7 @@ def test_any_number_of_shapes_is_compiled() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_evaluation_compiles_nothing() -> None:
-    passes = passes_of("none", compiled=True, num_layers=1, cca_layers=(1,))
+    passes = passes_of("none", compiled=True, num_layers=1, **{"retrieval.cca_layers": (1,)})
     given = inputs()
     gradients(passes, given)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

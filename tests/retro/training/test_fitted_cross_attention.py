@@ -1,7 +1,5 @@
 """A fitted start copies what neighbors hold at once, leaves the decoder alone, and is silent where copying does not help."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch import Tensor
 from retro.device import choose_placement
 from retro.model.loss import loss
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
 from retro.training.fitted_cross_attention import can_be_fitted, fit_copying
 
 M, CHUNKS, ROWS, VOCABULARY = 16, 6, 8, 60
@@ -18,29 +16,20 @@ SETTINGS = ModelSettings(
     chunk_length=M,
     d_model=48,
     d_ffw=64,
-    num_heads=2,
-    head_dim=32,
+    attention=AttentionSettings(num_heads=2, head_dim=32, max_positions=M * CHUNKS, smeared_tokens=3),
     num_layers=3,
-    cca_layers=(2, 3),
-    encoder_d_model=40,
-    encoder_d_ffw=48,
-    encoder_num_heads=2,
-    encoder_head_dim=16,
-    encoder_num_layers=2,
-    encoder_cca_layers=(1,),
-    max_positions=M * CHUNKS,
+    retrieval=RetrievalSettings(cca_layers=(2, 3), smeared_keys=True),
+    encoder=EncoderSettings(d_model=40, d_ffw=48, num_heads=2, head_dim=16, num_layers=2, cca_layers=(1,)),
     shared_embeddings=True,
-    retrieval_smeared_keys=True,
-    smeared_tokens=3,
     copying_init=True,
 )
 CASES = {
     "rope": {},
-    "no distances": {"positions": "learned", "norm": "layer"},
-    "Transformer-XL": {"positions": "transformer-xl"},
-    "one token before": {"smeared_tokens": 1},
-    "norms of queries": {"qk_norm": True},
-    "grouped queries": {"num_kv_heads": 1},
+    "no distances": {"attention.positions": "learned", "norm": "layer"},
+    "Transformer-XL": {"attention.positions": "transformer-xl"},
+    "one token before": {"attention.smeared_tokens": 1},
+    "norms of queries": {"attention.qk_norm": True},
+    "grouped queries": {"attention.num_kv_heads": 1},
     "own output layer": {"tied_embeddings": False},
     "muP": {"init": "mup", "mup_base_width": 24},
 }
@@ -67,7 +56,7 @@ def nats(model: Retro, batch: dict[str, Tensor], *, on: bool) -> float:
 @pytest.fixture(params=CASES)
 def model(request: pytest.FixtureRequest) -> Retro:
     torch.manual_seed(1)
-    return Retro(replace(SETTINGS, **CASES[request.param])).eval()
+    return Retro(updated(SETTINGS, CASES[request.param])).eval()
 
 
 def test_what_neighbors_hold_is_said_at_once_and_off_stays_as_it_was(model: Retro) -> None:
@@ -85,12 +74,15 @@ def test_it_is_silent_where_neighbors_tell_nothing(model: Retro) -> None:
 
 
 def test_heads_all_of_whose_features_turn_begin_no_worse_than_off() -> None:
-    model, batch = Retro(replace(SETTINGS, head_dim=2, num_heads=8)).eval(), sequences(telling=True)
+    model, batch = (
+        Retro(updated(SETTINGS, {"attention.head_dim": 2, "attention.num_heads": 8})).eval(),
+        sequences(telling=True),
+    )
     fit_copying(model, batch, HERE)
     assert nats(model, batch, on=True) <= nats(model, batch, on=False) + 1e-4
 
 
 def test_only_keys_that_hold_what_stood_before_can_be_fitted() -> None:
     assert can_be_fitted(Retro(SETTINGS))
-    for without in ({"retrieval_smeared_keys": False}, {"copying_init": False}, {"cca_layers": ()}):
-        assert not can_be_fitted(Retro(replace(SETTINGS, **without)))
+    for without in ({"retrieval.smeared_keys": False}, {"copying_init": False}, {"retrieval.cca_layers": ()}):
+        assert not can_be_fitted(Retro(updated(SETTINGS, without)))

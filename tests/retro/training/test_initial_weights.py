@@ -14,7 +14,7 @@ from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
 from retro.model.presets import baseline_of
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
 from retro.training.initial_weights import load_initial_weights
 from retro.training.trainer import train
 from tests.conftest import tiny_config
@@ -32,7 +32,9 @@ def retro(config: Config) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def baseline(config: Config) -> Checkpoint:
-    return trained(replace(config, run=config.run.with_name("baseline"), model=replace(config.model, cca_layers=())))
+    return trained(
+        replace(config, run=config.run.with_name("baseline"), model=updated(config.model, {"retrieval.cca_layers": ()}))
+    )
 
 
 def trained(config: Config) -> Checkpoint:
@@ -100,17 +102,17 @@ def test_a_baseline_starts_from_a_retro_without_its_encoder(retro: Checkpoint, b
             [r"feed_forward\.0\.block\.up_proj\.weight", r"\[64, 32\] there and \[32, 32\]", "retro inspect"],
         ),
         ({"vocab_size": 17}, [r"embedding\.weight", r"\[17, 32\] in this model"]),
-        ({"num_layers": 2, "cca_layers": (2,)}, [r"weights that this model lacks: attention\.2\."]),
-        ({"num_heads": 1, "head_dim": 32}, [r"model\.num_heads = 2, this model 1"]),
-        ({"encoder_num_heads": 2, "encoder_head_dim": 8}, [r"model\.encoder_num_heads = 1, this model 2"]),
-        ({"positions": "alibi"}, [r"model\.positions = 'rope', this model 'alibi'"]),
-        ({"rope_theta": 500.0}, [r"model\.rope_theta = 10000\.0, this model 500\.0"]),
+        ({"num_layers": 2, "retrieval.cca_layers": (2,)}, [r"weights that this model lacks: attention\.2\."]),
+        ({"attention.num_heads": 1, "attention.head_dim": 32}, [r"model\.attention\.num_heads = 2, this model 1"]),
+        ({"encoder.num_heads": 2, "encoder.head_dim": 8}, [r"model\.encoder\.num_heads = 1, this model 2"]),
+        ({"attention.positions": "alibi"}, [r"model\.attention\.positions = 'rope', this model 'alibi'"]),
+        ({"rope.theta": 500.0}, [r"model\.rope\.theta = 10000\.0, this model 500\.0"]),
         ({"norm": "layer"}, [r"model\.norm = 'rms', this model 'layer'"]),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(retro: Checkpoint, change, words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
-        started(retro, replace(retro.model, **change))
+        started(retro, updated(retro.model, change))
     for pattern in words:
         assert caught.match(pattern)
 

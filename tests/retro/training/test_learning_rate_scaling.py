@@ -1,6 +1,5 @@
 """Under mup a step moves no activation further in a wide model than in a narrow one."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from retro.model.loss import loss
 from retro.model.retro import Retro
+from retro.model.settings import updated
 from retro.training.learning_rate_scaling import learning_rate_factors
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
@@ -18,9 +18,15 @@ from tests.retro.small_model import one_thread as one_thread  # a fixture for al
 def movement(width: int, **changes: Any) -> dict[str, float]:
     """How far three steps of training move activations of a model of some width: the root mean square of each."""
     torch.manual_seed(0)
-    sizes = {"d_model": width, "d_ffw": 2 * width, "head_dim": width // 2, "num_layers": 2, "cca_layers": (2,)}
-    encoder = {"encoder_d_model": width, "encoder_d_ffw": 2 * width, "encoder_head_dim": width // 2}
-    model = Retro(replace(SETTINGS, **{**sizes, **encoder, "mup_base_width": 32, **changes}))
+    sizes = {
+        "d_model": width,
+        "d_ffw": 2 * width,
+        "attention.head_dim": width // 2,
+        "num_layers": 2,
+        "retrieval.cca_layers": (2,),
+    }
+    encoder = {"encoder.d_model": width, "encoder.d_ffw": 2 * width, "encoder.head_dim": width // 2}
+    model = Retro(updated(SETTINGS, {**sizes, **encoder, "mup_base_width": 32, **changes}))
     optimizer = make_optimizer([model], TrainSettings(lr=1e-2, weight_decay=0.0), learning_rate_factors(model))
     found: dict[str, torch.Tensor] = {}
     watched = {"self-attention": model.attention["1"], "cross-attention": model.cross["2"]}

@@ -44,7 +44,7 @@ def test_matrices_decay_and_norms_do_not() -> None:
 @pytest.mark.parametrize("scheme", ["transformer-xl", "smeared", "smeared-far", "neox"])
 def test_what_heads_have_of_their_own_does_not_decay(scheme: str) -> None:
     """Transformer-XL's u and v are biases, taps and smear are shares: two dimensions do not make a matrix."""
-    model = build(scheme, num_experts=0 if scheme == "neox" else 4)  # experts have no biases
+    model = build(scheme, **{"experts.num_experts": 0 if scheme == "neox" else 4})  # experts have no biases
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     spared = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters() if not decay[id(p)]}

@@ -19,7 +19,7 @@ from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.inference.decoder import Decoder
 from retro.model.presets import resolve
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
 from retro.training.trainer import Outcome, train
 from retro.tuning.adapters import is_adapter
 from retro.tuning.settings import RETRIEVAL, TuningSettings
@@ -54,7 +54,9 @@ def run(
 @pytest.fixture(scope="module")
 def base(config: Config) -> Checkpoint:
     """A plain decoder."""
-    outcome = run(config, config.run, tuning=TuningSettings(), model=replace(config.model, cca_layers=()))
+    outcome = run(
+        config, config.run, tuning=TuningSettings(), model=updated(config.model, {"retrieval.cca_layers": ()})
+    )
     return checkpoints.open_checkpoint(outcome.checkpoint)
 
 
@@ -108,11 +110,11 @@ def test_one_that_copies_is_fitted_to_the_base_and_leaves_it_alone(
 ) -> None:
     caplog.set_level("INFO")
     copying = ModelSettings(preset="base", chunk_length=16, shared_embeddings=True, copying_init=True)
-    smeared = replace(copying, retrieval_smeared_keys=True, smeared_tokens=2)
+    smeared = updated(copying, {"retrieval.smeared_keys": True, "attention.smeared_tokens": 2})
     fitted = run(config, tmp_path / "fitted", base.path, model=smeared)
     after = tensors(checkpoints.open_checkpoint(fitted.checkpoint))
     assert all(torch.equal(after[name], tensor) for name, tensor in tensors(base).items())
-    assert caplog.text.count("begins as one that copies") == len(resolve(smeared, base.model).cca_layers)
+    assert caplog.text.count("begins as one that copies") == len(resolve(smeared, base.model).retrieval.cca_layers)
     caplog.clear()
     run(config, tmp_path / "plain", base.path, model=copying)
     assert "begins as one that copies" not in caplog.text
@@ -120,10 +122,13 @@ def test_one_that_copies_is_fitted_to_the_base_and_leaves_it_alone(
 
 def test_the_preset_is_the_decoder_of_the_base_with_the_usual_beside_it(base: Checkpoint, retro: Checkpoint) -> None:
     found = retro.model
-    assert replace(base.model, cca_layers=()) == replace(
-        found, **{name: value for name, value in vars(base.model).items() if name.startswith(("encoder_", "cca_"))}
+    assert replace(found, encoder=base.model.encoder, retrieval=base.model.retrieval) == base.model
+    assert (found.retrieval.cca_layers, found.encoder.d_model, found.encoder.num_layers, found.preset) == (
+        (2,),
+        32,
+        2,
+        "",
     )
-    assert (found.cca_layers, found.encoder_d_model, found.encoder_num_layers, found.preset) == ((2,), 32, 2, "")
 
 
 def test_a_frozen_decoder_sees_neighbors_in_every_sequence(config: Config, base: Checkpoint, tmp_path: Path) -> None:
@@ -206,15 +211,15 @@ def test_what_cannot_be_begun_is_refused_by_name(config: Config, base: Checkpoin
         (r"tuning\.weights = 'retrieval'.*train\.init_from", {}),
         (r"model\.preset = 'base'.*train\.init_from", {"tuning": TuningSettings()}),
         (r"model\.d_model = 48 and model\.preset = 'base'", {"d_model": 48}),
-        (r"model\.cca_layers is \(2, 5\).*model\.num_layers = 3", {"cca_layers": (2, 5)}),
-        (r"tuning\.weights = 'retrieval'.*model\.cca_layers", {"cca_layers": ()}),
+        (r"model\.retrieval\.cca_layers is \(2, 5\).*model\.num_layers = 3", {"retrieval.cca_layers": (2, 5)}),
+        (r"tuning\.weights = 'retrieval'.*model\.retrieval\.cca_layers", {"retrieval.cca_layers": ()}),
         (
             r"lacks weights.*'none' does not train: cross\.2\.",
             {"tuning": TuningSettings(weights="none", adapter="lora")},
         ),
     ]:
         tuning = options.pop("tuning", RETROFIT)
-        model = ModelSettings(preset="base", chunk_length=16, **options)  # type: ignore[arg-type]
+        model = updated(ModelSettings(preset="base", chunk_length=16), options)  # type: ignore[arg-type]
         start = "" if "init_from" in words else base.path
         with pytest.raises(InputError, match=words):
             run(config, tmp_path / "refused", start, tuning, model=model)

@@ -43,7 +43,9 @@ def test_groups_learn_at_their_share_of_the_schedule() -> None:
     assert rates[id(model.feed_forward["0"].block.down_proj.weight)] == metrics["lr"] / 4  # 64
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_experts": 4, "experts_every": 1, "router_z_weight": 0.01}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"experts.num_experts": 4, "experts.every": 1, "experts.router_z_loss_weight": 0.01}]
+)
 def test_a_step_is_the_mean_over_its_labels_however_many_batches_it_has(changes: dict[str, Any]) -> None:
     """With unequal numbers of labels the mean of the batches' means is another one."""
     found: dict[int, tuple[dict[str, float], dict[str, torch.Tensor]]] = {}
@@ -80,7 +82,10 @@ class Reads(TorchDispatchMode):
 
 def test_a_step_reads_its_figures_at_once() -> None:
     """Beside them the loss alone looks at a batch: how many of its labels count."""
-    model, whole = build(num_experts=4, experts_every=1).train(), answers_only()
+    model, whole = (
+        build(**{"experts.num_experts": 4, "experts.every": 1}).train(),
+        answers_only(),
+    )
     settings = TrainSettings(steps=2, warmup_steps=0, gradient_accumulation_steps=2, monitor_every=0)
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     step = step_of(model, optimizer, iter(divided(whole, 2) * 2), settings)

@@ -19,7 +19,8 @@ from indexing.store.files import write_checked
 from pipelines.config import Config
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
-from retro.model.loss import _compiled_slopes
+from retro.model.loss import _compiled_logit_gradients
+from retro.model.settings import updated
 from retro.training.meter import Meter
 from retro.training.run_folder import _changes, score_of
 from retro.training.settings import TrainSettings
@@ -186,7 +187,11 @@ def test_a_run_on_a_changed_datastore_is_refused(config: Config, tmp_path: Path)
 def test_the_loss_falls_and_the_baseline_trains_too(config: Config, tmp_path: Path) -> None:
     config = with_train(config, steps=60, lr=5e-3, eval_every=0)
     for name, layers in (("retro", (2, 3)), ("baseline", ())):
-        outcome = run(replace(config, run=tmp_path / name, model=replace(config.model, cca_layers=layers, dropout=0)))
+        outcome = run(
+            replace(
+                config, run=tmp_path / name, model=updated(config.model, {"retrieval.cca_layers": layers, "dropout": 0})
+            )
+        )
         values = [loss for _, loss in losses(outcome)]
         assert sum(values[-10:]) / 10 < values[0] - 1
         assert ("valid_bits_per_byte_on" in outcome.metrics[-1]) == (name == "retro")
@@ -263,12 +268,12 @@ def test_checkpoints_are_compared_with_retrieval_on_where_there_is_any(line, sco
 @pytest.fixture
 def compiled(config: Config) -> Iterator[Config]:
     """Settings of a short run whose model is compiled, with one layer of every kind: the code of each takes long to make."""
-    model = replace(config.model, dropout=0.0, num_layers=1, cca_layers=(1,))
-    _compiled_slopes.cache_clear()
+    model = updated(config.model, {"dropout": 0.0, "num_layers": 1, "retrieval.cca_layers": (1,)})
+    _compiled_logit_gradients.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield with_train(replace(config, model=model), steps=2, warmup_steps=1, eval_every=0, compile="yes")
-    _compiled_slopes.cache_clear()
+    _compiled_logit_gradients.cache_clear()
     torch._dynamo.reset()
 
 
@@ -317,7 +322,7 @@ def test_two_datastores_are_mixed(config: Config, tmp_path: Path) -> None:
 )
 def test_a_model_that_does_not_fit_the_datastore_is_refused(config: Config, change, named: str) -> None:
     with pytest.raises(InputError, match=named):
-        run(replace(config, model=replace(config.model, **change)))
+        run(replace(config, model=updated(config.model, change)))
 
 
 def test_tensorboard_gets_the_metrics_and_an_unknown_logger_is_refused(config: Config) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from retro.device import TensorBatch
-from retro.estimates.activation_trace import Pass, observe
+from retro.estimates.activation_trace import Pass, trace_model
 from retro.model.retro import Retro
 from retro.parallel.settings import ParallelSettings
 from retro.training.optimizer import make_optimizer
@@ -110,7 +110,7 @@ def test_below_the_first_cross_attention_a_frozen_decoder_keeps_nothing_for_a_ba
 
     def kept(model: Retro) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        for each in observe(model, run).storages:
+        for each in trace_model(model, run).storages:
             if each.kind == "kept":
                 sizes[each.block] = sizes.get(each.block, 0) + each.bytes
         return sizes
@@ -135,11 +135,13 @@ def test_settings_that_say_nothing_are_refused_by_name() -> None:
     ]:
         with pytest.raises(InputError, match=words):
             TuningSettings(**settings)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"tuning\.weights = 'retrieval'.*model\.cca_layers"):
-        train_only(build(cca_layers=()), TuningSettings(weights="retrieval"))
+    with pytest.raises(InputError, match=r"tuning\.weights = 'retrieval'.*model\.retrieval\.cca_layers"):
+        train_only(build(**{"retrieval.cca_layers": ()}), TuningSettings(weights="retrieval"))
     with pytest.raises(InputError, match=r"parallel\.pipeline = 2: must be 1 with tuning\.adapter = 'prefix'"):
         check_parallel(TuningSettings(adapter="prefix"), ParallelSettings(pipeline=2), 2)
-    with pytest.raises(InputError, match=r"tuning\.adapter = 'prompt': is trained by one process, not 4; 'prefix'"):
+    with pytest.raises(
+        InputError, match=r"tuning\.adapter = 'prompt' can be trained by one process only, not 4\. Use 'prefix'"
+    ):
         check_parallel(TuningSettings(adapter="prompt"), ParallelSettings(), 4)
 
 
@@ -177,7 +179,7 @@ def test_targets_are_named_by_module_and_what_is_not_there_is_refused_with_what_
     }
     with pytest.raises(InputError, match=r"'attention\.q'.*attention\.q_proj, .*feed_forward\.up_proj"):
         adapted("attention.q")
-    names = matrices(build(num_experts=4, tied_embeddings=False))
+    names = matrices(build(**{"experts.num_experts": 4}, tied_embeddings=False))
     assert {"feed_forward.router", "head"}.isdisjoint(names)
     assert len(names["feed_forward.up_proj"]) == 2  # the layers without experts
 
@@ -228,11 +230,11 @@ def test_a_prefix_begins_as_a_prompt_and_then_every_layer_has_its_own() -> None:
     prefix = tuned(adapter="prefix")
     torch.testing.assert_close(logits(prefix, tokens), prompt)
     settings = prefix.settings
-    shape = (3, settings.num_layers * 2 * settings.kv_heads * settings.head_dim)
+    shape = (3, settings.num_layers * 2 * settings.attention.kv_heads * settings.attention.head_dim)
     assert [tuple(each.shape) for name, each in prefix.named_parameters() if is_adapter(name)] == [shape]
 
 
 def test_experts_pass_a_prompt_on() -> None:
-    model = build(num_experts=4)
+    model = build(**{"experts.num_experts": 4})
     add_adapter(model, TuningSettings(adapter="prompt", virtual_tokens=3))
     assert torch.isfinite(logits(model, batch()[0])).all()
