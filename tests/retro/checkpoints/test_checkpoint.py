@@ -120,7 +120,7 @@ def test_a_damaged_exported_file_is_refused(exported: Path) -> None:
     whole, draw = exported.read_bytes(), random.Random(0)
     for cut in (1, 5000, len(whole) - 3, len(whole)):
         exported.write_bytes(whole[:-cut])
-        with pytest.raises(InputError, match=r"model\.safetensors is not a whole"):
+        with pytest.raises(InputError, match=r"model\.safetensors is not a complete"):
             checkpoints.open_checkpoint(exported)
     header = whole.index(b'"retro"'), whole.index(b'"dtype"')
     for first, stop in (header, (len(whole) - 5000, len(whole))):

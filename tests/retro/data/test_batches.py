@@ -12,7 +12,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from retro.data.batches import Batch, TrainingData
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
-from retro.evaluation.windows import window_batches, windows
+from retro.evaluation.windows import document_windows, window_batches
 from retro.model.loss import IGNORED_LABEL
 
 
@@ -155,8 +155,8 @@ def test_retrieval_is_dropped_for_about_the_share_asked_for(data: TrainingData) 
 
 def test_every_token_after_the_first_is_scored_once_by_windows(tiny_datastore: Datastore) -> None:
     valid = tiny_datastore.valid
-    wanted = list(windows(valid, 4, 2))
-    assert max(window.stop - window.first for window in wanted) == 4
+    wanted = list(document_windows(valid, 4, 2))
+    assert max(window.stop - window.start for window in wanted) == 4
     scored = 0
     for group, batch in window_batches(valid, RetrievalSet.of(tiny_datastore), wanted, 3, NeighborUse(0)):
         assert len(group) == len(batch.tokens)
@@ -182,7 +182,7 @@ def test_datastores_that_do_not_fit_are_refused(tiny_datastore: Datastore) -> No
         DataSettings(datastores=(Path("a"), Path("b")), token_budgets=(5, 0))
     with pytest.raises(InputError, match=r"data\.temperature = 0"):
         DataSettings(temperature=0)
-    with pytest.raises(InputError, match=r"data\.temperature and data\.token_budgets are given"):
+    with pytest.raises(InputError, match=r"data\.temperature and data\.token_budgets are set"):
         DataSettings(datastores=(Path("a"),), temperature=2, token_budgets=(5,))
 
 

@@ -16,7 +16,7 @@ from pipelines.config import Config
 from retro.data.batches import Batch, TrainingData
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
-from retro.evaluation.windows import window_batches, windows
+from retro.evaluation.windows import document_windows, window_batches
 from tests.conftest import build_local, tiny_config, write_corpus
 
 WAYS = ({"reading": "pread"}, {"materialized": True}, {"reading": "pread", "materialized": True})
@@ -71,7 +71,7 @@ def test_batches_are_equal_in_every_way_of_reading(config: Config, starved: Conf
 
 def test_held_out_documents_have_materialized_neighbors_too(config: Config) -> None:
     datastore = Datastore.open(config.datastore)
-    wanted, retrieval = list(windows(datastore.valid, 4, 2)), RetrievalSet.of(datastore)
+    wanted, retrieval = list(document_windows(datastore.valid, 4, 2)), RetrievalSet.of(datastore)
     uses = [NeighborUse(4, materialized=materialized) for materialized in (False, True)]
     batches = [list(window_batches(datastore.valid, retrieval, wanted, 3, use)) for use in uses]
     assert all(same(one[1], other[1]) for one, other in zip(*batches, strict=True))
