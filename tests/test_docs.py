@@ -12,6 +12,7 @@ from docs.generate_reference import pages
 from pipelines.cli import VERBS
 from pipelines.config import Config
 from pipelines.settings.fields import leaf_types
+from tests.test_layers import LEVEL
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -107,6 +108,11 @@ def test_every_file_of_ours_in_the_text_exists(path: Path) -> None:
         assert file.is_dir() or file.with_suffix(".py").exists(), module
 
 
+def test_the_architecture_page_shows_every_folder() -> None:
+    shown = re.findall(r"\w+", "".join(code_blocks(DOCS / "explanation" / "architecture.md", "")))
+    assert {room.split("/")[1] for room in LEVEL if not room.endswith(".py")} <= set(shown)
+
+
 def test_the_reference_is_current() -> None:
     hint = "run python -m docs.generate_reference"
     for path, text in GENERATED.items():
@@ -150,12 +156,16 @@ def exists(option: str, known: set[str]) -> bool:
     return option in known or positive in known
 
 
+EXAMPLE_OPTIONS = {"help", "model.embedding_norm"}
+"""Options of every verb, and one that a recipe of CONTRIBUTING.md adds."""
+
+
 @pytest.mark.parametrize("path", WRITTEN, ids=name)
 def test_every_command_has_a_verb_and_options_that_exist(path: Path) -> None:
     for verb, words in commands(path):
         assert verb, f"retro {' '.join(words)}"
         for option in options(words):
-            assert option == "help" or exists(option, OPTIONS[verb]), f"retro {verb}: no option {option}"
+            assert option in EXAMPLE_OPTIONS or exists(option, OPTIONS[verb]), f"retro {verb}: no option {option}"
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name)
