@@ -86,7 +86,7 @@ def describe(train: Split, settings: NeighborSettings) -> SearchSize:
         centroids=compared_centroids(ivf.nlist, isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW)),
         code_bytes=ivf.code_size,
         fast_scan=fast_scan,
-        list_nprobe=tuned.get("lists", {"nprobe": ivf.nlist})["nprobe"],  # of before there was such a search: all
+        list_nprobe=tuned["lists"]["nprobe"],
         candidates=settings.candidates,
         precise_candidates=settings.precise_candidates,
     )

@@ -205,7 +205,7 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     remote.fetch_manifest(folder)
     try:
-        manifest = read_checked(path, _KEYS)
+        manifest = read_checked(path)
         changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not manifest.keys() >= _KEYS
     except FileNotFoundError:
         raise InputError(f"{folder} is not finished: {path} is missing") from None

@@ -33,8 +33,6 @@ from indexing.store.ranged_reads import RangedArray, Reading, check_rows
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
-# Keys of the datastore's manifest.
-_KEYS = {"format_version", "chunk_length", "pad_id", "vocab_size", "fingerprints", "splits", "extra_datastores"}
 
 
 def shard_name(shard: int) -> str:
@@ -337,14 +335,9 @@ class Datastore:
         """m, tokens in a chunk."""
         return int(self.manifest["chunk_length"])
 
-    @property
-    def split_names(self) -> tuple[str, ...]:
-        """The splits that it was made with: those from before `test` have the first two."""
-        return tuple(name for name in SPLITS if name in self.manifest["splits"])
-
     def split(self, name: str) -> Split:
-        """The split called `train`, `valid` or `test`; one that the datastore was made without is empty."""
-        rows = self.manifest["splits"].get(name, {"chunks": (), "documents": ()})
+        """The split called `train`, `valid` or `test`."""
+        rows = self.manifest["splits"][name]
         return Split(
             folder=self.folder,
             name=name,
@@ -400,7 +393,7 @@ def read_datastore_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: it has changed since it was written.
     """
-    return read_checked(folder / "manifest.json", _KEYS)
+    return read_checked(folder / "manifest.json")
 
 
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -95,24 +95,19 @@ def write_checked(path: Path, value: Mapping[str, Any]) -> None:
     write_json(path, _with_checksum(value))
 
 
-def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
+def read_checked(path: Path) -> dict[str, Any]:
     """Read an object written by `write_checked`; returns it without its checksum.
 
-    Args:
-        path: the file.
-        keys: the keys that it may have without a checksum: earlier versions wrote none.
-
     Raises:
-        ValueError: its bytes are not those that were written.
+        ValueError: the file has changed since it was written.
         FileNotFoundError: there is no such file.
     """
     data = path.read_bytes()
     value = json.loads(data.decode())
     if not isinstance(value, dict):
         raise ValueError("it holds no JSON object")
-    has_checksum = "checksum" in value or not value.keys() <= set(keys)
     # Compared as bytes, so that a changed blank or a lost line end counts as a change.
-    if data != _json_bytes(_with_checksum(value) if has_checksum else value):
+    if data != _json_bytes(_with_checksum(value)):
         raise ValueError("wrong checksum")
     return {key: item for key, item in value.items() if key != "checksum"}
 

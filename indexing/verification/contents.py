@@ -12,7 +12,7 @@ import numpy as np
 
 from indexing.index.faiss_files import ivf_of, read_index
 from indexing.store.artifact import parse_manifest
-from indexing.store.datastore import Datastore, Split, open_array, shard_name
+from indexing.store.datastore import SPLITS, Datastore, Split, open_array, shard_name
 from indexing.store.deletions import FILE, REPAIR, read_ranges
 from indexing.store.files import npy_header, read_json
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
@@ -52,7 +52,7 @@ def check_chunks(datastore: Datastore, shard: int) -> Iterator[str]:
     """Check shapes, tokens of the vocabulary, lengths of 1 to m, and document offsets that rise from 0 to the last chunk."""
     import pyarrow.parquet
 
-    for split in map(datastore.split, datastore.split_names):
+    for split in map(datastore.split, SPLITS):
         folder = datastore.folder / "chunks" / shard_name(shard) / split.name
         rows, documents = split.chunk_rows[shard], split.document_rows[shard]
         tokens, lengths, offsets = (open_array(folder / f"{name}.npy") for name in ("tokens", "lengths", "documents"))
@@ -99,7 +99,7 @@ def check_embeddings(datastore: Datastore, shard: int) -> Iterator[str]:
     """Check shape, dtype and that all values are finite."""
     folder = datastore.folder / "embeddings" / shard_name(shard)
     dimension = open_array(folder / "train.npy").shape[-1]
-    for split in map(datastore.split, datastore.split_names):
+    for split in map(datastore.split, SPLITS):
         path = folder / f"{split.name}.npy"
         rows, vectors = split.chunk_rows[shard], open_array(path)
         yield from _wrong_form(path, vectors, (rows, dimension), np.float16)
@@ -144,7 +144,7 @@ def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:
     folder = datastore.folder / "neighbors" / shard_name(shard)
     k = parse_manifest(folder)["recipe"]["settings"]["neighbors.stored"]
     num_chunks = np.array([split.num_chunks for split in RetrievalSet.of(datastore).splits], dtype=np.int64)
-    for split in map(datastore.split, datastore.split_names):
+    for split in map(datastore.split, SPLITS):
         rows, first = split.chunk_rows[shard], int(split.tokens.starts[shard])
         ids, distances = (open_array(folder / split.name / f"{name}.npy") for name in ("ids", "distances"))
         wrong = [
@@ -167,7 +167,7 @@ def check_materialized(datastore: Datastore, shard: int) -> Iterator[str]:
     folder = datastore.folder / "materialized" / shard_name(shard)
     manifest = parse_manifest(folder)
     wanted = manifest["recipe"]["settings"]["neighbors.materialized"]
-    for split in map(datastore.split, datastore.split_names):
+    for split in map(datastore.split, SPLITS):
         rows, width = split.chunk_rows[shard], 2 * split.chunk_length
         paths = [folder / split.name / f"{name}.npy" for name in ("tokens", "lengths")]
         tokens, lengths = map(open_array, paths)

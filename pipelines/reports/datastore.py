@@ -72,7 +72,7 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "fingerprint": datastore.fingerprint,
         "index": index,
         "search": ", ".join(sorted({_way(count["search"], index) for count in counts})),
-        "splits": {name: _totals(datastore, name) for name in datastore.split_names},
+        "splits": {name: _totals(datastore, name) for name in SPLITS},
         "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "neighbors")},
         "recall": {
             f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
@@ -82,9 +82,7 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "recall_queries": len(ids),
         "recall_split": split_name,
         "neighbors": {
-            name: _neighbor_counts(counts, name, stored.shape[1])
-            for name in datastore.split_names
-            if datastore.split(name).num_chunks
+            name: _neighbor_counts(counts, name, stored.shape[1]) for name in SPLITS if datastore.split(name).num_chunks
         },
         "overlap_of_nearest": _quantiles(_overlaps(split, retriever.retrieval, ids, near)),
         "latency_ms": _latency(retriever, queries),

@@ -8,7 +8,7 @@ import numpy as np
 
 from indexing import embedders
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished, read_manifest
-from indexing.store.datastore import Datastore, open_array, shard_name
+from indexing.store.datastore import SPLITS, Datastore, open_array, shard_name
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Advance, Executor
@@ -77,6 +77,6 @@ def embed_task(
     """Make one shard of embeddings for all splits."""
     embedder = _open_embedder(folder, embedder_print, settings)
     with create(out, recipe) as (work, counts):
-        for split in Datastore.open(folder).split_names:
+        for split in SPLITS:
             tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
             counts[split] = embedders.embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from indexing.neighbors.materialize import materialize_shard
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished
-from indexing.store.datastore import Datastore, shard_name
+from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
@@ -44,7 +44,7 @@ def materialize_task(
     datastore = Datastore.open(folder)
     retrieval = RetrievalSet.of(datastore)
     with create(out, recipe) as (work, counts):
-        for split in map(datastore.split, datastore.split_names):
+        for split in map(datastore.split, SPLITS):
             starts = split.tokens.starts
             rows = (int(starts[shard]), int(starts[shard + 1]))
             counts[split.name] = materialize_shard(

@@ -22,7 +22,7 @@ from indexing.store.artifact import (
     read_manifest,
     remove,
 )
-from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.vectors.product_search import ProductIndex
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
@@ -191,7 +191,7 @@ def neighbor_task(
     datastore = Datastore.open(folder)
     with create(out, recipe) as (work, counts):
         counts["search"] = method
-        for split in map(datastore.split, datastore.split_names):
+        for split in map(datastore.split, SPLITS):
             starts = split.tokens.starts
             counts[split.name] = neighbors.neighbor_shard(
                 work / split.name,

@@ -168,7 +168,6 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
         fingerprints[name] = result
     tokenizer = Tokenizer.open(folder / "tokenizer")
     counts = shard_counts(folder)
-    splits = [split for split in SPLITS if all(split in count for count in counts)]
     manifest = {
         "chunk_length": config.chunks.chunk_length,
         "pad_id": tokenizer.pad_id,
@@ -176,7 +175,7 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
         "fingerprints": fingerprints,
         "splits": {
             split: {key: [count[split][key] for count in counts] for key in ("documents", "chunks", "tokens", "bytes")}
-            for split in splits
+            for split in SPLITS
         },
     }
     if "neighbors" in fingerprints:

@@ -154,8 +154,10 @@ def test_mend_and_index_restore_the_bytes_of_all_artifacts(request, capsys, kind
     break_all(folders, victim)
     assert main(["verify", str(config.datastore), "--repair"]) == 1
     printed = capsys.readouterr().out
-    assert f": {len(folders)} broken" in printed
-    assert printed.splitlines()[-1].endswith(f"`retro index CONFIG{' --append' * (kind == 'appended')}` makes it again")
+    assert f": {len(folders)} errors" in printed
+    assert printed.splitlines()[-1].endswith(
+        f"`retro index CONFIG{' --append' * (kind == 'appended')}` builds them again"
+    )
     build_local(config, append=kind == "appended")
     assert contents(config.datastore) == whole
     assert found(config.datastore) == []

@@ -290,28 +290,6 @@ def test_every_split_has_embeddings_and_neighbors_and_only_train_is_found(three_
         assert ids.max() < datastore.train.num_chunks
 
 
-def test_a_datastore_from_before_the_test_split_is_read_and_its_later_stages_can_be_rebuilt(
-    tmp_path, three_splits
-) -> None:
-    config = replace(three_splits[0], datastore=tmp_path / "old")
-    folder = shutil.copytree(three_splits[1].folder, config.datastore)
-    for path in (*folder.rglob("test"), *folder.rglob("test.npy")):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in folder.rglob("manifest.json"):
-        manifest = read_json(path)
-        for values in (manifest.get("splits", {}), manifest.get("counts", {})):
-            values.pop("test", None)
-        if "files" in manifest:
-            manifest["files"] = {name: value for name, value in manifest["files"].items() if "test" not in name}
-        write_checked(path, manifest)
-    old = Datastore.open(folder)
-    assert (old.test.num_documents, old.test.num_chunks) == (0, 0)
-    before = old.valid.neighbor_ids.read(0, old.valid.num_chunks)
-    again = build_local(config, only="neighbors", rebuild=True)
-    assert again.split_names == ("train", "valid")
-    assert np.array_equal(again.valid.neighbor_ids.read(0, again.valid.num_chunks), before)
-
-
 def test_a_corpus_that_is_held_out_whole_is_refused(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     with pytest.raises(InputError, match=r"corpus\.split = \(1, 10000000, 0\): every document is held out"):
