@@ -54,17 +54,19 @@ def loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = Fal
     return losses(hidden, weight, labels, compiled=compiled).objective
 
 
-def losses(hidden: Tensor, weight: Tensor, labels: Tensor, *, z_weight: float = 0.0, compiled: bool = False) -> Losses:
+def losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, z_loss_weight: float = 0.0, compiled: bool = False
+) -> Losses:
     """Mean losses of a batch.
 
     Args:
         hidden: [B, T, D].
         weight: [V, D].
         labels: int64 [B, T].
-        z_weight: weight of the z-loss.
+        z_loss_weight: weight of the z-loss.
         compiled: fuse the operations between matrix products with `torch.compile`.
     """
-    sums = summed_losses(hidden, weight, labels, z_weight=z_weight, compiled=compiled)
+    sums = summed_losses(hidden, weight, labels, z_loss_weight=z_loss_weight, compiled=compiled)
     return Losses(*(each / num_labels(labels) for each in sums))
 
 
@@ -74,10 +76,10 @@ def num_labels(labels: Tensor) -> Tensor:
 
 
 def summed_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, z_weight: float = 0.0, compiled: bool = False
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, z_loss_weight: float = 0.0, compiled: bool = False
 ) -> Losses:
     """`losses` as sums, for callers that divide by the number of labels in several batches."""
-    return Losses(*_SummedLosses.apply(hidden, weight, labels, z_weight, compiled))
+    return Losses(*_SummedLosses.apply(hidden, weight, labels, z_loss_weight, compiled))
 
 
 def without_ignored(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +97,7 @@ class _SummedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z_weight: float, compiled: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss_weight: float, compiled: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, narrow, y = _flat(hidden, weight, labels)
         cross_entropy, z_loss = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
@@ -105,7 +107,7 @@ class _SummedLosses(torch.autograd.Function):
         to_weight = torch.zeros(weight.shape if needs_weight else (), device=x.device)  # float32: blocks are summed
         kernel = _compiled_logit_gradients() if compiled else _logit_gradients
         for rows in _blocks(x, len(weight)):
-            nats, z, gradients = kernel(x[rows] @ narrow.T, y[rows], z_weight)
+            nats, z, gradients = kernel(x[rows] @ narrow.T, y[rows], z_loss_weight)
             cross_entropy += nats
             z_loss += z
             if needs_hidden:
@@ -153,7 +155,7 @@ def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return losses.masked_fill(labels == IGNORED_LABEL, 0.0), log_p
 
 
-def _logit_gradients(logits: Tensor, labels: Tensor, z_weight: float) -> tuple[Tensor, Tensor, Tensor]:
+def _logit_gradients(logits: Tensor, labels: Tensor, z_loss_weight: float) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of cross-entropies and z-losses, and the gradient of both for every logit: [rows, V] in the logits' dtype.
 
     The gradient of cross-entropy is softmax minus label; that of log Z is the softmax. Float16 gradients are multiplied by
@@ -163,9 +165,9 @@ def _logit_gradients(logits: Tensor, labels: Tensor, z_weight: float) -> tuple[T
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     p, ignored = log_p.exp(), labels == IGNORED_LABEL
     gradients, z_loss = p - is_label.float(), torch.zeros((), device=logits.device)
-    if z_weight:
+    if z_loss_weight:
         log_z = (logits[:, 0].float() - log_p[:, 0]).masked_fill(ignored, 0.0)
-        gradients, z_loss = gradients + 2 * z_weight * log_z[:, None] * p, z_weight * log_z.square().sum()
+        gradients, z_loss = gradients + 2 * z_loss_weight * log_z[:, None] * p, z_loss_weight * log_z.square().sum()
     gradients = gradients.masked_fill(ignored[:, None], 0.0)
     return (
         losses.sum(),

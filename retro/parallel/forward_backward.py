@@ -1,8 +1,8 @@
-"""Forward and backward passes of a model that this process has all layers of, alone or as one of several.
+"""Forward and backward passes of a model whose layers are all in this process.
 
     batch ─ own sequences ─ hidden ─ own tokens ─ part of the loss ─ gradients, summed over processes
 
-`pipeline_parallel.py` has the same for layers that are shared out.
+`pipeline_parallel.py` does the same with the layers divided over processes.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from retro.parallel.tensor_parallel import own_tokens
 
 @dataclass(frozen=True)
 class StepContext:
-    """What makes a process's part of a batch's losses a part of the step's mean.
+    """Totals of a step, by which the losses of each batch in each process are divided.
 
     Attributes:
-        num_labels: that count in all batches of the step, of all processes: int64 [].
-        num_sequences: in all batches of the step, of all processes.
-        scale: of the loss.
+        num_labels: labels that are not ignored, in all batches of the step and all processes: int64 [].
+        num_sequences: sequences in all batches of the step and all processes.
+        scale: loss scale.
         last: whether the optimizer steps after this batch.
     """
 
@@ -42,43 +42,54 @@ class StepContext:
 
 
 class DistributedModel(Protocol):
-    """What the training loop asks of a model, however it is shared out."""
+    """A model as the training loop uses it, independent of parallelism."""
 
     @property
     def model_parts(self) -> Sequence[Retro]:
-        """What this process holds of the model."""
+        """The parts of the model in this process."""
 
     def forward_backward(self, batch: TensorBatch, context: StepContext) -> Tensor:
-        """Gradients of a batch's own rows; their part of the step's cross-entropy, z-loss and `ROUTING`: float32 [2 + 4]."""
+        """Accumulate gradients of this process's rows; returns their part of cross-entropy, z-loss, `ROUTING`: float32 [2 + 4]."""
 
     def token_losses(self, batch: TensorBatch) -> Tensor:
-        """As `loss.token_losses` of a batch that all processes have: float32 [B, T], in all of them. Without gradients."""
+        """`loss.token_losses` of a batch that all processes have: float32 [B, T] in all of them. Without gradients."""
 
     def gradient_norm(self) -> Tensor:
-        """Of all gradients of the model."""
+        """Total norm of the gradients of the model."""
 
 
 class WholeModel:
-    """All layers, in one call."""
+    """A model that runs all layers in one call."""
 
     def __init__(
-        self, model: Retro, processes: Processes, placement: Placement, *, z_weight: float = 0.0, compiled: bool = False
+        self,
+        model: Retro,
+        processes: Processes,
+        placement: Placement,
+        *,
+        z_loss_weight: float = 0.0,
+        compiled: bool = False,
     ) -> None:
-        """Share a model out.
+        """Distribute a model.
 
         Args:
-            model: the same in all processes.
-            processes: how they share it.
+            model: equal in all processes.
+            processes: with their settings.
             placement: device and precision.
-            z_weight: of the z-loss.
-            compiled: with `torch.compile`: alone as a whole, so that a graph break is an error and not a slow step; among several
-                block by block, as they communicate in between.
+            z_loss_weight: weight of the z-loss.
+            compiled: use `torch.compile`. A single process compiles the whole model, so a graph break is an error and not a slow
+                step. Several processes compile block by block, since they communicate in between.
         """
-        self.processes, self.placement, self.z_weight, self.compiled = processes, placement, z_weight, compiled
+        self.processes, self.placement, self.z_loss_weight, self.compiled = (
+            processes,
+            placement,
+            z_loss_weight,
+            compiled,
+        )
         distribute(model, processes, compiled=compiled)
-        # What processes share is where it belongs: on their devices, or in the host's memory.
+        # A distributed model is already on its device, or in the host's memory.
         self.model = model if processes.count > 1 else model.to(placement.device)
-        # Shapes are few: one for each number of neighbors, with and without document borders. Each is compiled once.
+        # There are few shapes: one per number of neighbors, with and without document boundaries. Each compiles once.
         whole = compiled and processes.count == 1
         run = model.hidden_and_routing
         self.hidden_and_routing: Any = torch.compile(run, fullgraph=True, dynamic=False) if whole else run
@@ -95,15 +106,17 @@ class WholeModel:
         with self.placement.autocast():
             hidden, routing = self.hidden_and_routing(**inputs)
             own = own_tokens(self.processes.along("tensor"), hidden, self.model.output_weight, labels)
-            objective, parts = part_of_loss(own, routing, context, self.model.settings, self.z_weight, self.compiled)
+            objective, parts = part_of_loss(
+                own, routing, context, self.model.settings, self.z_loss_weight, self.compiled
+            )
         if objective.requires_grad:
             objective.backward()
-        else:  # nothing that is trained had a part in it: a frozen decoder and a batch without neighbors
+        else:  # no trained weight was used: a frozen decoder and a batch without neighbors
             reshard(self.model)
         return parts
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # evaluation has a shape of its own for each length of text
+    @torch.compiler.set_stance("force_eager")  # evaluation has a new shape for each length of text
     def token_losses(self, batch: TensorBatch) -> Tensor:
         """See `DistributedModel`."""
         processes = self.processes
@@ -126,23 +139,23 @@ def part_of_loss(
     routing: Tensor | None,
     context: StepContext,
     settings: ModelSettings,
-    z_weight: float,
+    z_loss_weight: float,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A batch's part of the step's objective, and of its cross-entropy, z-loss and `ROUTING`: float32 [2 + 4].
+    """The part of a batch in the step's objective, and in its cross-entropy, z-loss and `ROUTING`: float32 [2 + 4].
 
     Args:
-        own: activations, output layer and labels of its tokens.
+        own: activations, output layer and labels of this process's tokens.
         routing: `ROUTING` of its sequences [B, 4], or None.
-        context: of the batch's step.
-        settings: weights of what experts add.
-        z_weight: of the z-loss.
-        compiled: fuse the work between the matrix products.
+        context: of the step.
+        settings: with the weights of the experts' losses.
+        z_loss_weight: weight of the z-loss.
+        compiled: fuse the operations between matrix products.
     """
     hidden, weight, labels = own
     if not compiled:
         hidden, labels = without_ignored(hidden, labels)
-    found = summed_losses(hidden, weight, labels, z_weight=z_weight, compiled=compiled)
+    found = summed_losses(hidden, weight, labels, z_loss_weight=z_loss_weight, compiled=compiled)
     objective, routed = found.objective / context.num_labels, found.objective.new_zeros(len(ROUTING))
     if routing is not None:
         rows = len(routing) / context.num_sequences
@@ -152,7 +165,7 @@ def part_of_loss(
 
 
 def own_rows(batch: TensorBatch, processes: Processes, multiple: int) -> tuple[TensorBatch, int]:
-    """This process's rows of a batch that all have, filled up to a multiple with its last row; and how many rows it had."""
+    """This process's rows of a batch padded with its last row to a multiple, and the number of rows before."""
     num_rows = len(batch["tokens"])
     missing = -num_rows % multiple
     rows = processes.rows(num_rows + missing)
@@ -165,10 +178,10 @@ def own_rows(batch: TensorBatch, processes: Processes, multiple: int) -> tuple[T
 
 
 def gradients(parameters: Any) -> list[Tensor]:
-    """Of those that have one."""
+    """Gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def all_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of all parts of a model that a process holds, by name."""
+    """Names and parameters of all parts of a model in a process."""
     return [named for part in parts for named in part.named_parameters()]

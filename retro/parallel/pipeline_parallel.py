@@ -1,11 +1,11 @@
-"""Pipeline parallelism: each process holds some of the layers, and parts of a batch pass through them one after another.
+"""Pipeline parallelism: each process holds some layers, and microbatches pass through them one after another.
 
     stage 0    tokens ─ embed ─ layers ─ h ─┐
     stage 1    h ─ layers, encoder in the one with the first CCA ─ h, encoded neighbors ─┐
     stage 2    h, encoded ─ layers ─ norm ─ loss
 
-With experts, what is known of their routing is sent along. Every process reads the whole batch; masks and positions each makes for itself. Schedules are PyTorch's. They want to know the shapes
-of what is sent, so there is a schedule for each shape of batch, all around the same stages.
+With experts, routing statistics are sent along. Every process reads the whole batch and computes masks and positions itself.
+Schedules are PyTorch's. They need the shapes of what is sent, so there is one schedule per shape of batch, with the same stages.
 """
 
 import copy
@@ -32,16 +32,16 @@ from retro.parallel.tensor_parallel import own_tokens
 
 
 class Stage(nn.Module):
-    """A run of layers, with the embedding before the first and the norm after the last."""
+    """Consecutive layers, with the embedding before the first and the norm after the last."""
 
     def __init__(self, model: Retro, number: int, count: int, processes: Processes) -> None:
-        """Take a part of a model.
+        """Take the part of a model that a stage needs.
 
         Args:
-            model: the whole; what the stage does not need is dropped from it.
+            model: the whole model, from which the other layers are removed.
             number: of the stage, from 0.
-            count: of all stages.
-            processes: shape and mesh of tensor parallelism.
+            count: number of stages.
+            processes: with the mesh of tensor parallelism.
         """
         super().__init__()
         self.is_first, self.is_last = number == 0, number == count - 1
@@ -63,10 +63,12 @@ class Stage(nn.Module):
         neighbor_lengths: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Tokens [B, T], or the stream [B, T', D] and what else the stage before has sent; the rest as in `Retro.hidden`.
+        """Run the layers on tokens [B, T], or on the stream [B, T', D] and what the preceding stage sent in addition.
+
+        The other arguments are those of `Retro.hidden`.
 
         Returns:
-            The stream, and the encoded neighbors and the routing where there are any and they are wanted later.
+            The stream, followed by encoded neighbors and routing statistics if later stages need them.
         """
         kept = list(received)
         routing_before = kept.pop() if self.receives_routing else None
@@ -84,12 +86,12 @@ class Stage(nn.Module):
 
 
 def stage_layers(model: ModelSettings, number: int, count: int) -> range:
-    """The layers of a stage, from 0, as even as they can be."""
+    """The layers of a stage, from 0, divided as evenly as possible."""
     return range(model.num_layers * number // count, model.num_layers * (number + 1) // count)
 
 
 def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
-    """Drop what the stage with these layers does not need."""
+    """Remove modules that the stage with these layers does not need."""
     settings = model.settings
     for children in (model.attention, model.feed_forward):
         for name in list(children):
@@ -112,7 +114,7 @@ def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
 
 
 class Pipeline:
-    """A model whose layers are shared out: as `WholeModel`, for several stages."""
+    """A model whose layers are divided over processes; otherwise like `WholeModel`."""
 
     def __init__(
         self,
@@ -121,30 +123,30 @@ class Pipeline:
         placement: Placement,
         batch_size: int,
         *,
-        z_weight: float = 0.0,
+        z_loss_weight: float = 0.0,
         compiled: bool = False,
     ) -> None:
-        """Share a model out.
+        """Distribute a model.
 
         Args:
-            model: the same in all processes.
-            processes: how they share it.
+            model: equal in all processes.
+            processes: with their settings.
             placement: device and precision.
             batch_size: sequences of a training batch.
-            z_weight: of the z-loss.
-            compiled: with `torch.compile`, block by block.
+            z_loss_weight: weight of the z-loss.
+            compiled: use `torch.compile`, block by block.
 
         Raises:
-            InputError: it cannot be divided so.
+            InputError: the model cannot be divided this way.
         """
         settings = processes.settings
         self.processes, self.placement, self.settings = processes, placement, model.settings
-        self.z_weight, self.compiled = z_weight, compiled
+        self.z_loss_weight, self.compiled = z_loss_weight, compiled
         self.mesh = processes.mesh("pipeline")
-        self.place, size = self.mesh.get_local_rank(), self.mesh.size()
+        self.rank, size = self.mesh.get_local_rank(), self.mesh.size()
         self.num_stages = num_stages(settings, model.settings.num_layers)
         self.num_microbatches = num_microbatches(settings, len(processes.rows(batch_size)))
-        self.numbers = range(self.place, self.num_stages, size)
+        self.numbers = range(self.rank, self.num_stages, size)
         self.stages = []
         for number in self.numbers:
             stage = Stage(copy.deepcopy(model), number, self.num_stages, processes)
@@ -164,7 +166,7 @@ class Pipeline:
         schedule = self._schedule(tokens, batch["neighbors"], training=True)
         self._context, self._losses = context, torch.zeros(2 + len(ROUTING), device=self.placement.device)
         with self.placement.autocast():
-            first = [tokens] if self.place == 0 else []
+            first = [tokens] if self.rank == 0 else []
             target = labels if self._has_last else None
             schedule.step(*first, target=target, losses=[], return_outputs=False, **_for_all_stages(batch))
         if context.last:
@@ -180,7 +182,7 @@ class Pipeline:
         tensor = self.processes.along("tensor")
         with self.placement.autocast():
             schedule = self._schedule(tokens, own["neighbors"], training=False)
-            out = schedule.eval(*([tokens] if self.place == 0 else []), **_for_all_stages(own))
+            out = schedule.eval(*([tokens] if self.rank == 0 else []), **_for_all_stages(own))
             if self._has_last:
                 unshard(self.stages[-1])
                 hidden = out[0] if isinstance(out, tuple) else out
@@ -195,7 +197,7 @@ class Pipeline:
 
     def gradient_norm(self) -> Tensor:
         """See `DistributedModel`."""
-        # A table that several stages hold is one parameter: that of the first counts.
+        # An embedding table held by several stages is one parameter: only that of the first stage counts.
         copies = {
             id(part.embedding.weight)
             for n, part in zip(self.numbers, self.model_parts, strict=True)
@@ -209,16 +211,16 @@ class Pipeline:
         return self.stages[-1].is_last
 
     def _loss(self, out: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-        """The objective of a microbatch, from what the last stage returns."""
+        """The objective of a microbatch, from the outputs of the last stage."""
         hidden, *routing = out
         own = own_tokens(self.processes.along("tensor"), hidden, self.stages[-1].model.output_weight, labels)
         routed = routing[0] if routing else None
-        objective, parts = part_of_loss(own, routed, self._context, self.settings, self.z_weight, self.compiled)
+        objective, parts = part_of_loss(own, routed, self._context, self.settings, self.z_loss_weight, self.compiled)
         self._losses += parts
         return objective
 
     def _schedule(self, tokens: Tensor, neighbors: Tensor | None, training: bool) -> Any:
-        """The schedule for batches of this shape."""
+        """Get or create the schedule for batches of this shape."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B  # slow to import
 
         shape = None if neighbors is None else neighbors.shape[1:]
@@ -235,7 +237,7 @@ class Pipeline:
         return self._schedules[key]
 
     def _pipeline_stage(self, stage: Stage, number: int, tokens: Tensor, neighbors: Sequence[int] | None) -> Any:
-        """A stage with what it takes and gives for a microbatch, as tensors without memory."""
+        """PyTorch's wrapper of a stage, with its inputs and outputs for a microbatch as meta tensors."""
         from torch.distributed.pipelining import PipelineStage
 
         settings, (rows, num_tokens) = self.settings, tokens.shape
@@ -266,7 +268,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------ tied embeddings
 
     def _embedding_holders(self) -> Any:
-        """The group of the processes of this pipeline that hold the embedding table; None for who does not, or is the only one."""
+        """Group of the processes of this pipeline that hold the embedding table; None for a process without it, or the only one."""
         holds = any(part.embedding is not None for part in self.model_parts)
         found: list[Any] = [None] * self.processes.count
         dist.all_gather_object(found, (holds, self.mesh.mesh.tolist()))
@@ -279,7 +281,7 @@ class Pipeline:
         return own
 
     def _sum_tied_gradients(self) -> None:
-        """The table's gradient is the sum of what its copies have."""
+        """Sum the gradients of all copies of the embedding table."""
         tables = [part.embedding.weight for part in self.model_parts if part.embedding is not None]
         tables = [table for table in tables if table.requires_grad]
         if not tables or (self._holders is None and len(tables) == 1):
@@ -301,6 +303,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _for_all_stages(batch: TensorBatch) -> TensorBatch:
-    """What every stage reads of a batch."""
+    """The inputs of a batch that every stage needs."""
     wanted = ("documents", "neighbors", "neighbor_lengths", "lengths")
     return {name: batch[name] for name in wanted if batch.get(name) is not None}

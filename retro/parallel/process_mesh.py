@@ -1,4 +1,4 @@
-"""The processes of a run and this one's place among them: pipeline × data × tensor."""
+"""The mesh of processes: pipeline × data × tensor."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from retro.parallel.settings import ParallelSettings
 
 
 class Processes:
-    """The processes of a run, and this one's place among them. One that is alone needs no process group."""
+    """The processes of a run, in a mesh, seen from this one. A single process needs no process group."""
 
     def __init__(self, settings: ParallelSettings, device: torch.device) -> None:
         self.settings, self.device = settings, device
@@ -20,7 +20,7 @@ class Processes:
         if self.data * others != self.count:
             raise InputError(
                 f"parallel: pipeline {settings.pipeline} × data {settings.data or 'any'} × tensor {settings.tensor} do not make "
-                f"{self.count} process{'es' * (self.count > 1)}; start as many with torchrun, or set parallel.data = 0."
+                f"{self.count} process{'es' * (self.count > 1)}. Start that many with torchrun, or set parallel.data = 0."
             )
         if self.data % settings.expert:
             raise InputError(
@@ -48,36 +48,36 @@ class Processes:
         return self.rank == 0
 
     def along(self, name: str) -> DeviceMesh | None:
-        """The processes that differ from this one in one way alone; None where it is the only one."""
+        """The mesh of the processes along a dimension, this one included; None if it is the only one."""
         mesh = self._meshes.get(name)
         return mesh if mesh is not None and mesh.size() > 1 else None
 
     def mesh(self, name: str) -> DeviceMesh:
-        """As `along`, also of one process; for several processes only."""
+        """As `along`, but also for a dimension of one process. Needs several processes in total."""
         return self._meshes[name]
 
     def rows(self, batch_size: int) -> range:
-        """Which sequences of a batch are this process's.
+        """The rows of a batch that this process computes.
 
         Raises:
-            InputError: the batch cannot be divided.
+            InputError: the batch size is not divisible.
         """
-        share, rest = divmod(batch_size, self.data)
+        count, rest = divmod(batch_size, self.data)
         if rest:
             raise InputError(
                 f"train.batch_size = {batch_size}: must be a multiple of the {self.data} data-parallel processes."
             )
-        return range(self.data_rank * share, (self.data_rank + 1) * share)
+        return range(self.data_rank * count, (self.data_rank + 1) * count)
 
     def sum(self, value: Tensor, *names: str) -> Tensor:
-        """A value summed over processes that differ in the ways named; in all by default."""
+        """Sum a value over the processes along some mesh dimensions, all by default, in place."""
         for name in names or ("pipeline", "data", "tensor"):
             if (mesh := self.along(name)) is not None:
                 dist.all_reduce(value, group=mesh.get_group())
         return value
 
     def gathered(self, losses: Tensor) -> Tensor:
-        """Losses of every token of a batch [B, T] from each process's [B / data, T / tensor]."""
+        """Gather the losses of every token of a batch [B, T] from each process's [B / data, T / tensor]."""
         for name, dim in (("tensor", 1), ("data", 0)):
             if (mesh := self.along(name)) is not None:
                 parts = [torch.empty_like(losses) for _ in range(mesh.size())]
@@ -85,16 +85,16 @@ class Processes:
                 losses = torch.cat(parts, dim)
         return losses
 
-    def merged(self, figures: dict[str, float]) -> dict[str, float]:
-        """Figures by name of all stages of a pipeline."""
+    def merged(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Merge the metrics of all stages of a pipeline."""
         if (mesh := self.along("pipeline")) is None:
-            return figures
+            return metrics
         found: list[dict[str, float]] = [{}] * mesh.size()
-        dist.all_gather_object(found, figures, group=mesh.get_group())
+        dist.all_gather_object(found, metrics, group=mesh.get_group())
         return {name: value for each in reversed(found) for name, value in each.items()}
 
     def largest(self, value: Tensor) -> Tensor:
-        """The largest of all processes' values, in place."""
+        """The maximum of a value over all processes, in place."""
         if self.count > 1:
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return value

@@ -12,27 +12,27 @@ Zero = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """How the processes of a run share its work. What a run computes does not depend on it."""
+    """Parallelism of a training run. It does not change what the run computes."""
 
     data: int = 0
-    """Processes that share the sequences of a batch; 0 = as many as the other ways leave."""
+    """Number of processes that share the sequences of a batch; 0 = all processes / (tensor * pipeline)."""
     zero: Zero = 0
-    """What is divided over them (ZeRO): 0 nothing, 1 the optimizer's moments, 2 gradients too, 3 parameters too."""
+    """What data-parallel processes shard (ZeRO): 0 nothing, 1 the optimizer's moments, 2 gradients too, 3 parameters too."""
     cpu_offload: bool = False
-    """Keep the divided parameters, gradients and moments in the host's memory, and step there; with `zero` from 1 on."""
+    """Keep sharded parameters, gradients and moments in the host's memory and run the optimizer there. Needs `zero` 1 or more."""
     tensor: int = 1
-    """Processes that share heads and feed-forward features of every layer, and the sequence between blocks."""
+    """Number of processes that share heads and feed-forward features of every layer, and the sequence between blocks."""
     pipeline: int = 1
-    """Processes that share the layers, one after another."""
+    """Number of processes (stages) that share the layers, one after another."""
     pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    """Of a pipeline: one run of layers for each process, or two (less waiting, more sending)."""
+    """Pipeline schedule: `1f1b`, one stage per process; `interleaved`, two stages per process (less waiting, more communication)."""
     microbatches: int = 0
-    """Parts that pass through a pipeline one after another; 0 = twice as many as it has processes, if the batch can be cut so."""
+    """Parts of a batch that pass through a pipeline one after another; 0 = 2 * pipeline, if the batch is divisible by it."""
     expert: int = 1
-    """Data-parallel processes that share the experts of every layer that has some: tokens are sent to where theirs are."""
+    """Number of data-parallel processes that share the experts of a layer. Tokens are sent to the process with their experts."""
     activation_checkpointing: Checkpointing = "none"
-    """Activations computed again in the backward pass: `none`; `selective`: all but matrix products and attention; `full`:
-    everything within a block."""
+    """Activations that the backward pass recomputes: `none`; `selective`, all but those of matrix products and attention; `full`,
+    all within a block."""
 
     def __post_init__(self) -> None:
         for key, least in (("data", 0), ("tensor", 1), ("pipeline", 1), ("microbatches", 0), ("expert", 1)):
@@ -40,12 +40,12 @@ class ParallelSettings:
                 raise InputError(f"parallel.{key} = {getattr(self, key)}: must be {least} or more.")
         if self.cpu_offload and not self.zero:
             raise InputError(
-                "parallel.cpu_offload = true: needs parallel.zero from 1 on, as only what is divided is offloaded."
+                "parallel.cpu_offload = true needs parallel.zero of 1 or more: only sharded tensors are offloaded."
             )
 
 
 ALONE = ParallelSettings()
-"""One process, which does everything."""
+"""A single process."""
 
 
 def divided(model: ModelSettings, tensor: int) -> ModelSettings:
@@ -71,31 +71,31 @@ def divided(model: ModelSettings, tensor: int) -> ModelSettings:
 
 
 def num_stages(settings: ParallelSettings, num_layers: int) -> int:
-    """Runs of layers that a pipeline consists of, one or two for each process.
+    """Number of stages of a pipeline, one or two per process.
 
     Raises:
-        InputError: there are not as many layers.
+        InputError: there are fewer layers.
     """
     stages = settings.pipeline * (2 if settings.pipeline_schedule == "interleaved" and settings.pipeline > 1 else 1)
     if stages > num_layers:
         raise InputError(
-            f"parallel.pipeline = {settings.pipeline}, parallel.pipeline_schedule = {settings.pipeline_schedule!r}: make {stages} stages of "
-            f"model.num_layers = {num_layers}, one layer each at least."
+            f"parallel.pipeline = {settings.pipeline} with parallel.pipeline_schedule = {settings.pipeline_schedule!r} makes {stages} "
+            f"stages: too many for model.num_layers = {num_layers}."
         )
     return stages
 
 
 def num_microbatches(settings: ParallelSettings, num_rows: int) -> int:
-    """Into how many parts the sequences of a data-parallel process are cut, so that they pass through a pipeline.
+    """Number of microbatches into which the sequences of a data-parallel process are divided.
 
     Raises:
-        InputError: they cannot be cut so.
+        InputError: the sequences are not divisible.
     """
     fitting = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n >= settings.pipeline]
     if not fitting or settings.microbatches not in (0, *fitting):
         raise InputError(
-            f"parallel.microbatches = {settings.microbatches}: train.batch_size leaves {num_rows} sequences to each data-parallel "
-            f"process, to be cut into equal parts, parallel.pipeline = {settings.pipeline} at least"
-            + (f": {', '.join(map(str, fitting))}." if fitting else "; raise train.batch_size.")
+            f"parallel.microbatches = {settings.microbatches}: each data-parallel process has {num_rows} sequences "
+            f"(train.batch_size), to divide into at least parallel.pipeline = {settings.pipeline} equal parts. "
+            + (f"Accepted are {', '.join(map(str, fitting))}." if fitting else "Raise train.batch_size.")
         )
     return settings.microbatches or max([n for n in fitting if n <= 2 * settings.pipeline], default=min(fitting))

@@ -399,7 +399,7 @@ def _distributed(model: Retro, processes: Processes, placement: Placement, setti
     if processes.count > 1:
         torch.manual_seed(mix(mix(settings.seed) + processes.data_rank) >> 1)
     options: dict[str, Any] = {
-        "z_weight": settings.z_loss_weight,
+        "z_loss_weight": settings.z_loss_weight,
         "compiled": wants_compilation(settings.compile, placement),
     }
     if processes.along("pipeline") is not None:

@@ -158,9 +158,9 @@ def test_what_is_sent_is_two_or_three_times_the_parameters() -> None:
         (ParallelSettings(3), "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
         (
             ParallelSettings(2, pipeline=2, microbatches=8),
-            "parallel.microbatches = 8: train.batch_size leaves 4 sequences",
+            "parallel.microbatches = 8: each data-parallel process has 4 sequences",
         ),
-        (ParallelSettings(pipeline=8), "make 8 stages of model.num_layers = 4"),
+        (ParallelSettings(pipeline=8), "makes 8 stages: too many for model.num_layers = 4"),
         (ParallelSettings(4, expert=2), "parallel.expert = 2: the model has no experts"),
         (ParallelSettings(tensor=3), "parallel.tensor = 3: model.attention.num_heads = 2"),
     ],

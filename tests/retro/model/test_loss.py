@@ -57,7 +57,7 @@ def test_the_z_loss_is_the_square_of_log_z_and_cross_entropy_is_told_apart(parts
     log_z = (hidden @ weight.T)[labels != IGNORED_LABEL].logsumexp(-1)
     expected = reference(hidden, weight, labels) + 0.1 * log_z.square().mean()
     wanted = torch.autograd.grad(expected, (hidden, weight))
-    found = losses(hidden, weight, labels, z_weight=0.1)
+    found = losses(hidden, weight, labels, z_loss_weight=0.1)
     torch.testing.assert_close(found.objective, expected)
     torch.testing.assert_close(found.cross_entropy, loss(hidden, weight, labels).detach())
     torch.testing.assert_close(found.z_loss, 0.1 * log_z.square().mean().detach())

@@ -171,7 +171,9 @@ def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, floa
     size = 8 // accumulation
     shared: Any = (model, processes, placement)
     piped = parallel.pipeline > 1
-    passes: DistributedModel = Pipeline(*shared, size, z_weight=0.01) if piped else WholeModel(*shared, z_weight=0.01)
+    passes: DistributedModel = (
+        Pipeline(*shared, size, z_loss_weight=0.01) if piped else WholeModel(*shared, z_loss_weight=0.01)
+    )
     rows = processes.rows(size)
     own = [
         {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
@@ -400,7 +402,7 @@ def test_processes_that_do_not_fit_are_refused() -> None:
     for key in ("data", "tensor", "pipeline", "microbatches", "expert"):
         with pytest.raises(InputError, match=f"parallel.{key} = -1: must be"):
             ParallelSettings(**{key: -1})
-    with pytest.raises(InputError, match=r"parallel.cpu_offload = true: needs parallel.zero"):
+    with pytest.raises(InputError, match=r"parallel.cpu_offload = true needs parallel.zero"):
         ParallelSettings(cpu_offload=True)
 
 

@@ -19,7 +19,7 @@ def test_the_loss_is_the_cross_entropy_and_the_z_loss_stands_beside_it() -> None
     tokens, _, _ = batch()
     model = build()
     settings = TrainSettings(steps=10, warmup_steps=0, z_loss_weight=0.01, gradient_accumulation_steps=2, lr=1e-3)
-    expected = losses(model.hidden(tokens), model.output_weight, tokens, z_weight=0.01)
+    expected = losses(model.hidden(tokens), model.output_weight, tokens, z_loss_weight=0.01)
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     batches = iter([{"tokens": tokens, "labels": tokens} for _ in range(2)])
     result = step_of(model, optimizer, batches, settings)(0)

@@ -1,0 +1,83 @@
+"""Settings of a model in sections: by key, from JSON, and by the roles of their fields."""
+
+import json
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+import pytest
+
+from indexing.store.errors import InputError
+from retro.model.settings import (
+    AttentionSettings,
+    ExpertSettings,
+    ModelSettings,
+    RetrievalSettings,
+    flatten,
+    from_json,
+    keys_with,
+    keys_without_effect,
+    updated,
+)
+
+OTHER = updated(
+    ModelSettings(), {"vocab_size": 7, "attention.num_heads": 2, "retrieval.cca_layers": (2,), "rope.scaling": "linear"}
+)
+
+
+def test_what_is_written_as_json_is_read_back_equal() -> None:
+    for settings in (ModelSettings(), OTHER):
+        assert from_json(json.loads(json.dumps(asdict(settings)))) == settings
+    assert from_json({"d_model": 32, "retrieval": {"cca_layers": [1]}}) == updated(
+        ModelSettings(), {"d_model": 32, "retrieval.cca_layers": (1,)}
+    )
+
+
+def test_every_leaf_has_a_key_by_which_it_is_set() -> None:
+    assert updated(ModelSettings(), flatten(OTHER)) == OTHER
+    assert not any(is_dataclass(value) for value in flatten(OTHER).values())
+    with pytest.raises(TypeError, match="heads"):
+        updated(OTHER, {"attention.heads": 3})
+    with pytest.raises(InputError, match=r"model\.attention\.num_heads is 0: set it to 1 or more"):
+        updated(OTHER, {"attention.num_heads": 0})
+
+
+def test_a_preset_decides_sizes_and_a_base_its_decoder() -> None:
+    sizes = keys_with("size")
+    assert {"d_model", "attention.num_heads", "encoder.num_layers", "retrieval.cca_layers"} <= sizes
+    assert {"attention.positions", "chunk_length", "vocab_size"}.isdisjoint(sizes)
+    roles = {role: keys_with("with_base", role) for role in ("decoder", "retrieval", "switch", "free")}
+    assert sum(map(len, roles.values())) == len(flatten(ModelSettings()))
+    assert roles["switch"] == {"shared_embeddings", "copying_init", "retrieval.smeared_keys"}
+    assert {"d_model", "rope.theta", "experts.num_experts"} <= roles["decoder"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "without", "with_effect"),
+    [
+        (
+            ModelSettings(),
+            {"rope.factor", "experts.every", "mup_base_width", "attention.max_positions"},
+            {"rope.theta"},
+        ),
+        (ModelSettings(attention=AttentionSettings(positions="alibi")), {"rope.theta"}, {"encoder.d_model"}),
+        (ModelSettings(retrieval=RetrievalSettings(cca_layers=())), {"encoder.d_model"}, {"retrieval.cca_layers"}),
+        (ModelSettings(experts=ExpertSettings(num_experts=4), init="mup"), set(), {"experts.every", "mup_base_width"}),
+    ],
+)
+def test_settings_without_effect_are_those_of_parts_that_are_not_there(
+    settings: ModelSettings, without: set[str], with_effect: set[str]
+) -> None:
+    found = keys_without_effect(settings)
+    assert without <= found
+    assert with_effect.isdisjoint(found)
+    assert found < set(flatten(settings))
+
+
+def test_a_field_that_its_type_limits_is_checked_in_every_section() -> None:
+    for section in fields(ModelSettings):
+        default: Any = getattr(ModelSettings(), section.name)
+        if is_dataclass(default):
+            for each in fields(default):
+                if each.type in ("int", int) and each.metadata["minimum"] is not None:
+                    with pytest.raises(InputError, match=rf"model\.{section.name}\.{each.name} is -1"):
+                        updated(ModelSettings(), {f"{section.name}.{each.name}": -1})
