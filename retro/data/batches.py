@@ -1,9 +1,9 @@
-"""Memmaps → batches: tokens, documents and neighbors side by side, with nothing copied but the batch itself.
+"""Read batches of tokens, documents and neighbors from memory-mapped files. Only the batch itself is copied.
 
     sample number ─ mixture ─ datastore, index of the sequence in it ─ permutation ─ a run of chunks ─ neighbors by id
 
-Every step is a pure function of the seed and the sample number, so the position in the data is one integer, no order
-depends on how many processes read, and resuming needs no state.
+Every step is a pure function of the seed and the sample number. So the position in the data is one integer, the order does not
+depend on the number of processes, and resuming needs no state.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ from retro.model.loss import IGNORED_LABEL
 
 @dataclass(frozen=True)
 class Batch:
-    """What the model reads. B sequences, U chunks of m tokens each, T = U·m, K neighbors of R = 2m tokens.
+    """The input of the model: B sequences of U chunks of m tokens, T = U·m, with K neighbors of R = 2m tokens per chunk.
 
     Attributes:
         tokens: [B, T] int64.
-        labels: [B, T] int64, the next token; -100 where there is none in the same document, and where it is not scored.
-        documents: [B, U] int64, equal where chunks share a document; None where every row is one document.
-        neighbors: [B, U, K, R] int64, or None: retrieval OFF.
-        neighbor_lengths: [B, U, K] int64, real tokens of each neighbor, 0 = none.
-        lengths: [B, U] int64, real tokens of each chunk, an incomplete one included; what follows them is padding.
+        labels: [B, T] int64, the next token; -100 if it belongs to another document or is not scored.
+        documents: [B, U] int64, equal for chunks of one document; None if every row is a single document.
+        neighbors: [B, U, K, R] int64; None = retrieval OFF.
+        neighbor_lengths: [B, U, K] int64, tokens of each neighbor without padding; 0 = no neighbor.
+        lengths: [B, U] int64, tokens of each chunk without padding.
     """
 
     tokens: np.ndarray
@@ -56,15 +56,15 @@ def read_sequences(
     use: NeighborUse,
     epochs: Sequence[int] = (),
 ) -> Batch:
-    """Runs of chunks as a batch, each padded to the same length.
+    """Read ranges of chunks as a batch, padded to equal length.
 
     Args:
-        split: where the sequences lie.
-        retrieval: where their neighbors lie.
-        ranges: first and stop of the chunks of each of B sequences.
+        split: the split of the sequences.
+        retrieval: the datastores of the neighbors.
+        ranges: chunks [first, stop) of each of B sequences.
         num_chunks: U.
-        use: how their neighbors are chosen; k = 0 for retrieval OFF.
-        epochs: how often the data was read before each sequence; empty: never.
+        use: how neighbors are chosen; k = 0 = retrieval OFF.
+        epochs: number of earlier passes over the data for each sequence; empty = 0.
     """
     first, stop = np.array(ranges, dtype=np.int64).T[:, :, None]  # [B, 1]
     ids = first + np.arange(num_chunks)  # [B, U]
@@ -73,12 +73,14 @@ def read_sequences(
     tokens[real] = split.tokens.gather(ids[real])
     lengths = np.zeros(ids.shape, dtype=np.int64)
     lengths[real] = split.lengths.gather(ids[real])
-    # Chunks that pad a sequence are a document of their own.
+    # Padding chunks form a separate document.
     documents, starts, stops = np.stack([np.full(ids.shape, -1), np.full(ids.shape, split.num_chunks), 0 * ids])
     documents[real], starts[real], stops[real] = split.documents_of(ids[real])
     neighbors = neighbor_lengths = None
     if use.k:
-        own = np.stack([starts.min(axis=1), stops.max(axis=1)], axis=1)  # [B, 2]: the documents of a run are one range
+        own = np.stack(
+            [starts.min(axis=1), stops.max(axis=1)], axis=1
+        )  # [B, 2]: the documents of a range of chunks are a range of chunks too
         followed = np.zeros(ids.shape, dtype=bool)
         followed[:, :-1] = documents[:, 1:] == documents[:, :-1]
         queries = Queries(
@@ -103,7 +105,7 @@ def read_sequences(
 
 
 def join(parts: Sequence[Batch], rows: np.ndarray) -> Batch:
-    """One batch of several, of which row i becomes row `rows[i]`; `documents` only where a row holds more than one."""
+    """Concatenate batches; row i becomes row `rows[i]`. `documents` is None if every row is a single document."""
     order = np.argsort(rows)
 
     def joined(name: str) -> np.ndarray:
@@ -121,9 +123,9 @@ def join(parts: Sequence[Batch], rows: np.ndarray) -> Batch:
 
 
 def drawn_use(uses: Sequence[NeighborUse], seed: int, first: int) -> NeighborUse:
-    """How neighbors are chosen in the batch whose first sample number this is, where several ways are drawn from.
+    """Draw one of several uses for the batch whose first sample has this number.
 
-    One number of neighbors for a batch, and few in all, so that its arrays have few shapes.
+    A batch has a single number of neighbors, so that its arrays have few shapes.
     """
     return uses[mix(mix(seed + 2) ^ first) % len(uses)]
 
@@ -137,7 +139,7 @@ def drop_neighbors(batch: Batch, samples: range, retrieval_dropout: float, seed:
 
 
 def _labels(tokens: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """The next token [B, T] of the same document, -100 where there is none: tokens [B, U, m], the others [B, U]."""
+    """The next token of the same document [B, T], -100 if there is none. `tokens` is [B, U, m], the others [B, U]."""
     batch_size, num_chunks, m = tokens.shape
     text = tokens.reshape(batch_size, num_chunks * m)
     real = (np.arange(m) < lengths[:, :, None]).reshape(text.shape)
@@ -155,12 +157,12 @@ class TrainingData:
     """The endless stream of training batches of one or several datastores.
 
     Args:
-        folders: the datastores.
+        folders: folders or URLs of the datastores.
         settings: sequence length, neighbors, weights, seed.
-        retrieval: whether neighbors are read at all (a baseline needs none).
+        retrieval: whether neighbors are read; a baseline needs none.
 
     Raises:
-        InputError: the datastores do not fit together, lack neighbors, or are empty.
+        InputError: the datastores do not fit together, lack neighbors or are empty.
     """
 
     def __init__(self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool) -> None:
@@ -177,30 +179,30 @@ class TrainingData:
                 f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length."
             )
         self.num_chunks = settings.sequence_length // m
-        asked = f"data.k_choices = {settings.k_choices}" if settings.k_choices else f"data.k = {settings.k}"
+        setting = f"data.k_choices = {settings.k_choices}" if settings.k_choices else f"data.k = {settings.k}"
         most = max(self.uses, key=lambda use: use.k)
         for datastore in self.datastores:
-            _check_datastore(datastore, first, most, asked)
-        # A baseline reads no neighbors, and needs none of the datastores that they come from.
+            _check_datastore(datastore, first, most, setting)
+        # A baseline reads no neighbors, so it needs no other datastores.
         self.retrieval = [RetrievalSet.of(each) if most.k else RetrievalSet((each.train,)) for each in self.datastores]
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
         self.token_budgets = settings.token_budgets
         self.weights = mixture_weights(sizes, settings.weights, settings.temperature, settings.token_budgets)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process opens the files itself: pickling a memory map would copy what it maps."""
+        """Pickle the arguments only: another process opens the files itself, because pickling a memory map would copy it."""
         return _reopened, self._arguments
 
     @property
     def fingerprints(self) -> list[str]:
-        """Of the datastores, in order."""
+        """Fingerprints of the datastores, in order."""
         return [datastore.fingerprint for datastore in self.datastores]
 
     def plan(self, num_samples: int) -> list[MixtureEntry]:
-        """What a run of so many samples reads of each datastore, logged and checked.
+        """Compute and log what a run of `num_samples` samples reads from each datastore.
 
         Raises:
-            InputError: it needs more tokens than `data.token_budgets` hold.
+            InputError: the run needs more tokens than `data.token_budgets` allow.
         """
         m = self.datastores[0].chunk_length
         tokens = num_samples * self.num_chunks * m
@@ -212,12 +214,12 @@ class TrainingData:
         return found
 
     def locate(self, sample: int) -> tuple[int, tuple[int, int]]:
-        """The datastore of a sample and its chunks [first, stop). Each epoch cuts the chunks at another offset."""
+        """The datastore of a sample and its chunks [first, stop). Each epoch starts at another offset."""
         chosen, _, chunks = self._locate(sample)
         return chosen, chunks
 
     def _locate(self, sample: int) -> tuple[int, int, tuple[int, int]]:
-        """As `locate`, with the epoch of the datastore between."""
+        """The datastore of a sample, the epoch of that datastore, and the chunks [first, stop)."""
         chosen, number = mixture(sample, self.weights, self.seed)
         total = self.datastores[chosen].train.num_chunks
         per_epoch = max(1, total // self.num_chunks)
@@ -228,17 +230,17 @@ class TrainingData:
         return chosen, epoch, (first, min(first + self.num_chunks, total))
 
     def neighbor_use(self, first: int) -> NeighborUse:
-        """How neighbors are chosen in the batch whose first sample number this is; the same for all of its datastores."""
+        """How neighbors are chosen for the batch whose first sample has this number, in all datastores."""
         return drawn_use(self.uses, self.seed, first)
 
     def batch(self, samples: range, retrieval_dropout: float = 0.0, use: NeighborUse | None = None) -> Batch:
-        """The batch of some sample numbers.
+        """The batch of these sample numbers.
 
         Args:
             samples: their numbers.
             retrieval_dropout: share of the sequences that get no neighbors.
-            use: how neighbors are chosen; None: `neighbor_use(samples.start)`. Several processes that share a step must
-                hand in that of the step's first sample, so that they agree about the number of neighbors.
+            use: how neighbors are chosen; None = `neighbor_use(samples.start)`. Processes that share a step must pass that of
+                the step's first sample, so that all have the same number of neighbors.
         """
         use = use or self.neighbor_use(samples.start)
         located = [self._locate(sample) for sample in samples]
@@ -253,9 +255,9 @@ class TrainingData:
         return batch
 
     def origin(self, sample: int) -> dict[str, Any]:
-        """Where the sequence of a sample number lies: its datastore, chunks [first, stop), and documents in order.
+        """Datastore, chunks [first, stop) and documents of a sample.
 
-        The ids of documents stand in Parquet files; where pyarrow is missing, as training needs none, they are None.
+        Ids of documents are None without pyarrow, which training does not need otherwise.
         """
         chosen, (first, stop) = self.locate(sample)
         datastore = self.datastores[chosen]
@@ -277,7 +279,7 @@ def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) 
     return TrainingData(folders, settings, retrieval=retrieval)
 
 
-def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, asked: str) -> None:
+def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, setting: str) -> None:
     stored = use.k and use.source == "nearest"
     datastore.require("neighbors" if stored else "chunk")
     if use.k and use.materialized and not datastore.has("materialize"):
@@ -286,9 +288,9 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, a
             "and run `retro index CONFIG --stage materialize`."
         )
     if datastore.train.num_chunks == 0:
-        raise InputError(f"{datastore.folder} holds no training chunks.")
+        raise InputError(f"{datastore.folder} has no training chunks.")
     if stored and (found := datastore.train.neighbor_ids.row_shape[0]) < use.k:
-        raise InputError(f"{asked}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.stored).")
+        raise InputError(f"{setting}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.stored).")
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:
             raise InputError(

@@ -1,9 +1,9 @@
-"""Which neighbors the chunks of a sequence are given, of those that are stored for them.
+"""Choose the neighbors that the chunks of a sequence read, from those stored for them.
 
-    stored neighbors (or random chunks) → deleted ones and own documents out → near copies out (if asked) → the first k that remain
+    stored neighbors (or random chunks) → without deleted ones and own documents → without near copies (optional) → the first k
 
-Every step is a function of chunk ids, and of the epoch for random chunks: what a chunk is given depends on no other sequence
-of its batch.
+Every step is a function of chunk ids, and of the epoch for random chunks. So the neighbors of a chunk do not depend on other
+sequences of the batch.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ class NeighborUse:
 
     Attributes:
         k: neighbors of each chunk; 0 = retrieval OFF.
-        source: `nearest`, as stored; or `random`, chunks drawn uniformly from the retrieval set: a control.
-        max_overlap: neighbors are skipped that share a longer run of tokens with the chunk, or with the one after it,
-            than this share of its length; 1 skips none.
-        seed: of the random draws, which differ from epoch to epoch.
-        materialized: whether their text is read from beside the chunk, where it stands there.
-        found: [chunks, s] int64 ids, nearest first, of each chunk of the split: what was found by another search, in
-            place of what is stored.
+        source: `nearest`, as stored; or `random`, a control: chunks drawn uniformly from the retrieval set.
+        max_overlap: skip neighbors whose longest run of tokens in common with the chunk, or with the next one, is more than
+            this fraction of its length; 1 = skip none.
+        seed: of the random draws, which differ between epochs.
+        materialized: read the text from the copy next to the chunk, if there is one.
+        found: [chunks, s] int64 ids of neighbors for each chunk of the split, nearest first, to use instead of the stored
+            ones.
     """
 
     k: int
@@ -45,17 +45,17 @@ class NeighborUse:
 
 @dataclass(frozen=True)
 class Queries:
-    """Chunks of sequences that ask for neighbors, C of them; those of one sequence stand in order.
+    """C chunks that need neighbors; chunks of one sequence are in order.
 
     Attributes:
         ids: [C] int64 in their split.
-        excluded: [C, 2] int64, first and stop of the chunk ids of all documents that the sequence touches, if they are in
-            the retrieval set. Copies of them in other datastores are not known by id: that is what `max_overlap` is for.
+        excluded: [C, 2] int64, chunk ids [first, stop) of the sequence's documents, if they are in the retrieval set. Copies
+            of them in other datastores have other ids: `max_overlap` skips those.
         tokens: [C, m] int64.
-        lengths: [C] int64, real tokens.
-        followed: [C] bool, whether the next row is the next chunk of the same document.
-        epochs: [C] int64, how often the data was read before, or one number for all. Random neighbors are drawn again in
-            each epoch: the same ones would identify their chunk, and could be memorized.
+        lengths: [C] int64, tokens without padding.
+        followed: [C] bool, True if the next row is the next chunk of the same document.
+        epochs: [C] int64, or one number for all: earlier passes over the data. Random neighbors differ between epochs, because
+            constant ones would identify their chunk and could be memorized.
     """
 
     ids: np.ndarray
@@ -69,7 +69,7 @@ class Queries:
 def read_neighbors(
     split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [C, K, R] and lengths [C, K] int64 of the neighbors of some chunks; see `choose_neighbors`."""
+    """Choose neighbors and read their tokens [C, K, R] and lengths [C, K], int64; see `choose_neighbors`."""
     read = text_reader(split, retrieval, queries, use)
     chosen = choose_neighbors(split, retrieval, queries, use, read)
     tokens, lengths = read(np.repeat(np.arange(len(chosen)), use.k), chosen.ravel())
@@ -77,13 +77,13 @@ def read_neighbors(
 
 
 ReadText = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Rows [n] of the queries, and for each the id [n] of a neighbor → its tokens [n, R] and length [n], int64."""
+"""(rows of the queries [n], ids of neighbors [n]) → tokens [n, R] and lengths [n] of the neighbors, int64."""
 
 
 def text_reader(split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse) -> ReadText:
-    """What reads the text of neighbors: from where they lie, or from beside the chunk that they are neighbors of.
+    """Make a function that reads the text of neighbors, from their own place or from the copy next to the querying chunk.
 
-    Both give the same. Beside a chunk stand the first of its stored neighbors; others are read from where they lie.
+    Both return the same. Only the first stored neighbors of a chunk are copied; others are read from their own place.
     """
     if not use.materialized:
         return lambda rows, ids: retrieval.with_continuation(ids)
@@ -92,14 +92,14 @@ def text_reader(split: Split, retrieval: RetrievalSet, queries: Queries, use: Ne
 
     def read(rows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         same = (stored[rows] == ids[:, None]) & (ids[:, None] >= 0)  # [n, held]
-        beside = same.any(axis=1)
+        copied = same.any(axis=1)
         tokens = np.empty((len(ids), 2 * split.chunk_length), dtype=np.int64)
         lengths = np.empty(len(ids), dtype=np.int64)
-        asking, of_asking = np.unique(rows[beside], return_inverse=True)
-        places = (of_asking.ravel(), same[beside].argmax(axis=1))
-        tokens[beside] = split.materialized_tokens.gather(queries.ids[asking])[places]
-        lengths[beside] = split.materialized_lengths.gather(queries.ids[asking])[places]
-        tokens[~beside], lengths[~beside] = retrieval.with_continuation(ids[~beside])
+        chunks, number = np.unique(rows[copied], return_inverse=True)
+        positions = (number.ravel(), same[copied].argmax(axis=1))
+        tokens[copied] = split.materialized_tokens.gather(queries.ids[chunks])[positions]
+        lengths[copied] = split.materialized_lengths.gather(queries.ids[chunks])[positions]
+        tokens[~copied], lengths[~copied] = retrieval.with_continuation(ids[~copied])
         return tokens, lengths
 
     return read
@@ -108,21 +108,21 @@ def text_reader(split: Split, retrieval: RetrievalSet, queries: Queries, use: Ne
 def choose_neighbors(
     split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse, read: ReadText | None = None
 ) -> np.ndarray:
-    """The neighbors of some chunks.
+    """Choose the neighbors of chunks.
 
     Args:
-        split: where the chunks lie.
+        split: the split of the chunks.
         retrieval: where their neighbors lie.
         queries: the chunks.
         use: how many, and which.
-        read: what reads their text, if not `text_reader`.
+        read: reads the text of neighbors; None = `text_reader`.
 
     Returns:
-        [C, k] int64 ids in the retrieval set, -1 where too few remain.
+        [C, k] int64 ids in the retrieval set; missing neighbors are -1.
     """
     if use.source == "random":
-        # A chunk whose nearest neighbors are missing gets random ones all the same: the control is given as many tokens
-        # as there is room for, so that it never has less to read than what it is compared with.
+        # A chunk without nearest neighbors gets random ones too, so that the control never reads less than the model that it is
+        # compared with.
         drawn = random_numbers(queries.ids, retrieval.num_chunks, 2 * use.k + 16, use.seed, queries.epochs)
         candidates = retrieval.ids_at(drawn)
     else:
@@ -135,7 +135,7 @@ def choose_neighbors(
 
 
 def random_numbers(ids: np.ndarray, below: int, num_draws: int, seed: int, epochs: np.ndarray | int = 0) -> np.ndarray:
-    """Uniform draws from `range(below)`, each a function of seed, epoch, chunk id and place: [C] → [C, num_draws] int64."""
+    """Uniform draws from `range(below)`, functions of seed, epoch, chunk id and column: [C] → [C, num_draws] int64."""
     of_epoch = mix(np.uint64(mix(seed)) + np.atleast_1d(epochs).astype(np.uint64))
     of_chunk = mix(of_epoch ^ ids.astype(np.uint64))
     places = np.arange(num_draws, dtype=np.uint64)
@@ -143,16 +143,16 @@ def random_numbers(ids: np.ndarray, below: int, num_draws: int, seed: int, epoch
 
 
 def outside(candidates: np.ndarray, excluded: np.ndarray) -> np.ndarray:
-    """Candidates [C, s] with -1 for those in the row's range [first, stop), `excluded` [C, 2]: its own documents."""
+    """Candidates [C, s] with -1 for those in the row's range [first, stop) of `excluded` [C, 2], its own documents."""
     return np.where((candidates >= excluded[:, :1]) & (candidates < excluded[:, 1:]), -1, candidates)
 
 
 def without_copies(candidates: np.ndarray, read: ReadText, queries: Queries, k: int, max_overlap: float) -> np.ndarray:
-    """Candidates [C, s] with -1 for near copies among those that would be used; no others are read.
+    """Candidates [C, s] with -1 for near copies. Only candidates that would be used are read and compared.
 
-    The paper measures leakage between a chunk and its own neighbors (section 2.7). But a chunk's neighbors are read while
-    the *next* chunk is predicted, so one that holds the next chunk gives the answer away although it may share little with
-    the chunk that found it. The larger of both overlaps decides.
+    The paper measures leakage between a chunk and its own neighbors (section 2.7). But the model reads a chunk's neighbors while
+    it predicts the *next* chunk, so a neighbor that contains the next chunk gives the answer away even if it has little in
+    common with its own chunk. The larger overlap decides.
     """
     following = np.minimum(np.arange(1, len(queries.ids) + 1), len(queries.ids) - 1)
     following_lengths = np.where(queries.followed, queries.lengths[following], 0)
@@ -170,11 +170,11 @@ def without_copies(candidates: np.ndarray, read: ReadText, queries: Queries, k: 
             overlap(queries.tokens[following[rows]], following_lengths[rows], *text),
         )
         candidates[rows, columns] = np.where(shared > max_overlap, -1, candidates[rows, columns])
-        depth *= 2  # most rows are content with their first; the few that are not must not cost a round for each
+        depth *= 2  # few rows need more candidates, and should not cost a round for each of them
 
 
 def first_present(candidates: np.ndarray, k: int) -> np.ndarray:
-    """The first k candidates of each row that are not -1: [C, s] → [C, k], -1 where too few remain."""
+    """The first k candidates of each row that are not -1: [C, s] → [C, k], filled with -1."""
     order = np.argsort(candidates < 0, axis=1, kind="stable")[:, :k]
     chosen = np.take_along_axis(candidates, order, 1)
     return np.pad(chosen, ((0, 0), (0, k - chosen.shape[1])), constant_values=-1)

@@ -1,8 +1,8 @@
-"""Which text a batch was made of, when its loss or gradient was not finite.
+"""Name the text of a batch whose loss or gradient is not finite.
 
-    RUN/bad_batches/00000137.json   step, loss, gradient norm; of each sequence: sample number, and what it is made of
+    RUN/bad_batches/00000137.json   step, loss, gradient norm; for each sequence: sample number, datastore, chunks, documents
 
-The file of a step is the same however often a run comes by, so going on from a checkpoint before it changes nothing.
+A run that is resumed from an earlier checkpoint writes the same file again.
 """
 
 from pathlib import Path
@@ -19,10 +19,10 @@ def name_batch(run: Path, data: BatchSource, settings: RunSettings, step: int, r
 
     Args:
         run: folder of the run.
-        data: what the batch was made of.
-        settings: how many sequences a step has.
+        data: source of the batch.
+        settings: number of sequences of a step.
         step: counted from 1.
-        result: of the step.
+        result: result of the step.
     """
     size = settings.samples_per_step
     samples = range((step - 1) * size, step * size)

@@ -1,7 +1,7 @@
-"""`train.init_from`: the weights of a new run from those of a trained model.
+"""`train.init_from`: start a new run with the weights of a trained model.
 
-A RETRO starts from a baseline (encoder and cross-attention are new, and add nothing yet), a baseline from a RETRO (they are left
-out), or either from its like, on other data or with another schedule. An adapter goes on where it was.
+A RETRO can start from a baseline (encoder and cross-attention are new, and add nothing at first), a baseline from a RETRO (they
+are left out), and each from its own kind, with other data or settings. An adapter is loaded too.
 """
 
 import logging

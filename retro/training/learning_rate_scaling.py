@@ -1,8 +1,8 @@
 """Maximal update parametrization (Yang et al. 2022, arXiv 2203.03466, table 8, for Adam): one learning rate for all widths.
 
-A step moves every activation as far in a wide model as in a narrow one. With `init` = mup
+A step changes activations by the same amount in wide and narrow models. With `init` = mup
 
-    hidden matrices    learn at mup_base_width / inputs of train.lr (here); first weights as ever, 1/sqrt(inputs)
+    hidden matrices    learn at mup_base_width / inputs of train.lr (here); initial weights as usual, 1/sqrt(inputs)
     embeddings         enter the stream times sqrt(mup_base_width), not sqrt(d_model), and learn at train.lr
     output layer       is read times mup_base_width / d_model; its first weights, where not tied, do not depend on the width
     attention          has scores q·k / C, not q·k / sqrt(C)
@@ -15,7 +15,7 @@ from retro.model.retro import Retro
 
 
 def learning_rate_factors(model: Retro) -> dict[str, float]:
-    """Parameters that do not learn at `train.lr`, by name, and the share of it at which they learn. None without mup.
+    """Name of a parameter → factor of its learning rate, for those that do not learn at `train.lr`. Empty without muP.
 
     Adapters learn at `train.lr`.
     """

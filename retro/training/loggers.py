@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` and the console always, TensorBoard and Weights & Biases where asked for."""
+"""Loggers of metrics: always `metrics.jsonl` and the console, optionally TensorBoard and Weights & Biases."""
 
 import json
 import logging
@@ -16,17 +16,17 @@ log = logging.getLogger("retro")
 
 
 class Logger(Protocol):
-    """Takes one line of metrics at a time."""
+    """Writes lines of metrics."""
 
     def write(self, values: dict[str, Any]) -> None:
-        """Values by name; `step` is among them."""
+        """Write values by name, with `step`."""
 
     def close(self) -> None:
-        """Flush."""
+        """Flush and close."""
 
 
 class JsonLines:
-    """`metrics.jsonl`. Lines after the step that a run goes on from are dropped: they will come again."""
+    """Writes `metrics.jsonl`. Lines after the step from which a run resumes are removed, because the run writes them again."""
 
     def __init__(self, path: Path, step: int) -> None:
         kept = []
@@ -47,14 +47,14 @@ class JsonLines:
 
 
 class Console:
-    """A readable line through the project's logger: about twenty for a run, and one for every evaluation."""
+    """Logs about twenty readable lines for a run, and one for every evaluation."""
 
     def __init__(self, steps: int) -> None:
         self._every = max(1, steps // 20)
         self._next = 0
 
     def write(self, values: dict[str, Any]) -> None:
-        """`step 200  loss 5.1234  …`. Figures of single layer groups are too many to be read here."""
+        """Log `step 200  loss 5.1234  …`, without the metrics of layer groups."""
         values = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
         if values.keys() <= {"step", "tokens"}:
             return
@@ -65,11 +65,11 @@ class Console:
         log.info(as_line(values))
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def as_line(values: dict[str, Any]) -> str:
-    """Metrics as people read them: counts with separators, the rest to four digits."""
+    """Format metrics for reading: counts with separators, other values with four digits."""
     whole = ("step", "tokens", "tokens_per_second")
     return "  ".join(
         f"{name} {value:,.0f}" if name in whole else f"{name} {value:.4g}" for name, value in values.items()
@@ -77,7 +77,7 @@ def as_line(values: dict[str, Any]) -> str:
 
 
 class TensorBoard:
-    """Scalars in `run/tensorboard`."""
+    """Writes scalars to `run/tensorboard`."""
 
     def __init__(self, run: Path, _step: int) -> None:
         try:
@@ -87,7 +87,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run / "tensorboard"))
 
     def write(self, values: dict[str, Any]) -> None:
-        """A point for each value."""
+        """Write a point for each value."""
         for name, value in values.items():
             if name != "step":
                 self._writer.add_scalar(name, value, values["step"])
@@ -98,9 +98,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in the project `WANDB_PROJECT` (else `retro`), named after its folder; resumed under the id kept in `wandb.json`.
+    """Logs to the project `WANDB_PROJECT` (default `retro`), named after the run's folder. `wandb.json` keeps the id for resuming.
 
-    Weights & Biases never takes a step twice, so a run that begins again from nothing gets another id.
+    Weights & Biases rejects a step that it already has, so a run that starts over gets a new id.
     """
 
     def __init__(self, run: Path, step: int) -> None:
@@ -126,7 +126,7 @@ class WeightsAndBiases:
             ) from error
 
     def write(self, values: dict[str, Any]) -> None:
-        """A point for each value."""
+        """Write a point for each value."""
         self._run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class WeightsAndBiases:
 
 
 def open_loggers(run: Path, step: int, steps: int, report_to: tuple[str, ...]) -> list[Logger]:
-    """The loggers of a run of `steps` that starts, or goes on, at `step`.
+    """The loggers of a run of `steps` steps that starts or resumes at `step`.
 
     Raises:
         InputError: a package that `report_to` needs is missing.

@@ -1,4 +1,4 @@
-"""What a line of training metrics says of the steps since the line before it."""
+"""Mean loss, speed and utilization over the steps since the last line of metrics."""
 
 import contextlib
 import math
@@ -13,12 +13,11 @@ from retro.training.run_settings import RunSettings
 
 @dataclass
 class Meter:
-    """The mean loss, and the rate, of the steps since the last line.
+    """Mean loss and speed of the steps since the last line of metrics.
 
     Attributes:
-        loss, steps: sum of the losses and their number. A checkpoint keeps both, so that a resumed run logs, to the bit,
-            what an undisturbed one does.
-        tokens, started: what this process has trained on, and since when.
+        loss, steps: sum and number of the losses. A checkpoint keeps both, so that a resumed run logs the same to the bit.
+        tokens, started: tokens trained on, and the time at which counting started.
     """
 
     loss: float = 0.0
@@ -27,17 +26,17 @@ class Meter:
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, loss: float, tokens: int) -> None:
-        """One optimizer step."""
+        """Count an optimizer step."""
         self.loss += loss
         self.steps += 1
         self.tokens += tokens
 
     def add_without_loss(self, tokens: int) -> None:
-        """A step whose loss is not a number."""
+        """Count a step whose loss is not finite."""
         self.tokens += tokens
 
     def read(self) -> dict[str, float]:
-        """The figures of a line; then everything starts anew. The loss of no step at all is not a number."""
+        """Return `loss` and `tokens_per_second`, and reset. The loss of no steps is NaN."""
         figures = {
             "loss": self.loss / self.steps if self.steps else math.nan,
             "tokens_per_second": self.tokens / (time.perf_counter() - self.started),
@@ -47,7 +46,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that is not training's: an evaluation. Waiting for data and for checkpoints is."""
+        """Exclude the time of an evaluation. Waiting for data and checkpoints counts as training."""
         paused = time.perf_counter()
         yield
         self.started += time.perf_counter() - paused

@@ -1,11 +1,11 @@
-"""How training goes in each group of layers, and warnings before it diverges.
+"""Monitor gradients and updates of each layer group, and warn before training diverges.
 
     gradients ── norm, overflow, underflow ┐
-    weights before and after ─ update ratio ┴─ every so many steps ─ metrics, warnings
+    weights before and after ─ update ratio ┴─ every n-th step ───── metrics, warnings
     loss, norm of the whole gradient ───────── every step ────────── warnings
 
-A figure is compared with the median of those before it, and its distance from that with their median distance: neither is
-moved by the few odd values that every training has.
+A value is compared with the median of the values before it, and its distance from the median with their median distance. A few
+outliers do not move either.
 """
 
 import logging
@@ -23,7 +23,7 @@ from retro.parallel.gradient_norms import totals
 log = logging.getLogger("retro")
 
 PREFIX = "monitor/"
-"""What the names of a layer group's figures begin with; then come the figure and the group: `monitor/update_ratio/cross_06`."""
+"""Prefix of the metrics of layer groups, as in `monitor/update_ratio/cross_06`."""
 
 _WINDOW = 50  # values that a new one is compared with, and
 _ENOUGH = 10  # how many there must be
@@ -40,12 +40,12 @@ _QUIET_STEPS = 200  # between two warnings of one kind
 
 @dataclass
 class Monitor:
-    """Looks at a model's training.
+    """Monitors the training of a model.
 
     Attributes:
-        groups: parameters by the name of their group.
-        tiny: the smallest normal number of the type in which the model multiplies.
-        every: steps between looks at the groups. There are more at the start, where a learning rate shows itself first.
+        groups: parameters by the name of their layer group.
+        tiny: smallest normal number of the data type of matrix products.
+        every: steps between measurements of the groups. Early steps have more, because a wrong learning rate shows there.
     """
 
     groups: dict[str, list[nn.Parameter]]
@@ -57,7 +57,7 @@ class Monitor:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, every: int) -> "Monitor":
-        """Of a model's parameters by name, and the type in which it multiplies."""
+        """Make a monitor of named parameters, for a data type of matrix products."""
         groups: dict[str, list[nn.Parameter]] = {}
         for name, parameter in parameters:
             if parameter.requires_grad:
@@ -65,11 +65,11 @@ class Monitor:
         return cls(dict(sorted(groups.items())), torch.finfo(dtype).tiny, every)
 
     def due(self, step: int) -> bool:
-        """Whether the groups are looked at in this step, counted from 1."""
+        """True if the groups are measured in this step, counted from 1."""
         return step % self.every == 0 or (step < self.every and step.bit_count() == 1)  # 1, 2, 4, 8 …
 
     def gradients(self, scale: float) -> dict[str, float]:
-        """What `gradient_figures` gives, by metric."""
+        """`gradient_figures` of the groups, by name of the metric."""
         return _by_metric(gradient_figures(self.groups, self.tiny, scale))
 
     def weights(self) -> dict[str, list[Tensor]]:
@@ -77,11 +77,11 @@ class Monitor:
         return {name: [weight.detach().clone() for weight in weights] for name, weights in self.groups.items()}
 
     def updates(self, before: dict[str, list[Tensor]]) -> dict[str, float]:
-        """The update ratio of each group since a copy was made, by metric. The copy is used up."""
+        """Update ratio of each group since the copy was made, by name of the metric. Overwrites the copy."""
         return _by_metric(update_ratios(self.groups, before))
 
     def watch(self, step: int, loss: float, gradient_norm: float, figures: dict[str, float]) -> None:
-        """Take in what was measured in a step, counted from 1, and warn of what foretells a divergence."""
+        """Record the measurements of a step, counted from 1, and warn of signs of divergence."""
         if self._stays_above("loss", loss, _LOSS_MARGIN):
             usual = statistics.median(self._seen["loss"])
             self._warn(
@@ -133,7 +133,7 @@ class Monitor:
         self._take_in(name, value)
 
     def _stays_above(self, name: str, value: float, margin: float) -> bool:
-        """Whether this value and the last ones before it are far above those that came earlier."""
+        """True if this value and the last ones are far above the earlier values."""
         far = _far_above(list(self._seen[name]), value, margin)
         self._in_a_row[name] = self._in_a_row[name] + 1 if far else 0
         self._take_in(name, value)
@@ -175,7 +175,7 @@ def gradient_figures(
 
     Args:
         groups: parameters by group.
-        tiny: the smallest normal number of the type in which the model multiplies.
+        tiny: smallest normal number of the data type of matrix products.
         scale: the loss scale that the gradients still carry, and with which their entries are judged.
     """
 
@@ -210,7 +210,7 @@ def gradient_figures(
 def update_ratios(
     groups: dict[str, list[nn.Parameter]], before: dict[str, list[Tensor]]
 ) -> dict[str, dict[str, float]]:
-    """For each group `update_ratio`, the norm of the change of its weights over their norm before. `before` is used up."""
+    """`update_ratio` of each group: norm of the change of the weights over their norm before. Overwrites `before`."""
 
     def measure(parts: list[Tensor]) -> Tensor:
         norms = torch.stack(torch._foreach_norm(parts)).double()
@@ -230,7 +230,7 @@ def _by_metric(figures: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def _far_above(before: list[float], value: float, margin: float) -> bool:
-    """Whether a value is many deviations above the median of those before it, and by more than a share of it."""
+    """True if a value is many deviations and more than a fraction `margin` above the median of the values before it."""
     if len(before) < _ENOUGH or not math.isfinite(value):
         return False
     median = statistics.median(before)

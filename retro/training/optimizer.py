@@ -15,13 +15,13 @@ from retro.training.settings import TrainSettings
 def make_optimizer(
     parts: Iterable[nn.Module], settings: TrainSettings, factors: Mapping[str, float] = MappingProxyType({})
 ) -> torch.optim.AdamW:
-    """AdamW that decays matrices, tables of embeddings and virtual tokens, and nothing else: see `decaying`.
+    """AdamW with weight decay on matrices, embeddings and virtual tokens only; see `decaying`.
 
     Args:
-        parts: of a model, with names of parameters that do not depend on the part.
+        parts: parts of a model; a parameter has the same name in every part.
         settings: learning rate, betas and weight decay.
-        factors: learning rates over that of the schedule, by the parameters' names; 1 for other names
-            (`mup.learning_rate_factors`). A group has its factor as `lr_factor`. All matrices decay at one pace.
+        factors: factors of the learning rate by name of the parameter, default 1; see `learning_rate_scaling`. Each group
+            keeps its factor as `lr_factor`. The decay per step does not depend on it.
     """
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
     models = list(parts)
@@ -39,9 +39,9 @@ def make_optimizer(
 
 
 def decaying(model: nn.Module) -> Iterator[Tensor]:
-    """The parameters that decay, by the modules that hold them: weights of matrices and tables.
+    """The parameters with weight decay: weights of linear layers and embeddings.
 
-    Gains, biases, and the vectors and numbers that each head has (`PerHead`: Transformer-XL's u and v, taps, smear) do not.
+    Gains, biases and vectors of heads (`PerHead`: Transformer-XL's u and v, taps, smear) have none.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):

@@ -1,4 +1,4 @@
-"""The folder of a training run: what it was told, how far it came, what it measured.
+"""The folder of a training run: settings, metrics and checkpoints.
 
 run/  settings.json   metrics.jsonl   checkpoints/00000200/ …
 """
@@ -18,9 +18,8 @@ from retro.training.settings import TrainSettings
 
 log = logging.getLogger("retro")
 
-# Settings that change neither weights nor losses: a run may be resumed with other values of these. `on_nan` changes what
-# comes of a batch that a run has stopped at, which is what it is for.
-# Where a datastore lies is free too: its fingerprint is compared.
+# Settings that may change when a run is resumed, because they change neither weights nor losses. `on_nan` is among them so that a
+# run can skip the batch at which it stopped. A datastore may move: its fingerprint is compared.
 _FREE = {
     "train": [
         "device",
@@ -38,7 +37,7 @@ _FREE = {
         "on_nan",
     ],
     "data": ["datastores", "reading", "materialized"],
-    # Fingerprints tell of the contents of these files, and `train.steps` of the epochs.
+    # Fingerprints cover the contents of these files, and `train.steps` covers the epochs.
     "finetune": ["examples", "template", "epochs"],
 }
 
@@ -46,16 +45,16 @@ _FREE = {
 def last_checkpoint(
     run: Path, resolved: dict[str, Any], defaults: dict[str, Any], datastores: list[str]
 ) -> checkpoints.Checkpoint | None:
-    """The newest checkpoint that is whole, to resume from. Damaged ones are put aside with a warning.
+    """The newest undamaged checkpoint, to resume from. Damaged ones are renamed, with a warning.
 
     Args:
         run: folder of the run.
-        resolved: its settings, section by section, as JSON holds them.
-        defaults: the same sections with default values: those of settings that the checkpoint does not have.
-        datastores: fingerprints of what it learns from.
+        resolved: its settings by section, as JSON holds them.
+        defaults: the same sections with default values, for settings that an older checkpoint lacks.
+        datastores: fingerprints of its data.
 
     Raises:
-        InputError: the run was started with other settings or on another datastore, or no checkpoint is whole.
+        InputError: the run was started with other settings or on other data, or all checkpoints are damaged.
     """
     found, damaged = _newest_whole(run)
     if found is None:
@@ -69,16 +68,14 @@ def last_checkpoint(
         )
     for folder, problem in damaged.items():
         aside = folder.with_name(f"damaged-{folder.name}")
-        log.warning(
-            "%s\nThis checkpoint is put aside as %s; going on from step %d instead.", problem, aside, found.step
-        )
-        shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+        log.warning("%s\nThis checkpoint is renamed to %s; resuming from step %d instead.", problem, aside, found.step)
+        shutil.rmtree(aside, ignore_errors=True)  # from an earlier resume
         folder.rename(aside)
     return found
 
 
 def _newest_whole(run: Path) -> tuple[checkpoints.Checkpoint | None, dict[Path, str]]:
-    """The newest checkpoint that is whole, and the newer ones that are not, with what is wrong with each."""
+    """The newest undamaged checkpoint, and the newer damaged ones with the first problem of each."""
     damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints.finished(run)):
         problems = verify(folder)
@@ -87,14 +84,14 @@ def _newest_whole(run: Path) -> tuple[checkpoints.Checkpoint | None, dict[Path, 
         damaged[folder] = problems[0]
     if damaged:
         raise InputError(
-            f"{run}: no checkpoint is whole. {'. '.join(damaged.values())}. Bring one back from a copy, or remove "
+            f"{run}: all checkpoints are damaged. {'. '.join(damaged.values())}. Restore one from a copy, or remove "
             f"{run / 'checkpoints'} to train from the beginning."
         )
     return None, damaged
 
 
 def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """The settings by which a run would no longer be what its checkpoint was made with, in words."""
+    """Describe the settings that differ from those of the checkpoint and would change the run."""
     changed = []
     if ("finetune" in found.settings) != ("finetune" in resolved):
         return [f"it was one of `retro {'finetune' if 'finetune' in found.settings else 'train'}`"]
@@ -126,14 +123,14 @@ def _flat(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_learning_rates(before: dict[str, Any], now: dict[str, Any], steps_done: int) -> bool:
-    """Whether the steps that are done had the learning rates that the settings of now would give them."""
+    """True if the new settings give the finished steps the learning rates that they had."""
     names = ("lr_schedule", "steps", "warmup_steps", "lr", "min_lr_ratio", "decay_ratio")
     old, new = (TrainSettings(**{name: settings[name] for name in names}) for settings in (before, now))
     return all(learning_rate(step, old) == learning_rate(step, new) for step in range(steps_done))
 
 
 def better(best: dict[str, Any] | None, step: int, line: dict[str, float]) -> dict[str, Any] | None:
-    """The best evaluation so far, after that of a step."""
+    """The better of the best evaluation so far and that of a step."""
     score = score_of(line)
     if score is None or (best is not None and not score[1] < best["value"]):
         return best
@@ -141,10 +138,10 @@ def better(best: dict[str, Any] | None, step: int, line: dict[str, float]) -> di
 
 
 def score_of(line: dict[str, float]) -> tuple[str, float] | None:
-    """Name and value of the figure of an evaluation by which checkpoints are compared (lower is better), if it has one.
+    """Name and value of the metric that ranks checkpoints (lower is better), or None.
 
-    Bits per byte of the first evaluation set with retrieval ON, or OFF where the model cannot retrieve; where a run is
-    fine-tuned, the loss of the held-out answers.
+    It is bits per byte of the first evaluation set, with retrieval ON if the model retrieves. For fine-tuning it is the loss of the
+    held-out answers.
     """
     endings = [f"_{figure}_{mode}" for figure in ("bits_per_byte", "loss") for mode in ("on", "off")]
     names = [name for ending in endings for name in line if name.endswith(ending)]
@@ -153,7 +150,7 @@ def score_of(line: dict[str, float]) -> tuple[str, float] | None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Every whole line of a run's `metrics.jsonl`: a last one that is being written, or was cut by a kill, is left out.
+    """Read the complete lines of a run's `metrics.jsonl`. A last line that is partly written is left out.
 
     Raises:
         InputError: a line is not JSON.

@@ -1,4 +1,4 @@
-"""Stopping a run without losing a step: SIGTERM from a scheduler, or one Ctrl-C."""
+"""Stop a run without losing a step, on SIGTERM from a scheduler or on Ctrl-C."""
 
 import contextlib
 import signal
@@ -9,40 +9,40 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was asked to stop, and has saved where it was.
+    """A signal stopped the run after a checkpoint.
 
     Attributes:
-        exit_status: 128 + the signal's number, as shells and schedulers expect of a process that a signal ended: 143 for
-            SIGTERM, 130 for SIGINT. Not 0, which would say that the run is complete.
+        exit_status: 128 + the number of the signal, as shells and schedulers expect: 143 for SIGTERM, 130 for SIGINT. A
+            status of 0 would mean that the run is complete.
     """
 
     def __init__(self, run: Path, step: int, number: int) -> None:
         name = signal.Signals(number).name
-        super().__init__(f"{name}: {run} is saved at step {step}; the same command goes on from there")
+        super().__init__(f"{name}: {run} is saved at step {step}; the same command resumes it")
         self.exit_status = 128 + number
 
 
 @contextlib.contextmanager
 def signals_as_requests() -> Iterator[Callable[[], int | None]]:
-    """Inside, SIGTERM and SIGINT only ask: the yielded function returns the number of the first one, or None.
+    """Record SIGTERM and SIGINT instead of handling them. Yields a function that returns the first signal's number, or None.
 
-    A second SIGINT does what it always did, for an impatient person. A second SIGTERM changes nothing: launchers pass
-    theirs on to processes that have had their own, and who is impatient has SIGKILL. Afterwards all is as it was before.
-    Outside the main thread nothing changes at all, as Python handles signals in that one alone.
+    A second SIGINT interrupts as usual. A second SIGTERM is ignored: launchers forward theirs to processes that already received
+    one, and SIGKILL is left for impatience. On exit the previous handlers are restored. Outside the main thread this does nothing,
+    because Python handles signals only there.
     """
-    asked: list[int] = []
+    received: list[int] = []
     before: dict[int, Any] = {}
 
-    def ask(number: int, _: object) -> None:
-        asked.append(number)
+    def receive(number: int, _: object) -> None:
+        received.append(number)
         if number == signal.SIGINT:
             signal.signal(number, before[number])
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, ask) or signal.SIG_DFL
+            before[number] = signal.signal(number, receive) or signal.SIG_DFL
     try:
-        yield lambda: asked[0] if asked else None
+        yield lambda: received[0] if received else None
     finally:
         for caught, handler in before.items():
             signal.signal(caught, handler)

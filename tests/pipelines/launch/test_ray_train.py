@@ -98,7 +98,7 @@ def test_a_killed_worker_changes_nothing(cluster: Any, config: Config) -> None:
     assert processes.end() == [0, 0], processes.said.read_text()
     assert driver.process.wait(PATIENCE) == 0, driver.log.read_text()
     said = driver.log.read_text()
-    assert said.count("going on from step") == 1
+    assert said.count("resuming from step") == 1
     for beginning in ("data: ", "train: 51,200 tokens in ", "checkpoint: ", "report: "):
         assert any(line.startswith(beginning) for line in said.splitlines()), said
     assert losses(driver.run) == losses(calm.run)

@@ -195,14 +195,14 @@ def test_torchrun_starts_all_anew_when_one_dies_and_stops_them_at_the_same_step(
     try:
         wait_for(lambda: steps_done(config.run) > 8)
         os.kill(torchrun_workers(launcher.pid)[-1], signal.SIGKILL)
-        wait_for(lambda: log.read_text().count("going on from step") == 1)
+        wait_for(lambda: log.read_text().count("resuming from step") == 1)
         begun = steps_done(config.run)
         wait_for(lambda: steps_done(config.run) > begun + 2)
         launcher.terminate()
         assert launcher.wait(PATIENCE) != 0
     finally:
         launcher.kill()
-    (step,) = re.findall(r"SIGTERM: .* is saved at step (\d+); the same command goes on", log.read_text())
+    (step,) = re.findall(r"SIGTERM: .* is saved at step (\d+); the same command resumes it", log.read_text())
     found = checkpoints.open_checkpoint(config.run)
     assert found.step == int(step)
     assert found.mesh_dims == {"pipeline": 1, "data": WORLD, "tensor": 1}

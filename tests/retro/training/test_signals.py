@@ -55,7 +55,7 @@ def test_the_step_is_finished_and_saved_and_the_same_run_goes_on_to_the_bit(
 ) -> None:
     straight = run(replace(config, run=tmp_path / "straight"))
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(Stopped, match=r"saved at step 5; the same command goes on") as stopped:
+    with pytest.raises(Stopped, match=r"saved at step 5; the same command resumes it") as stopped:
         run(config, advance=signal_in_step(5, number))
     assert stopped.value.exit_status == status
     assert checkpoints.open_checkpoint(config.run).step == 5
@@ -114,4 +114,4 @@ def test_the_command_line_says_how_to_go_on_and_exits_with_143(config: Config, t
     thread.join()
     assert status == 143
     assert "SIGTERM" in (said := capsys.readouterr().err)
-    assert "the same command goes on from there" in said
+    assert "the same command resumes it" in said

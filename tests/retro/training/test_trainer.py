@@ -104,7 +104,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_with_a_warning_and_the_one_bef
     file.write_bytes(damaged(file.read_bytes()))
     resumed = run(config)
     assert str(file) in caplog.text
-    assert "going on from step 4" in caplog.text
+    assert "resuming from step 4" in caplog.text
     assert weights(resumed) == weights(straight)
     assert losses(resumed) == losses(straight)
     assert (config.run / "checkpoints" / "damaged-00000008").exists()
@@ -114,7 +114,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_anew_by_itself(config: 
     run(config)
     for folder in checkpoints.finished(config.run):
         (folder / "state.json").write_text("{}")
-    with pytest.raises(InputError, match="no checkpoint is whole") as caught:
+    with pytest.raises(InputError, match="all checkpoints are damaged") as caught:
         run(config)
     assert all(str(folder) in str(caught.value) for folder in checkpoints.finished(config.run))
 
