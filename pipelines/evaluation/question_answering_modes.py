@@ -16,7 +16,7 @@ import numpy as np
 from indexing.retrieval.retriever import Retriever
 from pipelines.evaluation.settings import QaSettings
 from pipelines.terminal import progress
-from retro.inference.decoder import Given
+from retro.inference.decoder import GivenNeighbors
 from retro.inference.language_model import LanguageModel
 from retro.question_answering.answer_metrics import Language
 from retro.question_answering.neighbor_prompts import Format, Passage, find_passages
@@ -57,7 +57,7 @@ class Asked(NamedTuple):
 
     mode: Mode
     prompts: list[np.ndarray]
-    given: Given | None = None  # None: no neighbors, or those that each chunk finds
+    given: GivenNeighbors | None = None  # None: no neighbors, or those that each chunk finds
     texts: list[list[str]] | None = None  # passages in the prompt or as neighbors; None: no passages
 
 

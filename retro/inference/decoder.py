@@ -40,7 +40,7 @@ code, cuDNN's plans) then meet a few shapes, not a new one with every token."""
 Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
 
-Given = Sequence[tuple[np.ndarray, np.ndarray]]
+GivenNeighbors = Sequence[tuple[np.ndarray, np.ndarray]]
 """For each row the neighbors [K, R] int64 and their lengths [K] int64 that all its chunks read; K and R are the same for all."""
 
 
@@ -94,7 +94,7 @@ class Decoder:
         placement: Placement,
         context: int,
         retrieve: Retrieve | None = None,
-        given: Given | None = None,
+        given: GivenNeighbors | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """A decoder without rows.

@@ -1,9 +1,9 @@
-"""Sampling with retrieval: several prompts go on together, each until it ends.
+"""Batched sampling with retrieval; prompts stop independently.
 
-prompts → decoder (at every chunk boundary the chunk just finished asks for neighbors) → logits → a token of each row → text → …
+prompts → decoder (finds neighbors of every completed chunk) → logits → one token of each row → text → …
 
-What a prompt goes on with depends on itself and the seed alone, not on the prompts beside it: every row draws from a generator of
-its own, and all of them begin with the seed. (To rounding: a batch may be multiplied in another order than a row alone.)
+A continuation depends only on its prompt and the seed, not on the other prompts of the batch: each row has its own random
+generator with the same seed. (Up to rounding: matrix products of a batch may sum in another order than those of a single row.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,15 +23,15 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """A token of one row.
+    """A generated token of one prompt.
 
     Attributes:
         row: number of the prompt.
-        token: what was drawn, the end of the document included.
-        text: what may be shown since the last piece; all of a row joined are its text.
-        log_probability: of the token in nats, before temperature, top-k and top-p.
-        finish_reason: of the row's last piece: `stop` (end of the document or a stop string) or `length`; else None.
-        top: the likeliest tokens, likeliest first, with their log-probabilities, as many as the settings ask for.
+        token: the sampled token id; it can be the end of the document.
+        text: new text of the continuation. The concatenated texts of a row are its continuation.
+        log_probability: log-probability of the token in nats, before temperature, top-k and top-p.
+        finish_reason: for the row's last token `stop` (end of the document or a stop string) or `length`; else None.
+        top: `GenerationSettings.logprobs` likeliest tokens with log-probabilities, likeliest first.
     """
 
     row: int
@@ -45,14 +45,14 @@ class GeneratedToken:
 def generate(
     decoder: Decoder, prompts: Sequence[np.ndarray], settings: GenerationSettings, *, decode: Decode, eos_id: int
 ) -> Iterator[list[GeneratedToken]]:
-    """Continue prompts: after every step the new token of each row that is not finished, in their order.
+    """Continue prompts; yield after every step the new tokens of all unfinished rows, in order.
 
     Args:
-        decoder: a new one.
-        prompts: [t] tokens of each, the beginning-of-document token first; at least one.
+        decoder: a new decoder.
+        prompts: token ids [t] of each prompt, the beginning-of-document token first; t ≥ 1.
         settings: length and sampling.
-        decode: tokens to text.
-        eos_id: the token that ends a document.
+        decode: converts tokens to text.
+        eos_id: the end-of-document token.
     """
     rows = [_Row(number, prompt, settings, decode, eos_id) for number, prompt in enumerate(prompts)]
     if not rows:
@@ -60,19 +60,19 @@ def generate(
     logits = decoder.read(prompts)
     while True:
         drawn = draw(logits, settings, [row.random for row in rows])
-        pieces = [row.piece(*each) for row, each in zip(rows, drawn, strict=True)]
-        yield pieces
-        going_on = [place for place, piece in enumerate(pieces) if piece.finish_reason is None]
-        if not going_on:
+        new = [row.add(*each) for row, each in zip(rows, drawn, strict=True)]
+        yield new
+        unfinished = [number for number, token in enumerate(new) if token.finish_reason is None]
+        if not unfinished:
             return
-        if len(going_on) < len(rows):
-            decoder.keep(going_on)
-            rows = [rows[place] for place in going_on]
-        logits = decoder.read([np.array([pieces[place].token]) for place in going_on])
+        if len(unfinished) < len(rows):
+            decoder.keep(unfinished)
+            rows = [rows[number] for number in unfinished]
+        logits = decoder.read([np.array([new[number].token]) for number in unfinished])
 
 
 class _Row:
-    """What a row remembers beside its tokens: its text, its draws, how long it is."""
+    """State of a row in addition to its tokens: text, random generator, remaining length."""
 
     def __init__(
         self, number: int, prompt: np.ndarray, settings: GenerationSettings, decode: Decode, eos_id: int
@@ -81,8 +81,8 @@ class _Row:
         self.text = TextStream(decode, prompt, settings.stop)
         self.random = torch.Generator().manual_seed(settings.seed)
 
-    def piece(self, token: int, log_probability: float, top: tuple[tuple[int, float], ...]) -> GeneratedToken:
-        """Go on by a token."""
+    def add(self, token: int, log_probability: float, top: tuple[tuple[int, float], ...]) -> GeneratedToken:
+        """Append a sampled token."""
         self.left -= 1
         shown = "" if token == self.eos_id else self.text.add(token)
         finish: FinishReason | None = "stop" if token == self.eos_id or self.text.stopped else None
@@ -94,14 +94,14 @@ class _Row:
         return GeneratedToken(self.number, token, shown, log_probability, finish, top)
 
 
-Drawn = tuple[int, float, tuple[tuple[int, float], ...]]
+SampledToken = tuple[int, float, tuple[tuple[int, float], ...]]
+"""Token id, its log-probability before temperature, top-k and top-p, and the likeliest tokens with log-probabilities."""
 
 
-def draw(logits: Tensor, settings: GenerationSettings, random: Sequence[torch.Generator]) -> list[Drawn]:
-    """A token for each row of logits [rows, V] float32: temperature, then the top k, then the top p of what is left.
+def draw(logits: Tensor, settings: GenerationSettings, random: Sequence[torch.Generator]) -> list[SampledToken]:
+    """Sample a token for each row of logits [rows, V] float32, with temperature, then top-k, then top-p.
 
-    Each row takes one number of its generator and looks it up in the running sum of its probabilities. Returns token,
-    log-probability before all that, and the likeliest tokens with theirs.
+    Each row takes one number from its generator and looks it up in the cumulative sum of its probabilities.
     """
     log_p = logits.log_softmax(-1)
     if settings.temperature == 0:
@@ -109,13 +109,15 @@ def draw(logits: Tensor, settings: GenerationSettings, random: Sequence[torch.Ge
     else:
         kept = min(settings.top_k or logits.shape[1], logits.shape[1])
         ordered, ids = logits.topk(kept) if kept < logits.shape[1] else logits.sort(descending=True, stable=True)
-        # Less the largest and in float64, so that no temperature is too low to divide by.
+        # Subtract the largest logit and divide in float64: any temperature above 0 is then safe.
         probabilities = ((ordered - ordered[:, :1]).double() / settings.temperature).softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # of everything likelier; the likeliest always stays
+        before = probabilities.cumsum(-1) - probabilities  # of all likelier tokens; the likeliest token is always kept
         below = probabilities.masked_fill(before >= settings.top_p, 0).cumsum(-1)  # [rows, kept]
         numbers = torch.cat([torch.rand(1, generator=each) for each in random])[:, None].to(logits.device)
         places = torch.searchsorted(below, numbers * below[:, -1:], right=True)
-        last = (before < settings.top_p).sum(-1, keepdim=True) - 1  # a number next to 1 must not lead beyond it
+        last = (before < settings.top_p).sum(
+            -1, keepdim=True
+        ) - 1  # rounding near 1 must not go past the last kept token
         tokens = ids.gather(1, places.minimum(last))
     chosen = log_p.gather(1, tokens)[:, 0].tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(chosen)

@@ -1,6 +1,6 @@
-"""A checkpoint with its tokenizer and, where it retrieves, its datastore: text in, probabilities or text out.
+"""A checkpoint with its tokenizer and, if the model retrieves, its datastore: scores and generates text.
 
-One class for `retro generate`, the server, question answering and lm-eval. k = 0 is retrieval OFF everywhere.
+`retro generate`, the server, question answering and lm-eval use this class. k = 0 is retrieval OFF everywhere.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
-from retro.inference.decoder import Decoder, Given, Retrieve
+from retro.inference.decoder import Decoder, GivenNeighbors, Retrieve
 from retro.inference.generation import GeneratedToken, generate
 from retro.inference.scoring import Scores, score
 from retro.inference.settings import GenerationSettings
@@ -23,15 +23,15 @@ from retro.model.retro import Retro
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """`LanguageModel.open(checkpoint)`, then `score` or `generate`.
+    """A model for inference: `LanguageModel.open(checkpoint)`, then `score` or `generate`.
 
     Attributes:
-        checkpoint: what the weights say of themselves.
-        model: in evaluation mode.
-        tokenizer: of the datastore.
-        retriever: of the datastore; None where the model or the caller does not retrieve.
+        checkpoint: metadata of the weights.
+        model: the model in evaluation mode.
+        tokenizer: tokenizer of the datastore.
+        retriever: retriever of the datastore; None if the model or the caller does not retrieve.
         placement: device and precision.
-        context: tokens that the model sees at most: the sequences of training, in whole chunks.
+        context: context length in tokens: the sequence length of training, in whole chunks.
     """
 
     checkpoint: Checkpoint
@@ -53,13 +53,13 @@ class LanguageModel:
         """Open a checkpoint and the datastore it retrieves from.
 
         Args:
-            checkpoint: what `open_checkpoint` takes.
-            datastore: folder, URL, or one that is open; None: the first of the training run.
+            checkpoint: path for `open_checkpoint`.
+            datastore: folder, URL or an open retriever; None = the first datastore of the training run.
             device: `auto`, `cpu`, `cuda` …
-            retrieval: False opens no index: the model can only be used with k = 0.
+            retrieval: False opens no index; then the model only works with k = 0.
 
         Raises:
-            InputError: one of them cannot be opened, or they do not fit each other.
+            InputError: the checkpoint or the datastore cannot be opened, or they do not fit each other.
         """
         opened = open_checkpoint(Path(checkpoint))
         placement = choose_inference_placement(device, opened.settings["train"]["precision"])
@@ -81,15 +81,15 @@ class LanguageModel:
         return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m)
 
     def score(self, sequences: Sequence[np.ndarray], k: int = 0) -> list[np.ndarray]:
-        """Log-probabilities in nats of each token of some sequences but the first, which has nothing before it.
+        """Compute log-probabilities in nats of all tokens of each sequence except its first.
 
         Args:
-            sequences: token ids [t] of each, with the beginning of the document where one is meant; t ≥ 1. What is longer
-                than the context is read by windows that overlap by half (`retro/inference/scoring.py`).
-            k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
+            sequences: token ids [t] of each sequence, including the beginning-of-document token if it begins a document;
+                t ≥ 1. Sequences longer than the context are read in windows that overlap by half.
+            k: number of neighbors of each complete chunk, found by search; 0 = retrieval OFF.
 
         Returns:
-            [t - 1] float64 of each sequence.
+            [t - 1] float64 for each sequence.
 
         Raises:
             InputError: a sequence is empty or has ids outside the vocabulary; k is not 0 and there is no retriever.
@@ -103,7 +103,7 @@ class LanguageModel:
         top: int = 1,
         wanted: Callable[[int], bool] = lambda sequence: True,
     ) -> list[Scores]:
-        """As `score`, and the likeliest `top` tokens at every place; `wanted` as in `retro.inference.scoring.score`."""
+        """Like `score`, with the `top` likeliest tokens at every position; for `wanted` see `retro.inference.scoring.score`."""
         checked = [self._checked(each, f"sequences[{number}]") for number, each in enumerate(sequences)]
         if top < 0:
             raise InputError(f"top = {top}: must be 0 or more.")
@@ -117,20 +117,20 @@ class LanguageModel:
         prompts: Sequence[np.ndarray],
         settings: GenerationSettings,
         k: int = 0,
-        given: Given | None = None,
+        given: GivenNeighbors | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[list[GeneratedToken]]:
-        """Continue prompts together: after every step a piece for each row that is not finished.
+        """Continue prompts together; yield after every step the new tokens of all unfinished rows.
 
         Args:
-            prompts: token ids [t] of each, which begin with the beginning of a document; t ≥ 1.
+            prompts: token ids [t] of each prompt, the beginning-of-document token first; t ≥ 1.
             settings: length and sampling.
-            k: neighbors of each complete chunk, found live; 0 = retrieval OFF.
-            given: neighbors of each prompt, which all chunks of it read, whatever they would find; nothing is searched.
-            check: called before each window of the prompts is read; what it raises ends the generation.
+            k: number of neighbors of each complete chunk, found by search; 0 = retrieval OFF.
+            given: neighbors of each prompt, which all its chunks read; no search runs.
+            check: called before each window of the prompts is read; an exception in it ends the generation.
 
         Raises:
-            InputError: as `score`, at once and not at the first step.
+            InputError: see `score`. It is raised by this call, before the first step.
         """
         checked = [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)]
         retrieve = self._retrieve(k) if given is None else None
@@ -138,7 +138,7 @@ class LanguageModel:
         return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id)
 
     def _retrieve(self, k: int) -> Retrieve | None:
-        """What finds k neighbors of chunks; None for k = 0, and for a model that reads none."""
+        """Return the function that finds k neighbors of chunks; None for k = 0 and for models without retrieval."""
         if k < 0:
             raise InputError(f"k = {k}: must be 0 (retrieval OFF) or more.")
         if not k or not self.model.settings.retrieval.cca_layers:
@@ -149,20 +149,20 @@ class LanguageModel:
         return lambda chunks: retriever.neighbors(chunks, k)
 
     def _checked(self, tokens: np.ndarray, name: str) -> np.ndarray:
-        """Tokens as int64.
+        """Return tokens as int64.
 
         Raises:
-            InputError: they are none, no row of whole numbers, or outside the vocabulary.
+            InputError: the tokens are empty, not one-dimensional, not integers, or outside the vocabulary.
         """
         row, size = np.asarray(tokens), self.model.settings.vocab_size
         if row.ndim != 1 or not len(row):
-            raise InputError(f"{name} has the shape {row.shape}: give a row of tokens, at least one.")
+            raise InputError(f"{name} has the shape {row.shape}; give a one-dimensional array with at least one token.")
         if not np.issubdtype(row.dtype, np.integer):
-            raise InputError(f"{name} is of type {row.dtype}: token ids are whole numbers.")
+            raise InputError(f"{name} has the type {row.dtype}; token ids must be integers.")
         row = row.astype(np.int64)
         if row.min() < 0 or row.max() >= size:
             outside = row[(row < 0) | (row >= size)][0]
-            raise InputError(f"{name} holds the token id {outside}: ids of this model are 0 to {size - 1}.")
+            raise InputError(f"{name} has the token id {outside}; this model accepts 0 to {size - 1}.")
         return row
 
 

@@ -1,11 +1,11 @@
 """A model of EleutherAI's lm-eval harness: `--model retro --model_args checkpoint=RUN,retrieval=on,k=2`.
 
-    requests of tasks → tokens, the beginning of the document in front → LanguageModel.score, generate → log-likelihoods, texts
+    requests of tasks → tokens after the beginning-of-document token → LanguageModel.score, generate → log-likelihoods, texts
 
-Importing this module registers it; `python -m retro.inference.lm_eval_adapter …` is lm-eval's own command line with it. Everything is
-as lm-eval's client of OpenAI's API (`local-completions`) has it: a context and its continuation are encoded together and
-split, too long ones lose their beginning, whole texts are scored in windows that overlap by one token, and the
-beginning-of-document token stands before all that does not begin with it. So both give the same figures.
+Importing this module registers the model; `python -m retro.inference.lm_eval_adapter …` runs lm-eval's command line with it. The
+adapter follows lm-eval's client for OpenAI's API (`local-completions`), so both give the same results: it tokenizes context and
+continuation together, truncates long requests at the beginning, scores whole texts in windows that overlap by one token, and
+puts the beginning-of-document token in front of every text without it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,8 @@ from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 
 _DEFAULT_BATCH = 8
-_MAX_GENERATED = 256  # where a task does not say, as lm-eval's other models have it
-_UNASKED_DEVICE = "cuda:0"  # what lm-eval's command line asks for where nobody has named a device
+_MAX_GENERATED = 256  # default of lm-eval's other models
+_DEFAULT_DEVICE = "cuda:0"  # lm-eval's command line passes this device if the user names none
 _SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
 
@@ -37,16 +37,16 @@ class RetroLM(TemplateLM):
 
     Args:
         checkpoint: folder of a checkpoint, RUN, RUN@best or an exported file.
-        datastore: retrieved from; empty: the first of the training run.
+        datastore: datastore for retrieval; empty = the first datastore of the training run.
         retrieval: `on` or `off`.
-        k: neighbors of each chunk.
-        max_length: tokens of context and continuation, with the beginning of the document; 0 = those of training.
-        batch_size: sequences read together.
+        k: number of neighbors of each chunk.
+        max_length: tokens of context and continuation, including the beginning-of-document token; 0 = the length of training.
+        batch_size: number of sequences in a batch.
         device: `auto`, `cpu`, `cuda` …
-        max_batch_size: passed by lm-eval; not used.
+        max_batch_size: ignored; lm-eval passes it.
 
     Raises:
-        InputError: an argument is not accepted, or checkpoint and datastore cannot be opened.
+        InputError: an argument is invalid, or checkpoint or datastore cannot be opened.
     """
 
     def __init__(
@@ -65,47 +65,49 @@ class RetroLM(TemplateLM):
         if on is None:
             raise InputError(f"retrieval = {retrieval!r}: accepted are on and off.")
         if int(k) < 1:
-            raise InputError(f"k = {k}: must be at least 1; retrieval=off reads no neighbors.")
-        if device is None or (device == _UNASKED_DEVICE and not torch.cuda.is_available()):
+            raise InputError(f"k = {k}: must be at least 1. Use retrieval=off to read no neighbors.")
+        if device is None or (device == _DEFAULT_DEVICE and not torch.cuda.is_available()):
             device = "auto"
         self.language_model = LanguageModel.open(checkpoint, datastore or None, device, retrieval=on)
         self.k = int(k) if self.language_model.retriever is not None else 0
         self.batch_size = _DEFAULT_BATCH if str(batch_size).startswith("auto") else int(batch_size)
-        # One place is for the beginning of the document.
+        # One position is reserved for the beginning-of-document token.
         self.max_length = (int(max_length) or self.language_model.context) - 1
         if self.max_length < 2 or self.batch_size < 1:
-            raise InputError(f"max_length = {max_length}, batch_size = {batch_size}: at least 3 and 1.")
+            raise InputError(
+                f"max_length = {max_length} and batch_size = {batch_size}: must be at least 3 (or 0) and at least 1."
+            )
 
-    # --- what lm-eval asks ------------------------------------------------------------------------------------------
+    # --- interface of lm-eval ---------------------------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document."""
+        """The end-of-document token."""
         return self.language_model.tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that begins a document: before an empty context, and before a whole text."""
+        """The beginning-of-document token, which precedes an empty context and a whole text."""
         return self.language_model.tokenizer.bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells caches of requests apart."""
+        """The checkpoint's fingerprint, which identifies cached requests."""
         return self.language_model.checkpoint.fingerprint
 
     def get_model_info(self) -> dict[str, Any]:
-        """What stands beside the results."""
+        """Return metadata that lm-eval writes next to the results."""
         model = self.language_model
         source = model.retriever.datastore.fingerprint if model.retriever else None
         fingerprints = {"checkpoint": model.checkpoint.fingerprint, "datastore": source}
         return {"fingerprints": fingerprints, "retrieval": "on" if self.k else "off", "k": self.k}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids without begin and end of a document, whatever `add_special_tokens` says."""
+        """Tokenize without special tokens; `add_special_tokens` is ignored."""
         return self.language_model.tokenizer.encode(string).tolist()
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, in nats."""
+        """Compute log-likelihoods of whole texts, in nats."""
         windows = [list(self._windows(request.args[0])) for request in requests]
         scored = iter(self._loglikelihood_tokens(list(chain(*windows)), disable_tqdm=disable_tqdm))
         totals = [sum(next(scored)[0] for _ in each) for each in windows]
@@ -114,7 +116,7 @@ class RetroLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to a stop string, which is left out; greedy unless the task samples."""
+        """Generate continuations up to a stop string, without it; greedy unless the task samples."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
@@ -133,12 +135,12 @@ class RetroLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(anything, context, continuation) → log-likelihood of the continuation, and whether it is the likeliest."""
+        """Return for each (key, context, continuation) the log-likelihood of the continuation, and True if greedy decoding gives it."""
         out: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         order = sorted(range(len(requests)), key=lambda n: -len(requests[n][1]) - len(requests[n][2]))
         with tqdm(total=len(requests), desc="score", disable=disable_tqdm) as bar:
             for batch in _batches(order, self.batch_size):
-                rows = [self._begun((requests[n][1] + requests[n][2])[-self.max_length :]) for n in batch]
+                rows = [self._as_document((requests[n][1] + requests[n][2])[-self.max_length :]) for n in batch]
                 scores = self.language_model.score_with_likeliest(rows, self.k, 1)
                 for number, row, score in zip(batch, rows, scores, strict=True):
                     key, _, continuation = requests[number]
@@ -150,20 +152,21 @@ class RetroLM(TemplateLM):
                 bar.update(len(batch))
         return out
 
-    # --- how -------------------------------------------------------------------------------------------------------
+    # --- implementation --------------------------------------------------------------------------------------------
 
     def _windows(self, text: str) -> Iterator[tuple[None, list[int], list[int]]]:
-        """A text as contexts and continuations that together are all of its tokens."""
+        """Split a text into pairs of context and continuation; the continuations are all of its tokens."""
         for pair in utils.get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length - 1,  # as `local-completions`, which keeps a place for a token to generate
+            max_seq_len=self.max_length
+            - 1,  # like `local-completions`, which reserves a position for a generated token
             context_len=1,
         ):
             yield (None, *utils.make_disjoint_window(pair))
 
     def _continue(self, contexts: Sequence[str], given: dict[str, Any]) -> list[str]:
-        """The continuations of contexts under the same settings."""
+        """Generate continuations of contexts with the same settings."""
         wanted = normalize_gen_kwargs(given, min(_MAX_GENERATED, self.max_length // 2))
         unknown = set(wanted) - {"until", "do_sample", "max_gen_toks", *_SAMPLING}
         if unknown:
@@ -176,16 +179,18 @@ class RetroLM(TemplateLM):
         settings = GenerationSettings(max_tokens=wanted["max_gen_toks"], stop=tuple(wanted["until"]), **sampling)
         room = self.max_length - settings.max_tokens
         if room < 1:
-            raise InputError(f"max_gen_toks = {settings.max_tokens}: no room for a prompt in {self.max_length} tokens.")
-        prompts = [self._begun(self.tok_encode(context)[-room:]) for context in contexts]
+            raise InputError(
+                f"max_gen_toks = {settings.max_tokens} leaves no room for a prompt in {self.max_length} tokens. Lower it."
+            )
+        prompts = [self._as_document(self.tok_encode(context)[-room:]) for context in contexts]
         texts = [""] * len(prompts)
-        for pieces in self.language_model.generate(prompts, settings, self.k):
-            for piece in pieces:
-                texts[piece.row] += piece.text
+        for step in self.language_model.generate(prompts, settings, self.k):
+            for token in step:
+                texts[token.row] += token.text
         return texts
 
-    def _begun(self, tokens: list[int]) -> np.ndarray:
-        """Tokens [t] with the beginning of the document in front, once."""
+    def _as_document(self, tokens: list[int]) -> np.ndarray:
+        """Put the beginning-of-document token in front of tokens [t], unless it is there."""
         begin = [] if tokens[:1] == [self.prefix_token_id] else [self.prefix_token_id]
         return np.array(begin + tokens, dtype=np.int64)
 

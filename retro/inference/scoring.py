@@ -3,8 +3,8 @@
     sequences → neighbors of their complete chunks, in one search ┐
               └► windows of a context, overlapping by half ───────┴► batches of similar length → log-probabilities
 
-A token is scored once, in the first window that holds it: there half a context and more stands before it, where so much
-does. Rows are padded at their end, where causality hides it.
+Each token is scored once, in the first window that contains it, so it has at least half a context of preceding tokens if the
+sequence has that many. Rows are padded at the end, where causality hides the padding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +21,21 @@ from retro.inference.decoder import Retrieve
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 
-# Tokens of a batch, padding included, and tokens of its neighbors: whichever is reached first.
+# Limits of a batch: its tokens, padding included, and the tokens of its neighbors.
 _BATCH_TOKENS = 8192
 _BATCH_NEIGHBOR_TOKENS = 4 * _BATCH_TOKENS
-# Tokens whose logits are in memory at a time, where the likeliest are looked for.
+# Tokens whose logits are in memory at a time to find the likeliest tokens.
 _BLOCK = 512
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a sequence of t tokens, all but the first.
+    """Scores of all tokens of a sequence [t] except its first.
 
     Attributes:
         log_probabilities: [t - 1] float64, in nats.
-        likeliest: [t - 1, top] int64, the likeliest tokens at the place of each, likeliest first.
-        likeliest_log_probabilities: [t - 1, top] float32, theirs.
+        likeliest: [t - 1, top] int64, the likeliest tokens at each position, likeliest first.
+        likeliest_log_probabilities: [t - 1, top] float32, their log-probabilities.
     """
 
     log_probabilities: np.ndarray
@@ -54,20 +54,20 @@ def score(
     top: int = 0,
     wanted: Callable[[int], bool] = lambda sequence: True,
 ) -> list[Scores]:
-    """Score every token of some sequences but the first.
+    """Score all tokens of each sequence except its first.
 
     Args:
-        model: in evaluation mode.
-        sequences: [t] int64 token ids of each.
+        model: model in evaluation mode.
+        sequences: token ids [t] int64 of each sequence.
         placement: device and precision.
-        context: tokens that the model sees at most, a multiple of the chunk length.
-        retrieve: finds and reads the neighbors of full chunks; None = retrieval OFF.
-        top: how many of the likeliest tokens to tell.
-        wanted: number of a sequence → whether its scores are still needed; asked before each batch of windows. Scores of
-            sequences that are not needed any more are incomplete.
+        context: context length in tokens, a multiple of the chunk length.
+        retrieve: finds and reads the neighbors of complete chunks; None = retrieval OFF.
+        top: number of likeliest tokens to return at each position.
+        wanted: number of a sequence → True if its scores are still needed; called before each batch of windows. Scores of
+            sequences that are no longer needed are incomplete.
 
     Raises:
-        InputError: a sequence is longer than a context of one chunk, which has no half.
+        InputError: the context is one chunk, so windows cannot overlap, and a sequence is longer.
     """
     m, top = model.settings.chunk_length, min(top, model.settings.vocab_size)
     found = _find_neighbors(sequences, m, retrieve) if retrieve is not None else None
@@ -99,11 +99,11 @@ def score(
 
 
 SequenceNeighbors = list[tuple[np.ndarray, np.ndarray]]
-"""For each sequence the neighbors [U, K, R] of its complete chunks, and their lengths [U, K]."""
+"""For each sequence: neighbors [U, K, R] of its complete chunks, and their lengths [U, K]."""
 
 
 def _find_neighbors(sequences: Sequence[np.ndarray], m: int, retrieve: Retrieve) -> SequenceNeighbors | None:
-    """One search for all. The last token of a sequence has nothing to predict, so that no chunk ends with it."""
+    """Find the neighbors of all sequences in one search. A sequence's last token predicts nothing, so it completes no chunk."""
     chunks = [each[: (len(each) - 1) // m * m].reshape(-1, m) for each in sequences]
     if not sum(map(len, chunks)):
         return None
@@ -113,7 +113,7 @@ def _find_neighbors(sequences: Sequence[np.ndarray], m: int, retrieve: Retrieve)
 
 
 def _windows(sequences: Sequence[np.ndarray], context: int, m: int) -> list[ScoringWindow]:
-    """Windows of one context that overlap by half, in whole chunks. A sequence's first token has no context and no score."""
+    """Return windows of one context that overlap by half, in whole chunks. A sequence's first token has no score."""
     longest = max(map(len, sequences), default=0)
     if longest > context == m:
         raise InputError(
@@ -128,12 +128,12 @@ def _windows(sequences: Sequence[np.ndarray], context: int, m: int) -> list[Scor
 
 
 def _batches(windows: list[ScoringWindow], m: int, neighbor_tokens: int) -> Iterator[list[ScoringWindow]]:
-    """Windows of similar length, the longest first: little padding, and what does not fit into memory fails at once.
+    """Yield batches of windows of similar length, for little padding; the longest first, so that a lack of memory shows at once.
 
     Args:
-        windows: of all sequences.
-        m: tokens of a chunk.
-        neighbor_tokens: of all neighbors of a chunk.
+        windows: windows of all sequences.
+        m: tokens in a chunk.
+        neighbor_tokens: tokens in all neighbors of a chunk.
     """
     ordered = sorted(windows, key=lambda window: window.start - window.stop)
     while ordered:
@@ -147,7 +147,7 @@ def _batches(windows: list[ScoringWindow], m: int, neighbor_tokens: int) -> Iter
 def _batch(
     windows: list[ScoringWindow], sequences: Sequence[np.ndarray], found: SequenceNeighbors | None, m: int
 ) -> tuple[dict[str, Tensor | None], Tensor]:
-    """The model's arguments, and the labels [B, T]. Chunks that a row does not have get neighbors of length 0."""
+    """Return the model's arguments and the labels [B, T]. Missing chunks of shorter rows have neighbors of length 0."""
     width = max(window.stop - window.start for window in windows) - 1
     tokens, labels = np.zeros((2, len(windows), width), dtype=np.int64)
     labels[:] = IGNORED_LABEL
@@ -169,6 +169,6 @@ def _batch(
 
 
 def _likeliest(model: Retro, hidden: Tensor, top: int) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities and ids of the likeliest tokens after each of some activations [n, D]: [n, top] twice."""
+    """Return log-probabilities and ids of the likeliest next tokens for activations [n, D]: [n, top] each."""
     blocks = [model.logits(block).float().log_softmax(-1).topk(top) for block in hidden.split(_BLOCK)]
     return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""How text is sampled."""
+"""Settings of text generation."""
 
 import math
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ from indexing.store.errors import InputError
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How the next token is drawn, and when a text ends."""
+    """Sampling of the next token, and the end of a text."""
 
     max_tokens: int = 128
-    """Tokens to generate at most; the end of the document ends it too."""
+    """Largest number of tokens to generate; the end of the document also ends a text."""
     temperature: float = 0.8
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0 = always the likeliest token."""
     top_k: int = 50
-    """Only the likeliest this many; 0 = all."""
+    """Sample from the k likeliest tokens; 0 = all."""
     top_p: float = 0.95
-    """Only the likeliest that together hold this probability."""
+    """Sample from the smallest set of likeliest tokens with this total probability."""
     seed: int = 0
-    """Of the draws; every prompt of a batch begins with it."""
+    """Seed of the random numbers; every prompt of a batch uses the same seed."""
     stop: tuple[str, ...] = ()
-    """Texts that end the continuation; they are not shown."""
+    """Texts that end the continuation; the continuation does not include them."""
     logprobs: int = 0
-    """Likeliest tokens to tell with each token."""
+    """Number of likeliest tokens to return with each token."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -31,9 +31,11 @@ class GenerationSettings:
         if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise InputError(
                 f"temperature = {self.temperature} and top_k = {self.top_k} must be 0 or more, "
-                f"top_p = {self.top_p} in (0, 1]."
+                f"top_p = {self.top_p} must be above 0 and at most 1."
             )
         if self.logprobs < 0 or not 0 <= self.seed < 2**63:
-            raise InputError(f"logprobs = {self.logprobs} and seed = {self.seed}: 0 or more, the seed below 2^63.")
+            raise InputError(
+                f"logprobs = {self.logprobs} and seed = {self.seed}: both must be 0 or more, and the seed below 2^63."
+            )
         if "" in self.stop:
-            raise InputError("stop holds an empty text: it would end everything before its first character.")
+            raise InputError("stop has an empty text, which would end every continuation at once. Remove it.")

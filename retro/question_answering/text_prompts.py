@@ -15,7 +15,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.inference.decoder import Given
+from retro.inference.decoder import GivenNeighbors
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 from retro.question_answering.answer_metrics import Language
@@ -115,7 +115,7 @@ def answer(
     prompts: Sequence[np.ndarray],
     *,
     k: int = 0,
-    given: Given | None = None,
+    given: GivenNeighbors | None = None,
     max_tokens: int,
     batch_size: int,
     advance: Callable[[int], None] = lambda _: None,

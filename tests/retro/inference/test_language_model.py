@@ -94,14 +94,14 @@ def test_its_text_is_what_its_tokens_decode_to(language_model: LanguageModel, te
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        ([], "a row of tokens, at least one"),
+        ([], "at least one token"),
         ([[1, 2]], "shape"),
         ([1, -1], "token id -1"),
         ([1, 10**6], "token id 1000000"),
-        ([0.5], "whole numbers"),
+        ([0.5], "must be integers"),
     ],
 )
-def test_what_is_no_row_of_tokens_is_refused_at_once(language_model: LanguageModel, tokens: list, words: str) -> None:
+def test_invalid_token_rows_raise_at_once(language_model: LanguageModel, tokens: list, words: str) -> None:
     for call in (language_model.score, lambda rows: language_model.generate(rows, GenerationSettings())):
         with pytest.raises(InputError, match=words):
             call([np.array([1, 2]), np.array(tokens)])

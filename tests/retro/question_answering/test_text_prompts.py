@@ -10,7 +10,7 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.inference.decoder import Given
+from retro.inference.decoder import GivenNeighbors
 from retro.inference.generation import GeneratedToken
 from retro.inference.settings import GenerationSettings
 from retro.question_answering.question_sets import Question
@@ -78,7 +78,7 @@ class Speaker:
         return SimpleNamespace(settings=SimpleNamespace(chunk_length=M))
 
     def generate(
-        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, given: Given | None = None
+        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, given: GivenNeighbors | None = None
     ) -> Iterator[list[GeneratedToken]]:
         assert settings.temperature == 0
         assert settings.stop == ("\n",)
