@@ -19,7 +19,7 @@ from pipelines.evaluation.question_answering_modes import Mode, all_modes, found
 from pipelines.evaluation.settings import QaSettings
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
-from retro.inference.decoder import Given
+from retro.inference.decoder import GivenNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import updated
 from retro.question_answering.question_sets import Question
@@ -234,7 +234,7 @@ def test_what_neighbors_hold_is_what_the_passages_say_and_is_given_to_the_model(
     none = [(tokens, np.zeros_like(lengths)) for tokens, lengths in read.given]
     others = read.given[1:] + read.given[:1]  # type: ignore[operator]
 
-    def said(given: Given | None) -> list[float]:
+    def said(given: GivenNeighbors | None) -> list[float]:
         first = next(model.generate(read.prompts, GenerationSettings(max_tokens=1, temperature=0), given=given))
         return [piece.log_probability for piece in first]
 
