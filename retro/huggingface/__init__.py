@@ -1,1 +1,1 @@
-"""Models in Hugging Face's format: read from its folders, and written to them."""
+"""Import from and export to Hugging Face."""

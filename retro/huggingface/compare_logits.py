@@ -1,14 +1,15 @@
-"""Are the logits of a base those that `transformers` computes of its folder?"""
+"""Verify an imported decoder: compare its logits with those of `transformers`."""
 
 import numpy as np
 import torch
 
 from indexing.store.errors import InputError
-from retro.huggingface.import_folder import Base
+from retro.huggingface.import_folder import ImportedDecoder
 from retro.model.retro import Retro
 
 TOLERANCE = 1e-3
-"""Of the largest logit. What float32 rounds comes to a hundredth of it in deep models, and an option read wrongly to far more."""
+"""Largest accepted difference, relative to the largest logit. In deep models float32 rounding causes a hundredth of it; a wrong
+option causes far more."""
 
 _TEXT = (
     "The river rises in the hills above the town, and for most of its course it runs through meadows: "
@@ -17,22 +18,25 @@ _TEXT = (
 
 
 def has_transformers() -> bool:
-    """Whether there is something to compare with."""
+    """True if `transformers` is installed."""
     from importlib.util import find_spec
 
     return find_spec("transformers") is not None
 
 
 @torch.no_grad()
-def verify(base: Base, num_tokens: int = 128) -> tuple[float, float]:
-    """The largest difference from the logits of `transformers`, in float32 on the CPU, and the largest logit.
+def verify(base: ImportedDecoder, num_tokens: int = 128) -> tuple[float, float]:
+    """Compare logits with those of `transformers`, in float32 on the CPU. Both models are in memory.
 
     Args:
-        base: as it was read; both models are in memory at a time.
-        num_tokens: of the text, at most.
+        base: the imported decoder.
+        num_tokens: largest number of tokens in the text.
+
+    Returns:
+        the largest difference and the largest logit.
 
     Raises:
-        InputError: they differ by more than rounding.
+        InputError: the logits differ by more than rounding.
     """
     from transformers import AutoModelForCausalLM
 
@@ -45,14 +49,14 @@ def verify(base: Base, num_tokens: int = 128) -> tuple[float, float]:
     difference, largest = float((ours[..., : theirs.shape[-1]] - theirs).abs().max()), float(theirs.abs().max())
     if not difference <= TOLERANCE * largest:
         raise InputError(
-            f"{base.folder}: logits differ from transformers' by up to {difference:.3g}, the largest is {largest:.3g}: it is not read "
-            "as it was meant. Please report its config.json."
+            f"{base.folder}: logits differ from transformers' by up to {difference:.3g}; the largest is {largest:.3g}. The import is "
+            "wrong. Please report its config.json."
         )
     return difference, largest
 
 
-def _prompt(base: Base, num_tokens: int) -> np.ndarray:
-    """Some text again and again, int64 [num_tokens]; without a tokenizer, ids from all of the table."""
+def _prompt(base: ImportedDecoder, num_tokens: int) -> np.ndarray:
+    """Return a repeated text as int64 [num_tokens]; without a tokenizer, ids from the whole vocabulary."""
     tokenizer = base.folder / "tokenizer.json"
     if not tokenizer.is_file():
         return np.linspace(0, base.settings.vocab_size - base.added_rows - 1, num_tokens).astype(np.int64)

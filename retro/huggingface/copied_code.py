@@ -1,10 +1,10 @@
-"""The code that an exported folder carries: the model's own files, in one flat folder, without this package.
+"""Remote code of an exported folder: the model's own files in one flat folder, which needs no installed package.
 
     retro/huggingface/remote_code/modeling_retro.py ─ imports ─► retro/inference/decoder.py ─ imports ─► …     followed by their syntax trees
     `from retro.model.positions import rotate`  ─►  `from .retro_model_positions import rotate`
 
-transformers copies what a file imports with a leading dot, and what that imports, out of one flat folder. Imports at the top of
-a file are followed; those inside functions stay as they are: they are of what only the installed package has.
+transformers follows relative imports (with a leading dot), recursively, in one flat folder. This module does the same for imports
+at the top of a file. Imports inside functions stay unchanged: they need the installed package.
 """
 
 import ast
@@ -14,14 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 MODEL = ("configuration_retro", "modeling_retro")
-"""What `auto_map` in config.json names."""
+"""Modules that `auto_map` in config.json names."""
 
 _ROOM = "retro.huggingface.remote_code."
 _OURS = ("retro", "indexing")
 
 
 def remote_files(wanted: Sequence[str]) -> dict[str, str]:
-    """The text of every file, by its name in the folder: of some modules of `remote_code` and what they import."""
+    """Return file name → text for modules of `remote_code` and everything that they import."""
     files: dict[str, str] = {}
     waiting = [_ROOM + name for name in wanted]
     while waiting:
@@ -35,12 +35,12 @@ def remote_files(wanted: Sequence[str]) -> dict[str, str]:
 
 
 def flat_name(module: str) -> str:
-    """A module's name in the folder: `retro_attention`; transformers' classes are in files that begin as its own do."""
+    """Return a module's name in the folder, e.g. `retro_model_attention`; modules of `remote_code` keep their names."""
     return module.removeprefix(_ROOM).replace(".", "_")
 
 
 def imports_of(text: str) -> list[str]:
-    """Modules of this project that a file imports at its top level, `from MODULE import …` alone."""
+    """Return the modules of this project that a file imports at its top level with `from MODULE import …`."""
     found = []
     for node in ast.parse(text).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in _OURS:
@@ -53,13 +53,13 @@ def imports_of(text: str) -> list[str]:
 
 
 def _relative(text: str, module: str) -> str:
-    """A file's text with the imports of this project made relative, and where it comes from on its first line."""
+    """Return a file's text with relative imports of this project and its origin on the first line."""
     for imported in imports_of(text):
         text = re.sub(
             rf"^from {re.escape(imported)} import ", f"from .{flat_name(imported)} import ", text, flags=re.MULTILINE
         )
     origin = "/".join(module.split("."))
-    return f"# {origin}.py, as `retro export` has copied it.\n{text}"
+    return f"# Copied from {origin}.py by `retro export`.\n{text}"
 
 
 def _source(module: str) -> Path:

@@ -1,11 +1,11 @@
-"""A checkpoint as a folder that `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` opens, and back.
+"""Export a checkpoint to a folder for `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`, and read it back.
 
     checkpoint ─► config.json, model*.safetensors, generation_config.json     `export_folder`
                ─► remote code (remote_files.py), tokenizer (tokenizer_files.py), README.md (model_card.py)
-    folder ─► what it says of itself, and its tensors                         `read_folder`
+    folder ─► metadata and tensors                                            `read_folder`
 
-Tensors have the names that they have in `Retro`, with `model.` before them. A plain decoder that one of the families can be
-(families.py) is written as that: then transformers has all the code.
+Tensors have their names in `Retro` with the prefix `model.`. A plain decoder that one of the families (families.py) can express is
+written as a model of that family, for which transformers needs no remote code.
 """
 
 import hashlib
@@ -44,23 +44,24 @@ _CLASSES = {
 def export_folder(
     checkpoint: Checkpoint, folder: Path, *, datastore: str = "", tokenizer: str = "", max_shard_size: str = "5GB"
 ) -> None:
-    """Write a checkpoint in Hugging Face's format, all of it or nothing.
+    """Write a checkpoint in Hugging Face's format. The folder appears complete or not at all.
 
     Args:
-        checkpoint: of any kind.
-        folder: to be made.
-        datastore: whose tokenizer is taken; empty = the first of the training run.
-        tokenizer: a folder with a tokenizer in Hugging Face's format, copied as it is; empty = the datastore's, or where there is
-            none, that of the folder which the model was imported from.
-        max_shard_size: of a file of weights, as huggingface_hub reads it.
+        checkpoint: any checkpoint.
+        folder: new or empty folder.
+        datastore: datastore with the tokenizer; empty = the first datastore of the training run.
+        tokenizer: folder with a tokenizer in Hugging Face's format, copied unchanged; empty = the datastore's tokenizer, or for
+            an imported model without datastore, the tokenizer of its original folder.
+        max_shard_size: largest size of a file of weights, in the notation of huggingface_hub.
 
     Raises:
-        InputError: the model has a prefix or prompt, the folder holds something, the tokenizer is missing or another than the model's, or huggingface_hub is missing.
+        InputError: the model has a prefix or prompt, the folder is not empty, the tokenizer is missing or does not fit the model,
+            or huggingface_hub is not installed.
     """
     if checkpoint.tuning.adapter in ("prefix", "prompt"):
         raise InputError(
-            f"{checkpoint.path} has a {checkpoint.tuning.adapter}, for which Hugging Face's format has no place: LoRA can be merged; "
-            f"or export it as {folder.name}.safetensors."
+            f"{checkpoint.path} has a {checkpoint.tuning.adapter}, which Hugging Face's format cannot store. Only LoRA can be merged "
+            f"into the weights. Export to {folder.name}.safetensors instead."
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"to = {str(folder)!r} exists and is not empty: remove it, or name another folder.")
@@ -89,7 +90,7 @@ def export_folder(
 
 
 Written = tuple[dict[str, Any], dict[str, Tensor]]
-"""config.json without what it says of tokens and types, and the tensors by the names that the files give them."""
+"""config.json without token ids and dtype, and the tensors by their names in the files."""
 
 
 def _as_retro(checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> Written:
@@ -109,7 +110,7 @@ def _as_retro(checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[st
 
 
 def as_family(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Written | None:
-    """A plain decoder as a model of one of the families; None where it is of none, or retrieves."""
+    """Return a plain decoder as a model of one of the families; None if no family can express it or it retrieves."""
     settings, table = checkpoint.model, tensors["embedding.weight"]
     if settings.retrieval.cca_layers:
         return None
@@ -118,13 +119,13 @@ def as_family(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Written 
     except InputError:
         return None
     ours = dict(tensors)
-    if settings.scaled_embeddings:  # no family multiplies what it reads of a table: the table is multiplied, and untied
+    if settings.scaled_embeddings:  # families do not scale embeddings: scale the table and untie it
         ours = {"head.weight": table} | ours | {"embedding.weight": table * settings.d_model**0.5}
     return config, NAMES[family].theirs(ours, settings.attention.num_heads)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """BLAKE2b-128 of names, types, shapes and bytes, however they lie in files."""
+    """Return the BLAKE2b-128 hash of names, types, shapes and bytes; it does not depend on the files."""
     whole = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -133,29 +134,29 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether a folder is one of ours, and none of the families."""
+    """True if `export_folder` wrote the folder in this project's own format, not as a model of a family."""
     file = folder / "config.json"
     return file.is_file() and read_object(file).get("model_type") == "retro"
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What an exported folder says of itself, as `exported.write_exported` takes it, and its tensors by our names.
+    """Read an exported folder: its metadata, as `write_exported` expects it, and its tensors by their names in `Retro`.
 
-    Where the weights are no longer those of the checkpoint, as after training in transformers, they have a fingerprint of their
-    own, and `started_from` is the checkpoint's.
+    If the weights have changed, for example by training in transformers, they get a new fingerprint, and `started_from` is the
+    fingerprint of the original checkpoint.
 
     Raises:
-        InputError: the folder is none of ours, or a file of it is missing.
+        InputError: the folder has another format, or a file is missing.
     """
     state = dict(read_object(folder / "config.json").get("checkpoint") or {})
     version, recorded = state.pop("format_version", None), state.pop("weights", None)
     if version != FORMAT_VERSION:
         raise InputError(
-            f"{folder / 'config.json'}: checkpoint.format_version is {version!r}, this program reads {FORMAT_VERSION}. Export it again."
+            f"{folder / 'config.json'}: checkpoint.format_version is {version!r}, this program reads version {FORMAT_VERSION}. Export the checkpoint again."
         )
     with open_weights(folder) as weights:
         files = sorted(set(weights.files.values()))
-    tensors = read_tensors({name.removeprefix(_PREFIX): one for name, one in index(files).items()})
+    tensors = {name.removeprefix(_PREFIX): one for name, one in read_tensors(index(files)).items()}
     found = digest(tensors)
     if found != recorded:
         state |= {"fingerprint": found[:16], "started_from": state["fingerprint"]}
@@ -173,7 +174,7 @@ def _save(tensors: dict[str, Tensor], folder: Path, max_shard_size: str) -> None
         raise InputError(f"max_shard_size = {max_shard_size!r}: {error}") from error
     permissions = (folder / "README.md").stat().st_mode
     for file in folder.glob("*.safetensors"):
-        file.chmod(permissions)  # of any new file: safetensors' are the owner's alone
+        file.chmod(permissions)  # safetensors restricts new files to their owner; use the usual permissions
         with open(file, "rb") as written:
             os.fsync(written.fileno())
 
@@ -181,15 +182,15 @@ def _save(tensors: dict[str, Tensor], folder: Path, max_shard_size: str) -> None
 def _write_tokenizer(
     checkpoint: Checkpoint, folder: Path, datastore: str, tokenizer: str
 ) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Write the tokenizer's files; the ids of its special tokens, as config.json names them, and what remote code it needs."""
+    """Write the tokenizer's files. Returns the special token ids for config.json, and the modules of remote code it needs."""
     modules: tuple[str, ...] = ()
     if not datastore and not checkpoint.settings["data"]["datastores"]:
         tokenizer = tokenizer or checkpoint.settings.get("imported", {}).get("folder", "")
     if tokenizer:
         copy_tokenizer(Path(tokenizer), folder)
-        with tempfile.TemporaryDirectory() as facts:
-            install_tokenizer(TokenizerSettings(kind="huggingface", path=tokenizer), Path(facts))
-            opened = Tokenizer.open(Path(facts))
+        with tempfile.TemporaryDirectory() as installed:
+            install_tokenizer(TokenizerSettings(kind="huggingface", path=tokenizer), Path(installed))
+            opened = Tokenizer.open(Path(installed))
         fits = opened.num_model_tokens <= checkpoint.model.vocab_size
     else:
         source = Path(datastore or checkpoint.folders[0]) / "tokenizer"
@@ -198,10 +199,10 @@ def _write_tokenizer(
         fits = checkpoint.reads(opened.vocab_size)
     if not fits:
         raise InputError(
-            f"{tokenizer or source} has {opened.vocab_size} tokens, {checkpoint.path} was trained with {checkpoint.num_ids}: name "
+            f"{tokenizer or source} has {opened.vocab_size} tokens, but {checkpoint.path} was trained with {checkpoint.num_ids}. Use "
             "the tokenizer of the training run (--tokenizer, a folder in Hugging Face's format), or a datastore with it (--datastore)."
         )
     ids = {"bos": opened.bos_id, "eos": opened.eos_id, "pad": opened.pad_id}
-    if ids["pad"] >= checkpoint.model.vocab_size:  # one that was made up, since there was none
+    if ids["pad"] >= checkpoint.model.vocab_size:  # the import added it, because the tokenizer had none
         ids["pad"] = ids["eos"]
     return {f"{role}_token_id": number for role, number in ids.items()}, modules

@@ -1,14 +1,14 @@
-"""The families of decoders that are read: what their config.json says, as settings of ours, and back.
+"""Supported families of decoders: convert their config.json to `ModelSettings` and back.
 
-    gpt2       learned positions, LayerNorm, biases everywhere, GELU by its tanh formula
-    gpt_neox   (Pythia) part of each head turns, LayerNorm, biases, feed-forward block beside the attention
-    llama      RoPE (scaled: linear, llama3), RMSNorm, SwiGLU, grouped queries, biases where the config says so
-    mistral    and a sliding window
-    qwen2      and biases of queries, keys and values
-    qwen3      and norms of queries and keys
+    gpt2       learned positions, LayerNorm, biases everywhere, GELU with the tanh approximation
+    gpt_neox   (Pythia) partial RoPE, LayerNorm, biases, parallel residual
+    llama      RoPE (scaling: linear, llama3), RMSNorm, SwiGLU, grouped queries, optional biases
+    mistral    llama with a sliding window
+    qwen2      llama with biases of queries, keys and values
+    qwen3      llama with norms of queries and keys
 
-Which setting of a config.json matters is what the family's code in `transformers` reads (versions 4.50 to 5.23); all other keys are passed
-over. Defaults are those of its configuration classes.
+These functions read the keys that the family's code in `transformers` reads (versions 4.50 to 5.23) and ignore all others.
+Defaults are those of its configuration classes.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ class Family:
 
     Attributes:
         architecture: name of the class in `transformers`.
-        read: settings of ours, and `context`, tokens of the longest sequence it was made for, from a config.
-        write: the config of a plain decoder, as far as the family can say it.
+        read: returns settings and `context` (length of the longest sequence in tokens) from a config.
+        write: returns the keys of config.json that express a plain decoder's settings.
     """
 
     architecture: str
@@ -45,10 +45,10 @@ class Family:
 
 
 def settings_of(config: Config, chunk_length: int) -> tuple[str, ModelSettings, int]:
-    """The family of a config, the settings of its decoder, and the longest sequence that it was made for.
+    """Return the family of a config, the settings of its decoder, and the length of its longest sequence.
 
     Raises:
-        InputError: another family, or an option that our decoder does not have.
+        InputError: the family or an option is not supported.
     """
     family = config.choice("model_type", {name: name for name in FAMILIES}, "none")
     config.only("quantization_config", None)
@@ -62,21 +62,21 @@ def settings_of(config: Config, chunk_length: int) -> tuple[str, ModelSettings, 
     }
     try:
         return family, updated(ModelSettings(vocab_size=config.integer("vocab_size")), read), context
-    except InputError as error:  # sizes that no model of ours has
+    except InputError as error:  # invalid combinations of sizes
         raise InputError(f"{config.file}: {error}") from error
 
 
 def config_of(settings: ModelSettings, context: int) -> tuple[str, dict[str, Any]]:
-    """The family that a plain decoder is one of, and its config.json; the inverse of `settings_of`.
+    """Return the family that can express a plain decoder, and its config.json; the inverse of `settings_of`.
 
-    Scaled embeddings are none of the settings asked: whoever writes the weights multiplies the table, and unties it.
+    Ignores scaled embeddings: the caller scales the table and unties it.
 
     Args:
-        settings: of the decoder; encoder and cross-attention are left aside.
-        context: tokens of the longest sequence.
+        settings: settings of the decoder; those of encoder and cross-attention are ignored.
+        context: length of the longest sequence in tokens.
 
     Raises:
-        InputError: it is of no family; what keeps it from the nearest one is named.
+        InputError: no family can express the decoder; the message names the unsupported settings of the nearest family.
     """
     if settings.scaled_embeddings:
         settings = replace(settings, scaled_embeddings=False, tied_embeddings=False)
@@ -88,14 +88,16 @@ def config_of(settings: ModelSettings, context: int) -> tuple[str, dict[str, Any
         try:
             _, back, _ = settings_of(Config("config.json", values), settings.chunk_length)
         except InputError:
-            continue  # what the family cannot even say, an activation
+            continue  # the family does not support the activation
         ours, theirs = _decoder_settings(settings), _decoder_settings(back)
         missed[name] = [f"model.{key} = {ours[key]!r}" for key in ours if ours[key] != theirs[key]]
         if not missed[name]:
             return name, values
     nearest = min(missed, key=lambda name: len(missed[name]), default="")
-    told = f"{nearest} has no {', '.join(missed[nearest])}" if nearest else f"model.activation is {settings.activation}"
-    raise InputError(f"the decoder is of no family of Hugging Face's: {told}.")
+    reason = (
+        f"{nearest} has no {', '.join(missed[nearest])}" if nearest else f"model.activation is {settings.activation}"
+    )
+    raise InputError(f"no family of Hugging Face can express the decoder: {reason}.")
 
 
 def _decoder_settings(settings: ModelSettings) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def _write_neox(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _heads(config: Config, width: int, key: str, width_key: str) -> dict[str, Any]:
-    """Sizes of heads that share the width, one for keys and values for each of queries."""
+    """Return the sizes of heads that divide the width evenly, without grouped queries."""
     heads = config.integer(key)
     if width % heads:
         config.refuse(key, f"a divisor of {width_key} = {width}")
@@ -222,7 +224,7 @@ def _read_qwen3(config: Config) -> dict[str, Any]:
 
 
 def _read_gated(config: Config, head_dim: int = 0) -> dict[str, Any]:
-    """What they have in common."""
+    """Read the keys that these families share."""
     width, heads, context = (config.integer(key) for key in ("hidden_size", "num_attention_heads", _LONGEST))
     head_dim = config.integer("head_dim", head_dim or max(1, width // heads))
     return {
@@ -244,7 +246,7 @@ _LONGEST = "max_position_embeddings"
 
 
 def _read_window(config: Config) -> int:
-    """Qwen's: the first layers may see everything, and those from some number on a window; here all must be alike."""
+    """Read the sliding window of Qwen, which can start at a later layer; here all layers must have the same window."""
     window = config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else 0
     named, num_layers = config.values.get("layer_types"), config.integer("num_hidden_layers")
     if named is not None:
@@ -304,7 +306,7 @@ def _write_gated(settings: ModelSettings) -> dict[str, Any]:
 def _read_rope(
     config: Config, head_dim: int, context: int, theta: str = "rope_theta", share: tuple[str, float] = ("", 1.0)
 ) -> dict[str, Any]:
-    """Newer configs have all of it in `rope_parameters`, older ones in keys of their own and `rope_scaling`."""
+    """Read RoPE from `rope_parameters` (newer configs), or from `rope_scaling` and separate keys (older configs)."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     rope = config.part(key)
     for name, value in rope.values.items():
@@ -332,7 +334,7 @@ def _read_rope(
 
 
 def _write_rope(settings: ModelSettings) -> dict[str, Any]:
-    """For newer versions and older ones."""
+    """Write RoPE for newer and older versions of transformers."""
     scaling: dict[str, Any] = {}
     if settings.rope.scaling != "none":
         scaling = {"rope_type": settings.rope.scaling, "factor": settings.rope.factor}
@@ -354,4 +356,4 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen2),
     "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen3),
 }
-"""By `model_type`, the plainest first: a decoder that several can be is written as the first of them."""
+"""By `model_type`, the simplest first: the first family that can express a decoder is used."""

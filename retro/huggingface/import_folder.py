@@ -1,9 +1,9 @@
-"""A local folder in Hugging Face's format: config.json and safetensors in, a plain decoder of ours out; and into one file.
+"""Import a plain decoder from a local folder in Hugging Face's format, and write it as one file.
 
     config.json ─ families ─► settings ┐
-    *.safetensors ─ names ─► tensors ──┴► Base ─ import_base ─► FILE.safetensors, which serves as CHECKPOINT everywhere
+    *.safetensors ─ names ─► tensors ──┴► ImportedDecoder ─ import_base ─► FILE.safetensors, accepted as CHECKPOINT everywhere
 
-Nothing of `transformers` is used, and nothing is unpickled. Weights become float32, as all weights here are.
+The import does not need `transformers` and never unpickles files. Weights are converted to float32, like all weights here.
 """
 
 import contextlib
@@ -45,17 +45,17 @@ _TABLES = ("embedding.weight", "head.weight")
 
 
 @dataclass(frozen=True)
-class Base:
-    """A decoder that was read from a folder.
+class ImportedDecoder:
+    """A decoder read from a folder.
 
     Attributes:
-        folder: where it lies.
-        family: its `model_type`.
-        settings: of the decoder.
-        tensors: its weights by our names, float32.
-        context: tokens of the longest sequence that it was made for.
-        num_ids: ids of its tokenizer, those added for padding included; rows of its tables if it comes without one.
-        added_rows: rows of the tables that stand for such ids: see `add_rows`.
+        folder: the folder.
+        family: `model_type` in config.json.
+        settings: settings of the decoder.
+        tensors: weights by their names in `Retro`, float32.
+        context: length of the longest sequence that the decoder supports, in tokens.
+        num_ids: ids of the tokenizer, including those added for padding; without a tokenizer, rows of the embedding.
+        added_rows: rows added to the tables for ids that the original tables lack; see `add_rows`.
     """
 
     folder: Path
@@ -67,15 +67,15 @@ class Base:
     added_rows: int
 
 
-def read_base(folder: Path, chunk_length: int = 64) -> Base:
-    """Read a folder with a decoder of one of the `families`.
+def read_base(folder: Path, chunk_length: int = 64) -> ImportedDecoder:
+    """Read a decoder of one of the `families` from a folder.
 
     Args:
-        folder: a local one, with config.json, safetensors (whole or with an index) and, it should be, the tokenizer.
-        chunk_length: `ModelSettings.chunk_length`, for a retriever that is made of it.
+        folder: local folder with config.json, safetensors (one file, or several with an index) and preferably the tokenizer.
+        chunk_length: `ModelSettings.chunk_length` of a retrieval model built from the decoder.
 
     Raises:
-        InputError: a file is missing or damaged, or says what our decoder cannot be; it names file, key or tensor.
+        InputError: a file is missing, damaged or not supported; the message names file, key or tensor.
     """
     config = Config.open(folder)
     family, settings, context = settings_of(config, chunk_length)
@@ -86,24 +86,23 @@ def read_base(folder: Path, chunk_length: int = 64) -> Base:
     if missing:
         settings = replace(settings, vocab_size=num_ids)
         tensors |= {name: add_rows(tensors[name], missing) for name in _TABLES if name in tensors}
-    return Base(folder, family, settings, tensors, context, num_ids, missing)
+    return ImportedDecoder(folder, family, settings, tensors, context, num_ids, missing)
 
 
 def add_rows(table: Tensor, number: int) -> Tensor:
-    """A table [V, D] with more rows, each the mean of all that it has.
+    """Append rows to a table [V, D]; each is the mean of the existing rows.
 
-    The logit of such a row is the mean of all logits, so its probability is at most that of one token out of V that are equally
-    likely (Jensen's inequality), and the others' shrink by no more. A row of zeros would have the logit 0, which in GPT-2 is far
-    above all others.
+    The logit of such a row is the mean of all logits, so its probability is at most 1/V (Jensen's inequality), and the other
+    probabilities shrink by no more than that. A row of zeros would have the logit 0, which is far above all others in GPT-2.
     """
     return torch.cat((table, table.mean(0, keepdim=True).expand(number, -1)))
 
 
 def tokenizer_size(folder: Path) -> int:
-    """Ids of a folder's tokenizer, as a datastore has it (`install_tokenizer`); 0 where there is none.
+    """Return the number of ids of a folder's tokenizer after `install_tokenizer`; 0 without a tokenizer.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the tokenizer cannot be read.
     """
     if (folder / HUGGINGFACE_MODEL).is_file():
         settings = TokenizerSettings(kind="huggingface", path=str(folder))
@@ -116,14 +115,14 @@ def tokenizer_size(folder: Path) -> int:
         return read_meta(Path(installed)).vocab_size
 
 
-def import_base(base: Base, file: Path, context: int = 0, precision: Precision = "auto") -> None:
-    """Write a base as one file, as `checkpoint.export` writes a checkpoint: of step 0, and of no datastore.
+def import_base(base: ImportedDecoder, file: Path, context: int = 0, precision: Precision = "auto") -> None:
+    """Write an imported decoder as one file, like an exported checkpoint of step 0 without a datastore.
 
     Args:
-        base: what was read.
-        file: with the ending `.safetensors`.
-        context: tokens that it sees at most in scoring and generation, in whole chunks; 0 = what it was made for, up to 2,048.
-        precision: of matrix products, `TrainSettings.precision`.
+        base: the imported decoder.
+        file: output file with the ending `.safetensors`.
+        context: context length for scoring and generation in tokens, in whole chunks; 0 = the decoder's, at most 2,048.
+        precision: precision of matrix products, `TrainSettings.precision`.
 
     Raises:
         InputError: the file has another ending, or the context is longer than the table of positions or shorter than a chunk.
@@ -131,14 +130,16 @@ def import_base(base: Base, file: Path, context: int = 0, precision: Precision =
     m = base.settings.chunk_length
     context = (context or min(base.context, _LONGEST_CONTEXT)) // m * m
     if not context:
-        raise InputError(f"context: {base.context} tokens at most, fewer than model.chunk_length = {m}: set it lower.")
+        raise InputError(
+            f"context: at most {base.context} tokens, fewer than model.chunk_length = {m}. Set model.chunk_length lower."
+        )
     base.settings.check_length(context)
-    told = {"folder": str(base.folder.resolve()), "family": base.family, "added_rows": base.added_rows}
+    imported = {"folder": str(base.folder.resolve()), "family": base.family, "added_rows": base.added_rows}
     settings: dict[str, Any] = {
         "model": asdict(base.settings),
         "data": asdict(DataSettings(sequence_length=context)),
         "train": asdict(TrainSettings(precision=precision)),
-        "imported": told,
+        "imported": imported,
     }
     state = {"step": 0, "tokens": 0, "settings": json.loads(json.dumps(settings, default=str)), "datastores": []}
     if base.num_ids != base.settings.vocab_size:
@@ -152,16 +153,16 @@ def import_base(base: Base, file: Path, context: int = 0, precision: Precision =
 
 
 class Weights:
-    """The tensors of a folder by name, read when they are asked for."""
+    """Lazily read tensors of a folder, by name."""
 
     def __init__(self, files: dict[str, Path], stack: contextlib.ExitStack) -> None:
         self.files, self._stack, self._opened = files, stack, dict[Path, Any]()
 
     def read(self, name: str) -> Tensor:
-        """One tensor as float32.
+        """Read a tensor as float32.
 
         Raises:
-            InputError: it holds something else than numbers of 16, 32 or 64 bits.
+            InputError: its type is not a 16-, 32- or 64-bit float.
         """
         file = self.files[name]
         if file not in self._opened:
@@ -169,50 +170,50 @@ class Weights:
         tensor: Tensor = self._opened[file].get_tensor(name)
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise InputError(
-                f"{file}: {name} is of type {tensor.dtype}; accepted: float32, bfloat16, float16, float64."
+                f"{file}: {name} has the type {tensor.dtype}; accepted: float32, bfloat16, float16, float64."
             )
         return tensor.float()
 
 
 @contextlib.contextmanager
 def open_weights(folder: Path) -> Iterator[Weights]:
-    """The safetensors of a folder.
+    """Open the safetensors files of a folder.
 
     Raises:
-        InputError: there are none, one of them is missing or damaged, or they hold two of one name.
+        InputError: there are no safetensors files, or one is missing or damaged.
     """
     if (folder / _WEIGHTS).is_file():
         files = [folder / _WEIGHTS]
     elif (folder / _INDEX).is_file():
         named = read_object(folder / _INDEX).get("weight_map")
         if not isinstance(named, dict) or not all(Path(str(name)).name == name for name in named.values()):
-            raise InputError(f"{folder / _INDEX}: weight_map must name the file of every tensor, beside it.")
+            raise InputError(f"{folder / _INDEX}: weight_map must map every tensor to a file in the same folder.")
         files = [folder / name for name in sorted(set(named.values()))]
     elif pickled := sorted(folder.glob("*.bin")):
         raise InputError(
-            f"{pickled[0]} is pickled, and nothing is unpickled here. With transformers, "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(…) writes it as safetensors."
+            f"{pickled[0]} is a pickle file, which is not supported. Convert it to safetensors with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(…)."
         )
     else:
-        raise InputError(f"{folder} holds neither {_WEIGHTS} nor {_INDEX}.")
-    lying: dict[str, Path] = {}
+        raise InputError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}.")
+    file_of: dict[str, Path] = {}
     for file in files:
         if not file.is_file():
-            raise InputError(f"{file} is missing: {folder / _INDEX} names it.")
+            raise InputError(f"{file} is missing, but {folder / _INDEX} names it.")
         try:
             with safe_open(file, "pt") as opened:
-                lying |= dict.fromkeys(opened.keys(), file)
+                file_of |= dict.fromkeys(opened.keys(), file)
         except SafetensorError as error:
-            raise InputError(f"{file} is not a whole safetensors file ({error}). Copy it again.") from error
+            raise InputError(f"{file} is damaged or not a safetensors file ({error}). Copy it again.") from error
     with contextlib.ExitStack() as stack:
-        yield Weights(lying, stack)
+        yield Weights(file_of, stack)
 
 
 def _translated(weights: Weights, names: Names, settings: ModelSettings) -> dict[str, Tensor]:
-    """The tensors of a decoder with these settings.
+    """Return the tensors of a decoder with these settings, by their names in `Retro`.
 
     Raises:
-        InputError: one is missing, has another shape, or there is one more.
+        InputError: a tensor is missing, unknown or has another shape.
     """
     where = next(iter(weights.files.values())).parent
     with torch.device("meta"):
@@ -222,9 +223,9 @@ def _translated(weights: Weights, names: Names, settings: ModelSettings) -> dict
         theirs = names.of(name)[0]
         stored = (
             theirs if theirs in weights.files else theirs.removeprefix(names.prefix)
-        )  # saved without an output layer
+        )  # the folder was saved without an output layer
         if stored not in weights.files:
-            raise InputError(f"{where} has no tensor {theirs}, which its config.json asks for.")
+            raise InputError(f"{where} has no tensor {theirs}, but its config.json requires it.")
         used.add(stored)
         tensor = names.ours(name, weights.read(stored), settings.attention.num_heads)
         if tensor.shape != shape:
@@ -234,5 +235,5 @@ def _translated(weights: Weights, names: Names, settings: ModelSettings) -> dict
     tied = {f"{names.head}.weight"} if settings.tied_embeddings else set()
     foreign = [name for name in weights.files if name not in used | tied and not names.is_ignored(name)]
     if foreign:
-        raise InputError(f"{weights.files[foreign[0]]}: {foreign[0]} is a weight that no {where.name} of ours has.")
+        raise InputError(f"{weights.files[foreign[0]]}: tensor {foreign[0]} is unknown for the family of {where.name}.")
     return read

@@ -1,4 +1,4 @@
-"""The model card of an exported folder: what the model is, what was measured of it, how to load it."""
+"""Model card of an exported folder: description, metadata, results, how to load it, limits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,53 +22,53 @@ tags:
 
 
 def model_card(checkpoint: Checkpoint, name: str) -> str:
-    """README.md of a folder of this name."""
+    """Return the text of README.md for a folder of this name."""
     retrieves = bool(checkpoint.model.retrieval.cca_layers)
     sections = [
         _HEADER + f"\n# {name}",
-        _what_it_is(checkpoint.model),
-        "## Facts\n\n" + _table(_facts(checkpoint)),
-        "## Held-out text\n\n" + _figures(checkpoint),
-        "## How to load it\n\n" + _loading(name, checkpoint.model, retrieves),
+        _description(checkpoint.model),
+        "## Metadata\n\n" + _table(_metadata(checkpoint)),
+        "## Results on held-out text\n\n" + _results(checkpoint),
+        "## How to load the model\n\n" + _loading(name, checkpoint.model, retrieves),
         "## Limits\n\n" + _limits(checkpoint.model),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _what_it_is(model: ModelSettings) -> str:
+def _description(model: ModelSettings) -> str:
     if not model.retrieval.cca_layers:
         return "A decoder-only language model, trained as a baseline without retrieval."
     layers = ", ".join(map(str, model.retrieval.cca_layers))
     return (
-        "A retrieval-enhanced transformer (RETRO, Borgeaud et al. 2022, arXiv 2112.04426). Every chunk of "
-        f"{model.chunk_length} tokens can ask a datastore for its nearest neighbors, which an encoder reads and the decoder's layers "
-        f"{layers} attend to (chunked cross-attention). Without a datastore the same weights are a plain decoder (retrieval OFF)."
+        "A retrieval-enhanced transformer (RETRO, Borgeaud et al. 2022, arXiv 2112.04426). With retrieval ON, the model reads the "
+        f"nearest neighbors of every chunk of {model.chunk_length} tokens from a datastore: an encoder reads them, and the decoder's "
+        f"layers {layers} attend to the result (chunked cross-attention). With retrieval OFF the same weights are a plain decoder."
     )
 
 
-def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+def _metadata(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     model = checkpoint.model
     with torch.device("meta"):
         built = Retro(model)
     total, inner = count_parameters(built, embeddings=True), count_parameters(built)
-    facts = [
-        ("parameters", f"{total:,}, of which {total - inner:,} in embeddings and the output layer"),
+    rows = [
+        ("parameters", f"{total:,}, including {total - inner:,} in embeddings and the output layer"),
         ("decoder", f"layers: {model.num_layers}, width: {model.d_model}, heads: {model.attention.num_heads}"),
     ]
     if model.retrieval.cca_layers:
-        facts.append(("encoder of neighbors", f"layers: {model.encoder.num_layers}, width: {model.encoder.d_model}"))
-    facts += [
+        rows.append(("encoder of neighbors", f"layers: {model.encoder.num_layers}, width: {model.encoder.d_model}"))
+    rows += [
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("context", f"{checkpoint.settings['data']['sequence_length']:,} tokens"),
         ("trained on", f"{checkpoint.tokens:,} tokens in {checkpoint.step:,} steps"),
         ("fingerprint of the checkpoint", f"`{checkpoint.fingerprint}`"),
     ]
-    facts += [("fingerprint of a datastore it was trained on", f"`{each}`") for each in checkpoint.datastores]
-    return facts
+    rows += [("fingerprint of a training datastore", f"`{each}`") for each in checkpoint.datastores]
+    return rows
 
 
-def _figures(checkpoint: Checkpoint) -> str:
-    """What was measured at the checkpoint's step, ON and OFF, set by set."""
+def _results(checkpoint: Checkpoint) -> str:
+    """Results at the checkpoint's step for each evaluation set, ON and OFF."""
     line = _measured(checkpoint)
     sets: dict[str, dict[str, float]] = {}
     for key, value in line.items():
@@ -76,21 +76,21 @@ def _figures(checkpoint: Checkpoint) -> str:
         if found and mode in ("off", "on"):
             sets.setdefault(name, {})[mode] = value
     if not sets:
-        return "Nothing was measured at this step of training, or the run's metrics were not at hand."
+        return "There are no results for this step of training, or the run's metrics were not available."
     rows = [
         (name, *(f"{modes[mode]:.4f}" if mode in modes else "" for mode in ("off", "on")))
         for name, modes in sets.items()
     ]
     train, data = checkpoint.settings["train"], checkpoint.settings["data"]
     return (
-        f"Bits per byte (lower is better) over the first {train['eval_tokens']:,} tokens or so of documents that were held out of "
-        f"training and datastore, measured while training, at step {checkpoint.step:,}. ON reads {data['k']} neighbors of each chunk, OFF none.\n\n"
-        + _table(rows, ("evaluation set", "OFF", "ON"))
+        f"Bits per byte (lower is better) over about the first {train['eval_tokens']:,} tokens of held-out documents, which are "
+        f"neither in the training data nor in the datastore, measured during training at step {checkpoint.step:,}. ON reads "
+        f"{data['k']} neighbors of each chunk, OFF none.\n\n" + _table(rows, ("evaluation set", "OFF", "ON"))
     )
 
 
 def _measured(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The figures that the run has logged at the checkpoint's step."""
+    """Return the metrics that the run logged at the checkpoint's step."""
     folder, line = checkpoint.path.resolve().parent, dict[str, Any]()
     if folder.name == "checkpoints":
         for each in read_metrics(folder.parent):
@@ -114,23 +114,24 @@ def _loading(name: str, model: ModelSettings, retrieves: bool) -> str:
         "print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=64), skip_special_tokens=True))",
     ]
     text = "```python\n" + "\n".join(lines) + "\n```\n\n"
-    text += "Needed: `torch`, `transformers`, `einops`, and `sentencepiece` where the folder holds a `tokenizer.model`."
+    text += "Requires `torch`, `transformers`, `einops`, and `sentencepiece` if the folder has a `tokenizer.model`."
     if retrieves:
         text += (
-            "\n\nThe datastore is named by the URL of a server, for which nothing else has to be installed, or by its folder, which the "
-            "package `retro` searches; also as `from_pretrained(…, datastore=…, k=2)`. It must have this tokenizer and chunks of "
-            f"{model.chunk_length} tokens."
+            "\n\nRetrieve from the URL of a server, which requires no other package, or from a datastore's folder, which requires the "
+            "package `retro`. `from_pretrained(…, datastore=…, k=2)` does the same. The datastore must have this tokenizer and "
+            f"chunks of {model.chunk_length} tokens."
         )
     return text
 
 
 def _limits(model: ModelSettings) -> str:
     limits = [
-        "It continues texts as its training text would; it was not tuned to follow instructions unless the settings in config.json say so.",
-        "What it says may be wrong, and may repeat training text and datastore word for word.",
-        f"Whole chunks have neighbors: up to the first {model.chunk_length} tokens of a text ON and OFF are the same.",
-        "Of a text that outgrows the context the oldest quarter is dropped.",
-        "License and languages are those of the training text: add them here before publishing.",
+        "The model continues text in the style of its training text. It does not follow instructions unless config.json has "
+        "settings of a fine-tuning.",
+        "Its output may be wrong, and may repeat training text or the datastore word for word.",
+        f"Only complete chunks have neighbors: ON and OFF agree on the first {model.chunk_length} tokens of a text.",
+        "When a text exceeds the context, the oldest quarter is dropped.",
+        "License and languages are those of the training text. Add them here before you publish the model.",
     ]
     if not model.retrieval.cca_layers:
         limits.pop(2)

@@ -1,4 +1,4 @@
-"""The names of a family's tensors beside ours, and what stands in one tensor there and in several here.
+"""Mapping between tensor names of the families and of `Retro`, with tensors that the families join or transpose.
 
 ours      attention.3.block.q_proj.weight  [H·C, D]
 GPT-2     h.3.attn.c_attn.weight           [D, 3·H·C]   transposed; queries, then keys, then values
@@ -18,17 +18,17 @@ _JOINED = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Names:
-    """What a family calls the modules of a decoder.
+    """A family's names of a decoder's modules.
 
     Attributes:
-        prefix: of all but the output layer; what was saved without an output layer has none.
-        outer: embeddings and the last norm, by our names.
-        layers: the list of layers.
-        inner: modules of a layer, by our names without the number. Queries, keys and values may be one.
-        head: the output layer.
-        ignored: pattern of stored tensors, after the prefix, that say nothing of the weights.
-        by_head: whether queries, keys and values that are one alternate by head.
-        transposed: whether the matrices of layers are [in, out].
+        prefix: prefix of all modules except the output layer; folders saved without an output layer have no prefix.
+        outer: our name → their name of the embeddings and the last norm.
+        layers: name of the list of layers.
+        inner: our name without the number → their name of a layer's modules. Queries, keys and values can share a tensor.
+        head: name of the output layer.
+        ignored: pattern of stored tensors that are not weights, after the prefix.
+        by_head: True if a joint tensor has query, key and value of each head next to each other.
+        transposed: True if the matrices of layers are [in, out].
     """
 
     prefix: str
@@ -41,7 +41,7 @@ class Names:
     transposed: bool = False
 
     def of(self, ours: str) -> tuple[str, int | None]:
-        """Their name of a tensor of ours; and which of three parts of theirs it is, if it is not the whole."""
+        """Return their name of our tensor, and its number if it is one of three parts of their tensor, else None."""
         module, _, kind = ours.rpartition(".")
         if module == "head":
             return f"{self.head}.{kind}", None
@@ -55,11 +55,11 @@ class Names:
         return name, _JOINED.index(last) if is_part else None
 
     def is_ignored(self, theirs: str) -> bool:
-        """Whether a stored tensor says nothing: a causal mask, frequencies of RoPE."""
+        """True if a stored tensor is not a weight: a causal mask or frequencies of RoPE."""
         return re.fullmatch(self.ignored, theirs.removeprefix(self.prefix)) is not None
 
     def ours(self, name: str, theirs: Tensor, num_heads: int) -> Tensor:
-        """A tensor of ours from theirs."""
+        """Convert their tensor to ours."""
         theirs = self._turned(name, theirs)
         part = self.of(name)[1]
         if part is None:
@@ -69,7 +69,7 @@ class Names:
         return theirs.chunk(3)[part]
 
     def theirs(self, tensors: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
-        """All of theirs from all of ours: the inverse."""
+        """Convert all our tensors to theirs; the inverse of `ours`."""
         found: dict[str, dict[int | None, tuple[str, Tensor]]] = {}
         for name, tensor in tensors.items():
             theirs, part = self.of(name)

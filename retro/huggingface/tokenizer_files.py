@@ -1,11 +1,11 @@
-"""The tokenizer of an exported model: files by which AutoTokenizer gives the ids that the datastore has.
+"""The tokenizer of an exported model: files with which AutoTokenizer produces the same ids as the datastore.
 
-    a datastore's SentencePiece model ─ the same file, for SentencePiece itself (remote_code/tokenization_retro.py)
-    a datastore's tokenizer.json ────── with the special tokens that the datastore has added, and the begin of a document in front
-    a folder in Hugging Face's format ─ the same files
+    datastore's SentencePiece model ─► the same file, read by SentencePiece (remote_code/tokenization_retro.py)
+    datastore's tokenizer.json ──────► with the datastore's special tokens, and the beginning-of-document token in front of a text
+    folder in Hugging Face's format ─► the same files
 
-SentencePiece models stay what they are: `tokenizers` has models of the same names that part with it on long texts. A
-datastore's tokenizer puts the token that begins a document before a text by itself, for so texts are read everywhere here.
+SentencePiece models are not converted: models of the same type in `tokenizers` give other results for long texts. The exported
+tokenizer adds the beginning-of-document token itself, because all texts begin with it here.
 """
 
 import json
@@ -31,14 +31,14 @@ def write_tokenizer(source: Path, folder: Path) -> tuple[str, ...]:
     """Write the files of a datastore's tokenizer.
 
     Args:
-        source: a datastore's folder `tokenizer`, or its URL.
-        folder: to write into.
+        source: folder or URL of a datastore's `tokenizer`.
+        folder: output folder.
 
     Returns:
-        The modules of remote code that it needs.
+        the modules of remote code that the tokenizer needs.
 
     Raises:
-        InputError: there is none, or the package that reads it is missing.
+        InputError: the tokenizer is missing, or the package that reads it is not installed.
     """
     tokenizer = Tokenizer.open(source)
     roles = {role: int(getattr(tokenizer, f"{role}_id")) for role in ("bos", "eos", "pad")}
@@ -59,7 +59,7 @@ def write_tokenizer(source: Path, folder: Path) -> tuple[str, ...]:
             "tokenizer_class": "RetroTokenizer",
             "auto_map": {"AutoTokenizer": ["tokenization_retro.RetroTokenizer", None]},
             "added_tokens_decoder": {str(number): _added(names[role]) for role, number in roles.items()},
-            "split_special_tokens": True,  # "</s>" in a text is no end of a document
+            "split_special_tokens": True,  # "</s>" in a text does not end a document
         }
     write_json(folder / CONFIG, config | {f"{role}_token": name for role, name in names.items()})
     return () if tokenizer.meta.kind == "huggingface" else ("tokenization_retro",)
@@ -69,17 +69,17 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the files of a tokenizer in Hugging Face's format as they are.
 
     Raises:
-        InputError: the folder holds none.
+        InputError: the folder has no tokenizer.json.
     """
     found = [source / name for name in _COPIED if (source / name).is_file()]
     if source / HUGGINGFACE_MODEL not in found:
-        raise InputError(f"{source} holds no {HUGGINGFACE_MODEL}: name a folder with a 'fast' Hugging Face tokenizer.")
+        raise InputError(f"{source} has no {HUGGINGFACE_MODEL}. Name a folder with a 'fast' Hugging Face tokenizer.")
     for file in found:
         write_bytes(folder / file.name, file.read_bytes())
 
 
 def _names(roles: Mapping[str, int], vocabulary: Mapping[int, str]) -> dict[str, str]:
-    """The text of each special token; those after the vocabulary get one that nothing else has."""
+    """Return the text of each special token; tokens outside the vocabulary get a new unique text."""
     known, names = dict(vocabulary), {}
     for role, number in roles.items():
         if number not in known:
@@ -92,16 +92,16 @@ def _names(roles: Mapping[str, int], vocabulary: Mapping[int, str]) -> dict[str,
 
 
 def _vocabulary(content: Mapping[str, Any]) -> dict[int, str]:
-    """Ids and texts of a tokenizer.json."""
+    """Return the ids and texts of a tokenizer.json."""
     pieces = content["model"]["vocab"]
     pairs = pieces.items() if isinstance(pieces, dict) else ((piece[0], number) for number, piece in enumerate(pieces))
     return {number: text for text, number in pairs} | {each["id"]: each["content"] for each in content["added_tokens"]}
 
 
 def _add(content: dict[str, Any], roles: Mapping[str, int], names: Mapping[str, str]) -> None:
-    """Declare special tokens in a tokenizer.json, and take out what would cut or fill up texts."""
-    declared = {each["id"] for each in content["added_tokens"]}
-    missing = {number: names[role] for role, number in roles.items() if number not in declared}
+    """Declare special tokens in a tokenizer.json, and remove truncation and padding."""
+    added = {each["id"] for each in content["added_tokens"]}
+    missing = {number: names[role] for role, number in roles.items() if number not in added}
     content["added_tokens"] += [{"id": number, **_added(missing[number])} for number in sorted(missing)]
     content["added_tokens"].sort(key=lambda each: each["id"])
     content |= {"truncation": None, "padding": None}
@@ -112,7 +112,7 @@ def _added(text: str) -> dict[str, Any]:
 
 
 def _beginning_with(name: str, number: int) -> dict[str, Any]:
-    """A post-processor that puts the token that begins a document before a text."""
+    """Return a post-processor that puts the beginning-of-document token in front of a text."""
     special, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     return {
         "type": "TemplateProcessing",

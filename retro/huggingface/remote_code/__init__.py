@@ -1,4 +1,4 @@
-"""What an exported folder holds beside the model's own files: transformers' classes around them (`huggingface/copied_code.py`).
+"""Remote code of an exported folder: transformers' classes around the model's own files (see `huggingface/copied_code.py`).
 
-These modules alone may import transformers at the top: they are loaded by it.
+Only these modules may import transformers at the top, because transformers loads them.
 """

@@ -1,4 +1,4 @@
-"""`config.json` of an exported model, as transformers knows it."""
+"""Configuration of an exported model for transformers."""
 
 from dataclasses import asdict
 from typing import Any
@@ -9,15 +9,15 @@ from retro.model.settings import ModelSettings, from_json
 
 
 class RetroConfig(PretrainedConfig):
-    """Sizes of the model, what the checkpoint was, and what is retrieved from where nothing else is said.
+    """Settings of the model, metadata of the checkpoint, and the default source of neighbors.
 
     Attributes:
         model_settings: `ModelSettings`, with its sections.
-        num_ids: ids of the tokenizer; rows of the tables beyond them stand for nothing.
-        context: tokens that generation lets the model see at most, a multiple of the chunk length.
+        num_ids: number of the tokenizer's ids; further rows of the embeddings are unused.
+        context: context length in generation, a multiple of the chunk length.
         checkpoint: step, tokens, settings and fingerprints of the training run, and a checksum of its weights (`weights`).
-        datastore: what `retrieve_from` takes; None = retrieval OFF.
-        k: neighbors of each chunk.
+        datastore: source for `retrieve_from`; None = retrieval OFF.
+        k: number of neighbors of each chunk.
     """
 
     model_type = "retro"
@@ -43,10 +43,10 @@ class RetroConfig(PretrainedConfig):
 
     @property
     def settings(self) -> ModelSettings:
-        """The same as the model takes them."""
+        """`model_settings` as `ModelSettings`."""
         return from_json(self.model_settings)
 
-    # What transformers and its friends look for, by their names.
+    # Standard names that transformers and related libraries use.
     vocab_size = property(lambda self: self.model_settings["vocab_size"])
     hidden_size = property(lambda self: self.model_settings["d_model"])
     intermediate_size = property(lambda self: self.model_settings["d_ffw"])

@@ -1,10 +1,10 @@
-"""RETRO as a model of transformers: the project's own model, decoding and retrieval behind its interface.
+"""RETRO as a model of transformers, with this project's model, decoding and retrieval.
 
-    input_ids ─ rows without padding ─ Retro.hidden (neighbors given, or retrieved, or none) ─ logits, loss
-    generate() ─ RetroCache ─ Decoder: at every chunk boundary the chunk just finished asks for neighbors ─ logits of the next token
+    input_ids ─ rows without padding ─ Retro.hidden (neighbors given, retrieved, or none) ─ logits, loss
+    generate() ─ RetroCache ─ Decoder, which finds neighbors of every completed chunk ─ logits of the next token
 
-Retrieval is OFF until `model.retrieve_from(…)`, `from_pretrained(…, datastore=…)` or `datastore` in config.json turns it ON. The
-same weights serve both.
+Retrieval is OFF until `model.retrieve_from(…)`, `from_pretrained(…, datastore=…)` or `datastore` in config.json turns it ON.
+ON and OFF use the same weights.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from retro.model.retro import Retro
 
 
 class RetroCache:
-    """What generation remembers: the `Decoder` with its rows, and how many columns of `input_ids` it has read."""
+    """State of a generation: the `Decoder` with its rows, and the number of columns of `input_ids` that it has read."""
 
     is_compileable = False
     is_croppable = False
@@ -34,11 +34,11 @@ class RetroCache:
         self.decoder, self.num_read = decoder, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that were read, padding included."""
+        """Number of columns read, padding included."""
         return self.num_read
 
     def read(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Go on by the columns of input_ids [B, n]; the logits of the next token, [B, V] float32."""
+        """Read the columns of input_ids [B, n] and return the logits of the next token, [B, V] float32."""
         rows = input_ids.cpu().numpy()
         if self.num_read == 0:
             starts = np.zeros(len(rows), dtype=np.int64)
@@ -46,32 +46,32 @@ class RetroCache:
                 first, lengths = extents(attention_mask)
                 if bool((first + lengths < attention_mask.shape[1]).any()):
                     raise ValueError(
-                        "generation goes on at the last column: pad on the left (tokenizer.padding_side = 'left')."
+                        "generation continues at the last column, so pad on the left (tokenizer.padding_side = 'left')."
                     )
                 starts = first.cpu().numpy()
             logits = self.decoder.read([row[start:] for row, start in zip(rows, starts, strict=True)])
         else:
-            for column in rows.T:  # the decoder goes on by a token at a time
+            for column in rows.T:  # the decoder reads one token at a time
                 logits = self.decoder.read(list(column[:, None]))
         self.num_read += input_ids.shape[1]
-        return logits.clone()  # one that may be changed: the decoder's was made in inference mode
+        return logits.clone()  # callers may modify it; the decoder's tensor was created in inference mode
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Go on from these rows, of which one may stand there several times (beam search)."""
+        """Continue with these rows; a row may occur several times (beam search)."""
         self.decoder.keep(beam_idx.tolist())
         self.decoder.rows = [replace(row, found=list(row.found)) for row in self.decoder.rows]
 
 
 class RetroForCausalLM(PreTrainedModel, GenerationMixin):
-    """The language model. `forward` and `generate` retrieve where `retrieve_from` has named a source."""
+    """The language model. `forward` and `generate` retrieve if `retrieve_from` has set a source."""
 
     config_class = RetroConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     _no_split_modules: ClassVar = ["Retro"]
     _supports_sdpa = True
-    _is_stateful = True  # what a chunk has retrieved cannot be taken back: no assisted generation
-    # In a narrower type the products are taken, under autocast, and the residual stream stays as it is: as in training.
+    _is_stateful = True  # retrieved neighbors cannot be undone, so there is no assisted generation
+    # As in training, autocast reduces only matrix products, and the residual stream stays in float32.
     _keep_in_fp32_modules_strict: ClassVar = [
         "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "q_norm", "k_norm", "smear",
         "router", "content_bias", "distance_bias",
@@ -85,10 +85,10 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.from_pretrained`; `datastore` and `k` are what `retrieve_from` takes.
+        """Like `PreTrainedModel.from_pretrained`; `datastore` and `k` are passed to `retrieve_from`.
 
         Raises:
-            ValueError: the folder's weights are not those of this model, or as `retrieve_from`.
+            ValueError: the folder's weights do not fit config.json, or see `retrieve_from`.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
@@ -103,16 +103,16 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         """Turn retrieval ON, or OFF with None; returns the model.
 
         Args:
-            source: URL of a `retro serve` (http://…), or folder or URL of a datastore, for which `retro` must be installed.
-            k: neighbors of each chunk; None = `config.k`.
+            source: URL of a `retro serve` (http://…), or folder or URL of a datastore, which requires the package `retro`.
+            k: number of neighbors of each chunk; None = `config.k`.
 
         Raises:
-            ValueError: the model reads no neighbors, the datastore has another tokenizer or chunk length, or there is none.
-            ImportError: `retro` is not installed.
+            ValueError: the model reads no neighbors, or the datastore is missing or has another tokenizer or chunk length.
+            ImportError: the source is a datastore and `retro` is not installed.
         """
         settings = self.model.settings
         if source is not None and not settings.retrieval.cca_layers:
-            raise ValueError("this model is a plain decoder: it has no layers that read neighbors.")
+            raise ValueError("this model is a plain decoder without layers that read neighbors.")
         self._retrieve = (
             None
             if source is None
@@ -140,34 +140,32 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits of every next token.
+        """Compute the logits of the next tokens.
 
         Args:
-            input_ids: int64 [B, T]; a row is one document, which begins with the token that begins documents. A chunk is every m
-                tokens from its first one on, padding apart.
-            attention_mask: [B, T], 0 where there is padding, to the left or to the right.
-            labels: int64 [B, T], usually `input_ids` themselves: the loss is that of `labels[:, 1:]`. -100 is left out, and so is
-                what stands on or right after padding.
-            neighbors: int64 [B, T // m, K, R], of the rows' chunks, whose first m tokens stand where padding on the left ends;
-                None = what retrieval finds, where it is ON.
-            neighbor_lengths: int64 [B, T // m, K], how many of the R tokens are real; None = all.
-            past_key_values: from a call with `use_cache` and `logits_to_keep = 1`, as `generate` makes them.
-            use_cache: return one too; with `logits_to_keep = 1`, for the last token's logits.
-            logits_to_keep: of so many last tokens only; 0 = all.
-            return_dict: False = a tuple.
-            kwargs: `num_items_in_batch`, what the loss is divided by.
+            input_ids: int64 [B, T]; a row is one document, beginning with the beginning-of-document token. Chunks are counted
+                from the first token after the padding.
+            attention_mask: [B, T], 0 for padding, which can be on the left or on the right.
+            labels: int64 [B, T], usually `input_ids`: the loss is over `labels[:, 1:]`. It ignores -100, and positions on or
+                right after padding.
+            neighbors: int64 [B, T // m, K, R], neighbors of the rows' chunks; the first chunk begins after the padding on the
+                left. None = found by search if retrieval is ON.
+            neighbor_lengths: int64 [B, T // m, K], number of the R tokens that are not padding; None = all.
+            past_key_values: cache from a call with `use_cache` and `logits_to_keep = 1`, as in `generate`.
+            use_cache: also return a cache; requires `logits_to_keep = 1`.
+            logits_to_keep: number of last tokens to compute logits of; 0 = all.
+            return_dict: False = return a tuple.
+            kwargs: `num_items_in_batch`, the divisor of the loss.
 
         Raises:
-            ValueError: padding in the midst of a row, or something asked for that there is not.
+            ValueError: a row has padding between its tokens, or an argument is not supported.
         """
         if input_ids is None:
-            raise ValueError(
-                "input_ids are missing: chunks are made of tokens, so inputs_embeds cannot take their place."
-            )
+            raise ValueError("input_ids are missing. Chunks consist of tokens, so inputs_embeds are not supported.")
         for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
             given = kwargs.pop(name, None)
             if given is not None and given is not False:
-                raise ValueError(f"{name}: this model has nothing of the kind.")
+                raise ValueError(f"{name} is not supported by this model.")
         cached = past_key_values is not None or (use_cache and isinstance(logits_to_keep, int) and logits_to_keep == 1)
         if cached:
             if labels is not None or neighbors is not None:
@@ -226,7 +224,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         return logits, loss
 
     def _retrieved(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Neighbors [B, U, K, R] and lengths [B, U, K] of the complete chunks of rows [B, T]; what is not complete has none."""
+        """Return neighbors [B, U, K, R] and lengths [B, U, K] of the complete chunks of rows [B, T]; incomplete chunks have none."""
         m = self.model.settings.chunk_length
         num_chunks = tokens.shape[1] // m
         chunks = tokens[:, : num_chunks * m].unflatten(1, (num_chunks, m))
@@ -241,7 +239,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         return neighbors, neighbor_lengths
 
     def _placement(self) -> Placement:
-        """Device, and the type of the matrices: what they are multiplied in."""
+        """Return the device, and the dtype of the matrix products."""
         weight = next(module.weight for module in self.model.modules() if isinstance(module, nn.Linear))
         return Placement(weight.device, weight.dtype)
 
@@ -250,8 +248,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     def _decoder(self) -> Decoder:
         if self.model.embedding.weight.dtype != torch.float32:
             raise ValueError(
-                "generation keeps embeddings and norms in float32: load the model with from_pretrained(…, dtype=torch.bfloat16) "
-                "instead of converting all of it."
+                "generation requires embeddings and norms in float32: load the model with from_pretrained(…, dtype=torch.bfloat16) "
+                "instead of converting all its weights."
             )
         return Decoder(self.model, self._placement(), self.config.context, self._retrieve)
 
@@ -262,7 +260,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What `forward` is given: the columns that were not read yet."""
+        """Return the arguments of `forward`: the columns that have not been read yet."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         for name in ("use_cache", "logits_to_keep", "neighbors", "neighbor_lengths"):
             if kwargs.get(name) is not None:
@@ -271,14 +269,14 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             num_read = past_key_values.get_seq_length()
             if input_ids.shape[1] <= num_read:
                 raise ValueError(
-                    f"past_key_values has read {num_read} tokens: give the whole sequence, they and what is new."
+                    f"past_key_values has read {num_read} tokens; input_ids must have these and the new tokens."
                 )
             inputs |= {"input_ids": input_ids[:, num_read:], "past_key_values": past_key_values}
         return inputs
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """`forward` makes its own."""
+        """Return False: `forward` creates its own cache."""
         return False
 
     @staticmethod
@@ -286,33 +284,35 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values.reorder_cache(beam_idx)
         return past_key_values
 
-    # ----------------------------------------------------------------------------------------------- what it is made of
+    # ------------------------------------------------------------------------------------------------------- weights
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: `Retro` draws its own weights, and `from_pretrained` refuses what lacks some."""
+        """Do nothing: `Retro` initializes its weights, and `from_pretrained` raises an error if weights are missing."""
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The decoder's table, which is the output layer too where `tied_embeddings` says so."""
+        """Return the decoder's embedding, which is also the output layer with `tied_embeddings`."""
         return self.model.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Another table of the same size."""
+        """Replace the embedding with one of the same size."""
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """The output layer; None where it is the table."""
+        """Return the output layer; None with `tied_embeddings`."""
         return self.model.head
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Refused: the encoder has a table too, and the datastore its tokens."""
-        raise ValueError("the vocabulary is the datastore's: extend both with `retro extend-vocabulary`.")
+        """Raise ValueError: the encoder's embedding and the datastore would have to change too."""
+        raise ValueError(
+            "the model shares its vocabulary with the datastore; extend both with `retro extend-vocabulary`."
+        )
 
 
 def extents(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """First column and length of each row's tokens in a mask [B, T], int64 [B] each.
+    """Return the first column and the number of each row's tokens in a mask [B, T], int64 [B] each.
 
     Raises:
-        ValueError: a row has none, or padding between them.
+        ValueError: a row has no tokens, or padding between tokens.
     """
     mask = attention_mask.bool()
     starts, lengths = mask.int().argmax(1), mask.sum(1)

@@ -1,7 +1,7 @@
-"""Neighbors for a model that runs in transformers: from a `retro serve` at a URL, or from a datastore's folder.
+"""Neighbors for a model in transformers: from a `retro serve` at a URL, or from a datastore's folder.
 
-chunks [n, m] ─► POST URL/neighbors/tokens, in as many requests as the server's limits want ─► tokens [n, K, R], lengths [n, K]
-              ─► the installed package's Retriever                                          ─► the same
+chunks [n, m] ─► POST URL/neighbors/tokens, in requests within the server's limits ─► tokens [n, K, R], lengths [n, K]
+              ─► the Retriever of the installed package                            ─► the same
 """
 
 import json
@@ -24,31 +24,31 @@ Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int) -> Retrieve:
-    """What finds k neighbors of chunks.
+    """Return a function that finds k neighbors of chunks.
 
     Args:
-        source: `http://…` or `https://…` of a `retro serve`, which is asked with the environment's RETRO_TOKEN if that is set;
-            anything else is the folder or the URL of a datastore, which the installed package `retro` opens.
-        k: neighbors of each chunk, 1 or more.
+        source: `http://…` or `https://…` of a `retro serve`, which receives the token in the environment variable RETRO_TOKEN if
+            set; otherwise folder or URL of a datastore, which requires the installed package `retro`.
+        k: number of neighbors of each chunk, at least 1.
         model: settings of the model.
-        num_ids: of the model's tokenizer.
+        num_ids: number of ids of the model's tokenizer.
 
     Raises:
-        ValueError: the server or the datastore does not fit the model, or cannot be reached or opened.
-        ImportError: a datastore is named and `retro` is not installed.
+        ValueError: the server or the datastore cannot be opened or does not fit the model.
+        ImportError: the source is a datastore and `retro` is not installed.
     """
     if k < 1:
-        raise ValueError(f"k = {k}: must be 1 or more; retrieval OFF is `model.retrieve_from(None)`.")
+        raise ValueError(f"k = {k}: must be at least 1. Use `model.retrieve_from(None)` for retrieval OFF.")
     if source.startswith(("http://", "https://")):
         server = _Server(source.rstrip("/"), k)
-        check_fits(model, server.facts, source, num_ids=num_ids)
+        check_fits(model, server.metadata, source, num_ids=num_ids)
         return server
     try:
         from indexing.retrieval.retriever import Retriever
     except ImportError as error:
         raise ImportError(
-            f"{source} is taken for a datastore, which only the installed package `retro` can search ({error}). Install it, or "
-            "name the URL of a server: `retro serve DATASTORE` answers at http://HOST:8080."
+            f"{source} is not a URL of a server, and searching a datastore requires the package `retro` ({error}). Install it, or "
+            "use the URL of a server: `retro serve DATASTORE` answers at http://HOST:8080."
         ) from error
     retriever = Retriever.open(source)
     found = {"chunk_length": retriever.datastore.chunk_length, "vocab_size": retriever.tokenizer.vocab_size}
@@ -57,21 +57,23 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int) -> R
 
 
 class _Server:
-    """A `retro serve` that is asked for neighbors."""
+    """Client of a `retro serve`."""
 
     def __init__(self, url: str, k: int) -> None:
         self.url, self.k = url, k
-        self.facts = self._ask("/datastore")
-        limits = self.facts.get("limits", {})
-        tokens = limits.get("max_input_tokens", 16_384) // self.facts.get("chunk_length", 64)
-        candidates = limits.get("max_candidates", 16_384) // max(64, k)  # a search has 64 or more for each chunk
-        self.most = max(1, min(limits.get("max_queries", 256), tokens, candidates))  # chunks in a request
+        self.metadata = self._request("/datastore")
+        limits = self.metadata.get("limits", {})
+        tokens = limits.get("max_input_tokens", 16_384) // self.metadata.get("chunk_length", 64)
+        candidates = limits.get("max_candidates", 16_384) // max(64, k)  # a search has at least 64 for each chunk
+        self.max_chunks = max(1, min(limits.get("max_queries", 256), tokens, candidates))  # chunks in a request
 
     def __call__(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Retrieve`."""
         answers = [
-            self._ask("/neighbors/tokens", {"chunks": chunks[start : start + self.most].tolist(), "k": self.k})
-            for start in range(0, len(chunks), self.most)
+            self._request(
+                "/neighbors/tokens", {"chunks": chunks[start : start + self.max_chunks].tolist(), "k": self.k}
+            )
+            for start in range(0, len(chunks), self.max_chunks)
         ]
         tokens, lengths = (
             np.concatenate([np.array(answer[key], dtype=np.int64) for answer in answers])
@@ -79,11 +81,11 @@ class _Server:
         )
         return tokens, lengths
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer to a request.
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request and return the answer.
 
         Raises:
-            ValueError: there is none, or it is an error.
+            ValueError: the server does not answer or answers with an error.
         """
         headers = {"Content-Type": "application/json"}
         if token := os.environ.get(TOKEN_VARIABLE):
@@ -96,8 +98,8 @@ class _Server:
                 answered: dict[str, Any] = json.load(answer)
                 return answered
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace").strip()
+            reason = error.read().decode(errors="replace").strip()
             hint = f" Set the environment variable {TOKEN_VARIABLE} to the server's token." if error.code == 401 else ""
-            raise ValueError(f"{self.url}{path} answered {error.code}: {said[:500]}{hint}") from error
+            raise ValueError(f"{self.url}{path} answered {error.code}: {reason[:500]}{hint}") from error
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.url}{path} does not answer as `retro serve` does: {error}") from error
+            raise ValueError(f"{self.url}{path} did not answer like a `retro serve`: {error}") from error

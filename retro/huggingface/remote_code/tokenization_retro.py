@@ -1,4 +1,4 @@
-"""A SentencePiece model as a tokenizer of transformers: the project's own encoding and decoding behind its interface."""
+"""A SentencePiece model as a tokenizer of transformers, with this project's encoding and decoding."""
 
 import re
 import shutil
@@ -13,9 +13,9 @@ _FILE = "tokenizer.model"
 
 
 class RetroTokenizer(PreTrainedTokenizer):
-    """Gives the ids that the datastore has, and the token that begins a document before them.
+    """Tokenizer with the datastore's ids; puts the beginning-of-document token in front of every text.
 
-    `split_special_tokens` is on: a text that holds the letters of a special token is read as letters.
+    `split_special_tokens` is on: the name of a special token in a text is tokenized as plain text.
     """
 
     vocab_files_names: ClassVar = {"vocab_file": _FILE}
@@ -28,11 +28,11 @@ class RetroTokenizer(PreTrainedTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Pieces of the model; `len(tokenizer)` counts what was added after them too."""
+        """Number of pieces of the model; `len(tokenizer)` also counts added tokens."""
         return self.sentencepiece.num_tokens()
 
     def get_vocab(self) -> dict[str, int]:
-        """Pieces and added tokens to ids."""
+        """Return pieces and added tokens with their ids."""
         pieces = {self._convert_id_to_token(number): number for number in range(self.vocab_size)}
         return pieces | self.added_tokens_encoder
 
@@ -49,7 +49,7 @@ class RetroTokenizer(PreTrainedTokenizer):
         return piece
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of pieces; special tokens that stand among them as themselves."""
+        """Convert pieces to text; special tokens keep their names."""
         special, texts, run = self.added_tokens_encoder, list[str](), list[int]()
         for token in [*tokens, None]:
             if token is not None and token not in special:
@@ -63,26 +63,26 @@ class RetroTokenizer(PreTrainedTokenizer):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """The begin of a document, then the text, or both of them."""
+        """Put the beginning-of-document token in front of one or two texts."""
         return [self.bos_token_id, *token_ids_0, *(token_ids_1 or ())]
 
     def create_token_type_ids_from_sequences(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """Zeros."""
+        """Return zeros, one for each token."""
         return [0] * len(self.build_inputs_with_special_tokens(token_ids_0, token_ids_1))
 
     def get_special_tokens_mask(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
     ) -> list[int]:
-        """1 where a special token stands."""
+        """Return 1 for special tokens and 0 for others."""
         ids = token_ids_0
         if not already_has_special_tokens:
             ids = self.build_inputs_with_special_tokens(token_ids_0, token_ids_1)
         return [int(number in self.all_special_ids) for number in ids]
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        """Copy the model file."""
+        """Copy the model file to a folder."""
         target = Path(save_directory) / f"{filename_prefix + '-' if filename_prefix else ''}{_FILE}"
         if target.resolve() != Path(self.vocab_file).resolve():
             shutil.copyfile(self.vocab_file, target)

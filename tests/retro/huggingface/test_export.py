@@ -308,7 +308,7 @@ def test_what_cannot_be_is_told(auto: Any, model: Any, folder: Path, tiny_datast
         model.retrieve_from(str(tmp_path))
     with pytest.raises(ValueError, match=r"model\.chunk_length = 32, but .* has chunk_length = 16"):
         open_retrieval(str(tiny_datastore.folder), 2, replace(model.model.settings, chunk_length=32), 400)
-    with pytest.raises(ValueError, match="does not answer"):
+    with pytest.raises(ValueError, match="did not answer"):
         model.retrieve_from("http://127.0.0.1:9")
     app = make_app(Retriever.open(tiny_datastore.folder), None, ServeSettings(), token="secret")
     with listening(app) as url, pytest.raises(ValueError, match="RETRO_TOKEN"):

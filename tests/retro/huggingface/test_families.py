@@ -96,7 +96,7 @@ def read(config: dict[str, Any]) -> ModelSettings:
     [
         (GPT2 | {"model_type": "opt"}, "model_type is 'opt'; accepted: gpt2, gpt_neox, llama, mistral, qwen2, qwen3"),
         ({"vocab_size": V}, "model_type is missing"),
-        (GPT2 | {"n_embd": None}, "n_embd is None; accepted: a whole number above 0"),
+        (GPT2 | {"n_embd": None}, "n_embd is None; accepted: an integer above 0"),
         (GPT2 | {"n_layer": "12"}, "n_layer is '12'"),
         (GPT2 | {"n_head": 5}, "n_head is 5; accepted: a divisor of n_embd = 32"),
         (GPT2 | {"activation_function": "relu"}, "activation_function is 'relu'; accepted: gelu_new, gelu"),

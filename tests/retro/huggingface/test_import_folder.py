@@ -74,16 +74,16 @@ def without(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Te
     [
         (
             without("transformer.h.1.ln_2.bias"),
-            "has no tensor transformer.h.1.ln_2.bias, which its config.json asks for",
+            "has no tensor transformer.h.1.ln_2.bias, but its config.json requires it",
         ),
-        (lambda tensors: tensors | {"score.weight": torch.ones(2)}, "score.weight is a weight that no"),
+        (lambda tensors: tensors | {"score.weight": torch.ones(2)}, "tensor score.weight is unknown"),
         (
             lambda tensors: tensors | {"transformer.wpe.weight": torch.ones(3, 32)},
             "transformer.wpe.weight gives position_embedding.weight the shape [3, 32], its config.json [64, 32]",
         ),
         (
             lambda tensors: tensors | {"transformer.wte.weight": torch.ones(V, 32, dtype=torch.int8)},
-            "transformer.wte.weight is of type torch.int8; accepted: float32",
+            "transformer.wte.weight has the type torch.int8; accepted: float32",
         ),
     ],
 )
@@ -101,17 +101,17 @@ def test_a_folder_that_lacks_something_is_refused(folder: Path, tmp_path: Path) 
     refused("config.json is missing: name a local folder", tmp_path)
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:-5])
-    refused("is not a whole safetensors file")
+    refused("is damaged or not a safetensors file")
     (folder / WEIGHTS).unlink()
-    refused("holds neither model.safetensors nor model.safetensors.index.json")
+    refused("has neither model.safetensors nor model.safetensors.index.json")
     (folder / "pytorch_model.bin").write_bytes(b"")
-    refused(r"pytorch_model.bin is pickled.*save_pretrained")
+    refused(r"pytorch_model.bin is a pickle file.*save_pretrained")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": "one.safetensors"}}))
     refused("one.safetensors is missing")
     for wrong in ({}, {"weight_map": {"transformer.wte.weight": "../one.safetensors"}}):
         index.write_text(json.dumps(wrong))
-        refused("weight_map must name the file of every tensor, beside it")
+        refused("weight_map must map every tensor to a file in the same folder")
     (folder / "config.json").write_text("{")
     refused("config.json is not JSON")
 
