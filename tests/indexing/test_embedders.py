@@ -1,4 +1,4 @@
-"""Embedders: unit vectors that tell similar chunks from others, the same ones every time."""
+"""Embedders: deterministic unit vectors that separate similar chunks from others."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_a_chunk_is_nearest_to_the_one_it_shares_text_with(lexical: LexicalEmbed
 
 
 def test_a_chunk_without_text_is_nobodys_neighbor(lexical: LexicalEmbedder) -> None:
-    """A zero vector would be: it is nearer to any unit vector than two unrelated unit vectors are."""
+    """A zero vector would be a neighbor of all: it is nearer to any unit vector than unrelated unit vectors are to each other."""
     empty = lexical.embed(np.zeros((2, M), np.uint16), np.array([0, M]))
     np.testing.assert_allclose(np.linalg.norm(empty, axis=1), 1)
     others = lexical.embed(*random_chunks(200, seed=5))

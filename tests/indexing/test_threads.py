@@ -1,4 +1,4 @@
-"""Threads that help each other, and what they leave as it was."""
+"""Work on several threads, and torch's thread count afterwards."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Tokens of Megatron files reach the datastore as they are, and a pair that is not whole is refused by name."""
+"""Megatron tokens reach the datastore unchanged, and errors name incomplete pairs."""
 
 import hashlib
 import itertools
@@ -33,7 +33,7 @@ Sequences = list[list[int]]  # of one document
 
 
 def write_megatron(path: Path, documents: list[Sequences], dtype: str = "uint16") -> Path:
-    """Write `path`, a .bin, and the .idx beside it, as Megatron-LM's IndexedDatasetBuilder does; returns `path`."""
+    """Write the .bin at `path` and its .idx as Megatron-LM's IndexedDatasetBuilder does; returns `path`."""
     sequences = [sequence for document in documents for sequence in document]
     size = np.dtype(dtype).itemsize
     path.parent.mkdir(parents=True, exist_ok=True)

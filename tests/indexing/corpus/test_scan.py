@@ -1,4 +1,4 @@
-"""Every format gives the same documents; nothing is lost without a report; pieces join to the whole."""
+"""Every format gives the same documents; every loss is reported; slices join to the whole file."""
 
 import dataclasses
 import gzip

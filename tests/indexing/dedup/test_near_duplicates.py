@@ -1,4 +1,4 @@
-"""What is removed: the later of two near documents, never a held-out one, and nothing below the threshold."""
+"""Near copies: the later of two near documents is removed, never a held-out one, and none below the threshold."""
 
 import io
 import itertools
@@ -28,7 +28,7 @@ WITHIN = DedupSettings(within=True, ngram=3)
 
 
 def text_of(seed: int, length: int = 120) -> list[str]:
-    """Words, of which no two seeds share a run."""
+    """Words. Two seeds share no run of them."""
     return [f"w{number}" for number in np.random.default_rng(seed).integers(0, 10**9, length)]
 
 
@@ -40,7 +40,7 @@ def like(words: list[str], changed: int, seed: int = 99) -> list[str]:
 def removed(
     folder: Path, shards: list[list[tuple[int, list[str]]]], settings: DedupSettings
 ) -> list[tuple[int, int, float]]:
-    """Sign, compare and decide upon documents given as kind and words, by shard; numbers run over all shards."""
+    """Sign, compare and decide documents given as kind and words, by shard. Numbers count over all shards."""
     import pyarrow
     import pyarrow.parquet
 
@@ -80,7 +80,7 @@ def test_of_a_cluster_the_first_stays_and_every_other_is_near_to_it(tmp_path) ->
 
 
 def test_what_is_near_only_to_something_removed_stays(tmp_path) -> None:
-    """A ~ B ~ C, but not A ~ C: B goes, C is near to nothing that stays."""
+    """A ~ B ~ C, but not A ~ C: B is removed, and C is near to no document that stays."""
     first = text_of(0)
     second = like(first, 10)
     third = text_of(8, 9) + second[9:]
@@ -122,7 +122,7 @@ def test_held_out_documents_are_compared_with_only_if_asked_for_and_never_among_
 
 
 def test_copies_of_a_document_that_is_in_the_evaluation_are_listed_as_such(tmp_path) -> None:
-    """Not as copies of each other: the reason that weighs more is the one that is given."""
+    """The reported reason is the held-out document, not the other copy."""
     secret = text_of(0)
     documents = [(TRAIN, secret), (TRAIN, secret), (EVALUATION, secret)]
     found = removed(tmp_path, [documents], WITHIN)
@@ -142,7 +142,7 @@ def test_nothing_to_compare_is_no_mistake(tmp_path) -> None:
 
 
 def test_a_thousand_copies_take_a_thousand_comparisons(tmp_path, monkeypatch) -> None:
-    """Not half a million: each is compared with the one that was kept."""
+    """Each copy is compared with the kept document only, not with half a million others."""
     calls = 0
 
     def counted(first: np.ndarray, second: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Units, gram sets, exact similarities, and the bands that find them."""
+"""Units, gram sets, exact similarities, and MinHash bands that find similar sets."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Keys, recall, and one answer from many shards."""
+"""Index keys, recall, and searches over several shards."""
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ def test_equal_distances_are_ordered_by_id() -> None:
 
 
 def test_what_is_asked_by_a_few_queries_leaves_the_threads_of_the_process_alone() -> None:
-    """A server asks from several threads at a time, and torch's number of threads belongs to all of them."""
+    """A server searches from several threads at once, and torch's number of threads is shared by all."""
     before, seen = torch.get_num_threads(), []
     vectors = clustered(40)
 

@@ -1,4 +1,4 @@
-"""One code path for Faiss with and without GPUs. The GPU's needs `faiss-gpu`: pip install '.[gpu]'."""
+"""One code path for Faiss with and without GPUs. GPU tests need `faiss-gpu`: pip install '.[gpu]'."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The merged index finds what the shards find, with its lists on disk, also after it has been moved."""
+"""The merged index finds what the shards find, with its lists on disk, also after a move."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Shards of an index searched as one: merged and packed where Faiss can, and with the same candidates either way."""
+"""Shards of an index are searched as one: merged and packed if Faiss can, with the same candidates either way."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

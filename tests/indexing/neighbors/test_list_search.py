@@ -1,4 +1,4 @@
-"""Search list by list finds what Faiss finds in the same lists, keeps out what is excluded, and depends on neither threads nor blocks."""
+"""A search list by list finds the same as Faiss in the same lists, excludes own documents, and does not depend on threads or blocks."""
 
 from pathlib import Path
 
@@ -129,7 +129,7 @@ def test_parts_of_the_lists_and_blocks_of_queries_change_nothing(tmp_path, embed
 
 
 def test_queries_of_long_lists_are_looked_at_few_at_a_time(tmp_path, embeddings, monkeypatch) -> None:
-    """As after an append of text that the lists were not trained on: most chunks are in one list."""
+    """Text that the lists were not trained on was appended, so most chunks are in one list."""
     trained, lists = written(tmp_path / "index", embeddings), np.zeros(len(embeddings), dtype=np.int32)
     lists[:100] = np.arange(100) % LISTS
     queries = embeddings.read(0, 600).astype(np.float32)

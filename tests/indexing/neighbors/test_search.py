@@ -1,4 +1,4 @@
-"""Neighbors: nobody's own document, nothing by position, nothing missing that exists."""
+"""Stored neighbors: none from the own document, none excluded by position, none missing that exists."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_neighbors_are_sorted_distinct_and_the_exact_ones(tiny_datastore: Datast
 
 
 def test_starved_queries_are_searched_deeper(tiny_datastore: Datastore) -> None:
-    """With six candidates nearly all are of the own document where a document repeats itself; k must be found all the same."""
+    """In a repetitive document almost all of six candidates are its own chunks. The search must still find enough neighbors."""
     train = tiny_datastore.train
     index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
     settings = NeighborSettings(stored=6, candidates=6)

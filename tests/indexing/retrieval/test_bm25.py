@@ -1,4 +1,4 @@
-"""BM25: what terms are, what counts, and that its figures are those of the formula."""
+"""BM25: terms, fields, and scores equal to the formula's."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Candidates: as many as are asked for where there are so many, under any filter, and the nearest of them."""
+"""Candidates: the nearest chunks, as many as requested if there are as many, under any filter."""
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ from indexing.vectors.floats import to_float32
 
 @pytest.fixture
 def no_exhaustive_search_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the few hundred chunks of the tiny datastore were many."""
+    """Treat the few hundred chunks of the tiny datastore as many."""
     monkeypatch.setattr(candidates, "_FEW_CHUNKS", 0)
 
 
 class Listed:
-    """An index that looks into a part of the chunks only, as one with inverted lists does; counts what it is asked."""
+    """An index that searches only a part of the chunks, like inverted lists, and counts its searches."""
 
     def __init__(self, split: Split, share: int) -> None:
         self.split, self.share, self.num_vectors = split, share, split.num_chunks

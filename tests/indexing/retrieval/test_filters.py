@@ -1,4 +1,4 @@
-"""Filters: the chunks of the documents that match, and nothing else."""
+"""Filters: exactly the chunks of the documents that match."""
 
 import shutil
 from pathlib import Path

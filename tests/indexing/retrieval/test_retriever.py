@@ -94,7 +94,7 @@ def test_scores_of_embeddings_are_cosines_and_the_nearest_is_first(retriever: Re
 
 
 def test_words_decide_where_they_are_asked_to(retriever: Retriever) -> None:
-    """The title stands in none of the chunks but the first, and in no vector of the others: BM25 finds them all the same."""
+    """Only the first chunk contains the title, and the vectors of the others do not reflect it. BM25 still finds them."""
     hits = retriever.search(["title 42"], 5, rerank="bm25", filters={"title": ["Title 42", "Title 41"]}).hits[0]
     first = [hit.document_id for hit in hits].count("doc-42")
     assert [hit.document_id for hit in hits[:first]] == ["doc-42"] * first

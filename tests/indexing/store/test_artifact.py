@@ -1,4 +1,4 @@
-"""Artifacts: whole or absent, and refused by name when they are made of something else."""
+"""Artifacts: complete or absent, and rejected with a reason if they have another recipe."""
 
 import re
 
@@ -84,7 +84,7 @@ def test_a_damaged_artifact_is_refused_by_readers_and_made_again_by_its_maker(tm
 
 
 def test_a_maker_that_was_thought_dead_cannot_touch_the_files_of_the_next(tmp_path) -> None:
-    """A worker whose node was cut off goes on writing while its shard is made elsewhere."""
+    """A worker on a disconnected node continues writing while its shard is made elsewhere."""
     folder = tmp_path / "a"
 
     def ghost() -> None:

@@ -1,4 +1,4 @@
-"""Rows of documents.parquet by number: the same as from the whole tables, whatever is kept of them."""
+"""Rows of documents.parquet by number: equal to the rows of the whole tables, with any cache."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Files: arrays that grow, JSON that is never half written."""
+"""Files: arrays that grow, JSON that is written atomically."""
 
 import json
 

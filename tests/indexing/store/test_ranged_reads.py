@@ -1,4 +1,4 @@
-"""Reading by ranges of bytes: the rows of the memory map, in few reads, and refused where a file is not whole."""
+"""Reading by ranges of bytes: the rows of the memory map, in few reads, and an error if a file is incomplete."""
 
 import os
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_read_equals_slicing_the_whole(files, bounds: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("gap_bytes", "reads"), [(5, 4), (6, 3), (18, 2), (1000, 2)])
 def test_rows_with_small_gaps_are_one_read_that_never_leaves_its_file(files, monkeypatch, gap_bytes, reads) -> None:
-    """Rows of 6 bytes: 4 and 6 lie 6 apart, 6 and 10 lie 18 apart, and 40 begins another file."""
+    """Rows of 6 bytes: between 4 and 6 are 6 bytes, between 6 and 10 are 18, and 40 begins another file."""
     array, asked, pread = ranged(files, gap_bytes), [], os.pread
     array.headers(range(4))
 

@@ -1,4 +1,4 @@
-"""Artifacts at URLs: whole or absent on both sides, fetched once, checked, and dropped when they are others now."""
+"""Artifacts at URLs: complete or absent on both sides, fetched once, checked, and dropped when they change."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ ROWS = np.arange(4000, dtype=np.uint16).reshape(1000, 4)
 
 @pytest.fixture(params=["s3", "file", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, another_machine) -> str:
-    """Where a datastore may lie: on a server, in a folder, or in what is left of this process's memory."""
+    """Locations of a datastore: on a server, in a folder, or in this process's memory."""
     if request.param == "s3":
         return request.getfixturevalue("bucket") + "/some/wiki"
     return f"memory://{tmp_path.name}/wiki" if request.param == "memory" else f"file://{tmp_path}/away/wiki"
@@ -29,7 +29,7 @@ def recipe(**settings) -> Recipe:
 
 
 def make(url: str, made_of: Recipe | None = None, rows: np.ndarray = ROWS) -> Path:
-    """An artifact with two files and the top manifest of its datastore; returns the artifact's local folder."""
+    """An artifact with two files, and its datastore's manifest; returns the artifact's local folder."""
     folder = remote.local_folder(url)
     with create(folder / "chunks" / "00000", made_of or recipe()) as (work, counts):
         (work / "train").mkdir()

@@ -24,7 +24,7 @@ def test_ids_of_the_datastore_itself_are_its_chunk_ids(tiny_datastore: Datastore
 
 
 def test_rows_come_back_in_the_order_asked_for(tiny_datastore: Datastore) -> None:
-    """Two splits as two datastores: what is read by mixed ids is what each split holds."""
+    """Two splits as two datastores: reading mixed ids gives the rows of each split."""
     train, valid = tiny_datastore.train, tiny_datastore.valid
     retrieval = RetrievalSet((train, replace(valid)))
     places = np.array([train.num_chunks + 3, 2, train.num_chunks, 0])

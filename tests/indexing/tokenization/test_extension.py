@@ -1,4 +1,4 @@
-"""An extended tokenizer: old ids and other texts stay, new pieces are reached and cut as promised, every text comes back."""
+"""An extended tokenizer keeps old ids and other texts, uses its new pieces, and is lossless."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ def ours(folder: Path, kind: str) -> Path:
 
 
 def of_others(folder: Path, kind: str, **changes: object) -> Path:
-    """With normalisation, a blank before the text, and no token for padding."""
+    """With normalization, a blank before the text, and no token for padding."""
     options = {"vocab_size": 400, "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2, **changes}
     folder.mkdir(parents=True)
     with open(folder / "tokenizer.model", "wb") as writer:
@@ -56,7 +56,7 @@ def of_others(folder: Path, kind: str, **changes: object) -> Path:
 
 
 def byte_level(folder: Path, split: str, added: list[str], **config: object) -> Path:
-    """GPT-2's kind, or with a splitting expression Qwen's: added tokens after the vocabulary."""
+    """GPT-2's kind, or Qwen's with a splitting expression: added tokens after the vocabulary."""
     folder.mkdir(parents=True)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,7 +76,7 @@ def byte_level(folder: Path, split: str, added: list[str], **config: object) -> 
 
 
 def llama(folder: Path) -> Path:
-    """▁ for blanks, tokens for bytes, no words; merges as older versions wrote them."""
+    """▁ for blanks, tokens for bytes, no words; merges in the format of older tokenizers versions."""
     folder.mkdir(parents=True)
     characters = sorted({*"".join(ENGLISH).replace(" ", "▁"), "▁", "e"} - {"\n", "\t", "\r"})
     merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("▁", "a"), ("▁", "▁"), ("i", "n"), ("q", "u")]
@@ -120,7 +120,7 @@ def extension(base, tmp_path_factory) -> Extension:
 
 
 def text_of(extension: Extension, token: int) -> bytes:
-    """What an id adds to a text, by the vocabulary's alphabet."""
+    """The bytes that an id adds to a text, by the vocabulary's alphabet."""
     piece = extension.pieces[token - extension.old.vocab_size]
     if extension.kind == "huggingface" and extension.old.meta.lossless:  # byte-level
         table = dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), BYTES, strict=True))
@@ -215,7 +215,7 @@ def test_the_same_texts_give_the_same_bytes(base, extension, tmp_path):
     assert again.cuts == extension.cuts
 
 
-def test_pieces_of_ascii_are_learnt_where_they_are_asked_for(base, tmp_path):
+def test_pieces_of_ascii_are_learned_where_they_are_asked_for(base, tmp_path):
     words = ["retrieval augmentation, "] * 40
     with pytest.raises(InputError, match="nothing new"):
         extend(open_base(base), words, [], NEW, tmp_path)

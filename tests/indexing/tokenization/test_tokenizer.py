@@ -1,4 +1,4 @@
-"""Every text comes back; token sizes add up to the text; training is reproducible and survives any corpus."""
+"""Tokenizers are lossless; token sizes add up to the text; training is reproducible and works on any corpus."""
 
 import json
 import subprocess
@@ -225,7 +225,7 @@ def test_a_model_of_our_own_stays_lossless_when_it_is_installed_elsewhere(tmp_pa
 
 
 def byte_level(folder: Path, config: dict[str, object] | None = None) -> Path:
-    """A byte-level BPE as GPT-2 has it, saved as Hugging Face does."""
+    """A byte-level BPE like GPT-2's, in Hugging Face's format."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

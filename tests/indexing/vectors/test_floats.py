@@ -1,4 +1,4 @@
-"""Half precision is widened without a change."""
+"""Conversion from half precision is exact."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Search by products finds what exhaustive search finds, keeps out what is excluded, and does not depend on threads."""
+"""A search by products finds the same as exhaustive search, excludes own documents, and does not depend on threads."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ D = 32
 
 @pytest.fixture
 def embeddings(tmp_path, request) -> ShardedArray:
-    """Unit vectors in three files, as many as the test asks for."""
+    """Unit vectors in three files; the test sets their number."""
     total = getattr(request, "param", 5000)
     return stored(tmp_path, np.random.default_rng(0).standard_normal((total, D)).astype(np.float32))
 

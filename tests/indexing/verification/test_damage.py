@@ -60,7 +60,7 @@ def found(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file: its bytes before and after, None = it is deleted."""
+    """A damaged file: its bytes before and after; None = deleted."""
 
     path: Path
     what: str
@@ -74,7 +74,7 @@ class Damage:
         self._write(self.before)
 
     def _write(self, data: bytes) -> None:
-        """The time stays: a disk that loses a bit does not change it."""
+        """Keep the modification time, as a disk that loses a bit does."""
         self.path.write_bytes(data)
         os.utime(self.path, ns=(TIME, TIME))
 
@@ -94,7 +94,7 @@ def damages(path: Path) -> list[Damage]:
 
 
 def trials(folder: Path) -> Iterator[list[Damage]]:
-    """Every damage of every file once. Those of different artifacts are done together, to be fast."""
+    """Every kind of damage of every file once. Different artifacts are damaged together, to save time."""
     of_artifact: dict[Path, list[Damage]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in UNCHECKED:
@@ -144,7 +144,7 @@ def break_all(folders: set[Path], victim: str) -> None:
 
 @pytest.mark.parametrize("victim", ["file", "manifest", "newline"])
 @pytest.mark.parametrize("kind", ["built", "grown", "appended"])
-def test_mend_and_index_restore_the_bytes_of_all_artifacts(request, capsys, kind: str, victim: str) -> None:
+def test_repair_and_index_restore_the_bytes_of_all_artifacts(request, capsys, kind: str, victim: str) -> None:
     config = request.getfixturevalue("built" if kind == "built" else "grown")
     whole = contents(config.datastore)
     folders = {path.parent for path in config.datastore.rglob("manifest.json")}

@@ -1,4 +1,4 @@
-"""`retro verify`: whatever is broken in a datastore is named, and nothing else is."""
+"""`retro verify` names every damaged part of a datastore, and no other."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ def lines(folder: Path) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path, tiny_datastore: Datastore) -> Path:
-    """A datastore to break; copied with its times."""
+    """A datastore to damage, copied with its times."""
     return shutil.copytree(tiny_datastore.folder, tmp_path / "datastore")
 
 
@@ -50,7 +50,7 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:
 
 
 def rewrite(folder: Path, artifact: str, file: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
-    """Change an array and make its manifest fit, as a faulty program would: no checksum tells."""
+    """Change an array and its manifest, like a faulty program, so that checksums stay correct."""
     path = folder / artifact / file
     array = np.load(path)
     changed = change(array)
@@ -161,7 +161,7 @@ def test_missing_short_and_unfinished_are_told_apart(folder) -> None:
 def test_what_was_made_after_a_change_goes_too_and_then_all_bytes_are_right(
     tmp_path, tiny_corpus, tiny_datastore
 ) -> None:
-    """A byte changes between two stages: the second is whole by its checksums, and wrong."""
+    """A byte changes between two stages. The second stage's checksums are correct, but its data are wrong."""
     config = tiny_config(tmp_path, tiny_corpus)
     build_local(config, only="chunk")
     victim = config.datastore / "chunks/00001/train/tokens.npy"
@@ -304,7 +304,7 @@ def test_wrong_neighbors_names_the_first_row(tiny_datastore) -> None:
 
 
 def test_fingerprints_of_all_shards_are_those_of_the_stages(tiny_datastore) -> None:
-    """What `_joint` assumes of the stage table."""
+    """The assumptions of `_joint` about the table of stages."""
     prints = [read_json(path)["fingerprint"] for path in sorted(tiny_datastore.folder.glob("chunks/*/manifest.json"))]
     assert tiny_datastore.manifest["fingerprints"]["chunk"] == fingerprint(prints)
 
