@@ -1,0 +1,64 @@
+"""The code in the recipes of CONTRIBUTING.md works."""
+
+import codecs
+import csv
+import gzip
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from indexing import embedders
+from indexing.corpus import readers
+from indexing.vectors.exact_search import exact_search, recall, rerank
+from indexing.vectors.floats import to_float32
+from tests.indexing.vectors.vector_files import stored
+
+RECIPES = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text()
+
+
+def defined(name: str, namespace: dict[str, Any]) -> Any:
+    """The class or function of a recipe, defined among the names of the file that it is added to."""
+    blocks = re.findall(r"^ +```python\n(.*?)^ +```$", RECIPES, flags=re.DOTALL | re.MULTILINE)
+    (code,) = (
+        textwrap.dedent(block) for block in blocks if re.search(rf"^ +(class|def) {name}\b", block, re.MULTILINE)
+    )
+    exec(code, names := dict(namespace))
+    return names[name]
+
+
+def test_the_embedder_gives_unit_vectors_that_do_not_depend_on_padding() -> None:
+    embedder = defined("BagEmbedder", vars(embedders))(64, 0)
+    tokens, lengths = np.array([[3, 4, 9], [3, 4, 7]], np.uint16), np.array([2, 2])
+    vectors = embedder.embed(tokens, lengths)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert np.array_equal(vectors[0], vectors[1])
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_the_reader_gives_the_rows_that_are_asked_for(tmp_path: Path, suffix: str) -> None:
+    rows = defined("_csv_rows", vars(readers) | {"codecs": codecs, "csv": csv})
+    data = b'id,text\r\na,"two\nlines"\r\nb,x\r\nc,y\r\n'
+    (tmp_path / "d").write_bytes(gzip.compress(data) if suffix else data)
+    file = readers.CorpusFile(str(tmp_path / "d"), f"d.csv{suffix}", len(data))
+
+    def read(start: int, stop: int | None) -> list[tuple[str, str]]:
+        request = readers.ReadRequest(file, readers.CorpusSettings(), pytest.fail, start, stop)
+        with (gzip.open if suffix else open)(file.path, "rb") as stream:
+            return [(document.id, document.text) for document in rows(stream, request)]
+
+    assert read(0, None) == [("a", "two\nlines"), ("b", "x"), ("c", "y")]
+    assert read(1, 2) == [("b", "x")]
+
+
+def test_the_search_finds_neighbors_and_not_what_is_excluded(tmp_path: Path) -> None:
+    embeddings = stored(tmp_path, np.random.default_rng(0).standard_normal((500, 8)))
+    queries, own = embeddings.read(0, 50).astype(np.float32), (np.arange(50), np.arange(50) + 1)
+    graph = defined("GraphIndex", {"np": np, "to_float32": to_float32, "ShardedArray": object})
+    ids = graph(embeddings, (0, 500)).search(queries, 21, own)
+    assert not (ids == own[0][:, None]).any()
+    found, exact = rerank(queries, ids, embeddings)[0][:, :10], exact_search(queries, embeddings, 10, own)[0]
+    assert recall(found, exact) > 0.9
