@@ -91,7 +91,7 @@ def main() -> None:
             f"{name:22} {cache:5} {rows / second:12,.0f} rows/s {total / second / 1e6:10,.1f} MB/s  {slower:8.1f} × floor"
         )
     print(f"still cached before a cold run: {100 * max(cached):.1f}% at most")
-    settings = {key: value for key, value in vars(options).items() if key not in ("datastore", "out")}
+    settings = {key: value for key, value in vars(options).items() if key not in ("datastore", "output")}
     facts = {"bytes_of_files": sum(file.stat().st_size for file in files), "still_cached": max(cached)}
     write(options.output, {"settings": settings, **facts, "rows_read": rows, "bytes_read": total, "rows": table})
 
