@@ -220,6 +220,11 @@ def main() -> None:
     if options.part == "build" and options.data is None:
         parser.error("build needs DATA")
     say(measured_on())
+    if options.part != "build":  # which may have stopped after the first set
+        options.sets = [name for name in options.sets if (options.output / name / "passages").exists()]
+        if not options.sets:
+            parser.error(f"{options.output} has none of the sets: run build first")
+        say(f"sets that are built: {', '.join(options.sets)}")
     if options.part in ("pretrain", "finetune"):
         train(options, ("pretrained",) if options.part == "pretrain" else ("practised", "finetuned"), limit)
         return
