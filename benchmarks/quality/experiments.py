@@ -49,6 +49,8 @@ def steps_that_fit(
 
     A short run measures the seconds of a step, and what a run takes in addition: it starts, evaluates and saves.
 
+    Where not even short runs fit, the caller has to stop between two runs (`Budget.each`).
+
     Args:
         file: keeps the number, for runs that continue.
         command: `train` or `finetune`.

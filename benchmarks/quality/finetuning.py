@@ -12,6 +12,7 @@ this tries the script out. --steps 0 and --questions 0 give the results of docs/
 
 import argparse
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,13 +103,15 @@ def train(options: argparse.Namespace, phases: tuple[str, ...], limit: Budget) -
     """The runs OUT/SET/PHASE of all sets."""
     runs = [(name, phase) for name in options.sets for phase in phases]
     steps = options.steps
-    if steps is None:
+    if steps is not None:
+        limit = Budget(math.inf)  # steps that are given are all taken
+    else:
         name, phase = options.sets[0], phases[-1]  # with the most passages
         config_of = partial(run_config, options.output / name, name, phase, options, init_from="pretrained")
         command = "finetune" if PHASES[phase].examples else "train"
         steps = steps_that_fit(options.output / f"steps-{options.part}", command, config_of, [1.0] * len(runs), limit)
-    for number, (name, phase) in enumerate(runs):
-        say(f"{name}, {phase}: run {number + 1} of {len(runs)}, {limit.left:.0f} s left")
+    for name, phase in limit.each(runs, "run"):
+        say(f"{name}, {phase}")
         config = run_config(options.output / name, name, phase, options, steps or PHASES[phase].steps)
         file = written(options.output / name / f"{phase}.toml", config)
         retro("finetune" if PHASES[phase].examples else "train", file)

@@ -17,6 +17,7 @@ Results need thousands of steps: see docs/results/retrieval-gain.md.
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,13 +104,15 @@ def megabytes_that_fit(paths: tuple[str, ...], options: argparse.Namespace, limi
 def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
     """Runs OUT/run-NAME."""
     steps = options.steps
-    if not steps:
+    if steps:
+        limit = Budget(math.inf)  # steps that are given are all taken
+    else:
         slowest = next((name for name in options.models if name not in (*PLAIN, "retrofit")), options.models[0])
         shares = [options.share if name == "retrofit" else 1.0 for name in options.models]
         config_of = partial(run_config, out, slowest, options)
         steps = steps_that_fit(out / "steps", "train", config_of, shares, limit)
-    for number, name in enumerate(options.models):
-        say(f"{name}: model {number + 1} of {len(options.models)}, {limit.left:.0f} s left")
+    for name in limit.each(options.models, "model"):
+        say(name)
         own = max(1, round(steps * options.share)) if name == "retrofit" else steps
         retro("train", written(out / f"run-{name}.toml", run_config(out, name, options, own)))
 

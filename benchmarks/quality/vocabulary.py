@@ -14,6 +14,7 @@ names the options of its results.
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -164,11 +165,12 @@ def model(given: argparse.Namespace, limit: common.Budget) -> None:
     extended = TokenizerSettings(kind="sentencepiece", path=str(out / "extended/tokenizer/sentencepiece.model"))
     before = TokenizerSettings(kind="sentencepiece", path=str(out / "base/tokenizer/sentencepiece.model"))
     starts = {"mean": out / "extended/model.safetensors", "random": out / "random.safetensors", "old": out / "run-base"}
-    for name, start in starts.items():
-        common.say(f"{name}: {limit.left:.0f} s left", file=sys.stderr)
+    if given.steps:
+        limit = common.Budget(math.inf)  # steps that are given are all taken
+    for name, start in limit.each(list(starts.items()), "model"):
         tokenizer, datastore = (before, "old") if name == "old" else (extended, "new")
         train_model(out, name, config_of(out, name, new, tokenizer, steps, str(start), datastore))
-    for name in starts:
+    for name in (name for name in starts if (out / f"run-{name}").exists()):
         lines = [json.loads(line) for line in (out / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
         figures = [
             f"{line['tokens']:,}: {line['valid_bits_per_byte_off']:.3f}" for line in lines if _is_evaluated(line)
