@@ -34,6 +34,8 @@ from retro.model.settings import ModelSettings
 
 THEIRS = "retro-pytorch 0.3.9"
 K = 2
+_WARM_UP = 64
+"""Tokens of a row that warms up."""
 Run = Callable[[int], object]
 """Generates for a batch of so many rows."""
 
@@ -98,6 +100,27 @@ def cases(datastore: Path, tokens: int, precision: str) -> dict[str, Run]:
     return found
 
 
+def selected(options: argparse.Namespace, tokens: int) -> dict[str, Run]:
+    """The cases that `--cases` names."""
+    found = cases(options.datastore, tokens, options.precision)
+    return {
+        name: run for name, run in found.items() if not options.cases or any(part in name for part in options.cases)
+    }
+
+
+def tokens_that_fit(options: argparse.Namespace, limit: Budget) -> int:
+    """Tokens of a row with which one round of all cases and batches fits into the time that is left; warms up, too."""
+    took = 0.0
+    for name, run in selected(options, min(_WARM_UP, options.tokens)).items():
+        took += (now := seconds(lambda run=run: run(1)))  # type: ignore[misc]
+        say(f"{name}: {now:.1f} s to warm up", file=sys.stderr)
+    round_seconds = took * sum(batch**0.5 for batch in options.batches)  # of this number of tokens, about
+    fitting = min(options.tokens, _WARM_UP * int(max(2, min(limit.left / round_seconds, options.tokens))))
+    if fitting < options.tokens:
+        say(f"rows of {fitting} tokens, so that a round fits. --tokens {options.tokens} --minutes 0 makes longer ones.")
+    return fitting
+
+
 def compare(chosen: dict[str, Run], batch: int, tokens: int, count: int, limit: Budget) -> list[dict[str, Any]]:
     """Rounds over all cases in turn; a row for each, its ratio to the first case."""
     times: dict[str, list[float]] = {name: [] for name in chosen}
@@ -125,7 +148,8 @@ def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
-    parser.add_argument("--tokens", type=int, default=512, help="length of every row at the end")
+    help_tokens = "length of every row at the end, at most: less where one round would not fit into --minutes"
+    parser.add_argument("--tokens", type=int, default=512, help=help_tokens)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
@@ -134,22 +158,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmark-generation.json"))
     options = parser.parse_args()
     limit = budget(options)
-    chosen = {
-        name: run
-        for name, run in cases(options.datastore, options.tokens, options.precision).items()
-        if not options.cases or any(part in name for part in options.cases)
-    }
-    for name, run in chosen.items():
-        say(f"{name}: {seconds(lambda run=run: run(1)):.1f} s to warm up", file=sys.stderr)
+    tokens = tokens_that_fit(options, limit)
+    chosen = selected(options, tokens)
     rows = []
     for number, batch in enumerate(options.batches):
         say(f"{batch} rows at once", file=sys.stderr)
-        rows += compare(chosen, batch, options.tokens, options.rounds, limit.share(len(options.batches) - number))
+        rows += compare(chosen, batch, tokens, options.rounds, limit.share(len(options.batches) - number))
     print(f"{'':26}{'batch':>6}{'tokens/s':>11}{'ratio':>9}")
     for row in rows:
         print(f"{row['case']:26}{row['batch']:6}{row['tokens_per_second']:11,.0f}{row['ratio']:8.2f}×")
     precision = str(placement(options.precision).dtype)
-    write(options.output, {"tokens": options.tokens, "k": K, "precision": precision, "rows": rows})
+    write(options.output, {"tokens": tokens, "k": K, "precision": precision, "rows": rows})
 
 
 if __name__ == "__main__":
