@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.common import Budget, add_minutes, budget, median_seconds, say, seconds, write
 from indexing.corpus.chunks import chunk_shard
-from indexing.corpus.scan import read_piece
+from indexing.corpus.scan import read_slice
 from indexing.device import keep_freed_memory
 from indexing.embedders import TransformerEmbedder, open_embedder
 from indexing.index import build as building
@@ -72,7 +72,7 @@ def text_stages(config: Config, datastore: Datastore, rounds: int, limit: Budget
     """Chunking and embedding."""
     tokenizer, train = Tokenizer.open(datastore.folder / "tokenizer"), datastore.train
     pieces = read_plan(datastore.folder)[0]
-    documents = [each for piece in pieces for each in read_piece(piece, config.corpus, on_problem=lambda _: None)]
+    documents = [each for piece in pieces for each in read_slice(piece, config.corpus, on_problem=lambda _: None)]
     texts = [document.text for document in documents]
     embedder = open_embedder(datastore.folder / "embedder", tokenizer.decode, config.embedder)
     rows = min(512 if isinstance(embedder, TransformerEmbedder) else 32_768, train.num_chunks)
