@@ -66,7 +66,7 @@ class Budget:
         """
         started, rate = time.perf_counter(), 0.0
         for number, item in enumerate(items):
-            if rate * cost(item) > self.left:
+            if number and rate * cost(item) > self.left:
                 needed = f"the next {name} takes about {rate * cost(item):.0f} s"
                 say(
                     f"stopped after {number} of {len(items)} {name}s: {needed} and {max(0, self.left):.0f} s are left. "
