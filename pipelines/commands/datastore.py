@@ -29,7 +29,7 @@ class IndexOptions(Config):
     """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
 
     stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialize", "merge"] = "all"
-    """Run one stage only; `all` runs them in order (`materialize` where neighbors.materialized asks for it)."""
+    """Run one stage only; `all` runs them in order (`materialize` only if neighbors.materialized is set)."""
     rebuild: bool = False
     """First remove the files of this stage and of all later stages."""
     append: bool = False

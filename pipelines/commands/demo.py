@@ -1,4 +1,4 @@
-"""`retro demo`: from no data to a measured answer, with every real stage in between.
+"""`retro demo`: from text to two trained models and their comparison, with all real stages.
 
 Python's own documentation and sources (or --corpus) → datastore → baseline and RETRO of the same size, trained on the
 same tokens → held-out bits-per-byte → neighbors, a generated paragraph, report.html
@@ -36,16 +36,16 @@ log = logging.getLogger("retro")
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The whole system on this machine, in minutes."""
+    """Build a datastore, train two small models and compare them, in minutes."""
 
     corpus: tuple[str, ...] = ()
-    """Files, folders, globs or URLs of text; empty: the documentation and sources that Python itself carries."""
+    """Files, folders, globs or URLs of text; empty: Python's own documentation and sources."""
     minutes: float = 2.5
-    """Minutes of training for the two models together; the rest of the demo takes one or two more."""
+    """Minutes of training for both models together. The rest of the demo takes one or two minutes."""
     output: Path = Path("retro-demo")
-    """Folder for everything that the demo leaves."""
+    """Folder for all files of the demo."""
     seed: int = 0
-    """Of everything random."""
+    """Random seed."""
 
     def __post_init__(self) -> None:
         if self.minutes <= 0:
@@ -54,19 +54,14 @@ class DemoOptions:
 
 def demo(options: DemoOptions) -> int:
     """`retro demo`."""
-    from pipelines.evaluation.bits_per_byte import in_words, measure_all
+    from indexing.retrieval.retriever import Retriever
     from pipelines.executors.factory import make_executor
-    from pipelines.reports.datastore import sample_examples, write_index_report
+    from pipelines.reports.datastore import plots_of, sample_examples, summary_table, write_index_report
     from pipelines.stages.table import build
-    from retro.checkpoints.checkpoint import load_model, open_checkpoint
-    from retro.device import choose_placement
-    from retro.evaluation.bits_per_byte import compare
-    from retro.evaluation.sets import EvaluationSet
 
     config = _config(options)
     echo(f"1. datastore: {config.datastore}")
-    datastore = build(config, make_executor(config.executor))
-    measured = write_index_report(datastore)
+    measured = write_index_report(build(config, make_executor(config.executor)))
     _print_datastore(measured)
 
     config = _with_steps(config, options)
@@ -77,60 +72,89 @@ def demo(options: DemoOptions) -> int:
         echo(f"   {name}: {outcome.parameters:,} parameters without embeddings")
 
     echo("\n3. held-out documents")
-    placement = choose_placement(config.train.device, config.train.precision)
-    models = {
-        name: load_model(open_checkpoint(outcome.checkpoint), placement.device) for name, outcome in outcomes.items()
-    }
-    held_out = EvaluationSet("valid", datastore)
-    results = {
-        name: measure_all(model, held_out, config.evaluation, placement, sequence_length=config.data.sequence_length)
-        for name, model in models.items()
-    }
-    baseline, off, *on = results["baseline"] + results["retro"]
-    table = _results_table(baseline, off, on)
-    echo(indented(table.text))
-    verdict = [
-        f"RETRO ON (k={on[0].k}) against OFF, the same weights: {in_words(*compare(on[0], off))}",
-        f"RETRO ON (k={on[0].k}) against the baseline: {in_words(*compare(on[0], baseline))}; "
-        "one training run each, and another seed can move a small model by more than that",
-    ]
-    echo("\n".join(f"   {line}" for line in verdict))
-
-    from indexing.retrieval.retriever import Retriever
-    from retro.inference.language_model import LanguageModel
+    table, verdict = _compare(config, outcomes, options.output / "results.json")
+    echo("\n".join([indented(table.text), *(f"   {line}" for line in verdict)]))
 
     retriever = Retriever.open(config.datastore)
     examples = sample_examples(retriever, 3)
     echo("\n4. three held-out chunks and their neighbors")
     _print_examples(examples)
 
-    prompt = _first_words(retriever, datastore)
-    options_for_text = GenerateOptions(prompt=(prompt,), k=config.data.k, max_tokens=150)
-    language_model = LanguageModel.open(outcomes["retro"].checkpoint, retriever, config.train.device)
-    (text,) = generate_texts(language_model, options_for_text)
-    echo(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(prompt + text)}")
+    prompt = _first_words(retriever)
+    text = _continued(prompt, retriever, config, outcomes["retro"].checkpoint)
+    echo(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(text)}")
 
-    path = options.output / "report.html"
-    _write_html(path, retriever, measured, outcomes, table, verdict, examples, prompt, text, tokens)
-    summary = {
-        "results": {name: [result.as_json() for result in rows] for name, rows in results.items()},
-        "verdict": verdict,
-    }
-    write_json(options.output / "results.json", summary)
-    echo(f'\nreport:     {path}\ndatastore:  {config.datastore}   try: retro search {config.datastore} "open a file"')
-    echo(f"checkpoint: {outcomes['retro'].checkpoint}")
-    echo(f"page:       retro serve {config.datastore} --checkpoint {options.output / 'retro'}")
-    echo(
-        f"settings:   {options.output / 'demo.toml'}   change them and run: retro train {options.output / 'demo.toml'} --run NEW"
+    report.write_report(
+        options.output / "report.html",
+        title="RETRO demo",
+        subtitle=f"{tokens:,} training tokens for each model",
+        figures=[(row[0], row[1], f"{row[2]} against the baseline") for row in table.rows],
+        sections=[
+            report.Section("Does retrieval help?", text=" ".join(f"{line}." for line in verdict), table=table),
+            report.Section("Training", plots=_training_plots(outcomes)),
+            report.Section("Datastore", table=summary_table(measured), plots=plots_of(retriever, measured)),
+            report.Section("Three held-out chunks and their neighbors", examples=examples),
+            report.Section("A paragraph with retrieval", text=text),
+        ],
     )
+    _print_next(options.output, config.datastore, outcomes["retro"].checkpoint)
     return 0
+
+
+def _compare(config: Config, outcomes: dict[str, Any], file: Path) -> tuple[Table, list[str]]:
+    """Score both models on the held-out documents; writes the results to a file.
+
+    Returns:
+        a table, and the comparisons in words.
+    """
+    from pipelines.evaluation.bits_per_byte import in_words, measure_all
+    from retro.checkpoints.checkpoint import load_model, open_checkpoint
+    from retro.device import choose_placement
+    from retro.evaluation.bits_per_byte import compare
+    from retro.evaluation.sets import EvaluationSet
+
+    placement = choose_placement(config.train.device, config.train.precision)
+    held_out = EvaluationSet("valid", Datastore.open(config.datastore))
+    results = {}
+    for name, outcome in outcomes.items():
+        model = load_model(open_checkpoint(outcome.checkpoint), placement.device)
+        length = config.data.sequence_length
+        results[name] = measure_all(model, held_out, config.evaluation, placement, sequence_length=length)
+    baseline, off, *on = results["baseline"] + results["retro"]
+    verdict = [
+        f"RETRO ON (k={on[0].k}) against OFF, the same weights: {in_words(*compare(on[0], off))}",
+        f"RETRO ON (k={on[0].k}) against the baseline: {in_words(*compare(on[0], baseline))}; "
+        "one training run each, and another seed can move a small model by more than that",
+    ]
+    rows = {name: [result.as_json() for result in of_model] for name, of_model in results.items()}
+    write_json(file, {"results": rows, "verdict": verdict})
+    return _results_table(baseline, off, on), verdict
+
+
+def _continued(prompt: str, retriever: Any, config: Config, checkpoint: Path) -> str:
+    """The prompt and its continuation with retrieval."""
+    from retro.inference.language_model import LanguageModel
+
+    language_model = LanguageModel.open(checkpoint, retriever, config.train.device)
+    (text,) = generate_texts(language_model, GenerateOptions(prompt=(prompt,), k=config.data.k, max_tokens=150))
+    return prompt + text
+
+
+def _print_next(folder: Path, datastore: Path, checkpoint: Path) -> None:
+    """Print the files, and commands to try next."""
+    echo(
+        f'\nreport:     {folder / "report.html"}\ndatastore:  {datastore}   try: retro search {datastore} "open a file"'
+    )
+    echo(f"checkpoint: {checkpoint}")
+    echo(f"page:       retro serve {datastore} --checkpoint {folder / 'retro'}")
+    echo(f"settings:   {folder / 'demo.toml'}   change them and run: retro train {folder / 'demo.toml'} --run NEW")
 
 
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
 def _config(options: DemoOptions) -> Config:
-    """The demo's settings; those of an earlier demo in the same folder, if it asked for the same."""
+    """The demo's settings. An earlier demo in the same folder must have the same corpus and seed."""
     from indexing.corpus.readers import CorpusSettings
     from indexing.tokenization.tokenizer import TokenizerSettings
     from retro.data.settings import DataSettings
@@ -138,13 +162,15 @@ def _config(options: DemoOptions) -> Config:
     from retro.training.settings import TrainSettings
 
     out = options.output
-    asked = {"corpus": list(options.corpus), "seed": options.seed}
+    wanted = {"corpus": list(options.corpus), "seed": options.seed}
     stored = out / "demo.json"
-    if stored.exists() and {key: read_json(stored).get(key) for key in asked} != asked:
-        raise InputError(f"{out} holds a demo of another corpus or seed ({stored}); name another folder: --output NEW.")
+    if stored.exists() and {key: read_json(stored).get(key) for key in wanted} != wanted:
+        raise InputError(
+            f"{out} contains a demo with another corpus or seed ({stored}). Name another folder: --output NEW."
+        )
     out.mkdir(parents=True, exist_ok=True)
     paths = options.corpus or (str(write_python_corpus(out / "corpus")),)
-    write_json(stored, (read_json(stored) if stored.exists() else {}) | asked)
+    write_json(stored, (read_json(stored) if stored.exists() else {}) | wanted)
     return Config(
         datastore=out / "datastore",
         run=out / "retro",
@@ -158,7 +184,7 @@ def _config(options: DemoOptions) -> Config:
             num_layers=4,
             retrieval=RetrievalSettings(cca_layers=(2, 4)),
             encoder=EncoderSettings(d_model=96, d_ffw=384, num_heads=2, head_dim=48, num_layers=1),
-            shared_embeddings=True,  # these three bring copying sooner: docs/results/copying.md
+            shared_embeddings=True,  # with these and smeared keys, copying starts earlier: docs/results/copying.md
             copying_init=True,
         ),
         train=TrainSettings(batch_size=4, lr=3e-3, warmup_steps=20, eval_every=0, log_every=5, seed=options.seed),
@@ -167,7 +193,7 @@ def _config(options: DemoOptions) -> Config:
 
 
 def _with_steps(config: Config, options: DemoOptions) -> Config:
-    """As many steps as fit into the minutes, from a short trial of both models; remembered, so that a rerun resumes."""
+    """Set the number of steps that fit into the minutes, from a short trial of both models. It is stored, so that a rerun resumes."""
     stored = options.output / "demo.json"
     remembered = read_json(stored)
     if remembered.get("minutes") != options.minutes:
@@ -185,7 +211,7 @@ def _with_steps(config: Config, options: DemoOptions) -> Config:
 
 
 def _seconds_per_step(config: Config) -> float:
-    """Median of a few steps of a run that is thrown away."""
+    """Median time of a few steps of a trial run."""
     from retro.training.trainer import train
 
     trial = replace(
@@ -201,14 +227,14 @@ def _seconds_per_step(config: Config) -> float:
 
 
 def runs_of(config: Config) -> dict[str, Config]:
-    """The baseline, as many parameters in a plain decoder, and the RETRO."""
+    """The baseline, a plain decoder with as many parameters, and the RETRO model."""
     from retro.model.presets import baseline_of
 
     baseline = replace(config, run=config.run.with_name("baseline"), model=baseline_of(config.model))
     return {"baseline": baseline, "retro": config}
 
 
-# --- what is shown -------------------------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------------------------
 
 
 def _print_datastore(measured: dict[str, Any]) -> None:
@@ -253,8 +279,9 @@ def _shortened(text: str, limit: int = 220) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
-def _first_words(retriever: Any, datastore: Datastore) -> str:
-    """The beginning of a held-out document, two chunks long at most, so that the first retrieval comes soon."""
+def _first_words(retriever: Any) -> str:
+    """The beginning of a held-out document, at most two chunks long, so that retrieval starts soon."""
+    datastore = retriever.datastore
     split = datastore.valid if datastore.valid.num_chunks else datastore.train
     number = int(np.random.default_rng(5).integers(split.num_documents))
     first, stop = split.chunk_range(number)
@@ -262,50 +289,19 @@ def _first_words(retriever: Any, datastore: Datastore) -> str:
     return retriever.tokenizer.decode(tokens[:60])
 
 
-def _write_html(
-    path: Path,
-    retriever: Any,
-    measured: dict[str, Any],
-    outcomes: dict[str, Any],
-    table: Table,
-    verdict: list[str],
-    examples: list[report.NeighborExample],
-    prompt: str,
-    text: str,
-    tokens: int,
-) -> None:
-    from pipelines.reports.datastore import plots_of, summary_table
-
+def _training_plots(outcomes: dict[str, Any]) -> list[str]:
+    """Training loss and held-out bits per byte of both models."""
     losses, held_out = {}, {}
     for name, outcome in outcomes.items():
         lines = [line for line in outcome.metrics if "loss" in line]
         losses[name] = ([line["tokens"] for line in lines], [line["loss"] for line in lines])
         for mode in ("off", "on"):
-            scored = [line for line in outcome.metrics if f"valid_bits_per_byte_{mode}" in line]
+            key = f"valid_bits_per_byte_{mode}"
+            scored = [line for line in outcome.metrics if key in line]
             if scored:
                 label = name if name == "baseline" else f"{name} {mode.upper()}"
-                held_out[label] = (
-                    [line["tokens"] for line in scored],
-                    [line[f"valid_bits_per_byte_{mode}"] for line in scored],
-                )
-    report.write_report(
-        path,
-        title="RETRO demo",
-        subtitle=f"{tokens:,} training tokens for each model",
-        figures=[(row[0], row[1], f"{row[2]} against the baseline") for row in table.rows],
-        sections=[
-            report.Section(
-                "Does retrieval help?", text=" ".join(" ".join(line.split()) + "." for line in verdict), table=table
-            ),
-            report.Section(
-                "Training",
-                plots=[
-                    report.line_plot(losses, "tokens", "nats per token", "Training loss"),
-                    report.line_plot(held_out, "tokens", "bits per byte", "Held-out bits per byte"),
-                ],
-            ),
-            report.Section("Datastore", table=summary_table(measured), plots=plots_of(retriever, measured)),
-            report.Section("Three held-out chunks and their neighbors", examples=examples),
-            report.Section("A paragraph with retrieval", text=prompt + text),
-        ],
-    )
+                held_out[label] = ([line["tokens"] for line in scored], [line[key] for line in scored])
+    return [
+        report.line_plot(losses, "tokens", "nats per token", "Training loss"),
+        report.line_plot(held_out, "tokens", "bits per byte", "Held-out bits per byte"),
+    ]

@@ -111,17 +111,17 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     from retro.question_answering.question_sets import read_questions
 
     path = Path(questions)
-    shots, asked = eval_qa.select(read_questions(path), options, path)
-    language = eval_qa.language_for(asked, options)
+    shots, chosen = eval_qa.select(read_questions(path), options, path)
+    language = eval_qa.language_for(chosen, options)
     model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, options, options.device)
-    found = found_passages(retriever, asked, options) if retriever else None
-    modes = all_modes(model, asked, options, language=language, shots=shots, found=found)
-    rows = eval_qa.measure_answers(model, modes, asked, options, language)
+    found = found_passages(retriever, chosen, options) if retriever else None
+    modes = all_modes(model, chosen, options, language=language, shots=shots, found=found)
+    rows = eval_qa.measure_answers(model, modes, chosen, options, language)
     prints = {"checkpoint": model.checkpoint.fingerprint}
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
     prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
     settings = asdict(options) | {"checkpoint": checkpoint, "questions": questions, "language": language}
-    results = {"fingerprints": prints, "settings": settings} | eval_qa.as_json(rows, asked, options.seed)
+    results = {"fingerprints": prints, "settings": settings} | eval_qa.as_json(rows, chosen, options.seed)
     options.deliver(results, eval_qa.answers_table(results["results"]).text, write_qa_page)
     return 0
 

@@ -28,13 +28,13 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
     from retro.question_answering.retrieval_metrics import measure, right_documents
 
     retriever = Retriever.open(datastore, *options.extra_datastores)
-    asked = read_questions(Path(questions))
-    asked = asked[: options.max_questions or len(asked)]
-    right = right_documents(retriever.retrieval, asked)
+    chosen = read_questions(Path(questions))
+    chosen = chosen[: options.max_questions or len(chosen)]
+    right = right_documents(retriever.retrieval, chosen)
     results = []
     for rerank in options.rerank:
-        with progress(f"eval retrieval {rerank}", total=len(asked), unit="questions") as advance:
-            results.append(measure(retriever, asked, right, rerank, options, advance))
+        with progress(f"eval retrieval {rerank}", total=len(chosen), unit="questions") as advance:
+            results.append(measure(retriever, chosen, right, rerank, options, advance))
     settings = asdict(options) | {"datastore": datastore, "questions": questions}
     prints = {"datastore": retriever.datastore.fingerprint}
     prints |= {folder: Datastore.open(folder).fingerprint for folder in options.extra_datastores}

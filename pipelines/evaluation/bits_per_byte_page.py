@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.evaluation.bits_per_byte_tables import Rows, label_of, tables_of
-from pipelines.reports.html import Line, Section, line_plot, settings_table, stairs, write_report
+from pipelines.reports.html import PlotLine, Section, line_plot, settings_table, stairs, write_report
 
 
 def write_eval_page(path: Path, results: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ def _plots_by_k(rows: Rows, sets: Sequence[str]) -> list[str]:
     """A curve of bits per byte by k for each set and model, with OFF at 0; none if only one k was measured."""
     plots = []
     for name in sets:
-        lines: dict[str, Line] = {}
+        lines: dict[str, PlotLine] = {}
         for color, model in enumerate(_models(rows)):
             ours = [row for row in rows if (row["set"], row["model"]) == (name, model)]
             if len(ours) > 2:
@@ -125,8 +125,8 @@ def _plots_of_overlap(rows: Rows) -> list[str]:
     ]
 
 
-def _line(points: Sequence[tuple[float, float]], color: int, dashed: bool = False) -> Line:
-    return Line([x for x, _ in points], [y for _, y in points], color, dashed)
+def _line(points: Sequence[tuple[float, float]], color: int, dashed: bool = False) -> PlotLine:
+    return PlotLine([x for x, _ in points], [y for _, y in points], color, dashed)
 
 
 def _models(rows: Rows) -> list[str]:

@@ -119,5 +119,5 @@ def measure_fractions(
 
 
 def as_json(levels: Sequence[FractionLevel]) -> dict[str, Any]:
-    """`datastore_fractions`: for each set and share what it holds, results and changes."""
+    """`datastore_fractions`: size, results and changes for each set and fraction."""
     return {"datastore_fractions": [asdict(level) for level in levels]}

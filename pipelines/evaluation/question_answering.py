@@ -15,7 +15,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import check_tokenizer
-from pipelines.evaluation.question_answering_modes import Asked, Mode
+from pipelines.evaluation.question_answering_modes import ModePrompts, QuestionMode
 from pipelines.evaluation.settings import QaSettings
 from pipelines.results import Table
 from pipelines.terminal import progress
@@ -38,7 +38,7 @@ class Answered:
             copies; None: no passages.
     """
 
-    mode: Mode
+    mode: QuestionMode
     answers: list[str]
     exact_match: np.ndarray = field(repr=False)
     f1: np.ndarray = field(repr=False)
@@ -88,7 +88,7 @@ def _check_readable(checkpoint: Checkpoint, passages: Datastore) -> None:
 
 def measure_answers(
     language_model: LanguageModel,
-    modes: Iterable[Asked],
+    modes: Iterable[ModePrompts],
     questions: Sequence[Question],
     settings: QaSettings,
     language: Language,
@@ -103,13 +103,13 @@ def measure_answers(
         language: of the measures.
     """
     rows = []
-    for asked in modes:
-        with progress(f"answer, {asked.mode.name}", total=len(questions), unit="questions") as advance:
+    for prepared in modes:
+        with progress(f"answer, {prepared.mode.name}", total=len(questions), unit="questions") as advance:
             answers = answer(
                 language_model,
-                asked.prompts,
-                k=asked.mode.k,
-                given=asked.given,
+                prepared.prompts,
+                k=prepared.mode.k,
+                given=prepared.given,
                 max_tokens=settings.max_tokens,
                 batch_size=settings.batch_size,
                 advance=advance,
@@ -117,11 +117,11 @@ def measure_answers(
         pairs = list(zip(answers, questions, strict=True))
         rows.append(
             Answered(
-                mode=asked.mode,
+                mode=prepared.mode,
                 answers=answers,
                 exact_match=np.array([exact_match(text, each.answers, language) for text, each in pairs]),
                 f1=np.array([f1(text, each.answers, language) for text, each in pairs]),
-                answer_in_passages=None if asked.texts is None else answer_in_passages(questions, asked.texts),
+                answer_in_passages=None if prepared.texts is None else answer_in_passages(questions, prepared.texts),
             )
         )
     return rows
@@ -136,11 +136,11 @@ def select(questions: Sequence[Question], settings: QaSettings, path: Path) -> t
     for each in questions:
         if not each.answers:
             raise InputError(f"{path}: question {each.id!r} has no answers, so it cannot be scored.")
-    shots, asked = questions[: settings.shots], questions[settings.shots :]
-    asked = asked[: settings.max_questions or None]
-    if not asked:
+    shots, chosen = questions[: settings.shots], questions[settings.shots :]
+    chosen = chosen[: settings.max_questions or None]
+    if not chosen:
         raise InputError(f"{path} has {len(questions)} questions: with shots = {settings.shots} none is left to ask.")
-    return list(shots), list(asked)
+    return list(shots), list(chosen)
 
 
 def language_for(questions: Sequence[Question], settings: QaSettings) -> Language:

@@ -25,7 +25,7 @@ from retro.question_answering.text_prompts import Prompts, room_for_prompts
 
 
 @dataclass(frozen=True)
-class Mode:
+class QuestionMode:
     """How questions are asked.
 
     Attributes:
@@ -52,23 +52,23 @@ class Mode:
         return ", ".join((["paper's prompt"] if self.prompt == "paper" else []) + (parts or ["closed book"]))
 
 
-class Asked(NamedTuple):
+class ModePrompts(NamedTuple):
     """All questions in one mode: tokens of each prompt, its given neighbors, and the texts of its passages."""
 
-    mode: Mode
+    mode: QuestionMode
     prompts: list[np.ndarray]
     given: GivenNeighbors | None = None  # None: no neighbors, or those that each chunk finds
     texts: list[list[str]] | None = None  # passages in the prompt or as neighbors; None: no passages
 
 
-class Found(NamedTuple):
+class FoundPassages(NamedTuple):
     """The passages of each question, best first."""
 
     searched: list[list[Passage]]
     gold: list[list[Passage]] | None  # with those first that the question names; None: not measured
 
 
-def found_passages(retriever: Retriever, questions: Sequence[Question], settings: QaSettings) -> Found | None:
+def found_passages(retriever: Retriever, questions: Sequence[Question], settings: QaSettings) -> FoundPassages | None:
     """Find the passages that the settings need, with a progress bar; None if they need none.
 
     Raises:
@@ -86,7 +86,7 @@ def found_passages(retriever: Retriever, questions: Sequence[Question], settings
         return None
     searched = find("search", k, positives_first=False)
     gold = find("gold", settings.neighbor_passages, positives_first=True) if settings.gold else None
-    return Found(searched, gold)
+    return FoundPassages(searched, gold)
 
 
 def all_modes(
@@ -96,8 +96,8 @@ def all_modes(
     *,
     language: Language,
     shots: Sequence[Question] = (),
-    found: Found | None = None,
-) -> Iterator[Asked]:
+    found: FoundPassages | None = None,
+) -> Iterator[ModePrompts]:
     """All modes that model, settings and passages allow, closed book first.
 
     Args:
@@ -122,8 +122,8 @@ def _in_lines(
     settings: QaSettings,
     language: Language,
     shots: Sequence[Question],
-    found: Found | None,
-) -> Iterator[Asked]:
+    found: FoundPassages | None,
+) -> Iterator[ModePrompts]:
     m, room = language_model.model.settings.chunk_length, room_for_prompts(language_model, settings.max_tokens)
     prompts = Prompts(language_model.tokenizer, language, shots, room, m)
     count = settings.prompt_passages if found else 0
@@ -131,7 +131,7 @@ def _in_lines(
     for read in (None, texts) if texts else (None,):
         made = [prompts.prompt(each, read[number] if read else ()) for number, each in enumerate(questions)]
         for k in (0, settings.k) if settings.k and language_model.retriever is not None else (0,):
-            yield Asked(Mode(passages=count if read else 0, k=k), made, texts=read)
+            yield ModePrompts(QuestionMode(passages=count if read else 0, k=k), made, texts=read)
 
 
 def _as_in_paper(
@@ -139,12 +139,12 @@ def _as_in_paper(
     questions: Sequence[Question],
     count: int,
     language: Language,
-    found: Found | None,
-) -> Iterator[Asked]:
+    found: FoundPassages | None,
+) -> Iterator[ModePrompts]:
     model = language_model.model.settings
     form = Format(language_model.tokenizer, model.chunk_length, language)
     prompts = [form.prompt(each.question) for each in questions]
-    yield Asked(Mode("paper"), prompts)
+    yield ModePrompts(QuestionMode("paper"), prompts)
     if not found or not model.retrieval.cca_layers:
         return
     for gold, passages in ((False, found.searched), (True, found.gold)):
@@ -153,4 +153,4 @@ def _as_in_paper(
             # Passages may be cut off, so their texts are decoded from the tokens.
             kept = [[row[:length] for row, length in zip(*each, strict=True)] for each in given]
             texts = [form.tokenizer.decode_batch(each) for each in kept]
-            yield Asked(Mode("paper", neighbors=count, gold=gold), prompts, given, texts)
+            yield ModePrompts(QuestionMode("paper", neighbors=count, gold=gold), prompts, given, texts)

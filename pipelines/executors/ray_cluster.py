@@ -37,7 +37,7 @@ def require_answer(address: str) -> None:
     """Return if a gRPC server answers at `HOST:PORT` or `ray://HOST:PORT`. Other addresses are not checked.
 
     Raises:
-        ConnectionError: nothing listens there, or it does not speak gRPC as Ray does.
+        ConnectionError: no server listens there, or it does not answer gRPC.
     """
     found = re.fullmatch(r"(ray://)?(\[[^\]]+\]|[^:/]+):(\d+)", address)
     if found is None:  # `auto`, empty, or an address that Ray refuses at once

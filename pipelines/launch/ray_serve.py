@@ -139,14 +139,14 @@ class RemoteIndex:
             PartsMissing: some parts did not answer now or recently.
         """
         now = time.monotonic()
-        asked = {
+        sent = {
             name: handle.search.remote(queries, k)
             for name, handle in self.handles.items()
             if self._left_out.get(name, 0) <= now
         }
         found = [(np.full((len(queries), k), -1, dtype=np.int64), np.full((len(queries), k), np.inf, dtype=np.float32))]
-        missing = [name for name in self.handles if name not in asked]
-        for name, response in asked.items():
+        missing = [name for name in self.handles if name not in sent]
+        for name, response in sent.items():
             answer = self._answer(name, response, now + self.part_seconds)
             if answer is None:
                 missing.append(name)

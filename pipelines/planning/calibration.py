@@ -89,7 +89,7 @@ def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> C
     Of a large corpus some files are read, in random order, until `_SCANNED_BYTES` of text have been seen.
 
     Raises:
-        InputError: a path does not exist, or there is no text.
+        InputError: a path does not exist, or the corpus has no text.
     """
     rng = random.Random(seed)
     files = list_files(settings)

@@ -144,7 +144,7 @@ def _weight(word: str) -> float:
 Numbers = Sequence[float] | np.ndarray
 
 
-class Line(NamedTuple):
+class PlotLine(NamedTuple):
     """A line of a plot; a pair (xs, ys) is accepted too.
 
     Attributes:
@@ -162,7 +162,7 @@ class Line(NamedTuple):
 
 
 def line_plot(
-    series: Mapping[str, Line | tuple[Numbers, Numbers]],
+    series: Mapping[str, PlotLine | tuple[Numbers, Numbers]],
     x_label: str,
     y_label: str,
     title: str,
@@ -174,7 +174,7 @@ def line_plot(
     with _style(title):
         figure, axes = _figure(x_label, y_label, title)
         for number, (name, points) in enumerate(series.items()):
-            line = Line(*points)
+            line = PlotLine(*points)
             color = _COLORS[(number if line.color is None else line.color) % len(_COLORS)]
             if line.raw is not None:
                 axes.plot(*line.raw, color=color, alpha=0.25, linewidth=0.8)

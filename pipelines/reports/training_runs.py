@@ -16,7 +16,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
-from pipelines.reports.html import Line, Section, flat, line_plot, shown, write_report
+from pipelines.reports.html import PlotLine, Section, flat, line_plot, shown, write_report
 from pipelines.results import Table
 from retro.evaluation.sets import short_names
 from retro.training.monitor import PREFIX
@@ -272,7 +272,7 @@ def group_plots(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         kinds = list(dict.fromkeys(map(kind_of, groups_of(run))))
         for figure, (title, unit) in _GROUP_FIGURES.items():
-            lines = {kind: Line(*thinned(*largest_of(run, figure, kind))) for kind in kinds}
+            lines = {kind: PlotLine(*thinned(*largest_of(run, figure, kind))) for kind in kinds}
             if any(np.any(line.ys) for line in lines.values()):
                 name = f"{title}, {run.name}" if len(runs) > 1 else title
                 plots.append(line_plot(lines, "tokens", unit, f"{name}, by layer group", log_y=not unit))
@@ -298,10 +298,10 @@ def metric_plot(runs: Sequence[Run], metric: str, title: str, unit: str) -> str:
     for number, run in enumerate(runs):
         tokens, values = run.curve(metric)
         if metric == "lr":
-            lines[run.name] = Line(*thinned(tokens, values), color=number)
+            lines[run.name] = PlotLine(*thinned(tokens, values), color=number)
         elif len(values):
             raw = spikes(tokens, values) if len(runs) < 3 else None
-            lines[run.name] = Line(*thinned(tokens, smoothed(values)), color=number, raw=raw)
+            lines[run.name] = PlotLine(*thinned(tokens, smoothed(values)), color=number, raw=raw)
     return line_plot(lines, "tokens", unit, title)
 
 
@@ -315,9 +315,9 @@ def held_out_plots(runs: Sequence[Run]) -> list[str]:
                 curve = run.held_out(name, mode)
                 if len(curve[0]):
                     label = f"{run.name} {mode.upper()}" if len(runs) > 1 else f"retrieval {mode.upper()}"
-                    lines[label] = Line(*thinned(*curve), color=number, dashed=mode == "off")
+                    lines[label] = PlotLine(*thinned(*curve), color=number, dashed=mode == "off")
             if len(gain_curve(run, name)[0]):
-                gains[run.name] = Line(*thinned(*gain_curve(run, name)), color=number)
+                gains[run.name] = PlotLine(*thinned(*gain_curve(run, name)), color=number)
         unit = next(_HELD_OUT_UNITS[run.figure(name)] for run in runs if name in run.sets)
         plots.append(line_plot(lines, "tokens", unit, f"Held out: {name}"))
         if gains:

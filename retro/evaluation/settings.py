@@ -1,4 +1,4 @@
-"""What is measured on held-out documents."""
+"""Settings of measurements on held-out documents."""
 
 from dataclasses import dataclass
 
@@ -8,29 +8,29 @@ from retro.evaluation.sets import check_entries
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What is measured on held-out documents."""
+    """Settings of measurements on held-out documents."""
 
     sets: tuple[str, ...] = ()
     """`NAME=DATASTORE:SPLIT`, `NAME=DATASTORE` (split `valid`), or a SPLIT of the first training datastore; empty: `valid` of every training datastore."""
     k: tuple[int, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
     window: int = 0
-    """Tokens of context; 0 = the sequence length of training."""
+    """Tokens in a window; 0 = the sequence length of training."""
     stride: int = 0
     """Tokens between two windows; 0 = half a window (the paper's 2048/1024)."""
     max_tokens: int = 0
-    """Stop after about this many scored tokens of a set; 0 = all held-out documents."""
+    """Approximate number of tokens of a set to score; 0 = all held-out documents."""
     batch_size: int = 8
     """Windows in a batch."""
     leakage_thresholds: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
-    """Bits-per-byte also over the chunks that share at most these parts of themselves with a neighbor; not while training."""
+    """Also measure bits per byte over chunks whose overlap with a neighbor is at most α, for each of these α. Not during training."""
     leakage_neighbors: int = 10
-    """Neighbors of a chunk that count as leaks, the nearest ones (paper: 10)."""
+    """Number of nearest neighbors that count as leaks of a chunk (paper: 10)."""
     datastore_fractions: tuple[float, ...] = ()
-    """Retrieval ON also with these shares of the documents of the datastore, searched anew; a larger share holds the
-    smaller ones. E.g. 0.01 0.1 0.5 1; not while training."""
+    """Also measure retrieval ON with a new search in these fractions of the datastore's documents, for example 0.01 0.1 0.5 1.
+    A larger fraction contains the smaller ones. Not during training."""
     seed: int = 0
-    """Of the bootstrap over documents, and of the documents that a share of the datastore holds."""
+    """Seed of the bootstrap over documents, and of the fractions of the datastore."""
 
     def __post_init__(self) -> None:
         check_entries(self.sets)

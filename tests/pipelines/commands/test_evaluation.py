@@ -15,7 +15,7 @@ from indexing.store.files import write_checked
 from pipelines.cli import main
 from pipelines.evaluation import question_answering as eval_qa
 from pipelines.evaluation.question_answering import Answered
-from pipelines.evaluation.question_answering_modes import Mode, all_modes, found_passages
+from pipelines.evaluation.question_answering_modes import QuestionMode, all_modes, found_passages
 from pipelines.evaluation.settings import QaSettings
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
@@ -261,9 +261,9 @@ def test_a_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: P
 
 
 def test_scores_are_means_over_questions_with_their_interval() -> None:
-    row = Answered(Mode(k=2), ["a", "b", "c", "d"], np.array([1.0, 0, 0, 0]), np.array([1.0, 0.5, 0, 0])).as_json(
-        seed=0
-    )
+    row = Answered(
+        QuestionMode(k=2), ["a", "b", "c", "d"], np.array([1.0, 0, 0, 0]), np.array([1.0, 0.5, 0, 0])
+    ).as_json(seed=0)
     assert (row["mode"], row["exact_match"], row["f1"], row["questions"]) == ("ON k=2", 0.25, 0.375, 4)
     assert row["f1_low"] <= row["f1"] <= row["f1_high"]
     asked = [Question("a", "?", ("Paris", "the Seine")), Question("b", "?", ("42",))]

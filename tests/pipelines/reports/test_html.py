@@ -6,9 +6,9 @@ from html import unescape
 import numpy as np
 
 from pipelines.reports.html import (
-    Line,
     NeighborExample,
     NeighborText,
+    PlotLine,
     Section,
     _tick,
     histogram,
@@ -101,8 +101,8 @@ def test_log_axes_of_one_point_and_of_many() -> None:
 
 def test_lines_may_share_a_color_be_dashed_and_have_their_raw_values_behind_them() -> None:
     lines = {
-        "ON": Line([1, 2], [3, 4], color=2, raw=([1, 1.5, 2], [3, 9, 4])),
-        "OFF": Line([1, 2], [5, 6], color=2, dashed=True),
+        "ON": PlotLine([1, 2], [3, 4], color=2, raw=([1, 1.5, 2], [3, 9, 4])),
+        "OFF": PlotLine([1, 2], [5, 6], color=2, dashed=True),
     }
     svg = line_plot(lines, "x", "y", "t")
     assert svg.count("stroke: #10b981") >= 3
