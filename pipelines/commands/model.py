@@ -200,11 +200,20 @@ def _checkpoint_groups(metadata: dict[str, Any]) -> dict[str, list[list[str]]]:
     if metadata["active_parameters"] != metadata["parameters"]:
         rows.append(["parameters of a token", f"{metadata['active_parameters']:,}"])
     rows.append(["datastores", ", ".join(metadata["datastores"])])
-    sections = {
-        f"[{section}]": [[key, str(value)] for key, value in values.items()]
-        for section, values in metadata["settings"].items()
-    }
-    return {metadata["path"]: rows, **sections}
+    groups = {metadata["path"]: rows}
+    for section, values in metadata["settings"].items():
+        groups |= _section_groups(section, values)
+    return groups
+
+
+def _section_groups(path: str, section: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The keys of a section and of the sections in it, under headings as in a TOML file."""
+    leaves = [[key, str(value)] for key, value in section.items() if not isinstance(value, dict)]
+    groups = {f"[{path}]": leaves} if leaves else {}
+    for key, value in section.items():
+        if isinstance(value, dict):
+            groups |= _section_groups(f"{path}.{key}", value)
+    return groups
 
 
 def verify(path: str, options: VerifyOptions) -> int:

@@ -168,6 +168,7 @@ def test_inspect_groups_what_a_checkpoint_holds_by_section(trained: Path, capsys
     assert "parameters" in first
     assert groups["[train]"]["lr"] == "0.001"
     assert groups["[model]"]["d_model"] == "32"
+    assert groups["[model.attention]"]["num_heads"] == "2"
 
 
 def test_inspect_tells_the_recall_of_the_index_and_of_the_stored_neighbors_apart(
