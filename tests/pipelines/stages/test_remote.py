@@ -219,7 +219,7 @@ def test_documents_are_deleted_at_the_url_and_everyone_sees_it(url, another_mach
     filesystem.rm_file(f"{root}/deleted.npy")  # the URL is the truth
     assert Datastore.open(url).fingerprint == whole.fingerprint
     assert main(["verify", url]) == 2
-    assert "copy it" in capsys.readouterr().err
+    assert "Copy the datastore" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reading", ["mmap", "pread"])
