@@ -1,11 +1,10 @@
-"""Cross-attention that copies from the first step on, beside a decoder that is trained: fitted to what the decoder says.
+"""Fit cross-attention to a trained decoder, so that it copies tokens of neighbors from the first step on.
 
-`Attention.initialize_copying` ties weights to each other, which is enough where everything begins together. A trained stream is
-another matter: it holds the token that was read in directions of its own, loudly, and a RETROfit with a few hundredths of the
-tokens is over before cross-attention has found them (docs/how-to/retrofit.md). They can be had without a gradient. Canonical
-correlations (Hotelling 1936) of the stream with the embeddings give the directions in which queries and keys meet; least
-squares give the output that raises the logit of a token that was read; and a few forward passes say how sharply to look and
-how loudly to speak: not at all, where that is best.
+`Attention.initialize_copying` ties weights to each other, which is enough if all weights start random. The residual stream of a
+trained decoder represents the current token in its own directions and with large norms, and a RETROfit with a few percent of the
+tokens ends before cross-attention has learned them (docs/how-to/retrofit.md). Here they are computed without gradients. Canonical
+correlations (Hotelling 1936) of the stream with the embeddings give the projections of queries and keys. Least squares give the
+output that raises the logit of a token that was read. A few forward passes choose sharpness and strength; the strength can be 0.
 """
 
 import logging
@@ -27,30 +26,30 @@ from retro.model.retro import Retro
 log = logging.getLogger("retro")
 
 _DECAY = 0.9
-"""Of the taps: how much less a token counts that stands one further back."""
+"""Factor of a tap for each token further back."""
 _TURN = 2.0
-"""Radians. Features that RoPE turns further over a chunk cannot tell tokens whatever their distance."""
+"""Radians. Features that RoPE rotates further over a chunk depend too much on the distance to match tokens."""
 _SHARPNESS = (8.0, 16.0, 32.0)
-"""Scores of a key that stands after the same tokens."""
+"""Candidates for the score of a key that follows the same tokens as the query."""
 _NATS = (0.0, 0.5, 1.0, 2.0, 4.0)
-"""By how much a token that alone is read becomes more likely."""
+"""Candidates for the increase of a token's logit if it alone is read."""
 _TOKENS = 8192
 _RIDGE = 1e-3
 
 
 def can_be_fitted(model: Retro) -> bool:
-    """Whether cross-attention is to copy and can look for what followed: its keys must hold the tokens before them."""
+    """True with `copying_init` if the keys of cross-attention contain the preceding tokens, which the fit matches."""
     settings = model.settings
     return settings.copying_init and bool(settings.retrieval.cca_layers) and settings.cross_smeared_tokens > 0
 
 
 def start_copying(model: Retro, data: BatchSource, sequence_length: int, placement: Placement) -> None:
-    """`fit_copying` to the first sequences of the training; on the training's device, from where the model comes back."""
+    """Call `fit_copying` with the first sequences of training, on the device of training. The model ends on the CPU."""
     samples = range(max(2, _TOKENS // sequence_length))
     batch = placement.put(as_tensors(data.batch(samples, 0.0, data.neighbor_use(0))))
     if batch["neighbors"] is None:
         log.warning(
-            "the first batch has no neighbors: cross-attention is not fitted, and begins as in training from scratch"
+            "the first batch has no neighbors: cross-attention is not fitted, and starts as in training from scratch"
         )
         return
     fit_copying(model.to(placement.device), batch, placement)
@@ -59,10 +58,10 @@ def start_copying(model: Retro, data: BatchSource, sequence_length: int, placeme
 
 @torch.no_grad()
 def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
-    """Set encoder and cross-attention, from the last layer to the first. The decoder stays as it is.
+    """Set the weights of encoder and cross-attention, from the last layer to the first. The decoder does not change.
 
     Args:
-        model: whole, with `copying_init`; its decoder is trained, its encoder and cross-attention are drawn.
+        model: a whole model with `copying_init`, a trained decoder, and a random encoder and cross-attention.
         batch: sequences with neighbors, as for training; a few thousand tokens.
         placement: device of the model and the batch, and precision.
     """
@@ -71,7 +70,7 @@ def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
     model.eval()
     for name, parameter in model.encoder.named_parameters():
         if name.endswith((".o_proj.weight", ".down_proj.weight")) or name == "position_embedding.weight":
-            parameter.zero_()  # neighbors are read as they stand
+            parameter.zero_()  # the encoder returns the embeddings of the neighbors
     crosses: dict[str, Any] = dict(model.cross.items())
     attentions: dict[int, Any] = {int(n): cross.block.attention for n, cross in crosses.items()}
     for attention in attentions.values():
@@ -80,11 +79,11 @@ def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
     streams, size = _streams(model, inputs, placement)
     without = loss()
     for layer, attention in reversed(attentions.items()):
-        _look_for_the_same(model, attention, streams[str(layer)], inputs["tokens"])
-        _say_what_is_read(model, attention, inputs["tokens"].unique(), size)
-        sharpness, nats, found = _loudest_that_helps(attention, loss)
+        _match_tokens(model, attention, streams[str(layer)], inputs["tokens"])
+        _set_output(model, attention, inputs["tokens"].unique(), size)
+        sharpness, nats, found = _choose_strength(attention, loss)
         log.info(
-            "cross-attention of layer %d begins as one that copies: sharpness %g, %g nats; loss %.4f, without it %.4f",
+            "cross-attention of layer %d is fitted to copy: sharpness %g, %g nats; loss %.4f, without it %.4f",
             *(layer, sharpness, nats, found, without),
         )
     model.train(training)
@@ -98,7 +97,7 @@ def _loss(model: Retro, inputs: TensorBatch, labels: Tensor, placement: Placemen
 
 
 def _streams(model: Retro, inputs: TensorBatch, placement: Placement) -> tuple[dict[str, Tensor], Tensor]:
-    """What each cross-attention is asked with, [B·T, D] float32, and the size of the stream under the output layer."""
+    """The input of each cross-attention, [B·T, D] float32, and the RMS of the input of the final norm."""
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, of: Any) -> Any:
@@ -114,9 +113,9 @@ def _streams(model: Retro, inputs: TensorBatch, placement: Placement) -> tuple[d
     return {name: stream.flatten(0, 1).float() for name, stream in kept.items()}, size
 
 
-def _look_for_the_same(model: Retro, attention: Attention, stream: Tensor, tokens: Tensor) -> None:
-    """Queries of the stream [N, D] meet keys that stand after the same tokens [B, T]; a match scores 1."""
-    _look_back(attention)
+def _match_tokens(model: Retro, attention: Attention, stream: Tensor, tokens: Tensor) -> None:
+    """Set the projections of queries and keys so that stream [N, D] and keys after the same tokens [B, T] match with score 1."""
+    _set_taps(attention)
     read, count = _encoded(model, tokens.flatten()), len(stream)  # [N, E]
     whiten_read, whiten_stream = _whitening(read), _whitening(stream)
     left, found, right = torch.linalg.svd(whiten_read @ (read.T @ stream / count) @ whiten_stream, full_matrices=False)
@@ -132,8 +131,8 @@ def _look_for_the_same(model: Retro, attention: Attention, stream: Tensor, token
     _sharpen(attention, 1 / float(scores.mean()))
 
 
-def _look_back(attention: Attention) -> None:
-    """Keys hold the tokens before them, queries as many: their own, and those before."""
+def _set_taps(attention: Attention) -> None:
+    """Set the taps: keys contain the tokens before them, queries their own and as many before in total."""
     if attention.smeared_tokens == 1:
         attention.smear.weight.fill_(4)  # of a sigmoid
         return
@@ -144,14 +143,14 @@ def _look_back(attention: Attention) -> None:
 
 
 def _free_features(model: Retro, attention: Attention) -> Tensor:
-    """The features of a head whose products do not depend on how far query and key are apart."""
+    """The features of a head whose products depend little on the distance between query and key."""
     head_dim, device = attention.head_dim, attention.q_proj.weight.device
     if hasattr(attention, "distance_proj"):
         attention.distance_proj.weight.zero_()
     if model.settings.retrieval_positions != "rope":
         return torch.arange(head_dim, device=device)
     slow = frequencies(head_dim // 2, DEFAULT_ROPE, device) * model.settings.chunk_length < _TURN
-    slow[-1] = True  # narrow heads have none that is slow enough
+    slow[-1] = True  # narrow heads may have no feature that is slow enough
     return slow.repeat(2).nonzero()[:, 0]
 
 
@@ -161,19 +160,19 @@ def _sharpen(attention: Attention, factor: float) -> None:
     where.weight.mul_(factor)
 
 
-def _say_what_is_read(model: Retro, attention: Attention, tokens: Tensor, size: Tensor) -> None:
-    """The output raises the logit of a token [V] that alone is read by one nat, in a stream of some size."""
+def _set_output(model: Retro, attention: Attention, tokens: Tensor, size: Tensor) -> None:
+    """Set the output so that it raises the logit of a token [V] that alone is read by one nat, in a stream of RMS `size`."""
     rows = model.norm.weight * model.output_weight[tokens]
-    rows = rows - rows.mean(0)  # [V, D]; what all logits have in common says nothing
+    rows = rows - rows.mean(0)  # [V, D]; the softmax ignores what all logits have in common
     _, values = attention.project_keys_values(_encoded(model, tokens))
     values = values.repeat_interleave(attention.num_heads // values.shape[1], dim=1).flatten(1)  # [V, H·C]
-    said = _least_squares(values, rows)
-    nats = ((values @ said) * rows).sum(-1).mean() / size * (model.base_width / model.settings.d_model)
-    attention.o_proj.weight.copy_(said.T / nats)
+    output = _least_squares(values, rows)
+    nats = ((values @ output) * rows).sum(-1).mean() / size * (model.base_width / model.settings.d_model)
+    attention.o_proj.weight.copy_(output.T / nats)
 
 
-def _loudest_that_helps(attention: Attention, loss: Callable[[], float]) -> tuple[float, float, float]:
-    """Set sharpness and loudness to the best of a few; the loss with them."""
+def _choose_strength(attention: Attention, loss: Callable[[], float]) -> tuple[float, float, float]:
+    """Set sharpness and strength to the best candidates, and return them and the loss."""
     out = attention.o_proj.weight.clone()
 
     def tried(sharpness: float, nats: float) -> float:
@@ -191,19 +190,19 @@ def _loudest_that_helps(attention: Attention, loss: Callable[[], float]) -> tupl
 
 
 def _encoded(model: Retro, tokens: Tensor) -> Tensor:
-    """What an encoder that adds nothing makes of tokens [N]: [N, E] float32."""
+    """The encoder's output for tokens [N] if its layers add 0: [N, E] float32."""
     table, encoder = model.embedding.weight, model.encoder
     return encoder.norm(encoder.project(F.rms_norm(table[tokens], table.shape[1:]))).float()
 
 
 def _whitening(x: Tensor) -> Tensor:
-    """The symmetric matrix that makes the second moments of x [N, D] those of independent features of size 1."""
+    """The symmetric matrix that makes the second moments of x [N, D] the identity."""
     sizes, directions = torch.linalg.eigh(x.T @ x / len(x))
     return (directions * sizes.clamp(min=_RIDGE * float(sizes.max())) ** -0.5) @ directions.T
 
 
 def _least_squares(x: Tensor, y: Tensor) -> Tensor:
-    """W [C, D] with x [N, C] W near y [N, D]."""
+    """W [C, D] that minimizes |x W - y|² for x [N, C] and y [N, D], with a small ridge."""
     moments = x.T @ x
     ridge = _RIDGE * moments.diagonal().mean() * torch.eye(len(moments), device=x.device)
     return torch.linalg.solve(moments + ridge, x.T @ y)

@@ -20,21 +20,21 @@ log = logging.getLogger("retro")
 def load_initial_weights(
     checkpoint: Checkpoint, model: Retro, datastores: list[str], tuning: TuningSettings = ALL
 ) -> None:
-    """Copy into the model every weight of the checkpoint that it has. The rest of it stays as drawn, and is logged.
+    """Copy the checkpoint's weights into the model. Weights that the checkpoint lacks stay random, and are logged.
 
-    But output matrices of cross-attention that the checkpoint lacks become 0, so that retrieval ON begins as OFF: random ones
-    first harm a trained decoder, and cost a RETROfit a part of its few tokens (docs/how-to/retrofit.md). Those of `copying_init` stay.
+    Output matrices of cross-attention that the checkpoint lacks become 0, so that retrieval ON starts equal to OFF: random ones
+    harm a trained decoder at first, which costs a RETROfit some of its few tokens (docs/how-to/retrofit.md). With `copying_init`
+    they are kept.
 
     Args:
-        checkpoint: whose weights.
-        model: they go into.
-        datastores: fingerprints of what it will be trained on.
-        tuning: which of its weights will be.
+        checkpoint: source of the weights.
+        model: receives the weights.
+        datastores: fingerprints of the run's data.
+        tuning: which weights will be trained.
 
     Raises:
-        InputError: a weight has another shape in the checkpoint, or a name that the model does not have and that is not of
-            encoder or cross-attention; or a setting that shapes do not show is another one; or a weight is missing in the
-            checkpoint that will not be trained.
+        InputError: a weight has another shape; the checkpoint has a weight outside encoder and cross-attention that the model
+            lacks; a setting that does not affect shapes differs; or the checkpoint lacks a weight that will not be trained.
     """
     path, ours = checkpoint.path, model.state_dict()
     theirs = {name: one for name, one in index(checkpoint.weights).items() if not is_adapter(name)}
@@ -61,7 +61,7 @@ def load_initial_weights(
             if name.startswith("cross.") and name.endswith(".o_proj.weight"):
                 ours[name].zero_()
     if not set(checkpoint.datastores) & set(datastores):
-        log.warning("%s was trained on another datastore: its tokenizer must be the same as here", path)
+        log.warning("%s was trained on another datastore: check that its tokenizer is the same", path)
     log.info("starting from %s: step %d, %d weights", path, checkpoint.step, len(theirs) - len(left_out))
     for words, names in (("drawn at random", drawn), ("left out", left_out)):
         if names:
@@ -69,15 +69,15 @@ def load_initial_weights(
 
 
 def load_initial_adapter(checkpoint: Checkpoint | None, model: Retro, tuning: TuningSettings) -> None:
-    """Give the model its adapter, if it is to have one: that of the checkpoint, or a new one.
+    """Add the adapter that `tuning` sets, with the checkpoint's weights if it has one, else with new weights.
 
     Args:
-        checkpoint: whose weights the model has; None: its own.
+        checkpoint: the checkpoint of `train.init_from`, or None.
         model: without an adapter.
-        tuning: says which.
+        tuning: kind and sizes of the adapter.
 
     Raises:
-        InputError: the checkpoint has another one than it is to have; or as `add_adapter`.
+        InputError: the checkpoint has another adapter; or as `add_adapter`.
     """
     theirs = checkpoint.tuning if checkpoint else TuningSettings()
     add_adapter(model, tuning)

@@ -114,10 +114,10 @@ def test_one_that_copies_is_fitted_to_the_base_and_leaves_it_alone(
     fitted = run(config, tmp_path / "fitted", base.path, model=smeared)
     after = tensors(checkpoints.open_checkpoint(fitted.checkpoint))
     assert all(torch.equal(after[name], tensor) for name, tensor in tensors(base).items())
-    assert caplog.text.count("begins as one that copies") == len(resolve(smeared, base.model).retrieval.cca_layers)
+    assert caplog.text.count("is fitted to copy") == len(resolve(smeared, base.model).retrieval.cca_layers)
     caplog.clear()
     run(config, tmp_path / "plain", base.path, model=copying)
-    assert "begins as one that copies" not in caplog.text
+    assert "is fitted to copy" not in caplog.text
 
 
 def test_the_preset_is_the_decoder_of_the_base_with_the_usual_beside_it(base: Checkpoint, retro: Checkpoint) -> None:
