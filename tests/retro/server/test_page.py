@@ -296,7 +296,8 @@ def test_fields_of_a_row_stand_at_one_height(open_page, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "heading"), [(503, "unavailable"), (422, "refused"), (413, "refused"), (404, "Not found")]
+    ("status", "heading"),
+    [(503, "unavailable"), (422, "Invalid request"), (413, "Invalid request"), (404, "Not found")],
 )
 def test_an_error_that_stays_offers_no_second_try_and_no_waiting(
     open_page, url: str, status: int, heading: str
