@@ -346,7 +346,7 @@ def test_the_api_is_described_without_a_token(open_page, app_with: Make) -> None
     with listening(app_with(token="secret")) as url:
         page = open_page(f"{url}/#/datastore", errors=True)
         page.get_by_role("button", name="Cancel").click()
-        page.get_by_role("link", name="its description").click()
+        page.get_by_role("link", name="HTTP API").click()
         expect(page.get_by_text("POST /neighbors", exact=True)).to_be_visible()
 
 
