@@ -57,7 +57,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     source = Datastore.open(options.leakage_from) if options.leakage_from else None
     measured = eval_report.measure_checkpoints(opened, sets, settings, options.device, source)
     levels: list[eval_report.Level] = []
-    shares: list[eval_fractions.FractionLevel] = []
+    fractions: list[eval_fractions.FractionLevel] = []
     statistics: list[OverlapStatistics] = []
     for each, rows in zip(sets, measured, strict=True):
         leakage = eval_report.leakage_by_chunk(each, rows, settings, source)
@@ -65,7 +65,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         if leakage is not None:
             statistics.append(eval_report.statistics_of(each, rows, leakage, settings, source))
         if settings.datastore_fractions:
-            shares += eval_fractions.measure_fractions(opened, each, rows, settings, options.device)
+            fractions += eval_fractions.measure_fractions(opened, each, rows, settings, options.device)
     results = {
         "fingerprints": {
             **dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False)),
@@ -73,7 +73,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         },
         "settings": eval_report.settings_of(opened, sets, settings, source),
         **eval_report.as_json(levels, statistics),
-        **eval_fractions.as_json(shares),
+        **eval_fractions.as_json(fractions),
     }
     tables = {title: table for title, table in tables_of(results).items() if table.rows}
     options.deliver(results, "\n\n".join(f"{title}\n{table.text}" for title, table in tables.items()), write_eval_page)

@@ -15,7 +15,7 @@ from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_inference_placement
-from retro.evaluation.datastore_shares import search_shares
+from retro.evaluation.datastore_fractions import search_fractions
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 
@@ -84,7 +84,7 @@ def measure_fractions(
     num_chunks = evaluation_set.split.chunk_range(scored)[1]
     with progress(f"search {evaluation_set.name}", total=None, unit="chunks") as advance:
         parts = list(
-            search_shares(
+            search_fractions(
                 evaluation_set,
                 num_chunks,
                 max(settings.k),
@@ -106,7 +106,7 @@ def measure_fractions(
                     placement,
                     NeighborUse(k, found=part.found),
                     length,
-                    note=f" {part.share:g}",
+                    note=f" {part.fraction:g}",
                 ),
             )
             for name, model in zip(names, models, strict=True)
@@ -115,7 +115,7 @@ def measure_fractions(
         ]
         ordered = [row for name in names for row in (*off, *on) if row.model == name]
         rows, changes = rows_and_changes(ordered, settings.seed)
-        yield FractionLevel(evaluation_set.name, part.share, part.documents, part.chunks, rows, changes)
+        yield FractionLevel(evaluation_set.name, part.fraction, part.documents, part.chunks, rows, changes)
 
 
 def as_json(levels: Sequence[FractionLevel]) -> dict[str, Any]:

@@ -38,9 +38,9 @@ class EvaluationSettings:
             raise InputError(f"evaluation.k = {self.k}: numbers of neighbors, each at least 1.")
         if any(not 0 <= threshold <= 1 for threshold in self.leakage_thresholds):
             raise InputError(
-                f"evaluation.leakage_thresholds = {self.leakage_thresholds}: parts of a chunk, each between 0 and 1."
+                f"evaluation.leakage_thresholds = {self.leakage_thresholds}: overlaps with a neighbor, each between 0 and 1."
             )
-        if any(not 0 < share <= 1 for share in self.datastore_fractions):
+        if any(not 0 < fraction <= 1 for fraction in self.datastore_fractions):
             raise InputError(
                 f"evaluation.datastore_fractions = {self.datastore_fractions}: each must be above 0 and at most 1."
             )

@@ -1,4 +1,4 @@
-"""`retro eval perplexity` with shares of the datastore and its page, `retro eval qa`: what they print, write and refuse."""
+"""`retro eval perplexity` with fractions of the datastore and its page, `retro eval qa`: what they print, write and refuse."""
 
 import json
 import re
@@ -121,10 +121,10 @@ def test_the_page_lies_beside_the_json_file_and_leaves_out_what_was_not_measured
 
 
 def test_shares_mean_nothing_without_retrieval_or_to_a_control(trained: Path, tmp_path: Path, capsys) -> None:
-    shares = ["--evaluation.datastore-fractions", "0.5"]
-    assert main(["eval", "perplexity", str(trained / "baseline"), *shares]) == 2
+    fractions = ["--evaluation.datastore-fractions", "0.5"]
+    assert main(["eval", "perplexity", str(trained / "baseline"), *fractions]) == 2
     assert "does not retrieve" in capsys.readouterr().err
-    assert main(["eval", "perplexity", str(trained / "run"), *shares, "--evaluation.k"]) == 2
+    assert main(["eval", "perplexity", str(trained / "run"), *fractions, "--evaluation.k"]) == 2
     assert "evaluation.k is empty" in capsys.readouterr().err
     control = [
         "train",
@@ -135,7 +135,7 @@ def test_shares_mean_nothing_without_retrieval_or_to_a_control(trained: Path, tm
         "random",
     ]
     assert main([*control, "--train.steps", "2"]) == 0
-    assert main(["eval", "perplexity", str(tmp_path / "control"), *shares]) == 2
+    assert main(["eval", "perplexity", str(tmp_path / "control"), *fractions]) == 2
     assert "data.neighbor_source = 'random'" in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ from pipelines.config import Config
 from pipelines.reports.datastore import measure
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
-from retro.evaluation.datastore_shares import search_shares
+from retro.evaluation.datastore_fractions import search_fractions
 from retro.evaluation.sets import EvaluationSet
 from tests.conftest import build_local, tiny_config, write_corpus
 
@@ -189,10 +189,10 @@ def test_datastores_that_do_not_fit_are_refused_by_name(
     refused(tmp_path / "unfinished", "no finished 'add' stage")
 
 
-def test_shares_are_of_every_datastore_and_all_of_them_are_what_is_stored(both: Config) -> None:
+def test_fractions_cover_every_datastore_and_the_whole_gives_the_stored_neighbors(both: Config) -> None:
     held_out = EvaluationSet("valid", Datastore.open(both.datastore))
     n = held_out.split.num_chunks
-    half, whole = search_shares(held_out, n, 6, (1.0, 0.5))
+    half, whole = search_fractions(held_out, n, 6, (1.0, 0.5))
     retrieval = RetrievalSet.of(held_out.datastore)
     assert (whole.documents, whole.chunks) == (
         sum(split.num_documents for split in retrieval.splits),

@@ -31,22 +31,22 @@ class PartialDatastore:
     """Neighbors of an evaluation set's chunks in a fraction of the datastore.
 
     Attributes:
-        share: fraction of the documents.
+        fraction: fraction of the documents.
         documents, chunks: numbers of documents and chunks in the fraction.
         found: [n, k] int64 ids of the retrieval set, nearest first, -1 = missing; for `NeighborUse.found`.
     """
 
-    share: float
+    fraction: float
     documents: int
     chunks: int
     found: np.ndarray
 
 
-def search_shares(
+def search_fractions(
     evaluation_set: EvaluationSet,
     num_chunks: int,
     k: int,
-    shares: Sequence[float],
+    fractions: Sequence[float],
     *,
     seed: int = 0,
     device: str = "auto",
@@ -60,7 +60,7 @@ def search_shares(
         evaluation_set: its datastore's embeddings are searched, and those of `neighbors.extra_datastores`.
         num_chunks: n; the first n chunks of the set are the queries.
         k: number of neighbors of each chunk.
-        shares: fractions of the documents, above 0 and at most 1, in any order.
+        fractions: fractions of the documents, above 0 and at most 1, in any order.
         seed: seed of the documents' hash.
         device: device of the search.
         advance: called with numbers of searched chunks of the datastores.
@@ -76,7 +76,7 @@ def search_shares(
     ids = np.full((num_chunks, k), -1, dtype=np.int64)
     distances = np.full((num_chunks, k), np.inf, dtype=np.float32)
     documents = chunks = 0
-    edges = sorted(set(shares))
+    edges = sorted(set(fractions))
     for low, high in zip([0.0, *edges], edges, strict=False):
         for number, train in enumerate(retrieval.splits):
             for part, begun in _parts(train, number, low, high, seed):

@@ -1,4 +1,4 @@
-"""Shares of the datastore: nested, uniform over documents, and each searched as if it were all there is."""
+"""Fractions of the datastore are nested and uniform over documents. Each is searched like a whole datastore."""
 
 import shutil
 from pathlib import Path
@@ -14,14 +14,14 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
-from retro.evaluation import datastore_shares
+from retro.evaluation import datastore_fractions
 from retro.evaluation.bits_per_byte import evaluate
-from retro.evaluation.datastore_shares import PartialDatastore, points_of, search_shares
+from retro.evaluation.datastore_fractions import PartialDatastore, points_of, search_fractions
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
 
-SHARES = (0.05, 0.3, 1.0)
+FRACTIONS = (0.05, 0.3, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def held_out(tiny_datastore: Datastore) -> EvaluationSet:
 
 @pytest.fixture(scope="module")
 def parts(held_out: EvaluationSet) -> list[PartialDatastore]:
-    return list(search_shares(held_out, held_out.split.num_chunks, 4, SHARES))
+    return list(search_fractions(held_out, held_out.split.num_chunks, 4, FRACTIONS))
 
 
 def documents_of(part: PartialDatastore, held_out: EvaluationSet) -> set[int]:
@@ -51,15 +51,15 @@ def distances_of(held_out: EvaluationSet, ids: np.ndarray) -> np.ndarray:
     return ((queries[:, None] - vectors) ** 2).sum(2)
 
 
-def test_each_share_is_searched_exactly_as_if_it_were_all_there_is(
+def test_each_fraction_is_searched_like_a_whole_datastore(
     held_out: EvaluationSet, parts: list[PartialDatastore]
 ) -> None:
     train = held_out.datastore.train
     everything = np.arange(train.num_chunks)
     points = points_of(train.documents_of(everything)[0], 0, 0)
-    assert [part.share for part in parts] == list(SHARES)
+    assert [part.fraction for part in parts] == list(FRACTIONS)
     for part in parts:
-        chunks = everything[points < part.share]
+        chunks = everything[points < part.fraction]
         assert part.chunks == len(chunks)
         assert part.documents == len(set(train.documents_of(chunks)[0].tolist()))
         assert np.isin(part.found, chunks).all()
@@ -72,7 +72,7 @@ def test_the_whole_datastore_gives_what_is_stored(held_out: EvaluationSet, parts
     assert np.allclose(distances_of(held_out, parts[-1].found), distances_of(held_out, stored), atol=1e-5)
 
 
-def test_larger_shares_hold_the_smaller_ones_and_other_seeds_hold_other_documents(held_out: EvaluationSet) -> None:
+def test_larger_fractions_hold_the_smaller_ones_and_other_seeds_hold_other_documents(held_out: EvaluationSet) -> None:
     numbers = np.arange(50_000)
     points = points_of(numbers, 0, 0)
     assert points.min() >= 0
@@ -80,26 +80,26 @@ def test_larger_shares_hold_the_smaller_ones_and_other_seeds_hold_other_document
     assert abs((points < 0.1).mean() - 0.1) < 0.01
     assert abs((points_of(numbers, 0, 1)[points < 0.1] < 0.1).mean() - 0.1) < 0.02
     assert abs((points_of(numbers, 1, 0)[points < 0.1] < 0.1).mean() - 0.1) < 0.02
-    alone = next(iter(search_shares(held_out, 8, 4, (0.3,))))
-    among = list(search_shares(held_out, 8, 4, (0.3, 0.1, 0.2)))[-1]
+    alone = next(iter(search_fractions(held_out, 8, 4, (0.3,))))
+    among = list(search_fractions(held_out, 8, 4, (0.3, 0.1, 0.2)))[-1]
     assert np.array_equal(alone.found, among.found)
     assert (alone.documents, alone.chunks) == (among.documents, among.chunks)
 
 
 def test_blocks_change_nothing(held_out: EvaluationSet, parts: list[PartialDatastore], monkeypatch) -> None:
-    monkeypatch.setattr(datastore_shares, "_BLOCK_CHUNKS", 400)
-    monkeypatch.setattr(datastore_shares, "_BLOCK_QUERIES", 20)
-    for part, again in zip(parts, search_shares(held_out, 50, 4, SHARES), strict=True):
+    monkeypatch.setattr(datastore_fractions, "_BLOCK_CHUNKS", 400)
+    monkeypatch.setattr(datastore_fractions, "_BLOCK_QUERIES", 20)
+    for part, again in zip(parts, search_fractions(held_out, 50, 4, FRACTIONS), strict=True):
         assert (part.documents, part.chunks) == (again.documents, again.chunks)
         assert np.allclose(distances_of(held_out, part.found[:50]), distances_of(held_out, again.found), atol=1e-5)
 
 
-def test_what_has_been_deleted_is_in_no_share(held_out: EvaluationSet, tmp_path: Path) -> None:
+def test_what_has_been_deleted_is_in_no_fraction(held_out: EvaluationSet, tmp_path: Path) -> None:
     copy = EvaluationSet("copy", Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "copy")))
     train = copy.datastore.train
     gone = [train.chunk_range(number) for number in range(0, train.num_documents, 2)]
     delete_ranges(copy.datastore.folder, np.array(gone))
-    (part,) = search_shares(copy, 20, 4, (1.0,))
+    (part,) = search_fractions(copy, 20, 4, (1.0,))
     assert part.documents == train.num_documents - len(gone)
     assert all(number % 2 for number in documents_of(part, copy))
 
@@ -110,7 +110,7 @@ def test_near_copies_that_the_datastore_leaves_out_are_left_out(held_out: Evalua
     manifest = read_json(path)
     manifest["recipe"]["settings"]["neighbors.max_overlap"] = 0.5
     write_checked(path, manifest | {"fingerprint": fingerprint(manifest["recipe"])})
-    (part,) = search_shares(EvaluationSet("copy", copy), 40, 4, (1.0,))
+    (part,) = search_fractions(EvaluationSet("copy", copy), 40, 4, (1.0,))
     tokens, lengths = copy.valid.tokens.read(0, 40), copy.valid.lengths.read(0, 40)
     rows, columns = np.nonzero(part.found >= 0)
     ids = part.found[rows, columns]
@@ -134,7 +134,7 @@ def test_given_neighbors_are_read_in_place_of_the_stored_ones(tiny_model: Retro,
     assert bits(NeighborUse(2, found=nothing)) == pytest.approx(bits(NeighborUse(0)), rel=1e-5)
 
 
-@pytest.mark.parametrize("shares", [(0.0,), (0.5, 1.5), (-0.1,)])
-def test_a_share_that_is_none_is_refused(shares: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("fractions", [(0.0,), (0.5, 1.5), (-0.1,)])
+def test_fractions_outside_0_to_1_are_refused(fractions: tuple[float, ...]) -> None:
     with pytest.raises(InputError, match=r"evaluation\.datastore_fractions"):
-        EvaluationSettings(datastore_fractions=shares)
+        EvaluationSettings(datastore_fractions=fractions)
