@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from indexing.device import has_bfloat16, resolve
+from indexing.progress import Advance
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, checksum, read_json, save_array, write_json
 from indexing.store.remote import present
@@ -315,9 +316,7 @@ def open_embedder(
     return TransformerEmbedder(settings or stored, decode)
 
 
-def embed_shard(
-    out: Path, embedder: Embedder, tokens: np.ndarray, lengths: np.ndarray, *, advance: Callable[[int], None]
-) -> int:
+def embed_shard(out: Path, embedder: Embedder, tokens: np.ndarray, lengths: np.ndarray, *, advance: Advance) -> int:
     """Embed the chunks [n, m] of one shard and split into the file `out`: [n, d] float16. Returns n."""
     with NpyWriter(out, np.float16, (embedder.dimension,)) as writer:
         for start in range(0, len(tokens), _BLOCK_ROWS):

@@ -7,7 +7,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = (
-    ("indexing/store", "indexing/device.py", "indexing/overlap.py", "indexing/splitmix64.py", "indexing/threads.py"),
+    (
+        "indexing/store",
+        "indexing/device.py",
+        "indexing/overlap.py",
+        "indexing/progress.py",
+        "indexing/splitmix64.py",
+        "indexing/threads.py",
+    ),
     ("indexing/embedders.py", "indexing/tokenization", "indexing/vectors"),
     ("indexing/corpus", "indexing/index"),
     ("indexing/dedup", "indexing/neighbors", "indexing/retrieval", "indexing/verification"),

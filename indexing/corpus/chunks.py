@@ -17,6 +17,7 @@ import numpy as np
 
 from indexing.corpus.readers import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusProblem, CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, read_slice, split_of
+from indexing.progress import Advance
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
@@ -186,7 +187,7 @@ def chunk_shard(
     tokenizer_folder: Path,
     *,
     on_problem: Callable[[CorpusProblem], None],
-    advance: Callable[[int], None],
+    advance: Advance,
     removed: np.ndarray | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write the chunks of one shard into the folder `work`, with a folder for each split.

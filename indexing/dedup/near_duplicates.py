@@ -13,7 +13,7 @@ stays. Whatever MinHash guesses, no document below the threshold is removed. Hel
 import itertools
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,13 +25,12 @@ from indexing.corpus.chunks import batches, with_text
 from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, read_slice, split_of
 from indexing.dedup.ngrams import Sketch, banding, gram_set, jaccard
+from indexing.progress import Advance
 from indexing.store.datastore import SPLITS, ShardedArray
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.remote import present
 from indexing.tokenization.tokenizer import Tokenizer
-
-Advance = Callable[[int], None]
 
 TRAIN, EVALUATION = SPLITS.index("train"), len(SPLITS)
 KINDS = (*SPLITS, "evaluation")

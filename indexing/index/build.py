@@ -9,7 +9,6 @@ imported inside functions, so that a machine without it can read the settings.
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ import numpy as np
 from indexing.index.faiss_files import ivf_of, read_index, transformed, write_index
 from indexing.index.faiss_gpu import on_cpu, on_gpus
 from indexing.index.sharded import ShardedIndex
+from indexing.progress import Advance
 from indexing.store.datastore import ShardedArray, Split
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
@@ -186,9 +186,7 @@ def _train_graph_quantizer(index: Any, ivf: Any, clustering: Any, sample: np.nda
     faiss.omp_set_num_threads(threads)
 
 
-def add_shard(
-    work: Path, trained: Path, embeddings: np.ndarray, first_id: int, *, advance: Callable[[int], None]
-) -> None:
+def add_shard(work: Path, trained: Path, embeddings: np.ndarray, first_id: int, *, advance: Advance) -> None:
     """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from `first_id`."""
 
     index = on_gpus(read_index(trained / "trained.faiss"), "adding")

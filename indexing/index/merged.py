@@ -4,17 +4,18 @@ index/merged/merged.faiss      quantizers and the positions of the lists
              merged.ivfdata    all lists, mapped into memory as searches visit them
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from indexing.index.faiss_files import ivf_of, read_index, write_index
+from indexing.progress import Advance
 from indexing.store.artifact import parse_manifest
 from indexing.store.errors import InputError
 from indexing.store.remote import fetch_manifest, present
 
 
-def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: Callable[[int], None]) -> int:
+def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: Advance) -> int:
     """Write `work/merged.faiss` and `work/merged.ivfdata`. Memory holds one list of every shard at a time.
 
     Args:

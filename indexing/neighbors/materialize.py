@@ -3,11 +3,11 @@
 stored neighbor ids [chunks, stored] → the first s of each → tokens with continuation [chunks, s, 2m], lengths [chunks, s]
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from indexing.progress import Advance
 from indexing.store.datastore import Split
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval_set import RetrievalSet
@@ -22,7 +22,7 @@ def materialize_shard(
     retrieval: RetrievalSet,
     num_neighbors: int,
     *,
-    advance: Callable[[int], None],
+    advance: Advance,
 ) -> dict[str, int]:
     """Write `tokens.npy` and `lengths.npy` of one shard and split into the folder `work`.
 

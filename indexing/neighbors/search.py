@@ -20,6 +20,7 @@ import numpy as np
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.list_search import ListIndex
 from indexing.overlap import overlap
+from indexing.progress import Advance
 from indexing.store.datastore import Split, open_array
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
@@ -241,7 +242,7 @@ def neighbor_shard(
     settings: NeighborSettings,
     *,
     before: Path | None = None,
-    advance: Callable[[int], None],
+    advance: Advance,
 ) -> dict[str, int]:
     """Write `work/ids.npy` [n, stored] int64 and `work/distances.npy` [n, stored] float32 for the chunks `rows` of a split.
 

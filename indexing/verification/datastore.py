@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from indexing.progress import Advance
 from indexing.store.artifact import MANIFEST, fingerprint, parse_manifest, remove, wrong_checksum, wrong_sizes
 from indexing.store.datastore import Datastore, read_datastore_manifest, shard_name
 from indexing.store.errors import InputError
@@ -204,7 +205,7 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
     return {name: manifests[name] for name in sorted(manifests, key=lambda name: (_rank(name), name))}
 
 
-def _check_files(folder: Path, manifests: Manifests, advance: Callable[[int], None]) -> Iterator[DatastoreProblem]:
+def _check_files(folder: Path, manifests: Manifests, advance: Advance) -> Iterator[DatastoreProblem]:
     """Check sizes, then checksums of every file, on all cores."""
 
     def check(name: str, file: str) -> str | None:
@@ -331,7 +332,7 @@ def _contents(
 
 
 def _check_contents(
-    datastore: Datastore, checks: Sequence[tuple[str, Check]], sizes: Mapping[str, int], advance: Callable[[int], None]
+    datastore: Datastore, checks: Sequence[tuple[str, Check]], sizes: Mapping[str, int], advance: Advance
 ) -> Iterator[DatastoreProblem]:
     whole = all(
         (f"chunks/{shard_name(shard)}", check_chunks) in checks for shard in range(len(datastore.train.chunk_rows))

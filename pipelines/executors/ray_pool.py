@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from indexing.progress import Advance
 from indexing.store.errors import InputError
 from pipelines.executors.ray_cluster import connect
 from pipelines.executors.settings import ExecutorSettings, Resources
-from pipelines.executors.tasks import Advance, StageName, Task, reason, use_threads
+from pipelines.executors.tasks import StageName, Task, reason, use_threads
 
 log = logging.getLogger("retro")
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from indexing.progress import Advance
 from indexing.store.errors import InputError
 from pipelines.executors.settings import ExecutorSettings
 
 log = logging.getLogger("retro")
 
-Advance = Callable[[int], None]
 StageName = Literal["chunk", "embed", "train_index", "add", "neighbors"]
 
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from indexing.progress import Advance
 from pipelines.config import Config
 from pipelines.terminal import progress
 
@@ -11,7 +12,7 @@ from pipelines.terminal import progress
 class Learning(Protocol):
     """Training or fine-tuning in one process. A function of a module, so that Ray can send it to workers."""
 
-    def __call__(self, config: Config, advance: Callable[[int], None] = ...) -> Any:
+    def __call__(self, config: Config, advance: Advance = ...) -> Any:
         """Train until the run is complete; call `advance` with the number of trained tokens."""
 
 
@@ -28,14 +29,14 @@ def training_progress(config: Config, name: str) -> contextlib.AbstractContextMa
     return progress(name, total=total, unit="tokens")
 
 
-def train_quietly(config: Config, advance: Callable[[int], None] = lambda _: None) -> Any:
+def train_quietly(config: Config, advance: Advance = lambda _: None) -> Any:
     """Train; see `retro.training.trainer.train`."""
     from retro.training import trainer
 
     return trainer.train(config.run, config.run_settings, advance=advance)
 
 
-def finetune_quietly(config: Config, advance: Callable[[int], None] = lambda _: None) -> Any:
+def finetune_quietly(config: Config, advance: Advance = lambda _: None) -> Any:
     """Fine-tune; see `retro.finetuning.trainer.finetune`."""
     from retro.finetuning import trainer as finetune
 

@@ -15,10 +15,11 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from indexing.progress import Advance
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.executors.ray_cluster import connect
@@ -140,7 +141,7 @@ class _Relay:
 
 
 @contextlib.contextmanager
-def _passed_on(ray: Any, relay: Any, advance: Callable[[int], None]) -> Iterator[None]:
+def _passed_on(ray: Any, relay: Any, advance: Advance) -> Iterator[None]:
     """Forward the relay's lines and tokens to the log and the progress bar of this process."""
     ended, shown = threading.Event(), 0
 

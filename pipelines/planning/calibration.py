@@ -27,12 +27,13 @@ from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files, scan_file, split_of
 from indexing.embedders import EmbedderSettings
 from indexing.neighbors.search_cost import Method
+from indexing.progress import Advance
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from pipelines.config import Config
-from pipelines.executors.tasks import Advance, LocalExecutor
+from pipelines.executors.tasks import LocalExecutor
 from pipelines.planning.bytes import Workload, key_for, with_lists_for
 from pipelines.planning.datastore import Calibration, models_of
 from pipelines.planning.seconds import Observation, StepModel, coefficients

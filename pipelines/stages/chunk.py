@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from indexing.corpus import chunks
+from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import shard_name
 from indexing.store.remote import present
 from pipelines.config import Config
-from pipelines.executors.tasks import Advance, Executor
+from pipelines.executors.tasks import Executor
 from pipelines.stages import corpus as corpus_stage
 from pipelines.stages import dedup as dedup_stage
 from pipelines.stages.shards import fingerprint_of, prefixed, run_tasks, shard_counts, shard_task, shards

@@ -29,6 +29,7 @@ from indexing.corpus.scan import (
     split_of,
     strict_problem,
 )
+from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, damage, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
@@ -36,7 +37,7 @@ from indexing.store.files import checksum, read_json, write_json
 from indexing.store.remote import present
 from indexing.tokenization.tokenizer import install_tokenizer, train_sentencepiece
 from pipelines.config import Config
-from pipelines.executors.tasks import Advance, Executor, Task
+from pipelines.executors.tasks import Executor, Task
 from pipelines.terminal import progress
 
 log = logging.getLogger("retro")

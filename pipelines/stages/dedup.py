@@ -17,12 +17,13 @@ import numpy as np
 
 from indexing.corpus.scan import FileSlice, list_files
 from indexing.dedup import near_duplicates as dedup
+from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, is_finished, read_manifest, remove
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.remote import present
 from pipelines.config import Config
-from pipelines.executors.tasks import Advance, Executor
+from pipelines.executors.tasks import Executor
 from pipelines.stages import corpus as corpus_stage
 from pipelines.stages.shards import fingerprint_of, prefixed, run_tasks, shard_task
 

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from indexing import embedders
+from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import SPLITS, Datastore, open_array, shard_name
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
-from pipelines.executors.tasks import Advance, Executor
+from pipelines.executors.tasks import Executor
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.corpus import generations
 from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards

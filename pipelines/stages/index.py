@@ -7,12 +7,13 @@ import numpy as np
 from indexing.index import build as index
 from indexing.index.merged import merge_shards
 from indexing.index.sharded import ShardedIndex
+from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import Datastore, Split, open_array, shard_name
 from indexing.store.remote import present
 from indexing.vectors.floats import to_float32
 from pipelines.config import Config
-from pipelines.executors.tasks import Advance, Executor
+from pipelines.executors.tasks import Executor
 from pipelines.stages.corpus import generations
 from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
 

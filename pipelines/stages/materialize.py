@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from indexing.neighbors.materialize import materialize_shard
+from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
-from pipelines.executors.tasks import Advance, Executor
+from pipelines.executors.tasks import Executor
 from pipelines.stages.shards import fingerprint_of, run_tasks, shard_counts, shard_task, shards
 
 

@@ -11,6 +11,7 @@ from indexing.index.sharded import ShardedIndex
 from indexing.neighbors import search as neighbors
 from indexing.neighbors.list_search import ListIndex
 from indexing.neighbors.search_cost import Hardware, Method, cheapest, describe
+from indexing.progress import Advance
 from indexing.store import remote
 from indexing.store.artifact import (
     Recipe,
@@ -26,7 +27,7 @@ from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.vectors.product_search import ProductIndex
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
-from pipelines.executors.tasks import Advance, Executor
+from pipelines.executors.tasks import Executor
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.corpus import generations
 from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards

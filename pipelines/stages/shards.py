@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from indexing.progress import Advance
 from indexing.store.artifact import Recipe, damage, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.remote import drop_if_changed, url_of
-from pipelines.executors.tasks import Advance, Executor, StageName, Task
+from pipelines.executors.tasks import Executor, StageName, Task
 from pipelines.stages.corpus import generations
 from pipelines.terminal import progress
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from indexing.progress import Advance
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
@@ -116,7 +117,7 @@ def evaluate(
     sequence_length: int,
     by_chunk: bool = False,
     token_losses_of: Callable[[TensorBatch], Tensor] | None = None,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Advance = lambda _: None,
 ) -> Result:
     """Score the documents of an evaluation set.
 

@@ -8,12 +8,13 @@ documents that the previous one lacks are searched, and the results are merged: 
 largest. Memory does not depend on the size of the datastore: a block of embeddings and the k ids of each held-out chunk.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from indexing.neighbors.search import NeighborSettings, merge_nearest, neighbors_of
+from indexing.progress import Advance
 from indexing.splitmix64 import mix
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
@@ -50,7 +51,7 @@ def search_fractions(
     *,
     seed: int = 0,
     device: str = "auto",
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Advance = lambda _: None,
 ) -> Iterator[PartialDatastore]:
     """Find the nearest chunks in growing fractions of the datastores that an evaluation set retrieves from.
 

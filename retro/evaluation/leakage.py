@@ -5,12 +5,13 @@ bits-per-byte(α) = bits / bytes over the chunks with r(C) ≤ α; α = 1 includ
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from indexing.overlap import overlap
+from indexing.progress import Advance
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
@@ -44,7 +45,7 @@ def leakage_of(
     num_neighbors: int,
     *,
     source: Datastore | None = None,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Advance = lambda _: None,
 ) -> np.ndarray:
     """Compute r(C) of chunks: the longest token run that a chunk shares with one of its nearest neighbors, over its length.
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from indexing.progress import Advance
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from retro.data.loader import as_tensors
@@ -31,7 +32,7 @@ from retro.model.retro import Retro
 from retro.parallel.coordination import on_first, open_group
 from retro.training.run_settings import RunSettings
 from retro.training.task import TokenLosses
-from retro.training.trainer import Advance, Outcome, Trainer
+from retro.training.trainer import Outcome, Trainer
 
 HELD_OUT = "held_out"
 """Name of the held-out examples, the prefix of their metrics."""

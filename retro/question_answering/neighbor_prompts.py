@@ -11,12 +11,13 @@ The paper pads on the left. Here the padding consists of line ends after the beg
 never reads padding tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from indexing.progress import Advance
 from indexing.retrieval.results import Rerank
 from indexing.retrieval.retriever import Retriever
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, neighbor_ids
@@ -113,7 +114,7 @@ def find_passages(
     *,
     rerank: Rerank = "embeddings",
     positives_first: bool = False,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Advance = lambda _: None,
 ) -> list[list[Passage]]:
     """Find k passages for each question, best first; fewer if the datastore has fewer.
 

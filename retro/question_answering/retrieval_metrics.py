@@ -3,11 +3,12 @@
 questions → chunks, best first → their documents, each ranked by its best chunk → ranks of the documents with an answer
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from indexing.progress import Advance
 from indexing.retrieval.results import Rerank
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
@@ -94,7 +95,7 @@ def measure(
     right: Sequence[np.ndarray],
     rerank: Rerank,
     settings: RetrievalSettings,
-    advance: Callable[[int], None],
+    advance: Advance,
 ) -> RetrievalResult:
     """Search for all questions and compare the results with the right documents from `right_documents`."""
     ranks = []

@@ -8,11 +8,12 @@ A prompt has a line `Passage: …` for each retrieved passage, then solved quest
 whole chunks: only complete chunks retrieve, so the question must end a chunk (the paper pads there too, section 4.2).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from indexing.progress import Advance
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.decoder import GivenNeighbors
@@ -118,7 +119,7 @@ def answer(
     given: GivenNeighbors | None = None,
     max_tokens: int,
     batch_size: int,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Advance = lambda _: None,
 ) -> list[str]:
     """Continue each prompt greedily up to the end of its line or of the document.
 

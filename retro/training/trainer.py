@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from indexing.device import keep_freed_memory
+from indexing.progress import Advance
 from indexing.splitmix64 import mix
 from indexing.store.files import read_json, write_json
 from retro.checkpoints import checkpoint as checkpoints
@@ -58,9 +59,6 @@ log = logging.getLogger("retro")
 
 MAX_REFUSED_IN_A_ROW = 10
 """Batches in a row that `train.on_nan` = skip skips: after more of them, the batches are not the problem."""
-
-Advance = Callable[[int], None]
-"""Receives numbers of trained tokens, for a progress bar."""
 
 
 @dataclass(frozen=True)
