@@ -1,4 +1,4 @@
-"""The fixtures that every test knows: a tiny corpus, a tiny datastore, a tiny model."""
+"""Shared fixtures: a tiny corpus, a tiny datastore and a tiny model."""
 
 import itertools
 import json
@@ -39,20 +39,20 @@ from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettin
 from retro.training.settings import TrainSettings
 
 PATIENCE = 600
-"""Seconds that a test waits for a process or a thread. Only what hangs takes so long: a busy machine is no failure."""
+"""Seconds that a test waits for a process or a thread. Only a hang takes this long, even on a busy machine."""
 
-# Neither a property nor drawing its examples has a time limit.
+# Property tests have no time limit, neither for an example nor for drawing it.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
 
-# Tests interrupt themselves and their children. A shell that starts pytest in the background lets it ignore SIGINT.
+# Tests interrupt their own process and its children. A shell that starts pytest in the background disables SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Ray reads its token once in a process: all tests that start a cluster share one.
+# Ray reads its token once per process, so all tests that start a cluster share one.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid.uuid4().hex)
-# How long a cluster waits for its own parts, in place of 30 or 60 seconds.
+# Seconds that a cluster waits for its own processes; the defaults are 30 and 60.
 os.environ.update(
     RAY_DASHBOARD_STARTUP_TIMEOUT_S=str(PATIENCE),
     RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT=str(PATIENCE),
@@ -123,7 +123,7 @@ _WORDS = [
 
 
 def write_corpus(path: Path, num_documents: int, seed: int = 0) -> Path:
-    """Documents of random sentences of which many share whole paragraphs: something to retrieve. JSON Lines."""
+    """Write documents of random sentences as JSON Lines. Many share whole paragraphs, so retrieval finds matches."""
     rng = np.random.default_rng(seed)
     paragraphs = [" ".join(rng.choice(_WORDS, 60)) + ".\n" for _ in range(max(4, num_documents // 3))]
     with open(path, "w", encoding="utf-8") as file:
@@ -135,7 +135,7 @@ def write_corpus(path: Path, num_documents: int, seed: int = 0) -> Path:
 
 
 def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
-    """Settings with which everything takes a second or two: several shards, 16-token chunks, exact index."""
+    """Settings for builds of one or two seconds: several shards, 16-token chunks, exact index."""
     config = Config(
         datastore=folder / "datastore",
         run=folder / "run",
@@ -170,12 +170,12 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
 
 
 def build_local(config: Config, **options) -> Datastore:
-    """Build in this process."""
+    """Build the datastore in this process."""
     return build(config, make_executor(config.executor), **options)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
+    """Skip tests marked `gpu` on machines without a GPU."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -183,7 +183,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def wait_until(found: Callable[[], Any], every: float = 0.01) -> Any:
-    """The first true answer, asked for again and again; fails after `PATIENCE`."""
+    """Call `found` until its answer is true, and return that answer. Fails after `PATIENCE`."""
     deadline = time.monotonic() + PATIENCE
     while not (answer := found()):
         assert time.monotonic() < deadline, f"waited {PATIENCE} s"
@@ -192,7 +192,7 @@ def wait_until(found: Callable[[], Any], every: float = 0.01) -> Any:
 
 
 def once_logged(caplog: pytest.LogCaptureFixture, text: str, act: Callable[[], object]) -> threading.Thread:
-    """Start a thread that acts when a text has been logged, and also when it has not within `PATIENCE`."""
+    """Start a thread that calls `act` once a text is logged, or after `PATIENCE` without it."""
 
     def watch() -> None:
         try:
@@ -206,10 +206,10 @@ def once_logged(caplog: pytest.LogCaptureFixture, text: str, act: Callable[[], o
 
 
 def at_operation(number: int, folder: Path, act: Callable[[], object]) -> None:
-    """From now on in this process: act in the middle of writing, before the n-th operation that changes a folder.
+    """Call `act` in this process just before the n-th operation that changes a folder.
 
-    Counted are files that are opened to be written, and whatever is created, renamed or removed below the folder. Kills are
-    told by such counts, not by seconds, and so they hit the same places on any machine.
+    Operations are files opened for writing, and files and folders created, renamed or removed below the folder.
+    Kills are placed by such counts and not by seconds, so they happen at the same point on any machine.
     """
     counted = itertools.count(1)
     changes = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link"}
@@ -224,14 +224,14 @@ def at_operation(number: int, folder: Path, act: Callable[[], object]) -> None:
 
 
 def kill_itself() -> None:
-    """End this process as a power cut does."""
+    """End this process without cleanup, as a power failure does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def forkserver() -> ForkServerContext:
-    """Starts processes as forks of one that has imported torch and the project, which takes seconds each time.
+    """Start processes as forks of one that has already imported torch and the project: the import takes seconds.
 
-    There is one such process for all tests, and it imports what it was first told to: hence one list.
+    All tests share this server process. It imports the modules of the first list it receives, so there is only one list.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.conftest", "retro.training.trainer", "torch._dynamo"])
@@ -239,7 +239,7 @@ def forkserver() -> ForkServerContext:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a datastore but the reports, which hold times."""
+    """Every file of a datastore except the reports, which contain times."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -249,7 +249,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def _quiet_logger() -> Iterator[None]:
-    """Take back what the command line does to the project's logger."""
+    """Undo the changes of the command line to the project's logger."""
     yield
     log = logging.getLogger("retro")
     log.handlers.clear()
@@ -258,19 +258,19 @@ def _quiet_logger() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 short documents, English, Chinese and code, in one JSON Lines file."""
+    """200 short documents in English, Chinese and code, in one JSON Lines file."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 200)
 
 
 @pytest.fixture(scope="session")
 def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Datastore:
-    """A finished datastore of `tiny_corpus` in several shards. Read only."""
+    """A finished datastore of `tiny_corpus` in several shards. Read-only."""
     return build_local(tiny_config(tmp_path_factory.mktemp("tiny"), tiny_corpus))
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_datastore: Datastore) -> Retro:
-    """A RETRO with random weights that fits `tiny_datastore`. Read only."""
+    """A RETRO model with random weights that fits `tiny_datastore`. Read-only."""
     torch.manual_seed(0)
     settings = tiny_config(Path("unused"), Path("unused")).model
     return Retro(fit_to(settings, tiny_datastore.manifest, tiny_datastore.folder))
@@ -278,7 +278,7 @@ def tiny_model(tiny_datastore: Datastore) -> Retro:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
-    """A run of eight steps on `tiny_datastore`, with its checkpoints. Read only."""
+    """A run of eight steps on `tiny_datastore`, with its checkpoints. Read-only."""
     from retro.training.trainer import train
 
     config = replace(tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus), datastore=tiny_datastore.folder)
@@ -298,7 +298,7 @@ threading.Event().wait()
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """The endpoint of an S3 server in a process of its own."""
+    """The endpoint of an S3 server that runs in its own process."""
     pytest.importorskip("moto")
     pytest.importorskip("s3fs")
     pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -310,7 +310,7 @@ def s3_server() -> Iterator[str]:
 
 @pytest.fixture
 def another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
-    """Called, it is as if one went to another machine: the cache of what lies at URLs is a new, empty folder."""
+    """A function that simulates a move to another machine: it makes the cache of remote files a new, empty folder."""
 
     def go() -> Path:
         monkeypatch.setenv("RETRO_CACHE", str(tmp_path / f"cache-{uuid.uuid4().hex[:8]}"))

@@ -1,4 +1,4 @@
-"""The code in the recipes of CONTRIBUTING.md works."""
+"""The code in the recipes of CONTRIBUTING.md runs and is correct."""
 
 import codecs
 import csv
@@ -21,7 +21,7 @@ RECIPES = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text()
 
 
 def defined(name: str, namespace: dict[str, Any]) -> Any:
-    """The class or function of a recipe, defined among the names of the file that it is added to."""
+    """Return the class or function that a recipe defines, evaluated with the names of the file it is added to."""
     blocks = re.findall(r"^ +```python\n(.*?)^ +```$", RECIPES, flags=re.DOTALL | re.MULTILINE)
     (code,) = (
         textwrap.dedent(block) for block in blocks if re.search(rf"^ +(class|def) {name}\b", block, re.MULTILINE)
@@ -30,7 +30,7 @@ def defined(name: str, namespace: dict[str, Any]) -> Any:
     return names[name]
 
 
-def test_the_embedder_gives_unit_vectors_that_do_not_depend_on_padding() -> None:
+def test_embedder_recipe_returns_unit_vectors_independent_of_padding() -> None:
     embedder = defined("BagEmbedder", vars(embedders))(64, 0)
     tokens, lengths = np.array([[3, 4, 9], [3, 4, 7]], np.uint16), np.array([2, 2])
     vectors = embedder.embed(tokens, lengths)
@@ -39,7 +39,7 @@ def test_the_embedder_gives_unit_vectors_that_do_not_depend_on_padding() -> None
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_the_reader_gives_the_rows_that_are_asked_for(tmp_path: Path, suffix: str) -> None:
+def test_reader_recipe_returns_the_requested_rows(tmp_path: Path, suffix: str) -> None:
     rows = defined("_csv_rows", vars(readers) | {"codecs": codecs, "csv": csv})
     data = b'id,text\r\na,"two\nlines"\r\nb,x\r\nc,y\r\n'
     (tmp_path / "d").write_bytes(gzip.compress(data) if suffix else data)
@@ -54,7 +54,7 @@ def test_the_reader_gives_the_rows_that_are_asked_for(tmp_path: Path, suffix: st
     assert read(1, 2) == [("b", "x")]
 
 
-def test_the_search_finds_neighbors_and_not_what_is_excluded(tmp_path: Path) -> None:
+def test_search_recipe_finds_neighbors_and_omits_excluded_chunks(tmp_path: Path) -> None:
     embeddings = stored(tmp_path, np.random.default_rng(0).standard_normal((500, 8)))
     queries, own = embeddings.read(0, 50).astype(np.float32), (np.arange(50), np.arange(50) + 1)
     graph = defined("GraphIndex", {"np": np, "to_float32": to_float32, "ShardedArray": object})

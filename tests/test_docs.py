@@ -1,4 +1,4 @@
-"""Documents: short pages, links that resolve, commands and settings that exist, a current reference."""
+"""Documentation: pages are short, links resolve, commands and settings exist, and the reference is current."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
 
 
 def arguments(path: Path) -> set[str]:
-    """Keys of the options that a benchmark's source adds to its parser."""
+    """Options that a benchmark's source adds to its argument parser."""
     return {option.replace("-", "_") for option in re.findall(r'add_argument\(\s*"--([\w-]+)"', path.read_text())}
 
 
@@ -86,7 +86,7 @@ def test_every_page_is_in_the_table_of_contents_and_in_the_navigation() -> None:
     assert contents | {"index.md"} == navigation == written | indexes
 
 
-def test_every_page_that_the_code_names_exists() -> None:
+def test_every_page_named_in_the_code_exists() -> None:
     for folder in ("retro", "indexing", "pipelines", "benchmarks", "configs", "tests"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in {".py", ".toml", ".html", ".sbatch"}:
@@ -95,11 +95,11 @@ def test_every_page_that_the_code_names_exists() -> None:
 
 
 EXAMPLES = {"indexing/neighbors/graph_search.py", "tests/indexing/neighbors/test_graph_search.py"}
-"""Files that a recipe of CONTRIBUTING.md adds."""
+"""Files that the recipes of CONTRIBUTING.md add."""
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name)
-def test_every_file_of_ours_in_the_text_exists(path: Path) -> None:
+def test_every_project_file_named_in_the_text_exists(path: Path) -> None:
     text = path.read_text()
     for file in re.findall(r"\b(?:retro|indexing|pipelines|benchmarks|configs|tests)/[\w./-]+\.[a-z]+\b", text):
         assert (ROOT / file).exists() or file in EXAMPLES, file
@@ -126,9 +126,9 @@ def test_the_reference_is_current() -> None:
 
 
 def commands(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Commands of ours in a page's code and text: the verb, or "" for an unknown one, and its words.
+    """The project's commands in a page's code and text: the verb, or "" for an unknown one, and its words.
 
-    The first word of verbs, alone or before "…", is no command: `retro eval …`.
+    The first word of two-word verbs is skipped when it is alone or precedes "…": `retro eval …`.
     """
     blocks = "".join(code_blocks(path, "", "bash", "sh")).replace("\\\n", " ").splitlines()
     for line in [*blocks, *re.findall(r"`([^`\n]+)`", prose(path))]:
@@ -137,7 +137,7 @@ def commands(path: Path) -> Iterator[tuple[str, list[str]]]:
             continue
         try:
             words = shlex.split(found[1], comments=True)
-        except ValueError:  # an apostrophe in what explains a command
+        except ValueError:  # an apostrophe in an explanation of a command
             words = found[1].split()
         two = " ".join(words[:2])
         verb = two if two in VERBS else words[0]
@@ -146,7 +146,7 @@ def commands(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def options(words: list[str]) -> list[str]:
-    """Keys of the options among these words."""
+    """Options among these words."""
     return [word[2:].partition("=")[0].replace("-", "_") for word in words if re.match(r"--[a-z]", word)]
 
 
@@ -157,7 +157,7 @@ def exists(option: str, known: set[str]) -> bool:
 
 
 EXAMPLE_OPTIONS = {"help", "model.embedding_norm"}
-"""Options of every verb, and one that a recipe of CONTRIBUTING.md adds."""
+"""Options of every verb, and the one that a recipe of CONTRIBUTING.md adds."""
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name)
@@ -179,7 +179,7 @@ def test_every_option_of_a_benchmark_exists(path: Path) -> None:
 
 
 OTHER_PROGRAMS = {"help", "max_restarts", "shutdown_timeout", "gpus_per_node", "working_dir", "run"}
-"""Options in the text that are torchrun's, Slurm's and Ray's."""
+"""Options in the text that belong to torchrun, Slurm and Ray."""
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name)
@@ -200,7 +200,7 @@ def test_every_command_of_a_benchmark_has_options_that_exist(path: Path) -> None
 
 
 NO_KEYS = {"tokenizer.model", "index.search", "model.retrieve_from"}
-"""Names in the text that look like keys: a file and functions."""
+"""Names in the text that look like configuration keys: a file and functions."""
 FILES = (".py", ".json", ".safetensors")
 
 

@@ -1,4 +1,4 @@
-"""Folders import lower levels only, and none has many files; training needs neither faiss nor ray."""
+"""Folders import only lower levels and contain at most twenty files; training needs neither faiss nor ray."""
 
 import ast
 from pathlib import Path
@@ -35,15 +35,15 @@ LEVELS = (
     ("pipelines/cli.py",),
     ("pipelines/index.py", "pipelines/train.py"),
 )
-"""Folders, and files that stand alone, from the lowest level to the highest: each imports itself and lower levels only."""
+"""Folders and single files, from the lowest level to the highest. Each imports only itself and lower levels."""
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
-REMOTE_CODE = ROOT / "retro" / "huggingface" / "remote_code"  # loaded by transformers alone
+REMOTE_CODE = ROOT / "retro" / "huggingface" / "remote_code"  # loaded only by transformers
 OURS = ("indexing", "retro", "pipelines")
 FILES = sorted(path for layer in OURS for path in (ROOT / layer).rglob("*.py"))
 
 
 def imports_of(path: Path, *, everywhere: bool) -> set[str]:
-    """Modules that a file imports: at its top level, or everywhere in it."""
+    """Modules that a file imports: at its top level only, or everywhere."""
     tree = ast.parse(path.read_text())
     nodes = ast.walk(tree) if everywhere else tree.body
     found: set[str] = set()
@@ -53,12 +53,14 @@ def imports_of(path: Path, *, everywhere: bool) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
-            names = {f"{module}.{alias.name}" for alias in node.names}  # of a folder, its files
+            names = {
+                f"{module}.{alias.name}" for alias in node.names
+            }  # importing from a folder means importing its files
             found |= {name for name in names if (ROOT / (name.replace(".", "/") + ".py")).exists()} or {module}
     return found
 
 
-def room_of(path: Path) -> str | None:
+def level_of(path: Path) -> str | None:
     """The row of `LEVELS` that a file belongs to; None for the empty file that makes a top-level folder a package."""
     parts = path.relative_to(ROOT).parts
     return None if parts[1:] == ("__init__.py",) else "/".join(parts[:2])
@@ -66,20 +68,20 @@ def room_of(path: Path) -> str | None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_file_imports_only_lower_levels(path: Path) -> None:
-    own = room_of(path)
+    own = level_of(path)
     for module in imports_of(path, everywhere=True):
         if module.split(".")[0] in OURS and own is not None:
             file = ROOT / (module.replace(".", "/") + ".py")
-            other = room_of(file if file.exists() else file.with_suffix("") / "__init__.py")
+            other = level_of(file if file.exists() else file.with_suffix("") / "__init__.py")
             assert other == own or other is None or LEVEL[other] < LEVEL[own], f"{own} imports {module}"
 
 
 def test_every_folder_has_a_level() -> None:
-    assert {room_of(path) for path in FILES} - {None} == set(LEVEL)
+    assert {level_of(path) for path in FILES} - {None} == set(LEVEL)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_ray_is_imported_by_pipelines_alone_and_never_at_the_top(path: Path) -> None:
+def test_only_pipelines_imports_ray_and_never_at_module_level(path: Path) -> None:
     roots = {module.split(".")[0] for module in imports_of(path, everywhere=True)}
     if not path.is_relative_to(ROOT / "pipelines"):
         assert "ray" not in roots
@@ -99,7 +101,7 @@ def test_a_folder_has_at_most_twenty_files(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) <= 20
 
 
-def test_modules_form_no_circle() -> None:
+def test_imports_between_modules_have_no_cycle() -> None:
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
     graph = {name: imports_of(path, everywhere=True) & set(names) for name, path in names.items()}
     while free := [name for name, needed in graph.items() if not needed & set(graph)]:

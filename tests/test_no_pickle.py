@@ -1,4 +1,4 @@
-"""Nothing of a datastore, a checkpoint or a request is ever unpickled: loading such a thing would run its code."""
+"""No part of a datastore, a checkpoint or a request is ever unpickled, because unpickling can run arbitrary code."""
 
 import ast
 import pickle
@@ -17,7 +17,7 @@ LOADERS = {("torch", "load"), ("np", "fromfile"), ("pd", "read_pickle")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_source_unpickles(path: Path) -> None:
+def test_source_code_never_unpickles(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             assert not {alias.name.split(".")[0] for alias in node.names} & FORBIDDEN
@@ -31,7 +31,7 @@ def test_no_source_unpickles(path: Path) -> None:
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -40,7 +40,7 @@ class Bomb:
         return Path.touch, (self.file,)
 
 
-def test_an_array_that_is_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_pickled_array_is_refused_and_not_executed(tmp_path: Path) -> None:
     proof, array = tmp_path / "it-ran", tmp_path / "tokens.npy"
     np.save(array, np.array([Bomb(proof)], dtype=object), allow_pickle=True)
     with pytest.raises(InputError, match=r"tokens\.npy"):

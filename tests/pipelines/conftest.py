@@ -1,4 +1,4 @@
-"""One Ray cluster of three nodes on this machine for every test that needs one: to start one takes a quarter of a minute."""
+"""One Ray cluster of three nodes on this machine, shared by all tests that need one: starting it takes 15 seconds."""
 
 import contextlib
 import socket
@@ -14,16 +14,16 @@ _USUAL_AGENT_PORT = 52365
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Head without CPUs, with a job server; two nodes of one CPU. Token authentication is on, as in Ray from 2.61.
+    """A head node without CPUs, with a job server, and two nodes of one CPU. Token authentication is on (Ray ≥ 2.61).
 
-    Whoever takes a node away adds one before it ends.
+    A test that removes a node adds one before it ends.
     """
     from ray.cluster_utils import Cluster
 
     noticed_soon = {"health_check_period_ms": 500, "health_check_failure_threshold": 6}
-    # Port 0: any free one. The job agent of a head has a fixed port, and jobs cannot be submitted where another cluster has it.
+    # Port 0 is any free port. The head's job agent has a fixed port; if another cluster uses it, submitting jobs fails.
     head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0, "dashboard_agent_listen_port": 0}
-    with _taken(_USUAL_AGENT_PORT):
+    with _occupied(_USUAL_AGENT_PORT):
         started = Cluster(initialize_head=True, head_node_args=head | {"_system_config": noticed_soon})
         try:
             for _ in range(2):
@@ -35,8 +35,8 @@ def cluster() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _taken(port: int) -> Iterator[None]:
-    """Listen at a port, as another cluster on this machine does, unless one is there."""
+def _occupied(port: int) -> Iterator[None]:
+    """Listen on a port, as another cluster on this machine would, unless the port is in use already."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):

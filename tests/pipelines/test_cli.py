@@ -1,4 +1,4 @@
-"""The command line as a person meets it: what works, and what is said when something is wrong."""
+"""The command line from a user's point of view: what works, and the messages when something is wrong."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from tests.conftest import tiny_config
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Path:
-    """A folder with `config.toml`, a datastore and a trained run, all made by the command line."""
+    """A folder with `config.toml`, a datastore and a trained run, all made with the command line."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "config.toml").write_text(to_toml(tiny_config(folder, tiny_corpus)))
     assert main(["index", str(folder / "config.toml")]) == 0
@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Path
     return folder
 
 
-def test_index_leaves_reports_and_says_the_same_the_second_time(trained: Path, capsys) -> None:
+def test_index_writes_reports_and_prints_the_same_when_run_again(trained: Path, capsys) -> None:
     report = (trained / "datastore" / "report.json").read_bytes()
     assert main(["index", str(trained / "config.toml")]) == 0
     assert "recall at 2" in capsys.readouterr().out
@@ -42,13 +42,13 @@ def test_index_leaves_reports_and_says_the_same_the_second_time(trained: Path, c
     )
 
 
-def test_training_again_goes_on_from_the_end_and_a_longer_run_is_refused(trained: Path, capsys) -> None:
+def test_finished_run_trains_again_without_error_and_a_changed_setting_is_refused(trained: Path, capsys) -> None:
     assert main(["train", str(trained / "config.toml")]) == 0
     assert main(["train", str(trained / "config.toml"), "--train.lr", "5e-4"]) == 2
     assert "train.lr was 0.001, now 0.0005" in capsys.readouterr().err
 
 
-def test_eval_prints_off_and_on_and_writes_fingerprints(trained: Path, tmp_path, capsys) -> None:
+def test_eval_prints_off_and_on_results_and_writes_fingerprints(trained: Path, tmp_path, capsys) -> None:
     out = tmp_path / "results.json"
     assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.k", "1", "2", "--output", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_eval_prints_off_and_on_and_writes_fingerprints(trained: Path, tmp_path,
     assert results["fingerprints"]["datastores"]["valid"] == Datastore.open(trained / "datastore").fingerprint
 
 
-def test_eval_compares_two_checkpoints_on_every_set_and_by_what_leaks(trained: Path, tmp_path, capsys) -> None:
+def test_eval_compares_two_checkpoints_by_evaluation_set_and_by_leakage(trained: Path, tmp_path, capsys) -> None:
     out, earlier = tmp_path / "results.json", trained / "run" / "checkpoints" / "00000004"
     sets = ["valid", f"copy={trained / 'datastore'}"]
     arguments = ["--evaluation.sets", *sets, "--evaluation.leakage-thresholds", "0", "0.5", "1", "--output", str(out)]
@@ -86,7 +86,7 @@ def test_eval_without_thresholds_measures_no_leakage(trained: Path, capsys) -> N
     assert "leakage" not in capsys.readouterr().out
 
 
-def test_train_leaves_a_report_and_report_compares_runs(trained: Path, tmp_path, capsys) -> None:
+def test_train_writes_a_report_and_the_report_verb_compares_runs(trained: Path, tmp_path, capsys) -> None:
     assert "<svg" in (trained / "run" / "report.html").read_text()
     assert main(["report", str(trained / "run"), "--output", str(tmp_path / "one.html")]) == 0
     assert "8 of 8" in capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_generate_continues_the_prompt_with_and_without_retrieval(trained: Path,
         assert len(text) > 20
 
 
-def test_search_finds_the_chunk_that_holds_the_text(trained: Path, capsys) -> None:
+def test_search_finds_the_chunk_that_contains_the_text(trained: Path, capsys) -> None:
     train = Datastore.open(trained / "datastore").train
     text = Tokenizer.open(trained / "datastore" / "tokenizer").decode(train.tokens.read(100, 101)[0])
     assert main(["search", str(trained / "datastore"), text, "--k", "3", "--format", "json"]) == 0
@@ -130,7 +130,7 @@ def test_inspect_prints_json_with_plain_values(trained: Path, path: str, capsys)
         assert facts["report"]["index"]["recall_at_10"] > 0
 
 
-def test_json_on_standard_output_is_the_file_that_output_names(trained: Path, tmp_path: Path, capsys) -> None:
+def test_json_on_standard_output_equals_the_output_file(trained: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
     arguments = [
         "--evaluation.max-tokens",
@@ -151,8 +151,8 @@ def test_generate_prints_json_with_prompt_and_text(trained: Path, capsys) -> Non
     assert [each["prompt"] for each in json.loads(capsys.readouterr().out)] == ["a", "b"]
 
 
-def groups_of(printed: str) -> dict[str, dict[str, str]]:
-    """What `retro inspect` printed: names and values under each heading."""
+def values_by_heading(printed: str) -> dict[str, dict[str, str]]:
+    """Names and values under each heading of the output of `retro inspect`."""
     groups = {}
     for group in printed.rstrip().split("\n\n"):
         heading, *rows = group.splitlines()
@@ -160,9 +160,9 @@ def groups_of(printed: str) -> dict[str, dict[str, str]]:
     return groups
 
 
-def test_inspect_groups_what_a_checkpoint_holds_by_section(trained: Path, capsys) -> None:
+def test_inspect_groups_the_contents_of_a_checkpoint_by_section(trained: Path, capsys) -> None:
     assert main(["inspect", str(trained / "run")]) == 0
-    groups = groups_of(capsys.readouterr().out)
+    groups = values_by_heading(capsys.readouterr().out)
     first = groups[str(trained / "run" / "checkpoints" / "00000008")]
     assert first["step"] == "8"
     assert "parameters" in first
@@ -171,16 +171,14 @@ def test_inspect_groups_what_a_checkpoint_holds_by_section(trained: Path, capsys
     assert groups["[model.attention]"]["num_heads"] == "2"
 
 
-def test_inspect_tells_the_recall_of_the_index_and_of_the_stored_neighbors_apart(
-    trained: Path, tmp_path, capsys
-) -> None:
+def test_inspect_prints_recall_of_index_and_of_stored_neighbors_separately(trained: Path, tmp_path, capsys) -> None:
     folder = Path(shutil.copytree(trained / "datastore", tmp_path / "inspected"))
     measured = json.loads((folder / "report.json").read_text())
     measured["index"] |= {"nprobe": 256, "recall_at_10": 0.856}
     measured |= {"search": "lists, nprobe 127", "recall": {"recall_at_2": 0.9, "recall_at_10": 0.807}}
     (folder / "report.json").write_text(json.dumps(measured))
     assert main(["inspect", str(folder)]) == 0
-    groups = groups_of(capsys.readouterr().out)
+    groups = values_by_heading(capsys.readouterr().out)
     index = next(rows for heading, rows in groups.items() if heading.startswith("index"))
     stored = next(rows for heading, rows in groups.items() if heading.startswith("stored neighbors"))
     assert index["searched with"].endswith("nprobe 256")
@@ -192,9 +190,7 @@ def test_inspect_tells_the_recall_of_the_index_and_of_the_stored_neighbors_apart
     assert (table["index: recall at 10"], table["stored neighbors: recall at 10"]) == ("0.856", "0.807")
 
 
-def test_verify_checks_every_byte_of_a_runs_checkpoints_and_of_an_exported_file(
-    trained: Path, tmp_path, capsys
-) -> None:
+def test_verify_checks_every_byte_of_checkpoints_and_exported_files(trained: Path, tmp_path, capsys) -> None:
     run, file = Path(shutil.copytree(trained / "run", tmp_path / "run")), tmp_path / "model.safetensors"
     assert main(["export", str(run), "--output", str(file)]) == 0
     paths = [run, f"{run}@best", run / "checkpoints" / "00000008", file]
@@ -214,7 +210,7 @@ def test_verify_checks_every_byte_of_a_runs_checkpoints_and_of_an_exported_file(
     assert "--repair" in capsys.readouterr().err
 
 
-def test_export_and_import_replace_a_file_only_when_told(trained: Path, tmp_path, capsys) -> None:
+def test_export_and_import_replace_an_existing_file_only_with_overwrite(trained: Path, tmp_path, capsys) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"precious")
     for verb, source in (("export", trained / "run"), ("import", tmp_path)):
@@ -225,9 +221,7 @@ def test_export_and_import_replace_a_file_only_when_told(trained: Path, tmp_path
     assert main(["verify", str(file)]) == 0
 
 
-def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_does(
-    trained: Path, tmp_path, capsys
-) -> None:
+def test_verbs_accept_an_exported_file_and_the_best_checkpoint_as_checkpoint(trained: Path, tmp_path, capsys) -> None:
     file = tmp_path / "model.safetensors"
     assert main(["export", f"{trained / 'run'}@best", "--output", str(file)]) == 0
     assert "step" in capsys.readouterr().out
@@ -300,7 +294,7 @@ def test_an_exported_file_and_the_best_checkpoint_serve_wherever_a_checkpoint_do
         (["train", "CONFIG", "--model.preset", "huge"], ["model.preset = 'huge'", "tiny"]),
     ],
 )
-def test_a_mistake_is_told_in_one_message_with_status_2(trained: Path, capsys, arguments, words) -> None:
+def test_user_mistake_prints_one_message_and_exits_with_status_2(trained: Path, capsys, arguments, words) -> None:
     places = {"CONFIG": "config.toml", "DATASTORE": "datastore", "RUN": "run"}
     given = [str(trained / places[a]) if a in places else a for a in arguments]
     assert main(given) == 2
@@ -310,7 +304,7 @@ def test_a_mistake_is_told_in_one_message_with_status_2(trained: Path, capsys, a
     assert all(word in message for word in words), message
 
 
-def test_training_on_ray_is_refused_in_one_of_several_processes(trained: Path, monkeypatch, capsys) -> None:
+def test_ray_executor_is_refused_under_torchrun(trained: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(trained / "config.toml"), "--executor.kind", "ray"]) == 2
     assert "executor.kind = 'ray': torchrun or Slurm" in capsys.readouterr().err
@@ -324,18 +318,18 @@ def test_every_verb_has_help(verb: str, capsys) -> None:
     assert f"usage: retro {verb}" in capsys.readouterr().out
 
 
-def test_the_program_without_a_verb_lists_them(capsys) -> None:
+def test_program_without_a_verb_lists_all_verbs(capsys) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {verb} " in printed for verb in VERBS)
 
 
 OTHER_SPELLINGS = {"to", "out", "json", "html", "also", "mend", "on"}
-"""Names that an option has in other programs, or had here: `--output`, `--format`, `--repair`, `--extra-datastores`, `--k`."""
+"""Names that other programs use for the same options: `--output`, `--format`, `--repair`, `--extra-datastores`, `--k`."""
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_calls_the_same_option_by_the_same_name(verb: str) -> None:
+def test_verbs_use_the_same_name_for_the_same_option(verb: str) -> None:
     options = leaf_types(VERBS[verb].load()[1])
     assert not OTHER_SPELLINGS & {option.rpartition(".")[2] for option in options}
     assert options.get("format", Format) is Format
@@ -344,13 +338,13 @@ def test_a_verb_calls_the_same_option_by_the_same_name(verb: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["eval", "plan"])
-def test_help_of_the_first_of_two_words_lists_the_second_words(first: str, capsys) -> None:
+def test_help_of_the_first_word_of_a_verb_lists_the_second_words(first: str, capsys) -> None:
     assert main([first, "--help"]) == 0
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert [f"{first} {row}" for row in rows] == [verb for verb in VERBS if verb.startswith(f"{first} ")]
 
 
-def test_the_command_exits_with_the_status(tmp_path) -> None:
+def test_process_exits_with_the_status_of_the_command(tmp_path) -> None:
     process = subprocess.run(
         [sys.executable, "-m", "pipelines.cli", "inspect", str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -358,7 +352,7 @@ def test_the_command_exits_with_the_status(tmp_path) -> None:
     assert process.stderr.startswith("error: ")
 
 
-def test_the_doctor_runs_where_torch_does_not_import() -> None:
+def test_doctor_runs_when_torch_cannot_be_imported() -> None:
     program = """
 import sys
 class Blocked:

@@ -1,4 +1,4 @@
-"""The files in configs/ are settings that load."""
+"""The files in configs/ load as valid settings."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
-def test_a_config_loads_and_names_a_model_that_can_be_built(path: Path) -> None:
+def test_config_loads_and_its_model_can_be_built(path: Path) -> None:
     config = load(Config, path, [], verb="index")
     assert resolve(config.model, ModelSettings()).num_layers > 0
     whole_chunks = config.data.sequence_length % config.chunks.chunk_length == 0
-    assert whole_chunks or config.finetune.examples  # rows of examples may end inside a chunk
+    assert whole_chunks or config.finetune.examples  # rows of examples can end inside a chunk

@@ -1,4 +1,4 @@
-"""Progress: quiet where nobody watches, one line at the end, bars that nest; a view of all stages, and a summary."""
+"""Progress output: a line per step without a terminal, nested bars in a terminal, a view of all stages, a summary."""
 
 import io
 import logging
@@ -12,7 +12,7 @@ from tests.conftest import wait_until
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Something that takes standard error's place and says that it is a terminal."""
+    """Replace standard error by a stream that reports itself as a terminal."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -42,7 +42,7 @@ def test_in_a_terminal_bars_show_and_nest(monkeypatch: pytest.MonkeyPatch) -> No
     assert module._live == []
 
 
-def test_messages_appear_above_a_bar_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_appear_unchanged_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
     module.setup_logging()
     with progress("embed", total=2, unit="chunks"):
@@ -52,7 +52,7 @@ def test_messages_appear_above_a_bar_as_they_are(monkeypatch: pytest.MonkeyPatch
     assert screen.getvalue().endswith("plain\n")
 
 
-def test_an_error_inside_passes_through_and_closes_the_bar() -> None:
+def test_error_inside_a_bar_propagates_and_closes_it() -> None:
     def fail() -> None:
         with progress("x", total=1, unit="chunks"):
             raise RuntimeError("inside")
@@ -62,7 +62,7 @@ def test_an_error_inside_passes_through_and_closes_the_bar() -> None:
     assert module._live == []
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_numbers_are_formatted_for_people() -> None:
     assert human_count(1234567, "chunks", named=True) == "1,234,567 chunks"
     assert human_count(2.34) == "2.3"
     assert [human_bytes(x) for x in (5, 1500, 2.5e9)] == ["5 B", "1.5 kB", "2.5 GB"]
@@ -73,7 +73,7 @@ def test_numbers_as_people_read_them() -> None:
 
 
 def build_with(view: StagesView, meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Three stages: two steps, one step with something in its middle, and nothing left to do."""
+    """Build in three stages: one of two steps, one that calls `meanwhile` within its step, and one finished before."""
     with view.shown(["chunk", "embed", "add"]):
         with view.stage("chunk"):
             with progress("scan", total=1000, unit="bytes") as advance:
@@ -88,7 +88,7 @@ def build_with(view: StagesView, meanwhile: Callable[[], object] = lambda: None)
             pass
 
 
-def test_without_a_terminal_each_stage_is_a_line_and_a_summary_ends_it(caplog, capsys) -> None:
+def test_without_a_terminal_each_stage_logs_a_line_and_the_build_a_summary(caplog, capsys) -> None:
     with caplog.at_level(logging.INFO, "retro"):
         build_with(StagesView())
     lines = [record.getMessage() for record in caplog.records]
@@ -100,7 +100,7 @@ def test_without_a_terminal_each_stage_is_a_line_and_a_summary_ends_it(caplog, c
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_view_records_what_was_done_stage_by_stage() -> None:
+def test_view_records_the_steps_of_each_stage() -> None:
     view = StagesView(quiet=True)
     build_with(view)
     made = [(step.stage, step.name, step.units, step.unit) for step in view.steps]
@@ -112,7 +112,7 @@ def test_the_view_records_what_was_done_stage_by_stage() -> None:
     ]
 
 
-def test_a_quiet_view_says_nothing_but_bars_after_it_do(caplog) -> None:
+def test_quiet_view_logs_nothing_and_later_bars_log_again(caplog) -> None:
     with caplog.at_level(logging.INFO, "retro"):
         build_with(StagesView(quiet=True))
         assert caplog.text == ""
@@ -121,7 +121,7 @@ def test_a_quiet_view_says_nothing_but_bars_after_it_do(caplog) -> None:
     assert "train: 1 tokens" in caplog.text
 
 
-def test_what_takes_long_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_long_step_logs_its_progress_repeatedly(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setattr(module, "_LINE_SECONDS", 0.02)
 
     def said() -> list[str]:
@@ -134,7 +134,7 @@ def test_what_takes_long_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch
     assert again[0].endswith("left")
 
 
-def test_in_a_terminal_every_stage_has_a_row_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_terminal_every_stage_has_a_row_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
     module.setup_logging()
     view = StagesView()
@@ -154,7 +154,7 @@ def test_in_a_terminal_every_stage_has_a_row_from_the_beginning(monkeypatch: pyt
     assert "chunk  chunk  1.0 kB" in screen.getvalue()
 
 
-def test_an_error_in_a_stage_passes_through_and_closes_the_view(caplog) -> None:
+def test_error_in_a_stage_propagates_and_closes_the_view(caplog) -> None:
     def fail() -> None:
         with view.shown(["chunk"]), view.stage("chunk"), progress("scan", total=1, unit="bytes"):
             raise RuntimeError("inside")
@@ -167,7 +167,7 @@ def test_an_error_in_a_stage_passes_through_and_closes_the_view(caplog) -> None:
     assert "all" not in caplog.text
 
 
-def test_the_summary_has_a_rate_for_each_step_and_the_time_of_all() -> None:
+def test_summary_has_a_rate_for_each_step_and_the_total_time() -> None:
     steps = [Step("add", "add", 1000, "chunks", 2.0), Step("add", "tune", 10, "queries", 1.0), Step("neighbors", "n")]
     assert summary_rows(steps)[1:] == [
         ["add", "add", "1,000 chunks", "2.0 s", "500/s"],

@@ -1,4 +1,4 @@
-"""Help and mistakes are answered without the libraries that take seconds to import."""
+"""Help and error messages are printed without importing slow libraries."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ MISTAKES = (
 )
 
 
-def test_help_and_mistakes_import_nothing_heavy() -> None:
+def test_help_and_error_messages_import_no_slow_library() -> None:
     helps = [["--help"], *([*verb.split(), "--help"] for verb in VERBS)]
     commands = json.dumps([sorted(HEAVY), *helps, *MISTAKES])
     process = subprocess.run([sys.executable, "-c", PROGRAM, commands], capture_output=True, text=True, check=True)

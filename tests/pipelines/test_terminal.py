@@ -1,4 +1,4 @@
-"""Text from a corpus, a model or a mistake reaches the terminal as text: it moves no cursor, sets no title, fills no clipboard."""
+"""Control characters from a corpus, a model or an error are escaped, so the terminal does not execute them."""
 
 import ast
 import json
@@ -23,14 +23,14 @@ ATTACK = "\x1b]0;owned\x07\x1b]52;c;cm0gLXJm\x07\x1b[31mred \x9b2J \x7f\b \u202e
 
 
 def controls(text: str) -> set[str]:
-    """Characters that a terminal obeys; line breaks and tabs are meant."""
+    """Characters that a terminal interprets, except line breaks and tabs, which are intended."""
     return {each for each in text if unicodedata.category(each) in ("Cc", "Cs") or each in "\u202e\u2066"} - {
         "\n",
         "\t",
     }
 
 
-def test_control_characters_are_shown_and_everything_else_stays() -> None:
+def test_control_characters_are_escaped_and_other_text_is_unchanged() -> None:
     every = "".join(map(chr, range(sys.maxunicode + 1)))
     assert controls(printable(every)) == set()
     plain = "a\tb\n汉字 é 👩‍💻 \u200f\n"
@@ -40,18 +40,18 @@ def test_control_characters_are_shown_and_everything_else_stays() -> None:
     assert json.loads(printable(json.dumps(ATTACK, ensure_ascii=False))) == ATTACK
 
 
-def test_a_name_stays_on_its_line() -> None:
+def test_name_with_line_breaks_is_printed_on_one_line() -> None:
     assert one_line("a\nb\tc\x1b") == "a\\u000ab\\u0009c\\u001b"
 
 
 @pytest.mark.parametrize("layer", ["indexing", "retro", "pipelines"])
-def test_one_function_writes_to_the_terminal(layer: str) -> None:
+def test_only_the_terminal_module_prints(layer: str) -> None:
     for path in (ROOT / layer).rglob("*.py"):
         names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
         assert "print" not in names or path.name == "terminal.py", path
 
 
-def test_search_shows_what_a_corpus_would_do_to_a_terminal(tmp_path, capsys) -> None:
+def test_search_escapes_control_characters_of_the_corpus(tmp_path, capsys) -> None:
     corpus = tmp_path / "corpus.jsonl"
     with open(corpus, "w") as file:
         for number in range(30):
@@ -70,7 +70,7 @@ def test_search_shows_what_a_corpus_would_do_to_a_terminal(tmp_path, capsys) -> 
     assert all(hit["document"]["id"].startswith(ATTACK) for hit in json.loads(printed))
 
 
-def test_generated_text_is_shown(monkeypatch, capsys, tmp_path) -> None:
+def test_generate_escapes_control_characters_of_the_model(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr(LanguageModel, "open", lambda *given, **options: SimpleNamespace())
     monkeypatch.setattr(model_verbs, "generate_texts", lambda model, options: [ATTACK + "\n\tend"])
     assert main(["generate", str(tmp_path), "--prompt", "begin "]) == 0
@@ -79,11 +79,11 @@ def test_generated_text_is_shown(monkeypatch, capsys, tmp_path) -> None:
     assert printed.endswith("\n\tend\n")
 
 
-def test_errors_messages_and_tables_are_shown(monkeypatch, capsys) -> None:
+def test_errors_messages_and_tables_escape_control_characters(monkeypatch, capsys) -> None:
     assert main(["inspect", f"nowhere{ATTACK}"]) == 2
     model_verbs.log.warning("%s", ATTACK)
     library = logging.getLogger("library")
-    monkeypatch.setattr(library, "propagate", False)  # pytest has handlers above it
+    monkeypatch.setattr(library, "propagate", False)  # pytest attaches handlers to its parents
     library.warning("of a library %s", ATTACK)
     print_rows([[ATTACK, "b"]])
     printed = capsys.readouterr()
@@ -94,7 +94,7 @@ def test_errors_messages_and_tables_are_shown(monkeypatch, capsys) -> None:
     assert "warning: of a library \\u001b]0;owned" in printed.err
 
 
-def test_a_reader_that_wants_no_more_ends_the_program_quietly() -> None:
+def test_closed_output_pipe_ends_the_program_without_an_error_message() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     process = subprocess.run(
