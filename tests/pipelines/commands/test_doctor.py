@@ -1,4 +1,4 @@
-"""The doctor knows the conflicts that others have met."""
+"""`retro doctor` recognizes known conflicts between packages and problems of the machine."""
 
 import pytest
 
@@ -15,29 +15,29 @@ from pipelines.commands.doctor import Finding, conflicts, examine, faiss_conflic
         ({"torch": "2.9.1+cu128"}, "torch", "warning"),
     ],
 )
-def test_a_known_conflict_is_found_and_has_a_command_that_repairs_it(versions, topic, level) -> None:
+def test_known_conflict_is_found_with_the_command_that_repairs_it(versions, topic, level) -> None:
     (finding,) = conflicts(versions)
     assert (finding.topic, finding.level) == (topic, level)
     assert finding.action.startswith("pip install")
 
 
-def test_what_fits_together_is_no_conflict() -> None:
+def test_compatible_versions_have_no_conflict() -> None:
     assert conflicts({"numpy": "1.26.4", "pyarrow": "25.0.1", "autofaiss": "2.18.0", "torch": "2.13.0+cpu"}) == []
 
 
-def test_this_machine_passes(capsys) -> None:
+def test_examination_of_this_machine_passes(capsys) -> None:
     findings = examine()
     assert print_findings(findings) == 0
     assert {"torch", "faiss build", "threads", "memory"} <= {finding.topic for finding in findings}
     assert "faiss build" in capsys.readouterr().out
 
 
-def test_an_error_gives_status_1(capsys) -> None:
+def test_finding_at_error_level_gives_status_1(capsys) -> None:
     assert print_findings([Finding("error", "x", "broken", "install it")]) == 1
     assert "install it" in capsys.readouterr().out
 
 
-def test_a_broken_package_is_told_and_the_rest_is_still_examined(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_broken_package_is_reported_and_the_rest_is_still_examined(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     real = doctor.importlib.import_module
 
     def fail_on_faiss(name: str):
@@ -55,7 +55,7 @@ def test_a_broken_package_is_told_and_the_rest_is_still_examined(monkeypatch: py
     assert print_findings(list(findings.values())) == 1
 
 
-def test_a_python_that_autofaiss_cannot_run_on_is_an_error() -> None:
+def test_python_version_unsupported_by_autofaiss_is_an_error() -> None:
     assert [doctor.check_python(version).level for version in ((3, 10), (3, 11), (3, 12), (3, 13))] == [
         "error",
         "ok",
@@ -78,7 +78,7 @@ def test_two_builds_of_faiss_in_one_folder_are_reported_with_the_one_in_use(gpu,
     assert bool(finding.action) == (level == "warning")
 
 
-def test_one_build_of_faiss_is_no_conflict() -> None:
+def test_single_build_of_faiss_has_no_conflict() -> None:
     assert faiss_conflicts({"faiss-cpu": "1.15.1"}, has_gpu=False) == []
     assert faiss_conflicts({"faiss-gpu": "1.15.1"}, has_gpu=True) == []
 

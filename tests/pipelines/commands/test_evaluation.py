@@ -1,4 +1,4 @@
-"""`retro eval perplexity` with fractions of the datastore and its page, `retro eval qa`: what they print, write and refuse."""
+"""`retro eval perplexity` with datastore fractions, its HTML page, and `retro eval qa`: output, files, errors."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path: Path, capsys) -> None:
+def test_fractions_of_the_datastore_are_measured_and_printed(trained: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
     arguments = ["--evaluation.datastore-fractions", "0.1", "1", "--evaluation.k", "1", "2", "4", "--output", str(out)]
     assert main(["eval", "perplexity", str(trained / "run"), "--against", str(trained / "baseline"), *arguments]) == 0
@@ -61,7 +61,7 @@ def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path:
     train = Datastore.open(trained / "datastore").train
     assert (whole["datastore_documents"], whole["datastore_chunks"]) == (train.num_documents, train.num_chunks)
     assert 0 < small["datastore_chunks"] < whole["datastore_chunks"] / 4
-    # The stored neighbors are exact in so small a datastore: all of it, searched anew, gives the same figures.
+    # Stored neighbors of this small datastore are exact, so searching all of it again gives the same figures.
     stored = [row["bits_per_byte"] for row in written["results"]]
     assert [row["bits_per_byte"] for row in whole["results"]] == pytest.approx(stored, rel=1e-3)
     assert [(row["model"], row["k"]) for row in small["results"]] == [
@@ -79,7 +79,7 @@ def test_shares_of_the_datastore_are_measured_and_shown(trained: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path: Path, capsys) -> None:
+def test_page_contains_every_figure_and_loads_nothing_from_outside(trained: Path, tmp_path: Path, capsys) -> None:
     out, page = tmp_path / "results.json", tmp_path / "results.html"
     arguments = [
         "--evaluation.datastore-fractions",
@@ -100,14 +100,14 @@ def test_the_page_holds_every_figure_and_fetches_nothing(trained: Path, tmp_path
     for level in (*written["leakage"], *written["datastore_fractions"], {"results": written["results"]}):
         for row in level["results"]:
             assert f"{row['bits_per_byte']:.4f}" in html
-    # By k, by α, by share and the overlap, of each of both sets.
+    # For each of the two sets: by k, by α, by datastore fraction, and the overlap.
     assert html.count("<svg") == 4 * 2
     assert open_checkpoint(trained / "run").fingerprint in html
     assert Datastore.open(trained / "datastore").fingerprint in html
     assert not re.findall(r"(?:src|href)=\"(?!#)[^\"]+", html)
 
 
-def test_the_page_lies_beside_the_json_file_and_leaves_out_what_was_not_measured(trained: Path, tmp_path: Path) -> None:
+def test_page_is_next_to_the_json_file_and_omits_missing_measurements(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     assert (
         main(["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage-thresholds", "--output", str(out)])
@@ -120,7 +120,9 @@ def test_the_page_lies_beside_the_json_file_and_leaves_out_what_was_not_measured
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.html", "results.json"]
 
 
-def test_shares_mean_nothing_without_retrieval_or_to_a_control(trained: Path, tmp_path: Path, capsys) -> None:
+def test_datastore_fractions_are_refused_without_retrieval_and_for_a_control(
+    trained: Path, tmp_path: Path, capsys
+) -> None:
     fractions = ["--evaluation.datastore-fractions", "0.5"]
     assert main(["eval", "perplexity", str(trained / "baseline"), *fractions]) == 2
     assert "does not retrieve" in capsys.readouterr().err
@@ -139,7 +141,9 @@ def test_shares_mean_nothing_without_retrieval_or_to_a_control(trained: Path, tm
     assert "data.neighbor_source = 'random'" in capsys.readouterr().err
 
 
-def test_questions_are_asked_closed_and_open_book(trained: Path, questions: Path, tmp_path: Path, capsys) -> None:
+def test_qa_answers_questions_closed_book_and_with_passages(
+    trained: Path, questions: Path, tmp_path: Path, capsys
+) -> None:
     out = tmp_path / "qa.json"
     arguments = ["--passages", str(trained / "datastore"), "--shots", "1", "--max-questions", "5"]
     arguments += ["--max-tokens", "8", "--prompt-passages", "1", "--k", "1", "--output", str(out)]
@@ -166,7 +170,7 @@ def test_questions_are_asked_closed_and_open_book(trained: Path, questions: Path
     assert written["settings"]["language"] == "en"
 
 
-def test_passages_are_read_as_neighbors_of_the_papers_prompt(
+def test_qa_reads_passages_as_neighbors_of_the_papers_prompt(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     split = Datastore.open(trained / "datastore").train
@@ -208,13 +212,13 @@ def test_passages_are_read_as_neighbors_of_the_papers_prompt(
         ("paper", 3, True),
     ]
     gold = written["results"][-1]
-    assert gold["answer_in_passages"] == 1  # a document begins with its number
+    assert gold["answer_in_passages"] == 1  # a document's text begins with its number
     html = (tmp_path / "qa.html").read_text()
     assert all(row["question"] in html for row in asked)
     assert not re.findall(r"(?:src|href)=\"(?!#)[^\"]+", html)
 
 
-def test_what_neighbors_hold_is_what_the_passages_say_and_is_given_to_the_model(trained: Path) -> None:
+def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(trained: Path) -> None:
     settings = QaSettings(k=0, prompt_passages=0, neighbor_passages=2, max_tokens=4)
     model, retriever = eval_qa.open_model(trained / "run", trained / "datastore", settings, "cpu")
     assert retriever is not None
@@ -230,7 +234,7 @@ def test_what_neighbors_hold_is_what_the_passages_say_and_is_given_to_the_model(
         assert (lengths > 0).all()
         for text, passage in zip(texts, passages, strict=True):
             assert f"title: {passage.title}, source: {passage.text}".startswith(text.rstrip("\ufffd"))
-    # The model reads them: other passages change what it says next, and without them it is OFF.
+    # The model reads them: other passages change the next token's probability, and empty passages equal OFF.
     none = [(tokens, np.zeros_like(lengths)) for tokens, lengths in read.given]
     others = read.given[1:] + read.given[:1]  # type: ignore[operator]
 
@@ -242,7 +246,7 @@ def test_what_neighbors_hold_is_what_the_passages_say_and_is_given_to_the_model(
     assert all(one != other for one, other in zip(said(read.given), said(others), strict=True))
 
 
-def test_a_baseline_takes_the_papers_prompt_closed_book_alone(trained: Path, questions: Path, tmp_path: Path) -> None:
+def test_baseline_uses_the_papers_prompt_only_closed_book(trained: Path, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "qa.json"
     arguments = ["--neighbor-passages", "2", "--max-questions", "2", "--max-tokens", "4", "--output", str(out)]
     assert main(["eval", "qa", str(trained / "baseline"), str(questions), *arguments]) == 0
@@ -250,7 +254,7 @@ def test_a_baseline_takes_the_papers_prompt_closed_book_alone(trained: Path, que
     assert [row["mode"] for row in written["results"]] == ["closed book", "paper's prompt, closed book"]
 
 
-def test_a_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: Path, tmp_path: Path) -> None:
+def test_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "qa.json"
     short = ["--max-questions", "2", "--max-tokens", "4", "--output", str(out)]
     for arguments in (["eval", "qa", str(trained / "baseline")], ["eval", "qa", str(trained / "run"), "--k", "0"]):
@@ -260,7 +264,7 @@ def test_a_baseline_and_k_0_answer_without_retrieval(trained: Path, questions: P
         assert "datastore" not in written["fingerprints"]
 
 
-def test_scores_are_means_over_questions_with_their_interval() -> None:
+def test_scores_are_means_over_questions_with_confidence_intervals() -> None:
     row = Answered(
         QuestionMode(k=2), ["a", "b", "c", "d"], np.array([1.0, 0, 0, 0]), np.array([1.0, 0.5, 0, 0])
     ).as_json(seed=0)
@@ -294,7 +298,9 @@ def test_scores_are_means_over_questions_with_their_interval() -> None:
         (["eval", "perplexity", "RUN", "--output", "results"], ["output = 'results'", "ends in .json"]),
     ],
 )
-def test_a_mistake_is_told_in_one_message(trained: Path, questions: Path, capsys, arguments, words) -> None:
+def test_user_mistake_prints_one_message_and_exits_with_status_2(
+    trained: Path, questions: Path, capsys, arguments, words
+) -> None:
     places = {"RUN": str(trained / "run"), "QUESTIONS": str(questions), "DATASTORE": str(trained / "datastore")}
     assert main([places.get(each, each) for each in arguments]) == 2
     message = capsys.readouterr().err
@@ -302,7 +308,7 @@ def test_a_mistake_is_told_in_one_message(trained: Path, questions: Path, capsys
     assert all(word in message for word in words), message
 
 
-def test_passages_that_the_model_cannot_read_are_refused_unless_they_stand_in_prompts_only(
+def test_passages_unreadable_by_the_model_are_refused_unless_used_only_in_prompts(
     trained: Path, questions: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(trained / "datastore", tmp_path / "other"))
@@ -316,6 +322,6 @@ def test_passages_that_the_model_cannot_read_are_refused_unless_they_stand_in_pr
     assert retriever is not None
 
 
-def test_a_question_without_answers_is_refused_by_id(tmp_path: Path) -> None:
+def test_question_without_answers_is_refused_with_its_id(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"q\.jsonl: question 'x' has no answers"):
         eval_qa.select([Question("x", "?", ())], QaSettings(), tmp_path / "q.jsonl")

@@ -1,4 +1,4 @@
-"""`retro finetune` as a person meets it: from a trained model and a file of examples to an answer."""
+"""`retro finetune` from a user's point of view: from a trained model and a file of examples to an answer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,9 @@ def saved(config: Config, tmp_path: Path) -> str:
     return str(tmp_path / "config.toml")
 
 
-def test_a_model_is_fine_tuned_measured_and_spoken_to(config: Config, tmp_path: Path, tiny_run: Path, capsys) -> None:
+def test_finetuned_model_is_evaluated_and_answers_chat_prompts(
+    config: Config, tmp_path: Path, tiny_run: Path, capsys
+) -> None:
     assert main(["finetune", saved(config, tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "held_out_loss_on" in printed
@@ -48,9 +50,7 @@ def test_a_model_is_fine_tuned_measured_and_spoken_to(config: Config, tmp_path: 
     assert "was not fine-tuned on instructions" in capsys.readouterr().err
 
 
-def test_questions_are_learned_with_passages_in_rows_of_a_part_of_a_chunk_more(
-    config: Config, tmp_path: Path, capsys
-) -> None:
+def test_finetuning_on_questions_accepts_rows_that_end_inside_a_chunk(config: Config, tmp_path: Path, capsys) -> None:
     rows = [{"question": f"which of {n}?", "answers": [f"the {n}"], "positive_ids": [f"doc-{n}"]} for n in range(8)]
     path = write(tmp_path / "questions.jsonl", rows)
     finetuning = FinetuneSettings((path,), format="questions", positives_first=True, held_out=0.3)
@@ -58,10 +58,12 @@ def test_questions_are_learned_with_passages_in_rows_of_a_part_of_a_chunk_more(
     assert main(["finetune", saved(config, tmp_path)]) == 0
     assert "held_out_loss_on" in capsys.readouterr().out
     asked = ["--prompt", "which?", "--max-tokens", "40", "--k", "1"]
-    assert main(["generate", str(config.run), *asked]) == 0  # its context is whole chunks
+    assert main(["generate", str(config.run), *asked]) == 0  # the context of the model is a whole number of chunks
 
 
-def test_a_bad_line_is_told_by_file_and_line_and_nothing_is_left(config: Config, tmp_path: Path, capsys) -> None:
+def test_invalid_example_is_refused_with_file_and_line_and_leaves_no_files(
+    config: Config, tmp_path: Path, capsys
+) -> None:
     (path,) = config.finetune.examples
     path.write_text(path.read_text() + '{"instruction": "a"}\n')
     assert main(["finetune", saved(config, tmp_path)]) == 2

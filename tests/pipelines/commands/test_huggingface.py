@@ -1,4 +1,4 @@
-"""`retro import`: the file serves as CHECKPOINT with a datastore of the base's tokenizer, and gives what the base gives."""
+"""`retro import`: the imported file works as CHECKPOINT and gives the scores of the base model."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """GPT-2's bytes without merges, and its one special token, which config.json alone says to be begin and end."""
+    """Write a tokenizer of GPT-2's bytes without merges. Only config.json names its special token, as begin and end."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -54,17 +54,17 @@ def imported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_begin_and_end_are_the_models_and_padding_is_one_more(datastore: Datastore) -> None:
+def test_begin_and_end_ids_come_from_the_model_and_padding_is_a_new_id(datastore: Datastore) -> None:
     meta = read_meta(datastore.folder / "tokenizer")
     assert (meta.vocab_size, meta.pad_id, meta.bos_id, meta.eos_id) == (258, 257, 256, 256)
     assert meta.lossless
 
 
-def test_it_scores_as_transformers_does(imported: Path, folder: Path, datastore: Datastore) -> None:
+def test_imported_model_scores_as_transformers_does(imported: Path, folder: Path, datastore: Datastore) -> None:
     opened = open_checkpoint(imported)
     assert (opened.step, opened.datastores, opened.model.vocab_size, opened.num_ids) == (0, [], 258, 258)
     model = LanguageModel.open(imported, datastore.folder)
-    assert model.context == 64  # of 72 positions, in whole chunks
+    assert model.context == 64  # the base has 72 positions; contexts are whole chunks
     tokens = torch.from_numpy(datastore.train.tokens.gather(np.arange(3)).reshape(1, -1).astype("int64")) % 257
     (scores,) = model.score([tokens[0].numpy()])
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -74,7 +74,9 @@ def test_it_scores_as_transformers_does(imported: Path, folder: Path, datastore:
     torch.testing.assert_close(torch.from_numpy(scores).float(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_verbs_take_it(imported: Path, datastore: Datastore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_accept_the_imported_model(
+    imported: Path, datastore: Datastore, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = ["--datastore", str(datastore.folder), "--device", "cpu"]
     assert main(["eval", "perplexity", str(imported), *store]) == 0
     assert "valid" in capsys.readouterr().out
@@ -84,7 +86,7 @@ def test_the_verbs_take_it(imported: Path, datastore: Datastore, capsys: pytest.
     assert "\n[imported]\n" in capsys.readouterr().out
 
 
-def test_without_a_datastore_or_with_too_large_a_tokenizer_it_is_told(
+def test_imported_model_needs_a_datastore_whose_tokenizer_fits(
     imported: Path, tiny_datastore: Datastore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*arguments: str) -> str:
@@ -96,7 +98,7 @@ def test_without_a_datastore_or_with_too_large_a_tokenizer_it_is_told(
         assert "vocab_size" in said(*verb, str(imported), "--datastore", str(tiny_datastore.folder))
 
 
-def test_what_cannot_be_written_is_told_before_anything_is_read(
+def test_invalid_import_options_are_refused_before_weights_are_read(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, words in (
@@ -109,7 +111,9 @@ def test_what_cannot_be_written_is_told_before_anything_is_read(
     assert not list(tmp_path.iterdir())
 
 
-def test_equal_folders_give_equal_weights_and_fingerprints(imported: Path, folder: Path, tmp_path: Path) -> None:
+def test_importing_a_folder_twice_gives_equal_weights_and_fingerprints(
+    imported: Path, folder: Path, tmp_path: Path
+) -> None:
     again = tmp_path / "again.safetensors"
     assert main(["import", str(folder), "--output", str(again), "--chunk-length", "16", "--no-verify"]) == 0
     one, two = open_checkpoint(imported), open_checkpoint(again)

@@ -1,4 +1,4 @@
-"""`retro eval retrieval` and the options of `retro search`: what they print, write and refuse."""
+"""`retro eval retrieval` and the options of `retro search`: output, files and errors."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from pipelines.cli import main
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory, tiny_datastore: Datastore) -> Path:
-    """Titles as questions: words find them, in what stands before a document's text."""
+    """Questions made from titles, which are stored with the documents and not in their text. Only words find them."""
     path = tmp_path_factory.mktemp("questions") / "questions.jsonl"
     split = tiny_datastore.train
     rows = split.metadata(range(0, split.num_documents, 5))
@@ -24,7 +24,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory, tiny_datastore: Datastor
     return path
 
 
-def test_a_question_set_is_measured_with_every_order(
+def test_question_set_is_measured_with_every_reranking_method(
     tiny_datastore: Datastore, questions: Path, tmp_path, capsys
 ) -> None:
     out = tmp_path / "found.json"
@@ -41,10 +41,12 @@ def test_a_question_set_is_measured_with_every_order(
     for rerank, each in figures.items():
         assert re.search(rf"{rerank} +{each['hit']['1']:.3f} +{each['hit']['10']:.3f}", printed)
         assert each["num_questions"] == num_questions
-    assert figures["bm25"]["hit"]["10"] > figures["embeddings"]["hit"]["10"]  # a number in a title is a word
+    assert (
+        figures["bm25"]["hit"]["10"] > figures["embeddings"]["hit"]["10"]
+    )  # BM25 treats the number in a title as a word
 
 
-def test_only_some_questions_and_orders_where_so_asked(tiny_datastore: Datastore, questions: Path, capsys) -> None:
+def test_options_limit_questions_and_reranking_methods(tiny_datastore: Datastore, questions: Path, capsys) -> None:
     arguments = ["--rerank", "bm25", "--max-questions", "7"]
     assert main(["eval", "retrieval", str(tiny_datastore.folder), str(questions), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -52,7 +54,7 @@ def test_only_some_questions_and_orders_where_so_asked(tiny_datastore: Datastore
     assert re.fullmatch(r"bm25 .* 7", lines[1])
 
 
-def test_search_filters_and_orders(tiny_datastore: Datastore, capsys) -> None:
+def test_search_applies_filters_and_reranking(tiny_datastore: Datastore, capsys) -> None:
     folder = str(tiny_datastore.folder)
     filters = ["--filters", "title=Title 42", "title=Title 41", "file=corpus.jsonl"]
     assert main(["search", folder, "title 42", "--rerank", "hybrid", "--k", "2", *filters, "--format", "json"]) == 0
@@ -63,7 +65,7 @@ def test_search_filters_and_orders(tiny_datastore: Datastore, capsys) -> None:
     assert main(["search", folder, "title 42", "--rerank", "bm25", "--k", "1"]) == 0
     assert re.match(
         r"1\. score \d+\.\d+  distance \d\.\d+  ", capsys.readouterr().out
-    )  # as the API and the page name them
+    )  # the same labels as in the API and on the page
     assert main(["search", folder, "title 42", "--extra-datastores", folder, "--k", "1"]) == 0
     assert capsys.readouterr().out.startswith("1. score 0.")
 
@@ -76,12 +78,12 @@ def test_search_filters_and_orders(tiny_datastore: Datastore, capsys) -> None:
         ("lang=en", "no column 'lang'; accepted are id"),
     ],
 )
-def test_filters_that_cannot_be_are_refused(tiny_datastore: Datastore, filters: str, words: str, capsys) -> None:
+def test_invalid_filters_are_refused(tiny_datastore: Datastore, filters: str, words: str, capsys) -> None:
     assert main(["search", str(tiny_datastore.folder), "text", "--filters", filters]) == 2
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_questions_without_ids_of_documents_are_told_what_is_missing(
+def test_questions_without_document_ids_are_refused_with_the_missing_key(
     tiny_datastore: Datastore, tmp_path, capsys
 ) -> None:
     path = tmp_path / "questions.jsonl"
@@ -96,5 +98,5 @@ def test_questions_without_ids_of_documents_are_told_what_is_missing(
         told.append(capsys.readouterr().err)
     assert f"{path}:1" in told[0]
     assert all('"positive_ids"' in each for each in told)
-    assert "datastore" not in told[1]  # another one would not help
+    assert "datastore" not in told[1]  # another datastore would not help
     assert "corpus.split = [1, 0, 0]" in told[2]

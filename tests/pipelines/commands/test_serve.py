@@ -1,4 +1,4 @@
-"""`retro serve` as a process: what it says, who may ask, how it stops, what it does when too many ask."""
+"""`retro serve` as a process: startup messages, authentication, limits on requests, and shutdown."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from pipelines.cli import main
 from tests.conftest import PATIENCE, build_local, tiny_config, wait_until
 
 TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
-LONG = {"prompt": TEXT, "temperature": 0}  # a model as small as this repeats itself, and never ends
+LONG = {"prompt": TEXT, "temperature": 0}  # a model this small repeats itself and never ends
 
 
 class Serving:
@@ -55,7 +55,7 @@ def serving(*arguments: str, **environment: str) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def with_token(tiny_datastore: Datastore, tiny_run: Path) -> Iterator[Serving]:
-    """One server for most tests: with a model, a token, and room for four requests."""
+    """One server for most tests, with a model, a token, and room for four requests."""
     limits = ("--max-requests", "4", "--max-tokens", "100000", "--request-seconds", str(PATIENCE), "--name", "tiny")
     folder = str(tiny_datastore.folder)
     with serving(folder, "--checkpoint", str(tiny_run), *limits, RETRO_TOKEN="right") as running:
@@ -66,14 +66,14 @@ def asking(server: Serving, token: str = "right") -> httpx.Client:
     return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE)
 
 
-def test_it_says_what_it_serves(with_token: Serving, tiny_datastore: Datastore) -> None:
+def test_server_prints_datastore_model_and_source_of_the_token(with_token: Serving, tiny_datastore: Datastore) -> None:
     assert f"{tiny_datastore.train.num_chunks:,} chunks" in with_token.said
     assert "model: tiny, step 8" in with_token.said
     assert "token: from RETRO_TOKEN" in with_token.said
     assert with_token.url.startswith("http://127.0.0.1:")
 
 
-def test_who_has_the_token_may_ask(with_token: Serving) -> None:
+def test_requests_need_the_token_except_health_and_readiness(with_token: Serving) -> None:
     with asking(with_token) as client:
         assert client.post("/search", json={"texts": [TEXT]}).json()["results"][0]
         assert client.get("/datastore").json()["model"]["name"] == "tiny"
@@ -85,8 +85,8 @@ def test_who_has_the_token_may_ask(with_token: Serving) -> None:
         assert client.get("/health").status_code == client.get("/ready").status_code == 200
 
 
-def test_headers_without_end_are_not_kept(with_token: Serving) -> None:
-    """Before the token is looked at, the server's memory does not grow with what a client sends."""
+def test_endless_headers_do_not_grow_the_servers_memory(with_token: Serving) -> None:
+    """Before the token is checked, the memory of the server does not grow with the bytes that a client sends."""
     address = urlsplit(with_token.url)
     before, sent = resident_bytes(with_token.process.pid), 0
     with contextlib.ExitStack() as stack:
@@ -105,21 +105,21 @@ def resident_bytes(pid: int) -> int:
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["with Content-Length", "chunked"])
-def test_a_body_that_is_too_long(with_token: Serving, said: bool) -> None:
+def test_too_long_body_is_refused_and_the_server_continues(with_token: Serving, said: bool) -> None:
     whole = b"x" * (5 * 2**20)
     parts = (whole[start : start + 2**16] for start in range(0, len(whole), 2**16))
     with asking(with_token) as client:
         try:
             response = client.post("/search", content=whole if said else parts)
-        except (httpx.WriteError, httpx.ReadError):  # the server has hung up, as it may
+        except (httpx.WriteError, httpx.ReadError):  # the server may close the connection early
             pass
         else:
             assert response.status_code == 413
         assert client.post("/search", json={"texts": [TEXT]}).status_code == 200
 
 
-def test_overload_is_told_and_passes(with_token: Serving) -> None:
-    """Of twelve requests without an end four are accepted. When their clients have gone, there is room again."""
+def test_requests_above_the_limit_get_429_until_there_is_room(with_token: Serving) -> None:
+    """Four of twelve endless requests are accepted. Once their clients disconnect, there is room again."""
 
     async def twelve() -> list[httpx.Response]:
         with asking(with_token) as like:
@@ -146,7 +146,9 @@ def test_overload_is_told_and_passes(with_token: Serving) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_run: Path, number: int) -> None:
+def test_after_a_signal_accepted_requests_finish_and_new_ones_are_refused(
+    tiny_datastore: Datastore, tiny_run: Path, number: int
+) -> None:
     limits = ("--max-tokens", "100000", "--shutdown-seconds", str(PATIENCE))
     with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
         with asking(server) as client, asking(server) as other:
@@ -170,14 +172,14 @@ def test_a_signal_lets_finish_what_was_accepted(tiny_datastore: Datastore, tiny_
 
 
 @pytest.mark.slow
-def test_shutdown_waits_only_so_long(tiny_datastore: Datastore, tiny_run: Path) -> None:
+def test_shutdown_cuts_off_requests_after_its_time_limit(tiny_datastore: Datastore, tiny_run: Path) -> None:
     limits = ("--max-tokens", "1000000", "--shutdown-seconds", "0.3", "--name", "tiny")
     with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
         cut_off_all(server, lambda: server.process.send_signal(signal.SIGTERM))
 
 
 @pytest.mark.slow
-def test_a_second_signal_cuts_off_and_says_so(tiny_datastore: Datastore, tiny_run: Path) -> None:
+def test_second_signal_cuts_off_requests_with_an_error(tiny_datastore: Datastore, tiny_run: Path) -> None:
     limits = ("--max-tokens", "1000000", "--shutdown-seconds", "1000", "--name", "tiny")
 
     def twice() -> None:
@@ -190,7 +192,7 @@ def test_a_second_signal_cuts_off_and_says_so(tiny_datastore: Datastore, tiny_ru
 
 
 def cut_off_all(server: Serving, stop: Callable[[], None]) -> None:
-    """A stream, a generation and a request whose body does not come are told that the server stops, and nothing is a trace."""
+    """Shutdown ends a stream, a generation and a request with an incomplete body by an error, without a traceback."""
     endless = {**LONG, "max_tokens": 10**6}
     address = urlsplit(server.url)
     with (
@@ -222,7 +224,7 @@ def wait_until_not_ready(server: Serving) -> None:
     wait_until(lambda: httpx.get(server.url + "/ready", timeout=PATIENCE).status_code != 200)
 
 
-# --- what is wrong is told in one line -------------------------------------------------------------------------------
+# --- mistakes are reported in one line -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -234,7 +236,7 @@ def said(capsys):
     return run
 
 
-def test_a_port_that_is_taken(tiny_datastore: Datastore, said) -> None:
+def test_port_in_use_is_refused(tiny_datastore: Datastore, said) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"127.0.0.1:{port}: Address already in use. Name another" in said(
@@ -242,7 +244,7 @@ def test_a_port_that_is_taken(tiny_datastore: Datastore, said) -> None:
         )
 
 
-def test_options_that_cannot_be(tiny_datastore: Datastore, tmp_path: Path, said) -> None:
+def test_invalid_options_are_refused_by_name(tiny_datastore: Datastore, tmp_path: Path, said) -> None:
     folder = str(tiny_datastore.folder)
     assert "is not a datastore" in said(str(tmp_path), "--port", "0")
     assert "port = 70000" in said(folder, "--port", "70000")
@@ -253,7 +255,9 @@ def test_options_that_cannot_be(tiny_datastore: Datastore, tmp_path: Path, said)
     assert "no-such-host.invalid" in said(folder, "--host", "no-such-host.invalid")
 
 
-def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tiny_corpus: Path, tmp_path: Path, said) -> None:
+def test_checkpoint_with_another_vocabulary_size_is_refused(
+    tiny_run: Path, tiny_corpus: Path, tmp_path: Path, said
+) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     other = build_local(replace(config, tokenizer=TokenizerSettings(vocab_size=350)))
     message = said(str(other.folder), "--port", "0", "--checkpoint", str(tiny_run))
@@ -261,18 +265,20 @@ def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tiny_corpus: Path, tmp_p
     assert "has vocab_size = 350" in message
 
 
-def test_a_token_that_no_header_can_hold(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
+def test_token_outside_ascii_is_refused(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
     monkeypatch.setenv("RETRO_TOKEN", "geheim ß")
     assert "ASCII" in said(str(tiny_datastore.folder))
 
 
-def test_an_empty_token_is_a_mistake(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
-    """As of `RETRO_TOKEN=$(cat no-such-file)`: the server would be open to all."""
+def test_empty_token_is_refused(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
+    """As after `RETRO_TOKEN=$(cat no-such-file)`. Otherwise the server would accept every request."""
     monkeypatch.setenv("RETRO_TOKEN", "")
     assert "RETRO_TOKEN is set but empty" in said(str(tiny_datastore.folder))
 
 
-def test_everybody_may_ask_is_warned_of(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_public_server_without_a_token_logs_a_warning(
+    tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.delenv("RETRO_TOKEN", raising=False)
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = str(taken.getsockname()[1])

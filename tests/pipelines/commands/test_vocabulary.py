@@ -1,4 +1,4 @@
-"""`retro extend-vocabulary`: from a run to a tokenizer and a model that a new datastore and a new run take."""
+"""`retro extend-vocabulary` turns a run into a tokenizer and a model for a new datastore and a new run."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def arguments(chinese: Path) -> list[str]:
     return ["--corpus.paths", str(chinese), "--corpus.split", "3", "1", "0", "--pieces", "50"]
 
 
-def test_a_run_goes_on_with_an_extended_vocabulary(
+def test_new_run_trains_with_an_extended_vocabulary(
     tmp_path: Path, tiny_run: Path, tiny_datastore: Datastore, chinese: Path, arguments: list[str], capsys
 ) -> None:
     out = tmp_path / "extended"
@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_an_extended_vocabulary(
     assert after[0].sum() > before[0].sum()
 
 
-def test_a_tokenizer_alone_keeps_the_ids_of_other_texts(
+def test_extending_only_a_tokenizer_keeps_the_ids_of_other_texts(
     tmp_path: Path, tiny_datastore: Datastore, tiny_corpus: Path, arguments: list[str], capsys
 ) -> None:
     out = tmp_path / "extended"
@@ -73,7 +73,7 @@ def test_a_tokenizer_alone_keeps_the_ids_of_other_texts(
     assert "keep: samples with unchanged ids" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_refused_and_leaves_nothing(
+def test_invalid_arguments_are_refused_and_leave_no_files(
     tmp_path: Path, tiny_run: Path, tiny_datastore: Datastore, arguments: list[str], capsys
 ) -> None:
     other = tmp_path / "other" / "tokenizer"

@@ -1,4 +1,4 @@
-"""Messages when no cluster answers. No test here starts a cluster."""
+"""Error messages when no Ray cluster answers. No test here starts a cluster."""
 
 import socket
 from typing import Any
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # ray's own
 
 @pytest.fixture
 def ray_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray as in a process that is in no cluster; joining one fails the test."""
+    """Ray in a process that has joined no cluster. Joining one fails the test."""
     import ray
 
     def init(**settings: Any) -> None:
@@ -27,13 +27,13 @@ def ray_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 @pytest.mark.parametrize("listens", [False, True])
-def test_an_address_where_no_cluster_answers_is_refused_before_ray_tries(
+def test_address_without_an_answering_cluster_is_refused_before_ray_connects(
     ray_outside: None, monkeypatch: pytest.MonkeyPatch, scheme: str, listens: bool
 ) -> None:
     monkeypatch.setattr(ray_cluster, "_ANSWER_SECONDS", 0.2)
     with socket.socket() as server:
         server.bind(("", 0))
-        if listens:  # and accepts, but never answers
+        if listens:  # it accepts connections, but never answers
             server.listen()
         address = f"{scheme}127.0.0.1:{server.getsockname()[1]}"
         words = "did not answer in 0.2 s" if listens else "refused"
@@ -44,7 +44,7 @@ def test_an_address_where_no_cluster_answers_is_refused_before_ray_tries(
             connect("")
 
 
-def test_an_address_that_ray_cannot_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_that_ray_cannot_parse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

@@ -20,7 +20,7 @@ def fails(error: Exception, *, advance: object) -> None:
         (KeyError("train"), "scan/c.jsonl failed: KeyError: 'train'"),
     ],
 )
-def test_a_failed_task_says_why_in_the_same_line(caplog: pytest.LogCaptureFixture, error: Exception, line: str) -> None:
+def test_failed_task_logs_its_reason_in_one_line(caplog: pytest.LogCaptureFixture, error: Exception, line: str) -> None:
     tasks = [Task("scan/c.jsonl", (error,), 1)]
     with caplog.at_level(logging.ERROR, "retro"), pytest.raises(type(error)):
         list(LocalExecutor(ExecutorSettings()).map("chunk", fails, tasks, lambda units: None))

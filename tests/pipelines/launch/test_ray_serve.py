@@ -1,4 +1,4 @@
-"""Served by a real Ray cluster of three nodes on this machine: the answers of one process, and partial ones while a node is gone."""
+"""Serving on a real Ray cluster of three nodes: answers equal those of one process; they are partial without a node."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ QUERY = {"texts": ["retrieve the neighbor shard", "检索 模型"], "k": 4}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 100])
-def test_parts_hold_every_shard_once_in_order(tiny_datastore: Datastore, count: int) -> None:
+def test_parts_contain_every_shard_once_in_order(tiny_datastore: Datastore, count: int) -> None:
     split = tiny_datastore.train
     num_shards = len(split.chunk_rows)
     parts = parts_of([split, split], count)
@@ -43,7 +43,7 @@ def test_parts_hold_every_shard_once_in_order(tiny_datastore: Datastore, count: 
 
 
 class Handle:
-    """Stands for a part's handle: answers, or lets time out."""
+    """A fake handle of a part of the index that answers or times out."""
 
     def __init__(self, ids: list[int], distances: list[float]) -> None:
         self.answer = np.array([ids]), np.array([distances], dtype=np.float32)
@@ -62,7 +62,7 @@ class Handle:
         pass
 
 
-def test_a_part_without_an_answer_is_named_and_left_out_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_times_out_is_named_and_skipped_until_the_retry_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(ray_serve, "time", clock)
     near, far = Handle([3, 1], [0.1, 0.5]), Handle([9, 7], [0.2, 0.3])
@@ -70,7 +70,7 @@ def test_a_part_without_an_answer_is_named_and_left_out_for_a_while(monkeypatch:
     query = np.zeros((1, 4), dtype=np.float32)
     assert index.search(query, 3).tolist() == [[3, 9, 7]]
     near.up = False
-    for asked in (2, 2):  # the second time it is not asked
+    for asked in (2, 2):  # the second search skips it
         with pytest.raises(PartsMissing) as missing:
             index.search(query, 3)
         assert (missing.value.names, near.asked) == (("near",), asked)
@@ -81,7 +81,7 @@ def test_a_part_without_an_answer_is_named_and_left_out_for_a_while(monkeypatch:
 
 
 def free_port() -> int:
-    """A port that nothing has, below those that the system gives to connections: no other process gets it meanwhile."""
+    """A free port below those that the system gives to connections, so no other process gets it in the meantime."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("127.0.0.1", port))
@@ -91,7 +91,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def url(cluster: Any, tiny_datastore: Datastore) -> Iterator[str]:
-    """`retro serve --executor.kind ray` as a process of its own."""
+    """The URL of a `retro serve --executor.kind ray` process."""
     options = [
         "--executor.kind",
         "ray",
@@ -107,7 +107,7 @@ def url(cluster: Any, tiny_datastore: Datastore) -> Iterator[str]:
         "0.6",
         "--cluster.replica-cpus",
         "0.3",
-    ]  # a part on each node, next to a front end
+    ]  # one part per node, next to a front end
     command = [sys.executable, "-m", "pipelines.cli", "serve", str(tiny_datastore.folder), *options]
     environment = {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": os.getcwd()}
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=environment) as process:
@@ -129,7 +129,7 @@ def ask(url: str) -> dict[str, Any]:
 
 
 def ask_until(url: str, partial: bool) -> dict[str, Any]:
-    """The first answer that is partial, or whole; errors while a front end moves to another node are passed over."""
+    """The first answer that is partial, or complete. Ignores errors while a front end moves to another node."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         try:
@@ -148,7 +148,7 @@ def found(answer: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_answers_are_those_of_one_process_and_partial_while_a_node_is_gone(
+def test_ray_serve_answers_as_one_process_and_partially_while_a_node_is_down(
     cluster: Any, url: str, tiny_datastore: Datastore
 ) -> None:
     here = Retriever.open(tiny_datastore.folder).search(QUERY["texts"], QUERY["k"]).hits

@@ -1,4 +1,4 @@
-"""Training by workers of a real Ray cluster: the weights of processes that torchrun starts, whoever is killed; one driver speaks."""
+"""Training by workers of a real Ray cluster gives the weights of torchrun, also after a worker is killed."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
 
 
 class Driver:
-    """`python -m pipelines.train` on the cluster, as a process of its own, in the folder of the configuration."""
+    """A `python -m pipelines.train` process on the cluster, in the folder of the configuration."""
 
     def __init__(self, cluster: Any, config: Config) -> None:
         self.run, self.log = config.run, config.run.with_suffix(".log")
@@ -50,7 +50,7 @@ class Driver:
         )
 
     def until(self, seen: Callable[[], Any]) -> Any:
-        """The first true answer while the driver runs."""
+        """Call `seen` until its answer is true, while the driver runs; returns that answer."""
         deadline = time.monotonic() + PATIENCE
         while not (answer := seen()):
             assert self.process.poll() is None, self.log.read_text()
@@ -60,11 +60,11 @@ class Driver:
 
 
 def workers() -> Iterator[int]:
-    """Processes of training workers: Ray names processes after their actors."""
+    """Process ids of the training workers. Ray names processes after their actors."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             name = path.read_bytes()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended in the meantime
             continue
         if name.startswith(b"ray::RayTrainWorker"):
             yield int(path.parent.name)
@@ -80,15 +80,13 @@ def workers() -> Iterator[int]:
         (Resources(workers=3), 8, "auto", Resources(workers=3)),
     ],
 )
-def test_without_a_number_of_workers_there_is_one_for_each_gpu(
-    given: Resources, gpus: int, device: str, expected: Resources
-) -> None:
+def test_default_is_one_training_worker_per_gpu(given: Resources, gpus: int, device: str, expected: Resources) -> None:
     assert resolve_workers(given, {"CPU": 64.0} | ({"GPU": float(gpus)} if gpus else {}), device) == expected
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_a_killed_worker_changes_nothing(cluster: Any, config: Config) -> None:
+def test_run_with_a_killed_worker_ends_with_the_same_weights(cluster: Any, config: Config) -> None:
     driver = Driver(cluster, config)
     driver.until(lambda: steps_done(driver.run) > 25)
     os.kill(max(workers()), signal.SIGKILL)
@@ -111,9 +109,7 @@ def test_a_killed_worker_changes_nothing(cluster: Any, config: Config) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_a_mistake_is_said_once_and_a_driver_that_is_stopped_takes_its_workers_along(
-    cluster: Any, config: Config
-) -> None:
+def test_user_mistake_is_printed_once_and_a_stopped_driver_stops_its_workers(cluster: Any, config: Config) -> None:
     driver = Driver(cluster, replace(config, train=replace(config.train, batch_size=3)))
     assert driver.process.wait(PATIENCE) == 2, driver.log.read_text()
     assert driver.log.read_text().count("train.batch_size = 3: must be a multiple of the 2") == 1

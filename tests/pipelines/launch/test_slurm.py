@@ -1,4 +1,4 @@
-"""The Slurm script: what it would run, what it refuses, and what it does when time runs out; with commands that play Slurm."""
+"""The Slurm script: the command it starts, the errors it reports, and requeuing. Slurm's commands are fakes."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "configs" / "slurm" / "train.sbat
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[3-4]"}
 
 COMMANDS = {
-    # One task of the step, here; its process is the one that Slurm signals.
+    # One task of the job step, on this machine. Slurm signals this process.
     "srun": 'while [ "$1" != bash ]; do shift; done; echo $$ > task; exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then echo node3; echo node4; else echo "$@" >> scontrol; fi',
     "torchrun": 'trap "sleep 0.2; echo saved; exit 1" TERM; echo "$@" > writing; mv writing started; [ -e finishes ] && exit 0; '
@@ -25,7 +25,7 @@ COMMANDS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a configuration, and Slurm's commands in `bin`."""
+    """A folder with a configuration, and fake Slurm commands in `bin`."""
     (tmp_path / "bin").mkdir()
     for name, body in COMMANDS.items():
         command = tmp_path / "bin" / name
@@ -54,17 +54,17 @@ def run(folder: Path, *arguments: str, **changes: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing() -> None:
+def test_script_passes_shellcheck() -> None:
     found = subprocess.run(["shellcheck", str(SCRIPT)], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
 
 
-def test_what_slurm_is_told_stands_in_the_script() -> None:
+def test_script_contains_the_required_sbatch_options() -> None:
     told = {line.removeprefix("#SBATCH ") for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH ")}
     assert {"--signal=TERM@120", "--requeue", "--ntasks-per-node=1", "--open-mode=append"} <= told
 
 
-def test_a_dry_run_prints_one_torchrun_on_each_node_and_starts_nothing(folder: Path) -> None:
+def test_dry_run_prints_one_torchrun_per_node_and_starts_nothing(folder: Path) -> None:
     done = run(
         folder, "config.toml", "--train.lr", "1e-4", DRY_RUN="1", SLURM_GPUS_ON_NODE="8", SLURM_CPUS_PER_TASK="64"
     )
@@ -79,7 +79,7 @@ def test_a_dry_run_prints_one_torchrun_on_each_node_and_starts_nothing(folder: P
     assert not (folder / "started").exists()
 
 
-def test_nodes_without_gpus_have_one_process_or_as_many_as_asked(folder: Path) -> None:
+def test_nodes_without_gpus_run_one_process_or_the_requested_number(folder: Path) -> None:
     assert (
         "2 × 1 processes, 0 GPUs a node, 4 threads each"
         in run(folder, "config.toml", DRY_RUN="1", SLURM_CPUS_PER_TASK="4").stdout
@@ -88,7 +88,7 @@ def test_nodes_without_gpus_have_one_process_or_as_many_as_asked(folder: Path) -
     assert "2 × 2 processes, 0 GPUs a node, 2 threads each" in done.stdout
 
 
-def test_outside_of_slurm_a_dry_run_is_of_this_machine(folder: Path) -> None:
+def test_dry_run_outside_slurm_is_for_this_machine(folder: Path) -> None:
     none = dict.fromkeys(SLURM, "")
     done = run(folder, "config.toml", DRY_RUN="1", **none)
     assert (
@@ -114,7 +114,9 @@ def test_outside_of_slurm_a_dry_run_is_of_this_machine(folder: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_told(folder: Path, arguments: list[str], changes: dict[str, str], told: str) -> None:
+def test_invalid_arguments_are_refused_before_training_starts(
+    folder: Path, arguments: list[str], changes: dict[str, str], told: str
+) -> None:
     done = run(folder, *arguments, **changes)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
@@ -122,20 +124,20 @@ def test_what_cannot_run_is_told(folder: Path, arguments: list[str], changes: di
     assert not (folder / "started").exists()
 
 
-def test_without_torchrun_it_says_what_to_set(folder: Path) -> None:
+def test_missing_torchrun_is_reported_with_the_setting_to_change(folder: Path) -> None:
     (folder / "bin" / "torchrun").unlink()
     assert "torchrun is not on PATH: set VENV" in run(folder, "config.toml").stderr
 
 
 @pytest.mark.parametrize(("marker", "status"), [("finishes", 0), ("fails", 3)])
-def test_the_end_of_a_run_is_the_end_of_the_job(folder: Path, marker: str, status: int) -> None:
+def test_job_ends_with_the_status_of_the_run(folder: Path, marker: str, status: int) -> None:
     (folder / marker).touch()
     assert run(folder, "config.toml", SLURM_JOB_END_TIME="0").returncode == status
     assert not (folder / "scontrol").exists()
 
 
 @pytest.mark.parametrize(("seconds_left", "requeued"), [(100, True), (80_000, False)])
-def test_a_job_that_was_told_to_save_is_queued_again_if_its_time_is_over(
+def test_job_that_saved_on_sigterm_is_requeued_if_its_time_is_over(
     folder: Path, seconds_left: int, requeued: bool
 ) -> None:
     ends = {"SLURM_JOB_END_TIME": str(int(time.time()) + seconds_left), "SLURM_RESTART_COUNT": "1"}
@@ -152,7 +154,7 @@ def test_a_job_that_was_told_to_save_is_queued_again_if_its_time_is_over(
         os.kill(int((folder / "task").read_text()), signal.SIGTERM)
         said = script.communicate(timeout=PATIENCE)[0]
     assert script.returncode == 143
-    assert "saved\n" in said  # what it trained was waited for
+    assert "saved\n" in said  # the script waited until torchrun saved
     assert (folder / "scontrol").exists() == requeued
     if requeued:
         assert (folder / "scontrol").read_text() == "requeue 4711\n"

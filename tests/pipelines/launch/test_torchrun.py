@@ -1,7 +1,7 @@
-"""Training by several processes that a launcher starts, as `python -m pipelines.train`: what they say, how they end, and who dies.
+"""Training by several `python -m pipelines.train` processes that a launcher starts: messages, exit statuses, kills.
 
-torchrun itself starts them once. Elsewhere the test does what it does, with processes that are forked from one that has imported
-PyTorch.
+One test starts them with torchrun. The others start them as torchrun does, but fork a process that has already
+imported PyTorch, which is faster.
 """
 
 import json
@@ -35,7 +35,7 @@ from tests.conftest import PATIENCE, at_operation, tiny_config, wait_until
 WORLD = 2
 STEPS = 64
 KILLS = 4
-LATEST = 35  # operation at which processes are killed: checkpoints take 10 of them, every 4 steps
+LATEST = 35  # kill no later than this operation: checkpoints take 10 operations each, every 4 steps
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
 
 
 def worker(rank: int, port: int, said: Path, config: Path, run: Path, pause_at: int) -> None:
-    """One of the processes, with the environment that torchrun makes. The first one pauses where it is told to."""
+    """Run one process with torchrun's environment variables. The first process pauses before operation `pause_at`."""
     if rank == 0 and pause_at:
         at_operation(pause_at, run, partial(pause, run.with_suffix(".paused")))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
@@ -59,18 +59,18 @@ def worker(rank: int, port: int, said: Path, config: Path, run: Path, pause_at: 
 
 
 def pause(mark: Path) -> None:
-    """Make a file, and wait until it is gone."""
+    """Create a file, and wait until it is removed."""
     mark.touch()
     wait_until(lambda: not mark.exists())
 
 
 class Processes:
-    """`WORLD` processes that train together; the first one makes the file `paused` and pauses before an operation in `run`."""
+    """`WORLD` processes that train together. The first creates the file `paused` and waits before operation `pause_at`."""
 
     def __init__(self, config: Config, pause_at: int = 0) -> None:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )  # outlives them, as torchrun's does
+        )  # outlives the processes, as torchrun's store does
         file, self.said, self.run = write(config), config.run.with_suffix(".log"), config.run
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch._dynamo"])
@@ -81,7 +81,7 @@ class Processes:
             one.start()
 
     def end(self) -> list[int | None]:
-        """Their exit statuses; none of them waits for ever."""
+        """Wait for all processes, with a time limit, and return their exit statuses."""
         deadline = time.monotonic() + PATIENCE
         for one in self.all:
             one.join(max(0.0, deadline - time.monotonic()))
@@ -90,7 +90,7 @@ class Processes:
         return [one.exitcode for one in self.all]
 
     def until(self, seen: Callable[[], bool]) -> None:
-        """Wait for something that they do."""
+        """Wait until `seen` is true."""
         deadline = time.monotonic() + PATIENCE
         while not seen():
             assert all(one.is_alive() for one in self.all), self.said.read_text()
@@ -122,7 +122,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_processes_have_the_losses_of_one_and_one_speaks(config: Config, tmp_path: Path) -> None:
+def test_two_processes_have_the_losses_of_one_and_only_one_logs(config: Config, tmp_path: Path) -> None:
     config = replace(config, model=replace(config.model, dropout=0.0), train=replace(config.train, steps=8))
     processes = Processes(config)
     assert processes.end() == [0, 0], processes.said.read_text()
@@ -134,13 +134,13 @@ def test_processes_have_the_losses_of_one_and_one_speaks(config: Config, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_mistake_is_said_once_and_every_process_ends_with_2(config: Config) -> None:
+def test_user_mistake_is_printed_once_and_every_process_exits_with_status_2(config: Config) -> None:
     processes = Processes(replace(config, train=replace(config.train, batch_size=3)))
     assert processes.end() == [2, 2]
     assert re.findall("^error: .*", processes.said.read_text(), re.MULTILINE) == [
         "error: train.batch_size = 3: must be a multiple of the 2 data-parallel processes."
     ]
-    # What the first process alone finds out, the folder of the run being a file, the others hear from it.
+    # Only the first process notices that the folder of the run is a file. The other processes receive its error.
     config = replace(config, run=config.run.with_name("file"))
     config.run.write_text("")
     processes = Processes(config)
@@ -150,7 +150,7 @@ def test_a_mistake_is_said_once_and_every_process_ends_with_2(config: Config) ->
 
 
 @pytest.mark.slow
-def test_when_one_is_killed_the_others_end_and_started_again_they_go_on_to_the_bit(config: Config) -> None:
+def test_after_kills_the_other_processes_end_and_restarts_give_bit_identical_results(config: Config) -> None:
     killed, calm = (replace(config, run=config.run.with_name(name)) for name in ("killed", "calm"))
     draw, in_the_middle = random.Random(1), 0
     for _ in range(KILLS):
@@ -177,7 +177,7 @@ def torchrun_workers(launcher: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_all_anew_when_one_dies_and_stops_them_at_the_same_step(config: Config) -> None:
+def test_torchrun_restarts_after_a_kill_and_stops_all_processes_at_the_same_step(config: Config) -> None:
     endless = replace(config, train=replace(config.train, steps=1_000_000, eval_every=0))
     command = [Path(sysconfig.get_path("scripts")) / "torchrun", "--standalone", "--nproc-per-node", str(WORLD)]
     command += ["--max-restarts", "1", "-m", "--", "pipelines.train", write(endless), "--run", str(config.run)]
@@ -206,7 +206,7 @@ def test_torchrun_starts_all_anew_when_one_dies_and_stops_them_at_the_same_step(
     found = checkpoints.open_checkpoint(config.run)
     assert found.step == int(step)
     assert found.mesh_dims == {"pipeline": 1, "data": WORLD, "tensor": 1}
-    # Its checkpoint is anybody's: another number of processes goes on with it.
+    # A different number of processes can resume from its checkpoint.
     ended = replace(config, train=replace(endless.train, steps=found.step + 2))
     assert main(["train", str(write(ended))]) == 0
     assert json.loads((config.run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == found.step + 2

@@ -1,4 +1,4 @@
-"""`retro plan datastore`: bytes follow from the format, seconds from what was observed, and both meet what is really built."""
+"""`retro plan datastore`: planned bytes are close to those of real datastores; seconds follow from measured builds."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ LAYOUT = Layout(
 
 
 def larger(factor: int, **changes) -> Workload:
-    """The same corpus, so many times."""
+    """The size of the same corpus repeated `factor` times."""
     names = ("text_bytes", "documents", "tokens", "chunks", "train_chunks", "trained_on")
     return replace(SIZE, **{name: getattr(SIZE, name) * factor for name in names} | changes)
 
@@ -74,7 +74,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> dict[str, float]:
-    """What the formulas say of a finished datastore; of it only counts are known to them, and the sizes of its Parquet files."""
+    """Bytes that the formulas give for a finished datastore from its counts and the sizes of its Parquet files."""
     rows = [
         (sum(totals["chunks"]), sum(totals["documents"]), sum(totals["tokens"]), sum(totals["bytes"]))
         for totals in datastore.manifest["splits"].values()
@@ -93,14 +93,14 @@ def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> d
     return artifact_bytes(size, layout)
 
 
-def assert_bytes_meet(datastore: Datastore, planned: dict[str, float]) -> None:
+def assert_bytes_close(datastore: Datastore, planned: dict[str, float]) -> None:
     for name, value in planned.items():
         assert value == pytest.approx(folder_bytes(datastore.folder / name), rel=0.05), name
 
 
-def test_bytes_of_a_datastore_with_an_exact_index_are_met(tiny_datastore: Datastore) -> None:
+def test_planned_bytes_are_close_to_those_of_a_datastore_with_an_exact_index(tiny_datastore: Datastore) -> None:
     planned = planned_bytes(tiny_datastore, stored=6)
-    assert_bytes_meet(tiny_datastore, planned)
+    assert_bytes_close(tiny_datastore, planned)
     assert set(planned) == {"chunks", "embeddings", "index", "neighbors"}
 
 
@@ -114,22 +114,22 @@ def test_bytes_of_a_datastore_with_an_exact_index_are_met(tiny_datastore: Datast
         pytest.param("OPQ8_16,IVF8,PQ8x4", marks=pytest.mark.slow),
     ],
 )
-def test_bytes_of_a_datastore_with_inverted_lists_are_met(tmp_path, tiny_corpus, key: str) -> None:
+def test_planned_bytes_are_close_to_those_of_a_datastore_with_inverted_lists(tmp_path, tiny_corpus, key: str) -> None:
     config = tiny_config(tmp_path, tiny_corpus, index=IndexSettings(factory=key, tune_queries=50))
     datastore = build_local(config)
-    assert_bytes_meet(datastore, planned_bytes(datastore, stored=6))
+    assert_bytes_close(datastore, planned_bytes(datastore, stored=6))
 
 
-def test_bytes_of_materialized_neighbors_are_met(tmp_path, tiny_corpus) -> None:
+def test_planned_bytes_are_close_to_those_of_materialized_neighbors(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     datastore = build_local(replace(config, neighbors=replace(config.neighbors, materialized=2)))
     planned = planned_bytes(datastore, stored=6, materialized=2)
     assert "materialized" in planned
-    assert_bytes_meet(datastore, planned)
+    assert_bytes_close(datastore, planned)
 
 
-def test_bytes_of_a_chunk_are_those_of_the_format() -> None:
-    """docs/reference/file-formats.md: tokens and a length; float16; a code and an id; an id and a distance for each neighbor."""
+def test_bytes_per_chunk_are_those_of_the_file_format() -> None:
+    """docs/reference/file-formats.md: tokens and a length; float16; a code and an id; id and distance of each neighbor."""
     small, large = (
         artifact_bytes(SIZE, LAYOUT),
         artifact_bytes(replace(SIZE, chunks=17_000, train_chunks=16_000), LAYOUT),
@@ -138,12 +138,12 @@ def test_bytes_of_a_chunk_are_those_of_the_format() -> None:
     assert grown == pytest.approx({"chunks": 64 * 2 + 2, "embeddings": 2 * 32, "index": 8 + 8, "neighbors": 16 * 12})
 
 
-def test_vocabularies_above_65536_take_four_bytes_a_token() -> None:
+def test_vocabularies_above_65536_take_four_bytes_per_token() -> None:
     wide = artifact_bytes(SIZE, replace(LAYOUT, token_bytes=4))
     assert wide["chunks"] - artifact_bytes(SIZE, LAYOUT)["chunks"] == 2 * 64 * SIZE.chunks
 
 
-def test_codes_and_quantizers_have_the_bytes_that_faiss_gives_them() -> None:
+def test_bytes_of_codes_and_quantizers_are_those_of_faiss() -> None:
     assert index_bytes("Flat", 32) == (128, 200)
     assert index_bytes("IVF16,SQ8", 32)[0] == 32
     code, trained = index_bytes("IVF1024,PQ128x4", 256)
@@ -153,7 +153,7 @@ def test_codes_and_quantizers_have_the_bytes_that_faiss_gives_them() -> None:
         index_bytes("IVF16,Nonsense", 32)
 
 
-def test_a_worker_of_neighbors_holds_the_index_twice_but_never_more_than_a_group_and_one_of_add_its_shard() -> None:
+def test_workers_of_the_neighbors_stage_need_memory_for_two_copies_of_the_index_up_to_a_limit() -> None:
     memory = memory_bytes(SIZE, LAYOUT, base=1e9)
     code, trained = index_bytes(SIZE.key, 32)
     assert memory["neighbors"] - 1e9 == 2 * ((code + 8) * SIZE.train_chunks + 2 * trained)
@@ -165,7 +165,7 @@ def test_a_worker_of_neighbors_holds_the_index_twice_but_never_more_than_a_group
 # --- which index -----------------------------------------------------------------------------------------------------
 
 
-def test_the_index_is_the_one_that_retro_index_chooses_with_more_memory_where_none_fits() -> None:
+def test_planned_index_is_that_of_retro_index_with_more_memory_if_none_fits() -> None:
     assert key_for(5000, 256, IndexSettings()) == ("Flat", IndexSettings())
     assert key_for(100_000, 256, IndexSettings())[0] == "IVF1024,PQ128x4"
     key, settings = key_for(28e9, 256, IndexSettings())
@@ -173,18 +173,18 @@ def test_the_index_is_the_one_that_retro_index_chooses_with_more_memory_where_no
     assert settings.memory == "512GB"
 
 
-def test_a_smaller_index_of_the_same_kind_has_four_times_the_root_of_its_chunks_as_lists() -> None:
+def test_number_of_lists_of_a_smaller_index_is_four_times_the_root_of_its_chunks() -> None:
     assert with_lists_for("IVF16384_HNSW32,PQ128x4", 40_000) == "IVF512_HNSW32,PQ128x4"
     assert with_lists_for("IVF128,PQ8", 10**6) == "IVF128,PQ8"
     assert with_lists_for("Flat", 1000) == "Flat"
 
 
-def test_nprobe_goes_on_growing_as_it_did_between_two_sizes() -> None:
-    seen = [(10_000, 30.0), (40_000, 60.0)]  # twice for four times: the root
+def test_nprobe_is_extrapolated_from_two_sizes() -> None:
+    seen = [(10_000, 30.0), (40_000, 60.0)]  # twice as large for four times the chunks: the square root
     assert extrapolated(160_000, 1024, seen) == pytest.approx(120)
     assert extrapolated(40_000, 1024, seen) == pytest.approx(60)
     assert extrapolated(160_000, 64, seen) == 64
-    assert extrapolated(10**9, 1 << 17, [(10_000, 64.0), (40_000, 32.0)]) == pytest.approx(32)  # never less
+    assert extrapolated(10**9, 1 << 17, [(10_000, 64.0), (40_000, 32.0)]) == pytest.approx(32)  # never smaller
     assert extrapolated(160_000, 1 << 17, [(10_000, 1.0), (40_000, 64.0)]) == pytest.approx(128)
 
 
@@ -192,7 +192,7 @@ def test_nprobe_of_the_index_is_a_power_of_two() -> None:
     assert [power_of_two(nprobe) for nprobe in (1, 2, 2.1, 120, 128)] == [1, 2, 4, 128, 128]
 
 
-def test_the_crossing_of_a_curve_lies_between_two_powers_of_two() -> None:
+def test_crossing_of_a_curve_is_interpolated_between_powers_of_two() -> None:
     assert crossing([(1, 0.3), (2, 0.5), (4, 0.9)], 0.7) == pytest.approx(2 * 2**0.5)
     assert crossing([(1, 0.9)], 0.7) == 1
     assert crossing([(1, 0.3), (2, 0.5)], 0.7) == 0
@@ -202,7 +202,7 @@ def test_the_crossing_of_a_curve_lies_between_two_powers_of_two() -> None:
 
 
 def seconds_of(size: Workload) -> dict[str, float]:
-    """Times that follow the models exactly."""
+    """Seconds that follow the cost models exactly."""
     return {
         "scan": 1e-8 * size.text_bytes,
         "tokenizer": 2 + 1e-7 * size.text_bytes,
@@ -228,13 +228,13 @@ def calibrated() -> Calibration:
     return Calibration("machine", 10**10, 10**9, observations, 2, 32, "text", 8e8, 60.0)
 
 
-def test_what_follows_the_models_is_predicted_exactly() -> None:
+def test_times_that_follow_the_models_are_predicted_exactly() -> None:
     target = larger(50, key="IVF2048,PQ16x4fs", nprobe=64, shards=3, tune_queries=1000)
     models = models_of(Config(tokenizer=replace(Config().tokenizer, sample_bytes=10**12)))
     assert step_seconds(target, calibrated().observations, models) == pytest.approx(seconds_of(target), rel=1e-6)
 
 
-def test_searches_of_another_kind_are_no_evidence() -> None:
+def test_search_time_is_predicted_only_from_searches_of_the_same_kind() -> None:
     seen = [
         Observation(replace(larger(n), search=search), {"neighbors": n * rate * larger(n).chunks}, 1.0, 0)
         for search, rate in (("exact", 1e-3), ("index", 1e-5))
@@ -242,21 +242,21 @@ def test_searches_of_another_kind_are_no_evidence() -> None:
     ]
     models = models_of(Config())
     exact = step_seconds(replace(larger(40), search="exact"), seen, models)["neighbors"]
-    assert exact == pytest.approx(40 * 1e-3 * larger(40).chunks)  # a query is compared with all of them
+    assert exact == pytest.approx(40 * 1e-3 * larger(40).chunks)  # a query is compared with all chunks
     assert step_seconds(larger(40), seen, models)["neighbors"] < exact / 50
 
 
-def test_a_step_without_a_model_grows_with_the_chunks() -> None:
+def test_step_without_a_model_grows_with_the_number_of_chunks() -> None:
     seen = [Observation(larger(n), {"dedup": 3.0 * n}, 1.0, 0) for n in (1, 4)]
     assert step_seconds(larger(40), seen, {}) == pytest.approx({"dedup": 120.0})
 
 
-def test_the_tokenizer_sees_a_sample_but_reads_everything() -> None:
+def test_tokenizer_trains_on_a_sample_but_reads_the_whole_corpus() -> None:
     assert reading_seconds(larger(1), 100.0, 10**9) == 0
     assert reading_seconds(replace(SIZE, text_bytes=4e9), 100.0, 10**9) == 75
 
 
-def test_noise_never_makes_a_coefficient_negative_nor_drops_what_a_step_grows_with() -> None:
+def test_fitted_coefficients_are_never_negative_and_growth_is_never_zero() -> None:
     drivers = np.array([[1e6, 1.0], [4e6, 1.0]])
     assert coefficients(drivers, np.array([3.0, 9.0])) == pytest.approx([2e-6, 1.0])
     shrinking = coefficients(drivers, np.array([3.0, 2.0]))
@@ -267,22 +267,22 @@ def test_noise_never_makes_a_coefficient_negative_nor_drops_what_a_step_grows_wi
     assert steep[1] == 0
 
 
-def test_there_are_no_more_coefficients_than_sizes_and_repetition_evens_out_noise() -> None:
+def test_fit_has_at_most_as_many_coefficients_as_sizes_and_averages_repetitions() -> None:
     once = coefficients(np.array([[2e6, 3.0, 7.0]]), np.array([4.0]))
     assert once == pytest.approx([2e-6, 0, 0])
     again = coefficients(np.array([[1e6, 1.0, 5.0], [4e6, 1.0, 5.0]] * 2), np.array([2.9, 8.8, 3.1, 9.2]))
     assert again == pytest.approx([2e-6, 1.0, 0], rel=0.02)
 
 
-def test_steps_of_a_build_find_their_models() -> None:
+def test_step_names_of_a_build_match_their_cost_models() -> None:
     models = models_of(Config())
     assert name_in(models, "train-index IVF512,PQ128x4") == "train-index"
     assert name_in(models, "embed: count n-grams") == "embed: count n-grams"
     assert name_in(models, "dedup") == "dedup"
 
 
-def test_a_tokenizer_fits_a_small_sample_better_and_the_rest_is_reckoned_with() -> None:
-    """Chunks of peps and TiDB's documentation at 2, 8 and 24 MB, counted: the third follows from the first two."""
+def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample() -> None:
+    """Counted chunks of peps and TiDB's documentation at 2, 8 and 24 MB. The third count follows from the first two."""
     counted = {2.026e6: 8798, 8.003e6: 35_831, 23.959e6: 108_581}
     seen = [
         Observation(replace(SIZE, text_bytes=text, chunks=chunks, tokens=60 * chunks), {}, 1.0, 0)
@@ -302,11 +302,11 @@ def test_a_tokenizer_fits_a_small_sample_better_and_the_rest_is_reckoned_with() 
 
 CONFIG = Config(
     corpus=CorpusSettings(paths=("x",), split=(3, 1, 0), shard_bytes=10**8),
-    neighbors=NeighborSettings(search="index"),  # which is what was seen
+    neighbors=NeighborSettings(search="index"),  # the search that was measured
 )
 
 
-def test_the_plan_of_a_corpus_scales_what_was_seen() -> None:
+def test_plan_of_a_corpus_scales_the_measured_sizes() -> None:
     plan = plan_for(CONFIG, calibrated(), tokens=2e8)
     assert (plan.size.chunks, plan.size.train_chunks, plan.size.text_bytes) == (3.2e6, 2.4e6, 8e8)
     assert (plan.size.documents, plan.size.shards, plan.size.tune_queries) == (20_000, 8, 1000)
@@ -314,7 +314,7 @@ def test_the_plan_of_a_corpus_scales_what_was_seen() -> None:
     assert plan.bytes["embeddings"] == pytest.approx(2 * 32 * 3.2e6, rel=1e-3)
 
 
-def test_machines_share_what_can_be_shared_and_cost_what_they_work() -> None:
+def test_machines_divide_parallel_steps_and_cost_stays_the_same() -> None:
     one, four = (plan_for(CONFIG, calibrated(), 2e8, machines, price=3.6) for machines in (1, 4))
     by_name = {step.name: step for step in four.steps}
     assert by_name["neighbors"].wall_seconds == by_name["neighbors"].seconds / 4
@@ -322,10 +322,10 @@ def test_machines_share_what_can_be_shared_and_cost_what_they_work() -> None:
     assert [step.cost for step in four.steps] == [step.cost for step in one.steps]
     assert by_name["embed"].cost == pytest.approx(by_name["embed"].seconds / 1000)
     many = plan_for(CONFIG, calibrated(), 2e8, machines=1000)
-    assert {step.machines for step in many.steps} == {1, 8}  # no more than there are shards
+    assert {step.machines for step in many.steps} == {1, 8}  # no more machines than shards
 
 
-def test_machines_are_enough_for_a_time_or_no_number_is() -> None:
+def test_number_of_machines_for_a_time_limit_is_the_smallest_or_none() -> None:
     steps = [StepPlan("neighbors", 100.0, True, 1, 100.0, 0.0, 0.0), StepPlan("tune", 20.0, False, 1, 20.0, 0.0, 0.0)]
     assert machines_within(steps, 45.0) == 4
     assert machines_within(steps, 1000.0) == 1
@@ -340,7 +340,7 @@ def test_the_paper_has_28_billion_full_chunks_of_four_byte_tokens() -> None:
     assert set(plan.settings) == {"index.memory", "corpus.shard_bytes"}
 
 
-def test_tables_and_json_tell_the_same(tmp_path) -> None:
+def test_tables_and_json_contain_the_same_plan(tmp_path) -> None:
     seen = calibrated()
     plan = plan_for(CONFIG, seen, 2e8, machines=2, price=1.0)
     what, artifacts, steps, needs = plan_tables(plan, seen, 2, 1.0, 30)
@@ -364,7 +364,7 @@ def test_long_times_are_days_and_years() -> None:
 # --- calibration -----------------------------------------------------------------------------------------------------
 
 
-def test_the_sample_is_uniform_of_the_size_asked_and_the_same_each_time(tmp_path) -> None:
+def test_sample_is_uniform_reproducible_and_of_the_requested_size(tmp_path) -> None:
     settings = CorpusSettings(paths=(str(write_corpus(tmp_path / "c.jsonl", 300)),), split=(9, 1, 0))
     every = draw_sample(settings, 10**9)
     assert every.text_bytes == sum(document.size for document in every.documents + every.valid)
@@ -378,19 +378,19 @@ def test_the_sample_is_uniform_of_the_size_asked_and_the_same_each_time(tmp_path
     assert 90 < np.mean([document.record for document in some.documents]) < 210
 
 
-def test_of_a_large_corpus_some_files_are_read_and_the_rest_estimated(tmp_path, monkeypatch) -> None:
+def test_size_of_a_large_corpus_is_estimated_from_some_of_its_files(tmp_path, monkeypatch) -> None:
     for number in range(4):
         write_corpus(tmp_path / f"{number}.jsonl", 50, seed=0)
     settings = CorpusSettings(paths=(str(tmp_path),))
     whole = draw_sample(settings, 10_000).text_bytes
     monkeypatch.setattr(module, "_SCANNED_BYTES", int(whole * 0.6))
     assert draw_sample(settings, 10_000).text_bytes == pytest.approx(whole)
-    monkeypatch.setattr(module, "_SCANNED_BYTES", 20_000)  # not one file to its end
+    monkeypatch.setattr(module, "_SCANNED_BYTES", 20_000)  # too few bytes to read one file to its end
     assert draw_sample(settings, 10_000).text_bytes == 0
 
 
 @pytest.mark.slow
-def test_a_calibrated_plan_meets_the_bytes_of_the_real_datastore(tmp_path, tiny_corpus, tiny_datastore) -> None:
+def test_calibrated_plan_predicts_the_bytes_of_the_real_datastore(tmp_path, tiny_corpus, tiny_datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     more = replace(config, neighbors=replace(config.neighbors, materialized=2))
     seen = calibrate(more, sample_bytes=60_000)
@@ -399,7 +399,7 @@ def test_a_calibrated_plan_meets_the_bytes_of_the_real_datastore(tmp_path, tiny_
     plan = plan_for(config, seen, corpus_tokens(config, seen))
     assert plan.size.key == "Flat"
     assert plan.size.shards == len(tiny_datastore.train.chunk_rows)
-    assert_bytes_meet(tiny_datastore, plan.bytes)
+    assert_bytes_close(tiny_datastore, plan.bytes)
     names = [step.name for step in plan.steps]
     assert names[0] == "scan"
     assert {"tokenizer", "chunk", "embed", "train-index", "add", "tune nprobe", "neighbors"} < set(names)
@@ -408,14 +408,14 @@ def test_a_calibrated_plan_meets_the_bytes_of_the_real_datastore(tmp_path, tiny_
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.exists(), reason="no corpora here")
-def test_a_plan_meets_the_bytes_of_a_real_corpus(tmp_path) -> None:
+def test_plan_predicts_the_bytes_of_a_real_corpus(tmp_path) -> None:
     corpus = CorpusSettings(paths=(str(SHARED_DATA / "ethereum_eips/eips.jsonl.zst"),))
     config = Config(datastore=tmp_path / "datastore", corpus=corpus)
     seen = calibrate(config, sample_bytes=2 * 10**6)
-    assert_bytes_meet(build_local(config), plan_for(config, seen, corpus_tokens(config, seen)).bytes)
+    assert_bytes_close(build_local(config), plan_for(config, seen, corpus_tokens(config, seen)).bytes)
 
 
-def test_without_a_corpus_the_number_of_tokens_is_asked_for(tmp_path) -> None:
+def test_plan_without_a_corpus_requires_the_number_of_tokens(tmp_path) -> None:
     with pytest.raises(InputError, match="--tokens"):
         calibrate(Config())
 
@@ -429,6 +429,6 @@ def test_without_a_corpus_the_number_of_tokens_is_asked_for(tmp_path) -> None:
         ("--price=nan", "price"),
     ],
 )
-def test_wrong_options_are_told_by_name(option: str, named: str, capsys) -> None:
+def test_invalid_options_are_refused_by_name(option: str, named: str, capsys) -> None:
     assert main(["plan", "datastore", option]) == 2
     assert named in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`retro plan train`: figures follow from the settings, and what cannot be is told."""
+"""`retro plan train`: figures follow from the settings, and impossible settings are refused."""
 
 import json
 from pathlib import Path
@@ -23,17 +23,17 @@ def planned(*arguments: str) -> tuple[PlanTrainOptions, dict]:
     return options, {"plan": plan, "told": advice(plan, options)}
 
 
-def test_the_verb_prints_every_mode_and_writes_them(tmp_path: Path, capsys) -> None:
+def test_verb_writes_every_mode_and_prints_the_cheapest(tmp_path: Path, capsys) -> None:
     out = tmp_path / "plan.json"
     assert main(["plan", "train", *SMALL, "--tokens", "1e9", "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     plan = json.loads(out.read_text())
-    assert len(plan["modes"]) == 4 * 3 + 3 * 3  # offload needs ZeRO
+    assert len(plan["modes"]) == 4 * 3 + 3 * 3  # offloading needs ZeRO
     assert f"{plan['all_parameters']:,} with embeddings" in printed
     assert 'The cheapest mode that fits: zero = 0, activation_checkpointing = "none"' in printed
 
 
-def test_a_file_of_settings_may_be_named_and_plans_of_datastores_stay(
+def test_verb_accepts_a_settings_file_and_plan_datastore_checks_its_own_options(
     tmp_path: Path, tiny_corpus: Path, capsys
 ) -> None:
     (tmp_path / "config.toml").write_text(to_toml(tiny_config(tmp_path, tiny_corpus)))
@@ -43,7 +43,7 @@ def test_a_file_of_settings_may_be_named_and_plans_of_datastores_stay(
     assert "machines = 0" in capsys.readouterr().err
 
 
-def test_time_is_operations_over_what_the_devices_do() -> None:
+def test_time_is_operations_divided_by_device_throughput() -> None:
     options, made = planned("--tokens", "1e9", "--devices", "2", "--peak-tflops", "100", "--mfu", "0.5")
     plan, sizes = made["plan"], {"preset": "tiny", "vocab_size": 500, "chunk_length": 64}
     from retro.model.presets import resolve
@@ -57,14 +57,14 @@ def test_time_is_operations_over_what_the_devices_do() -> None:
     assert options.tokens == 1e9
 
 
-def test_a_pipeline_waits_at_its_ends() -> None:
+def test_pipeline_plan_includes_the_bubble() -> None:
     alone, four = (
         planned("--devices", "4", "--parallel.pipeline", p, "--train.batch-size", "32")[1]["plan"] for p in ("1", "4")
     )
     assert four.modes[0].step_seconds == pytest.approx(alone.modes[0].step_seconds * (8 + 3) / 8)
 
 
-def test_what_fits_is_marked_and_the_cheapest_named() -> None:
+def test_modes_that_fit_are_marked_and_the_cheapest_is_named() -> None:
     needed = sorted(mode.memory.device for mode in planned()[1]["plan"].modes)
     room = needed[len(needed) // 2]
     plan = planned("--device-memory", f"{room / 0.9 / 1e6 + 0.001}MB")[1]["plan"]
@@ -74,7 +74,7 @@ def test_what_fits_is_marked_and_the_cheapest_named() -> None:
     assert "No mode fits into 1MB" in planned("--device-memory", "1MB")[1]["told"]
 
 
-def test_a_run_that_was_measured_says_what_a_device_does(tmp_path: Path) -> None:
+def test_device_throughput_comes_from_the_median_of_a_measured_run(tmp_path: Path) -> None:
     sizes = {"vocab_size": 500, "chunk_length": 64, "num_layers": 2, "retrieval": {"cca_layers": [2]}}
     (tmp_path / "settings.json").write_text(json.dumps({"model": sizes, "data": {"sequence_length": 128, "k": 1}}))
     lines = [{"step": 10, "tokens_per_second": rate} for rate in (10.0, 1000.0, 1100.0)] + [{"step": 10, "valid": 1.0}]
@@ -100,13 +100,13 @@ def test_a_run_that_was_measured_says_what_a_device_does(tmp_path: Path) -> None
         (["nowhere.toml"], "nowhere.toml"),
     ],
 )
-def test_what_cannot_be_is_told(arguments: list[str], told: str, capsys) -> None:
+def test_invalid_settings_are_refused(arguments: list[str], told: str, capsys) -> None:
     leading = [a for a in arguments if a.endswith(".toml")]
     assert main(["plan", "train", *leading, *SMALL, *(a for a in arguments if a not in leading)]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_a_run_that_has_logged_nothing_is_refused(tmp_path: Path, capsys) -> None:
+def test_run_without_logged_speed_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "settings.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert main(["plan", "train", *SMALL, "--measured", str(tmp_path)]) == 2

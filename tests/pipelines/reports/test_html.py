@@ -1,4 +1,4 @@
-"""Reports: whole, self-contained, safe, the same for the same data."""
+"""HTML reports are complete, self-contained, escaped and deterministic."""
 
 import re
 from html import unescape
@@ -19,7 +19,7 @@ from pipelines.reports.html import (
 from pipelines.results import Table
 
 
-def test_a_report_holds_its_parts_and_escapes_text(tmp_path) -> None:
+def test_report_contains_its_parts_and_escapes_text(tmp_path) -> None:
     example = NeighborExample("x <script> 你好", " after", [NeighborText(0.5, "doc<1>", "text", "more")])
     sections = [
         Section(
@@ -43,22 +43,22 @@ def test_plots_are_the_same_for_the_same_data() -> None:
     assert draw() == draw()
 
 
-def test_plots_of_nothing_are_empty_and_not_an_error() -> None:
+def test_plots_without_data_are_empty_and_raise_no_error() -> None:
     assert "<svg" in line_plot({}, "x", "y", "t", log_x=True)
     assert "<svg" in histogram({}, "x", "t")
 
 
-def test_shared_runs_of_three_words_are_marked_without_the_blanks_around_them() -> None:
+def test_shared_runs_of_three_words_are_marked_without_surrounding_spaces() -> None:
     assert marked("a big red house here", "the big red house") == "a <mark>big red house</mark> here"
     assert "<mark>" not in marked("one two", "one two")
     assert "<mark>检索增强</mark>" in marked("用检索增强", "检索增强吗")
 
 
-def test_punctuation_alone_is_no_shared_run() -> None:
+def test_punctuation_alone_is_not_marked_as_shared() -> None:
     assert "<mark>" not in marked("([{x}])", "([{y}]) ([{")
 
 
-def test_marking_escapes_and_loses_nothing() -> None:
+def test_marking_escapes_text_and_loses_none() -> None:
     text = "if a < b and c:\n\treturn <x> & 你好"
     html = marked(text, "if a < b and")
     assert unescape(re.sub("</?mark>", "", html)) == text
@@ -71,7 +71,7 @@ def test_columns_of_numbers_are_right_aligned_and_columns_of_text_are_not() -> N
     assert Table(["empty"], []).numeric == [False]
 
 
-def test_a_report_needs_nothing_from_outside(tmp_path) -> None:
+def test_report_loads_nothing_from_outside(tmp_path) -> None:
     plot = line_plot({"s": ([1, 2], [3, 4])}, "x", "y", "t")
     write_report(tmp_path / "r.html", title="T", subtitle="S", sections=[Section("A", plots=[plot])])
     html = (tmp_path / "r.html").read_text()
@@ -81,7 +81,7 @@ def test_a_report_needs_nothing_from_outside(tmp_path) -> None:
     assert "<link" not in html
 
 
-def test_plots_of_one_page_share_no_ids_and_follow_its_colors() -> None:
+def test_plots_on_one_page_have_distinct_ids_and_use_its_colors() -> None:
     plots = [line_plot({"s": ([1, 2], [3, 4])}, "x", "y", title) for title in ("a", "b")]
     first, second = (set(re.findall(r'id="([^"]+)"', plot)) for plot in plots)
     assert first
@@ -94,12 +94,12 @@ def test_ticks_are_short() -> None:
     assert labels == ["0", "0.25", "512", "1024", "20k", "1.5M", "2B"]
 
 
-def test_log_axes_of_one_point_and_of_many() -> None:
+def test_log_axes_work_for_one_point_and_for_many() -> None:
     assert "<svg" in line_plot({"s": ([8], [0.5])}, "x", "y", "t", log_x=True)
     assert "<svg" in line_plot({"s": ([1, 1024], [1e-3, 1e3])}, "x", "y", "t", log_x=True, log_y=True)
 
 
-def test_lines_may_share_a_color_be_dashed_and_have_their_raw_values_behind_them() -> None:
+def test_lines_can_share_a_color_be_dashed_and_show_raw_values_behind_them() -> None:
     lines = {
         "ON": PlotLine([1, 2], [3, 4], color=2, raw=([1, 1.5, 2], [3, 9, 4])),
         "OFF": PlotLine([1, 2], [5, 6], color=2, dashed=True),
@@ -111,7 +111,7 @@ def test_lines_may_share_a_color_be_dashed_and_have_their_raw_values_behind_them
     assert "stroke-dasharray" not in line_plot({"ON": ([1, 2], [3, 4])}, "x", "y", "t")
 
 
-def test_a_long_name_does_not_squeeze_the_plot() -> None:
+def test_long_name_does_not_squeeze_the_plot() -> None:
     def height_of_legend(length: int) -> int:
         svg = line_plot({"a" * length + str(n): ([1, 2], [3, 4]) for n in range(3)}, "x", "y", "t")
         return len(set(re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>a+\d', svg)))

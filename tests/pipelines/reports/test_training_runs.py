@@ -1,4 +1,4 @@
-"""The page of a training run: whole for every kind of run, and true to what was logged."""
+"""The page of a training run is complete for every kind of run and equals the logged metrics."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from retro.training.run_folder import read_metrics
 
 
 def write_run(folder: Path, steps: int = 20, *, sets=("valid",), modes=("off", "on"), **settings) -> Path:
-    """The folder of a run of 20 steps that has come so far, evaluated at every fifth."""
+    """Write the folder of a run of 20 steps that has reached `steps`, with an evaluation every fifth step."""
     folder.mkdir(parents=True)
     train = {"steps": 20, "lr": 1e-3, "report_to": []} | settings
     (folder / "settings.json").write_text(json.dumps({"train": train, "data": {"k": 2}}))
@@ -40,7 +40,7 @@ def write_run(folder: Path, steps: int = 20, *, sets=("valid",), modes=("off", "
     return folder
 
 
-def test_what_examples_are_measured_by_is_shown_as_bits_per_byte_are(tmp_path: Path) -> None:
+def test_loss_of_held_out_examples_is_shown_like_bits_per_byte(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "finetuned")
     lines = (folder / "metrics.jsonl").read_text().replace("valid_bits_per_byte", "held_out_loss")
     (folder / "metrics.jsonl").write_text(lines)
@@ -60,7 +60,7 @@ def titles(html: str) -> list[str]:
     return re.findall(r'aria-label="([^"]+)"', html)
 
 
-def test_a_run_is_shown_with_its_figures_its_curves_and_its_settings(tmp_path: Path) -> None:
+def test_page_shows_figures_curves_and_settings_of_a_run(tmp_path: Path) -> None:
     html = page_of(write_run(tmp_path / "retro", sets=("valid", "web")))
     assert "Finished after 20 steps" in html
     for figure in ("2,000 tokens", "1.6200", "best 1.6200 after 2,000 tokens", "1.8000", "-10.00%", "1,010", "25.0%"):
@@ -82,7 +82,7 @@ def test_a_run_is_shown_with_its_figures_its_curves_and_its_settings(tmp_path: P
     assert set(re.findall(r"https?://[^\"\s]+", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
 
 
-def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+def test_unfinished_run_is_shown_up_to_its_last_complete_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "retro", steps=7)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 8, "tok')
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     assert len(read_metrics(folder)) == 8
 
 
-def test_a_run_without_evaluations_and_one_without_any_line_have_a_page(tmp_path: Path) -> None:
+def test_runs_without_evaluations_or_without_metrics_have_a_page(tmp_path: Path) -> None:
     html = page_of(write_run(tmp_path / "short", steps=3))
     assert "Held" not in html
     assert "Training loss" in titles(html)
@@ -99,7 +99,7 @@ def test_a_run_without_evaluations_and_one_without_any_line_have_a_page(tmp_path
     assert "Settings" in html
 
 
-def test_a_baseline_has_no_figure_for_what_retrieval_gains(tmp_path: Path) -> None:
+def test_baseline_has_no_figure_for_the_gain_of_retrieval(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "baseline", modes=("off",))
     html = page_of(folder)
     assert titles(html)[0] == "Held out: valid"
@@ -109,7 +109,7 @@ def test_a_baseline_has_no_figure_for_what_retrieval_gains(tmp_path: Path) -> No
     ]
 
 
-def test_runs_side_by_side_are_told_apart_by_name_and_by_the_settings_that_differ(tmp_path: Path) -> None:
+def test_page_of_several_runs_shows_their_names_and_differing_settings(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a" / "run")
     second = write_run(tmp_path / "b" / "run", lr=5e-4, modes=("off",))
     html = page_of(first, second)
@@ -121,14 +121,14 @@ def test_runs_side_by_side_are_told_apart_by_name_and_by_the_settings_that_diffe
     assert "b ON" not in html
 
 
-def test_what_retrieval_gains_is_on_over_off_at_the_same_tokens(tmp_path: Path) -> None:
+def test_gain_of_retrieval_compares_on_with_off_at_the_same_tokens(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "retro"), "retro")
     tokens, percent = gain_curve(run, "valid")
     assert tokens.tolist() == [500, 1000, 1500, 2000]
     assert percent == pytest.approx([-10] * 4)
 
 
-def test_metrics_that_are_no_finite_numbers_are_left_out(tmp_path: Path) -> None:
+def test_metrics_that_are_not_finite_numbers_are_omitted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "retro")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 21, "tokens": 2100, "loss": NaN, "lr": Infinity, "note": "text"}\n')
@@ -138,7 +138,7 @@ def test_metrics_that_are_no_finite_numbers_are_left_out(tmp_path: Path) -> None
     page_of(folder)
 
 
-def test_long_curves_are_thinned_and_no_spike_is_lost() -> None:
+def test_long_curves_are_thinned_and_keep_their_spikes() -> None:
     tokens, values = np.arange(10_001.0), np.sin(np.arange(10_001.0))
     values[5_000] = 9
     for thin in (thinned, spikes):
@@ -151,14 +151,14 @@ def test_long_curves_are_thinned_and_no_spike_is_lost() -> None:
         assert len(thinned(tokens[:size], values[:size])[0]) == min(size, 400)
 
 
-def test_smoothing_keeps_a_constant_and_the_length() -> None:
+def test_smoothing_keeps_constants_and_the_length() -> None:
     assert smoothed(np.full(500, 3.0)) == pytest.approx(np.full(500, 3.0))
     assert smoothed(np.array([1.0, 2.0])).tolist() == [1, 2]
     noise = np.random.default_rng(0).normal(size=5000)
     assert smoothed(noise).std() < 0.2 * noise.std()
 
 
-def test_what_is_no_run_and_a_run_named_twice_are_refused(tmp_path: Path) -> None:
+def test_folder_without_a_run_and_run_named_twice_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is not the folder of a run.*settings\.json.*retro train"):
         write_run_report([tmp_path], tmp_path / "page.html")
     folder = write_run(tmp_path / "retro")
@@ -170,7 +170,7 @@ def test_what_is_no_run_and_a_run_named_twice_are_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "page.html").exists()
 
 
-def test_layer_groups_have_a_table_and_a_line_for_each_kind(tmp_path: Path) -> None:
+def test_layer_groups_have_a_table_and_one_line_per_kind(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "retro")
     with open(folder / "metrics.jsonl", "a") as file:
         for step in (1, 2):
@@ -192,6 +192,6 @@ def test_layer_groups_have_a_table_and_a_line_for_each_kind(tmp_path: Path) -> N
     assert [title for title in titles(html) if title.endswith("by layer group")] == [
         "Norm of the gradient, by layer group",
         "Update over weights, by layer group",
-        "Underflow, by layer group",  # nothing overflowed
+        "Underflow, by layer group",  # no overflow was logged
     ]
     assert not any(title.startswith("monitor/") for title in titles(html))

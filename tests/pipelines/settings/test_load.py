@@ -1,4 +1,4 @@
-"""Settings: the file gives defaults, the command line wins, and every mistake is told in one message."""
+"""Settings: the command line overrides the file, the file overrides the defaults, a mistake gives one message."""
 
 import subprocess
 import sys
@@ -80,15 +80,15 @@ def error_of(folder: Path, text: str, *arguments: str) -> str:
     return str(caught.value)
 
 
-def test_without_file_and_arguments_the_defaults_stand():
+def test_settings_without_file_and_arguments_are_the_defaults():
     assert load(Settings, None, [], verb="train") == Settings()
 
 
-def test_a_sections_own_default_beats_the_defaults_of_its_type():
+def test_default_of_a_section_overrides_the_defaults_of_its_type():
     assert load(Settings, None, [], verb="train").train.inner.depth == 7
 
 
-def test_the_command_line_beats_the_file_and_the_file_beats_the_default(tmp_path: Path):
+def test_command_line_overrides_the_file_and_the_file_the_default(tmp_path: Path):
     text = 'datastore = "from-file"\nweights = [1, 2.5]\n[train]\nlr = 3e-4\nsteps = 20\nlayers = []\n'
     text += "[train.inner]\ndepth = 2\n"
     got = load_text(tmp_path, text, "--train.steps=30", "--train.compile", "--train.log_to", "tensorboard", "wandb")
@@ -98,22 +98,22 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_default(tmp_path
     assert isinstance(got.weights[0], float)
 
 
-def test_hyphens_and_underscores_are_the_same_and_numbers_may_be_negative(tmp_path: Path):
+def test_hyphens_equal_underscores_and_numbers_can_be_negative(tmp_path: Path):
     got = load_text(
         tmp_path, "[train]\ncompile = true\n", "--train.no_compile", "--train.log-to", "x", "--train.layers", "-1", "2"
     )
     assert got.train == Train(log_to=("x",), layers=(-1, 2))
 
 
-def test_a_value_that_begins_with_two_hyphens_follows_an_equals_sign():
+def test_value_with_two_leading_hyphens_is_accepted_after_an_equals_sign():
     assert load(Settings, None, ["--datastore=--x"], verb="v").datastore == Path("--x")
 
 
-def test_of_an_option_given_twice_the_last_wins():
+def test_last_value_of_a_repeated_option_counts():
     assert load(Settings, None, ["--train.steps", "1", "--train.steps", "2"], verb="v").train.steps == 2
 
 
-def test_none_is_written_as_text(tmp_path: Path):
+def test_text_none_means_no_value(tmp_path: Path):
     assert load_text(tmp_path, '[train]\nlimit = "None"\n').train.limit is None
     assert load_text(tmp_path, "[train]\nlimit = 3\n", "--train.limit", "None").train.limit is None
 
@@ -145,7 +145,7 @@ def test_none_is_written_as_text(tmp_path: Path):
         ("[train]\nsteps = 5000\n", 2, ["train.steps: too many"]),
     ],
 )
-def test_a_mistake_in_the_file_names_file_line_key_and_what_is_accepted(
+def test_mistake_in_the_file_is_reported_with_file_line_key_and_accepted_values(
     tmp_path: Path, text: str, line: int, words: list[str]
 ):
     message = error_of(tmp_path, text)
@@ -153,7 +153,7 @@ def test_a_mistake_in_the_file_names_file_line_key_and_what_is_accepted(
     assert all(word in message for word in words), message
 
 
-def test_a_missing_file_and_a_binary_file_are_user_mistakes(tmp_path: Path):
+def test_missing_file_and_binary_file_are_refused(tmp_path: Path):
     with pytest.raises(InputError, match=r"none\.toml: No such file"):
         load(Settings, tmp_path / "none.toml", [], verb="train")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -182,7 +182,9 @@ def test_a_missing_file_and_a_binary_file_are_user_mistakes(tmp_path: Path):
         (["stray"], ["unexpected argument 'stray'"]),
     ],
 )
-def test_a_mistake_on_the_command_line_is_told_the_same_way(arguments: list[str], words: list[str], capsys):
+def test_mistake_on_the_command_line_is_reported_with_option_and_accepted_values(
+    arguments: list[str], words: list[str], capsys
+):
     with pytest.raises(InputError) as caught:
         load(Settings, None, arguments, verb="train CONFIG")
     assert all(word in str(caught.value) for word in words), caught.value
@@ -190,7 +192,7 @@ def test_a_mistake_on_the_command_line_is_told_the_same_way(arguments: list[str]
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_impossible_option_is_told_with_the_file_in_front_but_not_its_line(tmp_path: Path):
+def test_invalid_option_is_reported_with_the_file_but_without_a_line(tmp_path: Path):
     assert error_of(tmp_path, "[train]\nlr = 1\n", "--train.lr", "-2").startswith(
         f"{tmp_path / 'a.toml'}: train.lr = -2.0"
     )
@@ -198,11 +200,11 @@ def test_an_impossible_option_is_told_with_the_file_in_front_but_not_its_line(tm
         load(Settings, None, ["--train.lr", "-2"], verb="train")
 
 
-def test_an_option_can_correct_the_file(tmp_path: Path):
+def test_option_can_correct_an_invalid_value_in_the_file(tmp_path: Path):
     assert load_text(tmp_path, "[train]\nlr = -1\n", "--train.lr", "1").train.lr == 1
 
 
-def test_a_required_option_is_asked_for_and_may_come_from_the_file(tmp_path: Path):
+def test_missing_required_option_is_refused_and_the_file_can_set_it(tmp_path: Path):
     assert load(Required, write(tmp_path, 'name = "x"'), [], verb="v") == Required("x")
     with pytest.raises(InputError, match="--name"):
         load(Required, None, [], verb="v")
@@ -220,13 +222,13 @@ class Empty:
     """No settings at all."""
 
 
-def test_no_settings_at_all():
+def test_settings_without_fields_accept_no_options():
     assert load(Empty, None, [], verb="doctor") == Empty()
     with pytest.raises(InputError, match="unknown option --x"):
         load(Empty, None, ["--x"], verb="doctor")
 
 
-def test_help_shows_every_option_with_its_text_and_its_default_from_the_file(tmp_path: Path, capsys):
+def test_help_shows_each_option_with_its_text_and_the_default_from_the_file(tmp_path: Path, capsys):
     with pytest.raises(SystemExit) as caught:
         load_text(tmp_path, "[train]\nlr = 0.5\n", "--help")
     assert caught.value.code == 0
@@ -265,19 +267,19 @@ trees = st.builds(
 
 @settings_of_hypothesis(max_examples=25, deadline=None)
 @given(settings=trees)
-def test_what_to_toml_writes_load_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, settings: Settings):
+def test_load_reads_the_same_settings_that_to_toml_wrote(tmp_path_factory: pytest.TempPathFactory, settings: Settings):
     path = tmp_path_factory.getbasetemp() / "resolved.toml"
     path.write_bytes(to_toml(settings).encode())
     assert load(Settings, path, [], verb="train") == settings
 
 
-def test_to_toml_has_sections_in_order():
+def test_to_toml_writes_sections_in_order():
     text = to_toml(Settings())
     assert text.startswith('datastore = "datastore"\nweights = []\n\n[train]\nsteps = 10\n')
     assert text.endswith('limit = "None"\n\n[train.inner]\ndepth = 7\n')
 
 
-def test_as_plain_is_what_json_can_hold():
+def test_as_plain_returns_values_that_json_can_represent():
     plain = as_plain(Settings(weights=(0.5,)))
     assert plain["datastore"] == "datastore"
     assert plain["weights"] == [0.5]
@@ -285,7 +287,7 @@ def test_as_plain_is_what_json_can_hold():
     assert plain["train"]["inner"] == {"depth": 7}
 
 
-def test_importing_settings_and_progress_is_light():
+def test_importing_settings_and_progress_imports_no_slow_library():
     code = "import sys, pipelines.settings.load, pipelines.terminal; print({'torch', 'faiss', 'ray', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
