@@ -124,13 +124,13 @@ def test_quiet_view_logs_nothing_and_later_bars_log_again(caplog) -> None:
 def test_long_step_logs_its_progress_repeatedly(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setattr(module, "_LINE_SECONDS", 0.02)
 
-    def said() -> list[str]:
+    def progress_lines() -> list[str]:
         messages = [record.getMessage() for record in caplog.records]
         return [message for message in messages if "embed: 25%, 1 of 4 chunks" in message]
 
     with caplog.at_level(logging.INFO, "retro"):
-        build_with(StagesView(), meanwhile=lambda: wait_until(lambda: len(said()) >= 2))
-    again = said()
+        build_with(StagesView(), meanwhile=lambda: wait_until(lambda: len(progress_lines()) >= 2))
+    again = progress_lines()
     assert again[0].endswith("left")
 
 

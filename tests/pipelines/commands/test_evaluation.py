@@ -238,12 +238,14 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(train
     none = [(tokens, np.zeros_like(lengths)) for tokens, lengths in read.given]
     others = read.given[1:] + read.given[:1]  # type: ignore[operator]
 
-    def said(given: GivenNeighbors | None) -> list[float]:
+    def log_probabilities(given: GivenNeighbors | None) -> list[float]:
         first = next(model.generate(read.prompts, GenerationSettings(max_tokens=1, temperature=0), given=given))
         return [piece.log_probability for piece in first]
 
-    assert said(none) == pytest.approx(said(None), abs=1e-6)
-    assert all(one != other for one, other in zip(said(read.given), said(others), strict=True))
+    assert log_probabilities(none) == pytest.approx(log_probabilities(None), abs=1e-6)
+    assert all(
+        one != other for one, other in zip(log_probabilities(read.given), log_probabilities(others), strict=True)
+    )
 
 
 def test_baseline_uses_the_papers_prompt_only_closed_book(trained: Path, questions: Path, tmp_path: Path) -> None:

@@ -89,13 +89,13 @@ def test_verbs_accept_the_imported_model(
 def test_imported_model_needs_a_datastore_whose_tokenizer_fits(
     imported: Path, tiny_datastore: Datastore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*arguments: str) -> str:
+    def error_of(*arguments: str) -> str:
         assert main(list(arguments)) == 2
         return capsys.readouterr().err
 
     for verb in (["eval", "perplexity"], ["generate"]):
-        assert "was trained on no datastore: name one" in said(*verb, str(imported))
-        assert "vocab_size" in said(*verb, str(imported), "--datastore", str(tiny_datastore.folder))
+        assert "was trained on no datastore: name one" in error_of(*verb, str(imported))
+        assert "vocab_size" in error_of(*verb, str(imported), "--datastore", str(tiny_datastore.folder))
 
 
 def test_invalid_import_options_are_refused_before_weights_are_read(

@@ -30,9 +30,9 @@ LONG = {"prompt": TEXT, "temperature": 0}  # a model this small repeats itself a
 class Serving:
     """A running `retro serve`."""
 
-    def __init__(self, process: subprocess.Popen, said: str) -> None:
-        self.process, self.said = process, said
-        found = re.search(r"^ready: (\S+)$", said, re.MULTILINE)
+    def __init__(self, process: subprocess.Popen, output: str) -> None:
+        self.process, self.output = process, error_of
+        found = re.search(r"^ready: (\S+)$", output, re.MULTILINE)
         assert found is not None
         self.url = found[1]
 
@@ -67,9 +67,9 @@ def asking(server: Serving, token: str = "right") -> httpx.Client:
 
 
 def test_server_prints_datastore_model_and_source_of_the_token(with_token: Serving, tiny_datastore: Datastore) -> None:
-    assert f"{tiny_datastore.train.num_chunks:,} chunks" in with_token.said
-    assert "model: tiny, step 8" in with_token.said
-    assert "token: from RETRO_TOKEN" in with_token.said
+    assert f"{tiny_datastore.train.num_chunks:,} chunks" in with_token.output
+    assert "model: tiny, step 8" in with_token.output
+    assert "token: from RETRO_TOKEN" in with_token.output
     assert with_token.url.startswith("http://127.0.0.1:")
 
 
@@ -228,7 +228,7 @@ def wait_until_not_ready(server: Serving) -> None:
 
 
 @pytest.fixture
-def said(capsys):
+def error_of(capsys):
     def run(*arguments: str) -> str:
         assert main(["serve", *arguments]) == 2
         return capsys.readouterr().err
@@ -236,44 +236,44 @@ def said(capsys):
     return run
 
 
-def test_port_in_use_is_refused(tiny_datastore: Datastore, said) -> None:
+def test_port_in_use_is_refused(tiny_datastore: Datastore, error_of) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"127.0.0.1:{port}: Address already in use. Name another" in said(
+        assert f"127.0.0.1:{port}: Address already in use. Name another" in error_of(
             str(tiny_datastore.folder), "--port", port
         )
 
 
-def test_invalid_options_are_refused_by_name(tiny_datastore: Datastore, tmp_path: Path, said) -> None:
+def test_invalid_options_are_refused_by_name(tiny_datastore: Datastore, tmp_path: Path, error_of) -> None:
     folder = str(tiny_datastore.folder)
-    assert "is not a datastore" in said(str(tmp_path), "--port", "0")
-    assert "port = 70000" in said(folder, "--port", "70000")
-    assert "max_k = 0" in said(folder, "--max-k", "0")
-    assert "NO_SUCH_VARIABLE is not set" in said(folder, "--token-env", "NO_SUCH_VARIABLE")
-    assert "--max-k" in said(folder, "--max-kk", "5")
-    assert "neither a checkpoint" in said(folder, "--port", "0", "--checkpoint", str(tmp_path / "none"))
-    assert "no-such-host.invalid" in said(folder, "--host", "no-such-host.invalid")
+    assert "is not a datastore" in error_of(str(tmp_path), "--port", "0")
+    assert "port = 70000" in error_of(folder, "--port", "70000")
+    assert "max_k = 0" in error_of(folder, "--max-k", "0")
+    assert "NO_SUCH_VARIABLE is not set" in error_of(folder, "--token-env", "NO_SUCH_VARIABLE")
+    assert "--max-k" in error_of(folder, "--max-kk", "5")
+    assert "neither a checkpoint" in error_of(folder, "--port", "0", "--checkpoint", str(tmp_path / "none"))
+    assert "no-such-host.invalid" in error_of(folder, "--host", "no-such-host.invalid")
 
 
 def test_checkpoint_with_another_vocabulary_size_is_refused(
-    tiny_run: Path, tiny_corpus: Path, tmp_path: Path, said
+    tiny_run: Path, tiny_corpus: Path, tmp_path: Path, error_of
 ) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     other = build_local(replace(config, tokenizer=TokenizerSettings(vocab_size=350)))
-    message = said(str(other.folder), "--port", "0", "--checkpoint", str(tiny_run))
+    message = error_of(str(other.folder), "--port", "0", "--checkpoint", str(tiny_run))
     assert "the model's tokenizer has 400 ids" in message
     assert "has vocab_size = 350" in message
 
 
-def test_token_outside_ascii_is_refused(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
+def test_token_outside_ascii_is_refused(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, error_of) -> None:
     monkeypatch.setenv("RETRO_TOKEN", "geheim ß")
-    assert "ASCII" in said(str(tiny_datastore.folder))
+    assert "ASCII" in error_of(str(tiny_datastore.folder))
 
 
-def test_empty_token_is_refused(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, said) -> None:
+def test_empty_token_is_refused(tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, error_of) -> None:
     """As after `RETRO_TOKEN=$(cat no-such-file)`. Otherwise the server would accept every request."""
     monkeypatch.setenv("RETRO_TOKEN", "")
-    assert "RETRO_TOKEN is set but empty" in said(str(tiny_datastore.folder))
+    assert "RETRO_TOKEN is set but empty" in error_of(str(tiny_datastore.folder))
 
 
 def test_public_server_without_a_token_logs_a_warning(
