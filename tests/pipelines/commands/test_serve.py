@@ -31,7 +31,7 @@ class Serving:
     """A running `retro serve`."""
 
     def __init__(self, process: subprocess.Popen, output: str) -> None:
-        self.process, self.output = process, error_of
+        self.process, self.output = process, output
         found = re.search(r"^ready: (\S+)$", output, re.MULTILINE)
         assert found is not None
         self.url = found[1]
