@@ -1,4 +1,4 @@
-"""A tiny datastore and a tiny checkpoint behind HTTP: in this process, and behind a real socket."""
+"""A tiny datastore and a tiny checkpoint served over HTTP: in-process and on a real socket."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ Make = Callable[..., FastAPI]
 
 @pytest.fixture(scope="session")
 def app_with(retriever: Retriever, language_model: LanguageModel) -> Make:
-    """Makes an app: keywords are its settings, `token`, and `model=False` for one without a language model."""
+    """Return a function that makes an app. Keywords are settings, `token`, and `model=False` for no language model."""
 
     def make(token: str = "", model: bool = True, **settings) -> FastAPI:
         settings = {"name": "tiny", "allowed_hosts": ("testserver",), **settings}
@@ -47,14 +47,14 @@ def app_with(retriever: Retriever, language_model: LanguageModel) -> Make:
 
 @pytest.fixture(scope="session")
 def client(app_with: Make) -> Iterator[TestClient]:
-    """A client of an app with all defaults."""
+    """A client of an app with default settings."""
     with TestClient(app_with()) as opened:
         yield opened
 
 
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
-    """The URL at which an app answers, from a thread of this process."""
+    """Serve the app from a thread and yield its URL."""
     server = uvicorn.Server(uvicorn_config(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -70,6 +70,6 @@ def listening(app: FastAPI) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def url(app_with: Make) -> Iterator[str]:
-    """The URL of an app with all defaults."""
+    """The URL of an app with default settings."""
     with listening(app_with()) as opened:
         yield opened

@@ -1,4 +1,4 @@
-"""The page and what stands beside it: files need no token, everything else does, and apps do not know of each other."""
+"""The web page's files need no token, all other routes do; apps in one process are independent."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_pages_files_need_no_token_and_the_rest_does(page: Path, app_with: Make) -> None:
+def test_page_files_need_no_token_and_other_routes_do(page: Path, app_with: Make) -> None:
     with TestClient(app_with(token="right")) as client:
         assert client.get("/").text == (page / "index.html").read_text()
         assert client.get("/page.js").text == "ask()"
@@ -31,7 +31,7 @@ def test_the_pages_files_need_no_token_and_the_rest_does(page: Path, app_with: M
         assert client.get("/none.js", headers={"Authorization": "Bearer right"}).status_code == 404
 
 
-def test_the_page_is_answered_however_many_ask(page: Path, app_with: Make) -> None:
+def test_page_and_metrics_are_served_under_full_load(page: Path, app_with: Make) -> None:
     app = app_with(max_requests=1)
     app.state.service.admission.under_way = 1
     with TestClient(app) as client:
@@ -40,21 +40,21 @@ def test_the_page_is_answered_however_many_ask(page: Path, app_with: Make) -> No
         assert client.post("/search", json={"texts": [TEXT]}).status_code == 429
 
 
-def test_two_apps_in_a_process_count_apart(app_with: Make) -> None:
+def test_two_apps_in_a_process_have_separate_metrics(app_with: Make) -> None:
     with TestClient(app_with()) as one, TestClient(app_with()) as other:
         one.post("/search", json={"texts": [TEXT]})
         assert 'path="/search"' in one.get("/metrics").text
         assert 'path="/search"' not in other.get("/metrics").text
 
 
-def test_paths_that_nobody_knows_are_counted_as_one(app_with: Make) -> None:
+def test_unknown_paths_share_one_metrics_label(app_with: Make) -> None:
     with TestClient(app_with()) as client:
         for number in range(5):
             client.get(f"/nothing-{number}")
         assert 'retro_requests_total{method="GET",path="other",status="404"} 5.0' in client.get("/metrics").text
 
 
-def test_an_app_can_be_started_again(app_with: Make) -> None:
+def test_an_app_can_be_restarted(app_with: Make) -> None:
     app = app_with()
     for _ in range(2):
         with TestClient(app) as client:

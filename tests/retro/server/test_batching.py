@@ -1,4 +1,4 @@
-"""Requests that come together are worked on together, and no answer depends on the company."""
+"""Concurrent requests are batched, and batching does not change any answer."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tests.conftest import PATIENCE, wait_until
 
 
 class Work:
-    """Doubles numbers; the first call waits until it is let go; 13 cannot be doubled."""
+    """Doubles numbers. The first call blocks until `let_go` is set; 13 raises InputError."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int]]] = []
@@ -40,7 +40,7 @@ async def gathered(batcher: Batcher, work: Work, requests: list[tuple[str, list[
     return await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def test_what_waits_with_one_key_is_one_call_and_each_gets_its_own() -> None:
+def test_waiting_requests_with_equal_keys_share_one_call() -> None:
     work, sizes = Work(), list[int]()
     batcher = Batcher("test", work, 100, sizes.append)
     answers = asyncio.run(gathered(batcher, work, [("a", [1, 2]), ("b", [3]), ("a", [4])]))
@@ -49,14 +49,14 @@ def test_what_waits_with_one_key_is_one_call_and_each_gets_its_own() -> None:
     assert sizes == [1, 3, 1]
 
 
-def test_a_batch_is_no_larger_than_allowed() -> None:
+def test_batches_do_not_exceed_the_maximum_size() -> None:
     work = Work()
     batcher = Batcher("test", work, 2)
     assert asyncio.run(gathered(batcher, work, [("a", [n]) for n in range(5)])) == [[2 * n] for n in range(5)]
     assert [items for _, items in work.calls] == [[0], [0, 1], [2, 3], [4]]
 
 
-def test_what_a_batch_costs_decides_and_a_large_request_is_alone() -> None:
+def test_cost_limits_a_batch_and_an_expensive_request_runs_alone() -> None:
     work = Work()
     batcher = Batcher("test", work, 10, cost=lambda key, item: item)
     requests = [("a", [4]), ("a", [5]), ("a", [30]), ("a", [1, 2]), ("a", [3])]
@@ -64,7 +64,7 @@ def test_what_a_batch_costs_decides_and_a_large_request_is_alone() -> None:
     assert [items for _, items in work.calls] == [[0], [4, 5], [30], [1, 2, 3]]
 
 
-def test_work_can_ask_who_still_waits() -> None:
+def test_work_sees_which_clients_still_wait() -> None:
     found: list[bool] = []
     begun, go_on = ({key: threading.Event() for key in ("first", "a")} for _ in range(2))
 
@@ -93,7 +93,7 @@ def test_work_can_ask_who_still_waits() -> None:
     assert found == [False, False, True]
 
 
-def test_an_idle_worker_starts_at_once() -> None:
+def test_an_idle_worker_starts_immediately() -> None:
     work = Work()
     work.let_go.set()
     batcher = Batcher("test", work, 100)
@@ -103,11 +103,11 @@ def test_an_idle_worker_starts_at_once() -> None:
 
     assert asyncio.run(one_by_one()) == [[0], [2], [4]]
     assert len(work.calls) == 3
-    # Another event loop may go on with the same worker.
+    # Another event loop can use the same worker.
     assert asyncio.run(one_by_one()) == [[0], [2], [4]]
 
 
-def test_one_bad_request_fails_alone() -> None:
+def test_a_bad_request_does_not_fail_its_batch() -> None:
     work = Work()
     good, bad, also_good = asyncio.run(
         gathered(Batcher("test", work, 100), work, [("a", [1]), ("a", [13]), ("a", [2])])
@@ -116,7 +116,7 @@ def test_one_bad_request_fails_alone() -> None:
     assert isinstance(bad, InputError)
 
 
-def test_what_was_cancelled_is_not_worked_on() -> None:
+def test_cancelled_requests_are_skipped() -> None:
     work = Work()
     batcher = Batcher("test", work, 100)
 
@@ -136,13 +136,13 @@ def test_what_was_cancelled_is_not_worked_on() -> None:
     assert work.calls == [("first", [0]), ("a", [2])]
 
 
-def test_nothing_to_do_needs_no_worker() -> None:
+def test_an_empty_request_needs_no_worker() -> None:
     work = Work()
     assert asyncio.run(Batcher("test", work, 100)("a", [])) == []
     assert work.calls == []
 
 
-def test_the_thread_ends_when_idle_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_thread_ends_and_restarts_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "_IDLE_SECONDS", 0.02)
     work = Work()
     work.let_go.set()
@@ -152,8 +152,8 @@ def test_the_thread_ends_when_idle_and_starts_again(monkeypatch: pytest.MonkeyPa
         wait_until(lambda: all(thread.name != "ends when idle" for thread in threading.enumerate()))
 
 
-def sizes_with(clients: int, requests: int, seconds: float = 0.01) -> list[int]:
-    """Sizes of the batches of clients that each ask again as soon as they have been answered."""
+def batch_sizes(clients: int, requests: int, seconds: float = 0.01) -> list[int]:
+    """Sizes of the batches when each client sends its next request as soon as it is answered."""
     sizes: list[int] = []
 
     def work(key: str, items: list[int], wanted: Wanted) -> list[int]:
@@ -174,13 +174,13 @@ def sizes_with(clients: int, requests: int, seconds: float = 0.01) -> list[int]:
     return sizes
 
 
-def test_a_lone_client_never_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_WAIT_RATIO", 1e6)  # any wait would be for hours
-    assert sizes_with(1, 5) == [1] * 5
+def test_a_single_client_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_WAIT_RATIO", 1e6)  # any wait would take hours
+    assert batch_sizes(1, 5) == [1] * 5
 
 
-def test_what_has_another_key_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One client may ask for two things at once, as `/score` does."""
+def test_a_batch_does_not_wait_for_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client can send two requests at once, as `/score` does."""
     monkeypatch.setattr(batching, "_WAIT_RATIO", 1e6)
     work = Work()
     batcher = Batcher("test", work, 100)
@@ -188,14 +188,14 @@ def test_what_has_another_key_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert answers == [[2]]
 
 
-def test_those_just_answered_join_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_WAIT_RATIO", 100)  # a second: long enough for any machine; waited only at the end
-    first, *others = sizes_with(6, 5)
+def test_just_answered_clients_join_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_WAIT_RATIO", 100)  # a second: enough for any machine, and only the end waits
+    first, *others = batch_sizes(6, 5)
     together = others[: others.index(6) + 4] if 6 in others else others
     assert together[-4:] == [6] * 4, (first, others)
 
 
-def test_who_does_not_come_is_waited_for_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three go and one stays, who is answered all the same."""
+def test_the_wait_for_absent_clients_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three clients leave; the remaining one is still answered."""
     monkeypatch.setattr(batching, "_WAIT_RATIO", 0.5)
-    assert sum(sizes_with(4, 1)) == 4
+    assert sum(batch_sizes(4, 1)) == 4

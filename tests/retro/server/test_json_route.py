@@ -1,4 +1,4 @@
-"""The short way of requests with JSON changes nothing: FastAPI's own layers would answer the same."""
+"""DirectJson, the shortcut for JSON requests, answers exactly as FastAPI's own layers do."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,53 +14,55 @@ JSON = {**TOKEN, "Content-Type": "application/json"}
 GREEDY = {"prompt": TEXT, "max_tokens": 4, "temperature": 0}
 
 
-def post(path: str, json: Any) -> dict[str, Any]:
+def json_request(path: str, json: Any) -> dict[str, Any]:
     return {"method": "POST", "url": path, "json": json, "headers": TOKEN}
 
 
-def sent(content: bytes, headers: dict[str, str], path: str = "/search", method: str = "POST") -> dict[str, Any]:
+def raw_request(content: bytes, headers: dict[str, str], path: str = "/search", method: str = "POST") -> dict[str, Any]:
     return {"method": method, "url": path, "content": content, "headers": headers}
 
 
 GOOD = {
-    "search": post("/search", {"texts": [TEXT, "memory"], "k": 3}),
-    "ids alone": post("/search", {"texts": [TEXT], "text": False}),
-    "nothing to search": post("/search", {"texts": []}),
-    "kind with parameters": sent(b'{"texts": ["a"]}', {**TOKEN, "Content-Type": "Application/JSON; charset=utf-8"}),
-    "query string": post("/search?x=1", {"texts": [TEXT]}),
-    "embed": post("/embed", {"texts": [TEXT]}),
-    "neighbors": post("/neighbors", {"text": TEXT * 9}),
-    "score": post("/score", {"text": TEXT}),
-    "generate": post("/generate", GREEDY),
-    "stream": post("/generate", GREEDY | {"stream": True}),
-    "a model as the answer": post("/tokenize", {"prompt": TEXT}),
-    "embeddings": post("/v1/embeddings", {"model": "tiny:embedder", "input": TEXT}),
+    "search": json_request("/search", {"texts": [TEXT, "memory"], "k": 3}),
+    "ids alone": json_request("/search", {"texts": [TEXT], "text": False}),
+    "nothing to search": json_request("/search", {"texts": []}),
+    "kind with parameters": raw_request(
+        b'{"texts": ["a"]}', {**TOKEN, "Content-Type": "Application/JSON; charset=utf-8"}
+    ),
+    "query string": json_request("/search?x=1", {"texts": [TEXT]}),
+    "embed": json_request("/embed", {"texts": [TEXT]}),
+    "neighbors": json_request("/neighbors", {"text": TEXT * 9}),
+    "score": json_request("/score", {"text": TEXT}),
+    "generate": json_request("/generate", GREEDY),
+    "stream": json_request("/generate", GREEDY | {"stream": True}),
+    "a model as the answer": json_request("/tokenize", {"prompt": TEXT}),
+    "embeddings": json_request("/v1/embeddings", {"model": "tiny:embedder", "input": TEXT}),
 }
 BAD = {
-    "no JSON": (422, sent(b"{", JSON)),
-    "no body": (422, sent(b"", JSON)),
-    "not UTF-8": (422, sent(b'{"texts": ["\xff"]}', JSON)),
-    "other kind": (422, sent(b'{"texts": ["a"]}', {**TOKEN, "Content-Type": "text/plain"})),
-    "no kind": (422, sent(b'{"texts": ["a"]}', TOKEN)),
-    "unknown field": (422, post("/search", {"texts": ["a"], "nonsense": 1})),
-    "wrong type": (422, post("/search", {"vectors": [["x"]]})),
-    "limit": (422, post("/search", {"texts": ["a"], "k": 1000})),
-    "user's mistake": (422, post("/search", {"texts": [" "]})),
-    "v1, no model of that name": (404, post("/v1/embeddings", {"model": "other", "input": "a"})),
-    "v1, wrong type": (400, post("/v1/embeddings", {"model": 1})),
-    "v1, limit": (400, post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 10**6})),
-    "no token": (401, sent(b'{"texts": ["a"]}', {"Content-Type": "application/json"})),
-    "too long": (413, sent(b" " * 2000, JSON)),
-    "other method": (405, sent(b'{"texts": ["a"]}', JSON, method="PUT")),
-    "GET": (405, sent(b"", JSON, method="GET")),
-    "slash": (404, post("/search/", {"texts": ["a"]})),
-    "nothing there": (404, sent(b"", JSON, path="/nothing", method="GET")),
+    "no JSON": (422, raw_request(b"{", JSON)),
+    "no body": (422, raw_request(b"", JSON)),
+    "not UTF-8": (422, raw_request(b'{"texts": ["\xff"]}', JSON)),
+    "other kind": (422, raw_request(b'{"texts": ["a"]}', {**TOKEN, "Content-Type": "text/plain"})),
+    "no kind": (422, raw_request(b'{"texts": ["a"]}', TOKEN)),
+    "unknown field": (422, json_request("/search", {"texts": ["a"], "nonsense": 1})),
+    "wrong type": (422, json_request("/search", {"vectors": [["x"]]})),
+    "limit": (422, json_request("/search", {"texts": ["a"], "k": 1000})),
+    "user's mistake": (422, json_request("/search", {"texts": [" "]})),
+    "v1, no model of that name": (404, json_request("/v1/embeddings", {"model": "other", "input": "a"})),
+    "v1, wrong type": (400, json_request("/v1/embeddings", {"model": 1})),
+    "v1, limit": (400, json_request("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 10**6})),
+    "no token": (401, raw_request(b'{"texts": ["a"]}', {"Content-Type": "application/json"})),
+    "too long": (413, raw_request(b" " * 2000, JSON)),
+    "other method": (405, raw_request(b'{"texts": ["a"]}', JSON, method="PUT")),
+    "GET": (405, raw_request(b"", JSON, method="GET")),
+    "slash": (404, json_request("/search/", {"texts": ["a"]})),
+    "nothing there": (404, raw_request(b"", JSON, path="/nothing", method="GET")),
 }
 
 
 @pytest.fixture(scope="module")
 def both(app_with: Make) -> Iterator[list[TestClient]]:
-    """Clients of an app, and of the same without the short way."""
+    """Clients of two apps: with and without DirectJson."""
     direct, layers = (app_with(token="right", max_body_bytes=1000) for _ in range(2))
     layers.user_middleware = [each for each in layers.user_middleware if each.cls is not DirectJson]
     assert len(layers.user_middleware) == len(direct.user_middleware) - 1
@@ -74,7 +76,7 @@ def both(app_with: Make) -> Iterator[list[TestClient]]:
 @pytest.mark.parametrize(
     ("status", "request_"), [*((200, each) for each in GOOD.values()), *BAD.values()], ids=[*GOOD, *BAD]
 )
-def test_answers_are_those_of_fastapi(both: list[TestClient], status: int, request_: dict[str, Any]) -> None:
+def test_answers_equal_fastapis(both: list[TestClient], status: int, request_: dict[str, Any]) -> None:
     direct, layers = (client.request(**request_) for client in both)
     assert direct.status_code == status, direct.text
     for response in (direct, layers):
@@ -82,7 +84,7 @@ def test_answers_are_those_of_fastapi(both: list[TestClient], status: int, reque
     assert (direct.status_code, direct.headers, direct.content) == (layers.status_code, layers.headers, layers.content)
 
 
-def test_they_are_counted_alike(both: list[TestClient]) -> None:
+def test_metrics_equal_fastapis(both: list[TestClient]) -> None:
     for client in both:
         for request in (GOOD["embed"], BAD["no JSON"][1], BAD["v1, wrong type"][1], BAD["GET"][1], BAD["slash"][1]):
             client.request(**request)
@@ -94,8 +96,8 @@ def test_they_are_counted_alike(both: list[TestClient]) -> None:
     assert any('path="/v1/embeddings",status="400"' in line for line in direct)
 
 
-def test_the_short_way_is_gone_by_every_request_with_json(app_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No route with a body is left to FastAPI's layers."""
+def test_direct_json_handles_every_route_with_a_body(app_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FastAPI's layers handle no route that has a body."""
     app = app_with()
     (direct,) = (each for each in app.user_middleware if each.cls is DirectJson)
     app_behind = DirectJson(app.router, **direct.kwargs)

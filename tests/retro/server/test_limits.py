@@ -1,4 +1,4 @@
-"""Who may come in, how much, how long: every limit has its own answer, and none is a stack trace."""
+"""Authentication, body size, load and time limits: each has its own error, and no error contains a stack trace."""
 
 import asyncio
 import json
@@ -43,8 +43,8 @@ async def echo(scope, receive, send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def asked(app: Limits, *requests: dict) -> list[httpx.Response]:
-    """Answers to requests that are sent at the same time."""
+def send_all(app: Limits, *requests: dict) -> list[httpx.Response]:
+    """Send the requests at the same time and return their responses."""
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
@@ -67,13 +67,13 @@ def reason(response) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000])
-def test_a_body_within_the_limit_comes_through(size: int) -> None:
-    (response,) = asked(limited(echo, max_body_bytes=1000), {"content": b"x" * size})
+def test_a_body_within_the_limit_is_accepted(size: int) -> None:
+    (response,) = send_all(limited(echo, max_body_bytes=1000), {"content": b"x" * size})
     assert (response.status_code, response.content) == (200, b"x" * size)
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["with Content-Length", "chunked"])
-def test_a_longer_body_is_refused_and_not_kept(said: bool) -> None:
+def test_a_longer_body_is_rejected_without_buffering_it(said: bool) -> None:
     sent = 0
 
     async def parts():
@@ -82,20 +82,20 @@ def test_a_longer_body_is_refused_and_not_kept(said: bool) -> None:
             sent += 100
             yield b"x" * 100
 
-    (response,) = asked(limited(echo, max_body_bytes=1000), {"content": b"x" * 1001 if said else parts()})
+    (response,) = send_all(limited(echo, max_body_bytes=1000), {"content": b"x" * 1001 if said else parts()})
     assert reason(response) == (413, "request_too_large")
     assert "1,000 bytes" in response.json()["error"]["message"]
     assert sent <= 1200
 
 
 @pytest.mark.parametrize("path", ["/ready", "/metrics"])
-def test_what_is_always_answered_takes_no_body(path: str) -> None:
+def test_readiness_and_metrics_accept_no_body(path: str) -> None:
     for content in (b"x", b""):
-        (response,) = asked(limited(echo), {"url": path, "content": content})
+        (response,) = send_all(limited(echo), {"url": path, "content": content})
         assert response.status_code == (413 if content else 200)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for_and_keeps_nobody_out() -> None:
+def test_a_stalled_body_times_out_and_blocks_nobody() -> None:
     admission = Admission()
 
     async def slow():
@@ -104,27 +104,27 @@ def test_a_body_that_does_not_come_is_not_waited_for_and_keeps_nobody_out() -> N
         await asyncio.Event().wait()
 
     app = limited(echo, admission, max_requests=1, read_seconds=0.1)
-    *slow_ones, quick = asked(app, {"content": slow()}, {"content": slow()}, {"content": b"y"})
+    *slow_ones, quick = send_all(app, {"content": slow()}, {"content": slow()}, {"content": b"y"})
     assert [reason(each) for each in slow_ones] == [(408, "request_timeout")] * 2
     assert (quick.status_code, quick.content) == (200, b"y")
     assert (admission.under_way, admission.unread_bytes) == (0, 0)
 
 
-def test_bodies_that_are_not_whole_are_kept_only_up_to_a_limit() -> None:
+def test_the_number_of_unfinished_bodies_is_limited() -> None:
     async def unfinished():
         yield b"x" * 10
         await asyncio.Event().wait()
 
     app = limited(echo, max_body_bytes=10, read_seconds=0.2)
-    answers = asked(app, *({"content": unfinished()} for _ in range(70)))
+    answers = send_all(app, *({"content": unfinished()} for _ in range(70)))
     assert [each.status_code for each in answers] == [408] * 64 + [429] * 6
 
 
 @pytest.mark.parametrize(
     "changes", [{"headers": {"X": "x" * 1000}}, {"url": "/" + "x" * 1000}, {"params": {"x": "x" * 1000}}]
 )
-def test_address_and_headers_are_limited_before_anything_else(changes: dict) -> None:
-    (response,) = asked(limited(echo, max_head_bytes=1000, token="right"), changes)
+def test_url_and_headers_are_limited_before_authentication(changes: dict) -> None:
+    (response,) = send_all(limited(echo, max_head_bytes=1000, token="right"), changes)
     assert reason(response) == (431, "request_too_large")
 
 
@@ -132,23 +132,23 @@ def test_address_and_headers_are_limited_before_anything_else(changes: dict) -> 
 
 
 @pytest.mark.parametrize("sent", ["", "Bearer", "Bearer wrong", "Basic right", "right", "Bearer right2", "Bearer righ"])
-def test_without_the_token_nothing_is_answered(sent: str) -> None:
+def test_requests_without_the_token_are_rejected(sent: str) -> None:
     headers = {"Authorization": sent} if sent else {}
-    (response,) = asked(limited(echo, token="right"), {"headers": headers})
+    (response,) = send_all(limited(echo, token="right"), {"headers": headers})
     assert reason(response) == (401, "authentication_error")
     assert response.headers["WWW-Authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize("sent", ["Bearer right", "bearer right"])
-def test_with_it_everything_and_without_it_what_is_public(sent: str) -> None:
-    answers = asked(limited(echo, token="right"), {"headers": {"Authorization": sent}}, {"url": "/ready"})
+def test_the_token_grants_access_and_public_paths_need_none(sent: str) -> None:
+    answers = send_all(limited(echo, token="right"), {"headers": {"Authorization": sent}}, {"url": "/ready"})
     assert [each.status_code for each in answers] == [200, 200]
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_request_too_many_is_told_to_come_again_and_then_it_works() -> None:
+def test_overload_is_rejected_with_retry_after_and_recovers() -> None:
     async def overloaded() -> None:
         go_on = asyncio.Event()
 
@@ -172,12 +172,12 @@ def test_one_request_too_many_is_told_to_come_again_and_then_it_works() -> None:
     asyncio.run(overloaded())
 
 
-def test_who_shuts_down_takes_nothing_new() -> None:
-    (response,) = asked(limited(echo, Admission(draining=True)), {})
+def test_a_draining_server_rejects_new_requests() -> None:
+    (response,) = send_all(limited(echo, Admission(draining=True)), {})
     assert reason(response) == (503, "unavailable")
 
 
-def test_readiness_follows(app_with: Make) -> None:
+def test_readiness_reports_draining(app_with: Make) -> None:
     app = app_with()
     with TestClient(app) as client:
         assert client.get("/ready").json() == {"status": "ready"}
@@ -191,7 +191,7 @@ def test_readiness_follows(app_with: Make) -> None:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_takes_too_long_is_ended() -> None:
+def test_a_request_that_exceeds_its_time_is_cancelled() -> None:
     ended = []
 
     async def forever(scope, receive, send) -> None:
@@ -202,14 +202,14 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
             raise
 
     admission = Admission()
-    (response,) = asked(limited(forever, admission, request_seconds=0.05), {})
+    (response,) = send_all(limited(forever, admission, request_seconds=0.05), {})
     assert reason(response) == (504, "timeout")
     assert "0.05 s" in response.json()["error"]["message"]
     assert ended == [True]
     assert admission.under_way == 0
 
 
-def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason(
+def test_a_generation_timeout_is_504_or_the_last_event_of_a_stream(
     app_with: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -221,7 +221,7 @@ def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason
         yield [GeneratedToken(0, 6, "two", -1.0)]
 
     monkeypatch.setattr(LanguageModel, "generate", one_token)
-    with TestClient(app_with(request_seconds=3)) as client:  # a stream begins with its first token
+    with TestClient(app_with(request_seconds=3)) as client:  # a stream starts with its first token
         assert reason(client.post("/generate", json={"prompt": TEXT})) == (504, "timeout")
         streamed = client.post("/generate", json={"prompt": TEXT, "stream": True})
         go_on.set()
@@ -232,15 +232,15 @@ def test_generation_that_takes_too_long_is_504_and_a_stream_ends_with_the_reason
     assert done == "[DONE]"
 
 
-def test_who_is_cut_off_is_told_so() -> None:
-    """As JSON, and nothing is raised that would become a trace in the log."""
+def test_a_cut_off_request_gets_an_error() -> None:
+    """The error is JSON, and no exception reaches the log."""
     admission = Admission()
 
     async def forever(scope, receive, send) -> None:
         asyncio.get_running_loop().call_soon(admission.cut_off)
         await asyncio.Event().wait()
 
-    (response,) = asked(limited(forever, admission), {})
+    (response,) = send_all(limited(forever, admission), {})
     assert reason(response) == (503, "unavailable")
     assert admission.under_way == 0
 
@@ -248,12 +248,12 @@ def test_who_is_cut_off_is_told_so() -> None:
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fault_has_an_id_that_stands_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_has_an_id_that_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(scope, receive, send) -> None:
         raise RuntimeError("secret details")
 
     with caplog.at_level(logging.ERROR, logger="retro.server"):
-        (response,) = asked(limited(broken), {})
+        (response,) = send_all(limited(broken), {})
     assert reason(response) == (500, "internal_error")
     assert "secret" not in response.text
     number = re.search(r"error (\w+);", response.json()["error"]["message"])
@@ -262,7 +262,7 @@ def test_a_fault_has_an_id_that_stands_in_the_log(caplog: pytest.LogCaptureFixtu
     assert "secret details" in caplog.text
 
 
-def test_what_is_meant_for_the_client_is_told(client: TestClient) -> None:
+def test_client_errors_have_a_status_and_a_type(client: TestClient) -> None:
     assert reason(client.get("/nothing")) == (404, "not_found")
     assert reason(client.delete("/search")) == (405, "method_not_allowed")
     for path in ("/v1/chat/completions", "/search/", "/v1/nothing"):
@@ -276,18 +276,18 @@ def test_what_is_meant_for_the_client_is_told(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_a_body_must_say_that_it_is_json(client: TestClient, kind: str) -> None:
-    """Other kinds a browser sends for any page without asking first."""
+def test_a_body_needs_the_json_content_type(client: TestClient, kind: str) -> None:
+    """Browsers send the other types cross-origin without a preflight request."""
     response = client.post("/search", content=b'{"texts": ["a"]}', headers={"Content-Type": kind})
     assert reason(response) == (422, "invalid_request_error")
     assert "application/json" in response.json()["error"]["message"]
 
 
-def test_the_message_of_an_error_may_hold_anything() -> None:
+def test_an_error_message_may_contain_invalid_unicode() -> None:
     async def odd(scope, receive, send) -> None:
         raise ApiError(422, "half a character: \ud800")
 
-    (response,) = asked(limited(odd), {})
+    (response,) = send_all(limited(odd), {})
     assert reason(response) == (422, "invalid_request_error")
 
 
@@ -301,14 +301,16 @@ def test_the_message_of_an_error_may_hold_anything() -> None:
         ("POST", "/page.css", "GET, HEAD"),
     ],
 )
-def test_another_method_is_told_those_that_there_are(client: TestClient, method: str, path: str, allow: str) -> None:
+def test_a_wrong_method_is_rejected_with_the_allowed_ones(
+    client: TestClient, method: str, path: str, allow: str
+) -> None:
     response = client.request(method, path)
     assert reason(response) == (405, "method_not_allowed")
     assert sorted(response.headers["Allow"].split(", ")) == sorted(allow.split(", "))
 
 
 @pytest.mark.parametrize("name", ["query", "path", "body", "str", "int", "top_k"])
-def test_a_field_that_does_not_exist_is_named_and_those_that_do(client: TestClient, name: str) -> None:
+def test_an_unknown_field_is_rejected_with_the_accepted_ones(client: TestClient, name: str) -> None:
     error = client.post("/search", json={"texts": ["a"], name: "a"}).json()["error"]
     assert (error["param"], error["code"]) == (name, "unknown_parameter")
     assert error["message"].startswith(f"{name}: unknown field")
@@ -319,7 +321,7 @@ def test_a_field_that_does_not_exist_is_named_and_those_that_do(client: TestClie
     assert error["message"].endswith("accepted are include_usage.")
 
 
-def test_types_that_were_tried_are_no_part_of_a_field(client: TestClient) -> None:
+def test_error_params_omit_the_types_of_a_union(client: TestClient) -> None:
     for path, body, param in (
         ("/v1/completions", {"model": "tiny", "prompt": {}}, "prompt"),
         ("/search", {"vectors": [["x"]]}, "vectors.0.0"),
@@ -331,14 +333,14 @@ def test_types_that_were_tried_are_no_part_of_a_field(client: TestClient) -> Non
 # --- headers ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_answer_says_what_a_browser_may_do(client: TestClient) -> None:
+def test_every_response_has_security_headers(client: TestClient) -> None:
     for response in (client.get("/health"), client.get("/nothing"), client.post("/search", json={})):
         assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert "Access-Control-Allow-Origin" not in response.headers
 
 
-def test_other_origins_may_ask_where_a_setting_says_so(app_with: Make) -> None:
+def test_cors_origins_allows_the_listed_origins_only(app_with: Make) -> None:
     asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     with TestClient(app_with(token="right", cors_origins=("https://a.example",))) as client:
         allowed = client.options("/search", headers=asks)
@@ -349,11 +351,11 @@ def test_other_origins_may_ask_where_a_setting_says_so(app_with: Make) -> None:
         assert "Access-Control-Allow-Origin" not in client.options("/search", headers=asks).headers
 
 
-def test_a_request_has_an_id_in_the_answer_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_id_is_in_the_response_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
     app = limited(echo, access_log=True, token="right")
     headers = [{"X-Request-Id": "mine-1"}, {"X-Request-Id": "not mine"}, {}, {"Authorization": "Bearer right"}]
     with caplog.at_level(logging.INFO, logger="retro.access"):
-        answers = asked(app, *({"url": "/a%0Ab?secret", "headers": each} for each in headers))
+        answers = send_all(app, *({"url": "/a%0Ab?secret", "headers": each} for each in headers))
     ids = [each.headers["X-Request-Id"] for each in answers]
     assert ids[0] == "mine-1"
     assert len(set(ids)) == 4
@@ -364,17 +366,17 @@ def test_a_request_has_an_id_in_the_answer_and_in_the_log(caplog: pytest.LogCapt
     assert sorted(line.split()[-1] for line in lines) == sorted(ids)
 
 
-def test_without_the_setting_there_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_access_log_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="retro.access"):
-        asked(limited(echo), {})
+        send_all(limited(echo), {})
     assert not caplog.records
 
 
-# --- clients that go away --------------------------------------------------------------------------------------------
+# --- clients that disconnect -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_stops_its_generation(app_with: Make, stream: bool) -> None:
+def test_a_disconnected_client_stops_its_generation(app_with: Make, stream: bool) -> None:
     app: FastAPI = app_with(max_tokens=100_000)
     admission = app.state.service.admission
     with listening(app) as url:
@@ -384,24 +386,24 @@ def test_a_client_that_goes_away_stops_its_generation(app_with: Make, stream: bo
         head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as connection:
             connection.sendall(head.encode() + body)
-            wait_until(lambda: generated(url) > 3)
+            wait_until(lambda: generated_tokens(url) > 3)
             assert admission.under_way == 1
         wait_until(lambda: admission.under_way == 0)
-        wait_until(lambda: stands_still(url))
-        assert generated(url) < 90_000
+        wait_until(lambda: generation_stopped(url))
+        assert generated_tokens(url) < 90_000
         assert 'path="/generate",status="499"' in httpx.get(url + "/metrics", timeout=PATIENCE).text or stream
 
 
-def generated(url: str) -> float:
-    """Tokens so far."""
+def generated_tokens(url: str) -> float:
+    """Number of tokens generated so far."""
     metrics = httpx.get(url + "/metrics", timeout=PATIENCE).text
     found = re.search(r"^retro_generated_tokens_total ([\d.]+)$", metrics, re.MULTILINE)
     assert found is not None
     return float(found[1])
 
 
-def stands_still(url: str) -> bool:
-    """Whether there is no new token for a while. The step that was under way may still end."""
-    before = generated(url)
+def generation_stopped(url: str) -> bool:
+    """True if no token is generated for a while. The running step may still finish."""
+    before = generated_tokens(url)
     time.sleep(0.3)
-    return generated(url) == before
+    return generated_tokens(url) == before

@@ -1,4 +1,4 @@
-"""Scores and continuations over HTTP are those of the language model."""
+"""Scores and continuations over HTTP equal those of the language model."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def sequence(language_model: LanguageModel, text: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("text", [TEXT * 3, "a", "龘🙂 and 龘 again"])
-def test_scores_join_to_the_text_and_sum_to_its_bits(
+def test_token_scores_join_to_the_text_and_sum_to_its_bits(
     client: TestClient, language_model: LanguageModel, text: str
 ) -> None:
     answer = client.post("/score", json={"text": text, "k": 2}).json()
@@ -38,7 +38,9 @@ def test_scores_join_to_the_text_and_sum_to_its_bits(
         assert token["difference"] == pytest.approx(token["on"] - token["off"])
 
 
-def test_generation_is_the_models_own_streamed_or_not(client: TestClient, language_model: LanguageModel) -> None:
+def test_generation_over_http_equals_the_models_with_and_without_streaming(
+    client: TestClient, language_model: LanguageModel
+) -> None:
     body = {"prompt": TEXT, "max_tokens": 20, "temperature": 1, "top_k": 0, "top_p": 1, "seed": 7, "k": 2}
     settings = GenerationSettings(max_tokens=20, temperature=1, top_k=0, top_p=1, seed=7)
     pieces = [step[0] for step in language_model.generate([sequence(language_model, TEXT)], settings, 2)]
@@ -54,20 +56,20 @@ def test_generation_is_the_models_own_streamed_or_not(client: TestClient, langua
     assert [event["finish_reason"] for event in told] == [None] * (len(told) - 1) + [whole["finish_reason"]]
 
 
-def test_off_is_k_0(client: TestClient, language_model: LanguageModel) -> None:
+def test_retrieval_off_equals_k_0(client: TestClient, language_model: LanguageModel) -> None:
     body = {"prompt": TEXT, "max_tokens": 10, "temperature": 0}
     settings = GenerationSettings(max_tokens=10, temperature=0)
-    assert len(sequence(language_model, TEXT)) > 16  # a whole chunk, which has neighbors
+    assert len(sequence(language_model, TEXT)) > 16  # includes a whole chunk, which has neighbors
     for retrieval, k in ((True, 2), (False, 0)):
         steps = language_model.generate([sequence(language_model, TEXT)], settings, k)
         text = "".join(step[0].text for step in steps)
         assert client.post("/generate", json=body | {"retrieval": retrieval}).json()["text"] == text
 
 
-def test_a_stop_string_is_never_shown(client: TestClient) -> None:
+def test_a_stop_string_is_not_returned(client: TestClient) -> None:
     body = {"prompt": TEXT, "max_tokens": 40, "temperature": 1, "top_k": 0, "top_p": 1}
     text = ""
-    while len(text) < 11:  # some seeds end early
+    while len(text) < 11:  # some seeds stop early
         body["seed"] = body.get("seed", 0) + 1
         text = client.post("/generate", json=body).json()["text"]
     stop = text[8:11]
@@ -90,14 +92,14 @@ def test_a_stop_string_is_never_shown(client: TestClient) -> None:
         ("/score", {"text": "龘" * 10_000}, "text"),
     ],
 )
-def test_limits_are_told_with_their_field(client: TestClient, path: str, body: dict, param: str) -> None:
+def test_invalid_values_are_rejected_with_their_field(client: TestClient, path: str, body: dict, param: str) -> None:
     response = client.post(path, json=body)
     assert response.status_code == 422
     assert response.json()["error"]["param"] == param
 
 
-def test_the_neighbors_of_a_request_are_limited_together(app_with: Make) -> None:
-    """Each chunk of 16 tokens reads k neighbors of 32."""
+def test_the_total_neighbors_of_a_request_are_limited(app_with: Make) -> None:
+    """Each chunk of 16 tokens reads k neighbors of 32 tokens."""
     with TestClient(app_with(max_neighbor_tokens=4 * 32)) as client:
         two_chunks = client.app.state.service.retriever.tokenizer.decode(np.arange(40, 72))
         asked = {
@@ -114,7 +116,7 @@ def test_the_neighbors_of_a_request_are_limited_together(app_with: Make) -> None
         assert client.post("/generate", json=asked["/generate"] | {"k": 5, "retrieval": False}).status_code == 200
 
 
-def test_a_prompt_beyond_the_context_is_refused_and_what_is_generated_may_pass_it(client: TestClient) -> None:
+def test_a_prompt_must_fit_the_context_but_generation_may_exceed_it(client: TestClient) -> None:
     tokenizer, context = client.app.state.service.retriever.tokenizer, 64
     ids = tokenizer.encode(TEXT * 9)
     body = {"max_tokens": 4, "temperature": 0}
@@ -130,11 +132,11 @@ def test_a_prompt_beyond_the_context_is_refused_and_what_is_generated_may_pass_i
         assert "maximum context length is 64 tokens" in error["message"]
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     scored = {"model": "tiny", "prompt": ids.tolist(), "echo": True, "logprobs": 0, "max_tokens": 0}
-    assert client.post("/v1/completions", json=scored).status_code == 200  # by windows
+    assert client.post("/v1/completions", json=scored).status_code == 200  # scored in windows
 
 
-class Stopped:
-    """Stands before a function: the first call waits until it is let go; counts the calls."""
+class Gate:
+    """Wraps a function: counts the calls and blocks the first until `let_go` is set."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.calls = function, 0
@@ -148,28 +150,28 @@ class Stopped:
 
 
 @pytest.mark.parametrize(("path", "calls_of_a_chunk"), [("/score", 2), ("/neighbors", 1)])
-def test_work_stops_when_the_time_is_over(
+def test_work_stops_after_a_timeout(
     app_with: Make, monkeypatch: pytest.MonkeyPatch, path: str, calls_of_a_chunk: int
 ) -> None:
-    """Between windows, of which `/score` reads each with retrieval OFF and ON, and between chunks."""
-    monkeypatch.setattr(scoring, "_BATCH_TOKENS", 1)  # a window at a time
+    """`/score` stops between windows, each read with retrieval OFF and ON; `/neighbors` between chunks."""
+    monkeypatch.setattr(scoring, "_BATCH_TOKENS", 1)  # one window at a time
     with TestClient(app_with(request_seconds=2)) as client:
         module, name = (scoring, "_batch") if path == "/score" else (search_api, "_chunk")
-        stopped = Stopped(getattr(module, name))
+        stopped = Gate(getattr(module, name))
         monkeypatch.setattr(module, name, stopped)
         assert client.post(path, json={"text": TEXT * 9, "k": 2}).status_code == 504
         assert stopped.calls == 1
         stopped.let_go.set()
-        # Whoever comes next is worked on after all that is left of the work before.
+        # The next request is processed after any work left from the first.
         assert client.post(path, json={"text": "a"}).status_code == 200
     assert stopped.calls == 1 + calls_of_a_chunk
 
 
-def test_a_prompt_is_read_only_as_long_as_somebody_waits(
+def test_prompt_reading_stops_when_the_client_is_gone(
     app_with: Make, language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Window by window: the first waits until the client has been answered 504."""
-    stopped = Stopped(Decoder._read)
+    """The prompt is read in windows; the first blocks until the client has received 504."""
+    stopped = Gate(Decoder._read)
     monkeypatch.setattr(Decoder, "_read", lambda decoder, numbers: stopped(decoder, numbers))
     prompt = language_model.tokenizer.encode(TEXT * 9)[:60].tolist()
     body = {"model": "tiny", "max_tokens": 1}
@@ -181,7 +183,7 @@ def test_a_prompt_is_read_only_as_long_as_somebody_waits(
     assert stopped.calls == 2
 
 
-def test_time_to_tokens_and_the_process_are_measured(client: TestClient) -> None:
+def test_token_latency_and_process_memory_are_measured(client: TestClient) -> None:
     def count(name: str) -> float:
         found = re.search(rf"^{name} ([\d.e+]+)$", client.get("/metrics").text, re.MULTILINE)
         assert found is not None, name
@@ -194,13 +196,13 @@ def test_time_to_tokens_and_the_process_are_measured(client: TestClient) -> None
     assert count("process_resident_memory_bytes") > 1e6
 
 
-def test_a_temperature_next_to_0_is_0(client: TestClient) -> None:
+def test_a_temperature_close_to_0_equals_0(client: TestClient) -> None:
     body = {"prompt": TEXT, "max_tokens": 5}
     texts = [client.post("/generate", json=body | {"temperature": value}).json()["text"] for value in (0, 1e-300)]
     assert texts[0] == texts[1]
 
 
-def test_without_a_model_its_endpoints_say_so_and_search_works(app_with: Make) -> None:
+def test_without_a_model_its_endpoints_return_404_and_search_works(app_with: Make) -> None:
     with TestClient(app_with(model=False)) as client:
         asked = [
             ("/score", {"text": "a"}),
@@ -215,7 +217,7 @@ def test_without_a_model_its_endpoints_say_so_and_search_works(app_with: Make) -
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["tiny:embedder"]
 
 
-def test_what_is_served_is_told(client: TestClient, language_model: LanguageModel) -> None:
+def test_datastore_endpoint_describes_the_model_and_limits(client: TestClient, language_model: LanguageModel) -> None:
     facts = client.get("/datastore").json()
     assert facts["model"]["fingerprint"] == language_model.checkpoint.fingerprint
     assert facts["model"]["retrieval"] is True

@@ -1,4 +1,4 @@
-"""OpenAI's own client works unchanged, and what it is told are the language model's own numbers."""
+"""OpenAI's own client works unchanged and receives the language model's own numbers."""
 
 import base64
 import itertools
@@ -39,7 +39,9 @@ def test_models(api: openai.OpenAI) -> None:
     assert (error.type, error.code, error.param) == ("invalid_request_error", "model_not_found", "model")
 
 
-def test_the_context_is_told(api: openai.OpenAI, client: TestClient, language_model: LanguageModel) -> None:
+def test_models_and_tokenize_report_the_context_length(
+    api: openai.OpenAI, client: TestClient, language_model: LanguageModel
+) -> None:
     lengths = {each.id: each.max_model_len for each in api.models.list()}
     assert lengths == {"tiny": language_model.context, "tiny:off": language_model.context, "tiny:embedder": None}
     assert client.post("/tokenize", json={"prompt": "a"}).json()["max_model_len"] == language_model.context
@@ -48,7 +50,7 @@ def test_the_context_is_told(api: openai.OpenAI, client: TestClient, language_mo
 # --- completions -----------------------------------------------------------------------------------------------------
 
 
-def test_the_four_ways_to_write_a_prompt(api: openai.OpenAI, language_model: LanguageModel) -> None:
+def test_the_four_prompt_formats_are_equivalent(api: openai.OpenAI, language_model: LanguageModel) -> None:
     ids = [language_model.tokenizer.encode(text).tolist() for text in (TEXT, "index")]
     texts = [
         [choice.text for choice in api.completions.create(model="tiny", prompt=prompt, **GREEDY).choices]
@@ -59,7 +61,7 @@ def test_the_four_ways_to_write_a_prompt(api: openai.OpenAI, language_model: Lan
     assert several[:1] == one
 
 
-def test_the_name_says_whether_retrieval_is_on(api: openai.OpenAI, language_model: LanguageModel) -> None:
+def test_the_model_name_switches_retrieval(api: openai.OpenAI, language_model: LanguageModel) -> None:
     ids = with_bos(language_model, language_model.tokenizer.encode(TEXT * 2))
     for name, k in (("tiny", 2), ("tiny:off", 0)):
         answer = api.completions.create(model=name, prompt=TEXT * 2, echo=True, logprobs=0, max_tokens=0)
@@ -73,8 +75,8 @@ def test_the_name_says_whether_retrieval_is_on(api: openai.OpenAI, language_mode
     assert on.choices[0].logprobs != three.choices[0].logprobs
 
 
-def test_a_prompt_is_scored_as_lm_eval_asks(api: openai.OpenAI, language_model: LanguageModel) -> None:
-    """Token ids, echo, one token more, which is left out again; greedy where the token is the likeliest."""
+def test_prompt_scores_match_lm_eval_requests(api: openai.OpenAI, language_model: LanguageModel) -> None:
+    """lm_eval sends token ids with echo and drops the one generated token; greedy: the token is the likeliest."""
     ids = language_model.tokenizer.encode(TEXT).tolist()
     rows = [ids, ids[:5]]
     answer = api.completions.create(
@@ -85,7 +87,7 @@ def test_a_prompt_is_scored_as_lm_eval_asks(api: openai.OpenAI, language_model: 
         logprobs = choice.logprobs
         assert logprobs is not None
         assert len(logprobs.tokens or []) == len(row) + 1
-        # Read in batches of other shapes, whose products are rounded otherwise.
+        # Computed in batches of other shapes, which round differently.
         np.testing.assert_allclose(logprobs.token_logprobs[:-1], expected.log_probabilities, rtol=2e-3)
         greedy = [
             own == max(top.values()) for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
@@ -95,7 +97,7 @@ def test_a_prompt_is_scored_as_lm_eval_asks(api: openai.OpenAI, language_model: 
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids) + 5, 2)
 
 
-def test_a_first_token_has_nothing_before_it_only_if_the_client_sent_the_documents_beginning(
+def test_the_first_token_has_no_score_only_if_the_prompt_starts_with_bos(
     api: openai.OpenAI, language_model: LanguageModel
 ) -> None:
     ids = with_bos(language_model, language_model.tokenizer.encode(TEXT)).tolist()
@@ -109,7 +111,7 @@ def test_a_first_token_has_nothing_before_it_only_if_the_client_sent_the_documen
 
 
 @pytest.mark.parametrize("text", [TEXT, "龘🙂 ok 龘"])
-def test_texts_and_offsets_of_tokens_are_the_text(api: openai.OpenAI, text: str) -> None:
+def test_tokens_and_their_offsets_reproduce_the_text(api: openai.OpenAI, text: str) -> None:
     choice = api.completions.create(
         model="tiny", prompt=text, echo=True, logprobs=2, seed=3, **{"max_tokens": 9}
     ).choices[0]
@@ -123,7 +125,7 @@ def test_texts_and_offsets_of_tokens_are_the_text(api: openai.OpenAI, text: str)
         assert 2 <= len(top) <= 3
 
 
-def test_a_stream_is_the_same_answer_in_parts(api: openai.OpenAI) -> None:
+def test_a_stream_equals_the_complete_answer(api: openai.OpenAI) -> None:
     body = {"model": "tiny", "prompt": [TEXT, "index"], "seed": 5, "max_tokens": 12, "echo": True, "logprobs": 1}
     whole = api.completions.create(**body)
     events = list(api.completions.create(**body, stream=True, stream_options={"include_usage": True}))
@@ -139,10 +141,10 @@ def test_a_stream_is_the_same_answer_in_parts(api: openai.OpenAI) -> None:
         assert all(part.finish_reason is None for part in mine[:-1])
 
 
-def test_seed_and_stop(api: openai.OpenAI) -> None:
+def test_seed_reproduces_a_text_and_stop_ends_it(api: openai.OpenAI) -> None:
     body = {"model": "tiny", "prompt": TEXT, "max_tokens": 40, "temperature": 1.0}
     found = ((seed, api.completions.create(**body, seed=seed).choices[0].text) for seed in itertools.count())
-    seed, text = next((seed, text) for seed, text in found if len(text) > 10)  # some seeds end early
+    seed, text = next((seed, text) for seed, text in found if len(text) > 10)  # some seeds stop early
     assert api.completions.create(**body, seed=seed).choices[0].text == text
     assert len({api.completions.create(**body).choices[0].text for _ in range(3)}) > 1
     for stop in (text[8:11], [text[8:11], "never there"]):
@@ -169,19 +171,19 @@ def test_seed_and_stop(api: openai.OpenAI) -> None:
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(api: openai.OpenAI, changes: dict, param: str) -> None:
+def test_unsupported_options_are_rejected_with_their_name(api: openai.OpenAI, changes: dict, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         api.completions.create(**{"model": "tiny", "prompt": "a", **changes})
     assert refused.value.param == param
     assert refused.value.type == "invalid_request_error"
 
 
-def test_what_says_nothing_is_accepted(api: openai.OpenAI) -> None:
+def test_options_at_their_neutral_values_are_accepted(api: openai.OpenAI) -> None:
     neutral = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me"}
     assert api.completions.create(model="tiny", prompt="", **neutral, max_tokens=2).choices[0].text is not None
 
 
-def test_a_token_is_the_api_key(app_with: Make) -> None:
+def test_the_api_key_is_the_token(app_with: Make) -> None:
     with listening(app_with(token="right")) as url:
         for key in ("right", "wrong"):
             with openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0) as api:
@@ -196,12 +198,12 @@ def test_a_token_is_the_api_key(app_with: Make) -> None:
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 
-def test_embeddings_are_the_datastores(api: openai.OpenAI, retriever: Retriever) -> None:
+def test_embeddings_equal_the_datastores(api: openai.OpenAI, retriever: Retriever) -> None:
     texts = [TEXT, "检索模型"]
     expected = retriever.embed(texts)
     ids = [row.tolist() for row in retriever.tokenizer.encode_batch(texts)]
     for given in (texts, ids):
-        for kind in ({}, {"encoding_format": "float"}):  # without it, the client asks for base64 and decodes it
+        for kind in ({}, {"encoding_format": "float"}):  # without it, the client requests base64 and decodes it
             answer = api.embeddings.create(model="tiny:embedder", input=given, **kind)
             np.testing.assert_allclose([each.embedding for each in answer.data], expected, rtol=1e-6)
             assert [each.index for each in answer.data] == [0, 1]
@@ -211,12 +213,12 @@ def test_embeddings_are_the_datastores(api: openai.OpenAI, retriever: Retriever)
 
 
 @pytest.mark.parametrize("changes", [{"dimensions": 16}, {"input": []}, {"input": ""}, {"input": [[]]}])
-def test_what_cannot_be_embedded_is_refused(api: openai.OpenAI, changes: dict) -> None:
+def test_invalid_embedding_requests_are_rejected(api: openai.OpenAI, changes: dict) -> None:
     with pytest.raises(openai.BadRequestError):
         api.embeddings.create(**{"model": "tiny:embedder", "input": "a", **changes})
 
 
-def test_a_model_that_is_another(api: openai.OpenAI) -> None:
+def test_models_are_rejected_at_the_wrong_endpoint(api: openai.OpenAI) -> None:
     for call in (
         lambda: api.embeddings.create(model="tiny", input="a"),
         lambda: api.completions.create(model="tiny:embedder", prompt="a"),
@@ -228,7 +230,7 @@ def test_a_model_that_is_another(api: openai.OpenAI) -> None:
 # --- tokenizer -------------------------------------------------------------------------------------------------------
 
 
-def test_lm_eval_finds_the_servers_tokenizer(url: str, retriever: Retriever) -> None:
+def test_lm_eval_uses_the_servers_tokenizer(url: str, retriever: Retriever) -> None:
     from lm_eval.utils import RemoteTokenizer, check_remote_tokenizer_support
 
     base = url + "/v1/completions"
@@ -241,13 +243,13 @@ def test_lm_eval_finds_the_servers_tokenizer(url: str, retriever: Retriever) -> 
     remote.session.close()
 
 
-def test_tokenize_with_the_documents_beginning(client: TestClient, retriever: Retriever) -> None:
+def test_tokenize_adds_bos_on_request(client: TestClient, retriever: Retriever) -> None:
     answer = client.post("/tokenize", json={"prompt": "index", "add_special_tokens": True}).json()
     assert answer["tokens"][0] == retriever.tokenizer.bos_id
     assert answer["count"] == len(answer["tokens"])
 
 
-def test_the_raw_stream_is_server_sent_events(url: str) -> None:
+def test_the_raw_stream_consists_of_server_sent_events(url: str) -> None:
     body = {"model": "tiny", "prompt": "a", "max_tokens": 2, "stream": True}
     response = httpx.post(url + "/v1/completions", json=body, timeout=PATIENCE)
     lines = [line for line in response.text.split("\n\n") if line]

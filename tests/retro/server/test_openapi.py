@@ -1,4 +1,4 @@
-"""The OpenAPI description is true: nothing that it allows, and nothing that it forbids, makes the server fail."""
+"""The OpenAPI description is accurate: neither valid nor invalid requests make the server fail."""
 
 import pytest
 import schemathesis
@@ -29,8 +29,8 @@ def app(app_with: Make) -> FastAPI:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode))
-def test_every_endpoint_does_as_it_says(app: FastAPI, mode: GenerationMode) -> None:
-    """Whether a request is as described (`positive`) or not (`negative`)."""
+def test_every_endpoint_matches_its_description(app: FastAPI, mode: GenerationMode) -> None:
+    """Valid requests (`positive`) succeed and invalid ones (`negative`) are rejected."""
     checks = CHECKS.get_by_names(WANTED)
     asked = 0
     for found in schemathesis.openapi.from_asgi("/openapi.json", app).get_all_operations():
@@ -45,19 +45,19 @@ def test_every_endpoint_does_as_it_says(app: FastAPI, mode: GenerationMode) -> N
             suppress_health_check=list(HealthCheck),
         )
         @given(case=operation.as_strategy(generation_mode=mode))
-        def as_described(case: schemathesis.Case) -> None:
+        def matches_description(case: schemathesis.Case) -> None:
             nonlocal asked
             asked += 1
             case.call_and_validate(checks=checks)
 
         try:
-            as_described()
+            matches_description()
         except Unsatisfiable:
-            assert mode.is_negative  # nothing could be wrong in a request without a body, whose path is any text
+            assert mode.is_negative  # no request is invalid: without a body, and any text is a valid path
     assert asked > 200
 
 
-def test_every_request_has_an_example_that_works(app: FastAPI) -> None:
+def test_every_request_example_works(app: FastAPI) -> None:
     described = app.openapi()
     with TestClient(app) as client:
         for path, methods in described["paths"].items():
@@ -76,7 +76,7 @@ def test_every_request_has_an_example_that_works(app: FastAPI) -> None:
                     assert response.status_code == 200, (path, response.text)
 
 
-def test_the_page_of_the_description_needs_nothing_from_elsewhere(app: FastAPI) -> None:
+def test_the_docs_page_loads_nothing_external(app: FastAPI) -> None:
     with TestClient(app) as client:
         page = client.get("/docs")
     for path in app.openapi()["paths"]:

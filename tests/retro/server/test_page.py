@@ -1,6 +1,6 @@
-"""The page in a real Chromium over the real server: what a person sees, with a mouse, a keyboard, a phone, in the dark.
+"""The web page in a real Chromium with a real server: mouse, keyboard, phone and dark mode.
 
-The system's Chromium is driven by Playwright (Debian's package `chromium`); without it these tests are skipped.
+Playwright drives the system's Chromium (Debian package `chromium`); without it these tests are skipped.
 """
 
 import json
@@ -39,7 +39,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens a page in a context of its own. Whatever the console calls an error fails the test, unless `errors` are meant."""
+    """Open pages in new browser contexts. Console errors fail the test unless `errors` is True."""
     opened = []
 
     def new(address: str, errors: bool = False, **context) -> Page:
@@ -58,7 +58,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
         assert said == []
 
 
-def ask(page: Page, view: str, text: str, button: str) -> None:
+def submit(page: Page, view: str, text: str, button: str) -> None:
     page.locator(f"#{view} textarea").fill(text)
     page.get_by_role("button", name=button).click()
 
@@ -66,12 +66,12 @@ def ask(page: Page, view: str, text: str, button: str) -> None:
 # --- neighbors -------------------------------------------------------------------------------------------------------
 
 
-def test_shared_runs_are_marked_alike_on_both_sides_and_stand_in_the_stored_text(
+def test_shared_runs_are_equal_on_both_sides_and_occur_in_the_stored_text(
     open_page, url: str, retriever: Retriever
 ) -> None:
     page = open_page(url)
     chunk = retriever.chunk(40)
-    ask(page, "neighbors", chunk.text, "Find neighbors")
+    submit(page, "neighbors", chunk.text, "Find neighbors")
     card = page.locator("article.chunk").first
     expect(card.locator(".neighbor").first).to_be_visible()
     neighbor = card.locator(".neighbor").first
@@ -88,9 +88,9 @@ def test_shared_runs_are_marked_alike_on_both_sides_and_stand_in_the_stored_text
     expect(card.locator(f'.query mark[data-keys~="{key}"]').first).to_have_class(re.compile("active"))
 
 
-def test_a_neighbor_leads_to_its_document_where_it_is_marked(open_page, url: str, retriever: Retriever) -> None:
+def test_a_neighbor_links_to_its_chunk_in_the_document(open_page, url: str, retriever: Retriever) -> None:
     page = open_page(url, viewport={"width": 900, "height": 300})
-    ask(page, "neighbors", retriever.chunk(90).text, "Find neighbors")
+    submit(page, "neighbors", retriever.chunk(90).text, "Find neighbors")
     link = page.locator(".neighbor h4 a").first
     number = int(re.search(r"chunk=(\d+)", link.get_attribute("href")).group(1))
     link.click()
@@ -100,17 +100,17 @@ def test_a_neighbor_leads_to_its_document_where_it_is_marked(open_page, url: str
     expect(found).to_be_focused()
     expect(found).to_be_in_viewport()
     page.go_back()
-    expect(page.locator(".neighbor").first).to_be_visible()  # the address holds the query
+    expect(page.locator(".neighbor").first).to_be_visible()  # the URL contains the query
 
 
-def test_filters_and_ranking_are_sent_and_an_address_can_be_shared(open_page, url: str, retriever: Retriever) -> None:
+def test_filters_and_ranking_are_sent_and_restored_from_the_url(open_page, url: str, retriever: Retriever) -> None:
     page = open_page(url)
     page.get_by_role("button", name="Add a filter").click()
     page.get_by_label("Column").select_option("title")
     page.get_by_label("Value").fill("Title 7")
     page.get_by_label("Ranked by").select_option("hybrid")
     with page.expect_request("**/neighbors") as sent:
-        ask(page, "neighbors", TEXT, "Find neighbors")
+        submit(page, "neighbors", TEXT, "Find neighbors")
     assert sent.value.post_data_json["filters"] == {"title": ["Title 7"]}
     assert sent.value.post_data_json["rerank"] == "hybrid"
     for each in (page, open_page(page.url)):
@@ -118,7 +118,7 @@ def test_filters_and_ranking_are_sent_and_an_address_can_be_shared(open_page, ur
         assert set(each.locator(".neighbor h4 a").all_text_contents()) == {"Title 7"}
 
 
-def test_what_documents_hold_is_shown_and_never_run(open_page, tmp_path: Path) -> None:
+def test_html_in_documents_is_escaped(open_page, tmp_path: Path) -> None:
     attack = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\"> & <b>bold</b> "
     corpus = tmp_path / "corpus.jsonl"
     texts = [attack * 3 + f"text {number} of the document" for number in range(40)]
@@ -128,7 +128,7 @@ def test_what_documents_hold_is_shown_and_never_run(open_page, tmp_path: Path) -
     datastore = build_local(tiny_config(tmp_path, corpus))
     with listening(make_app(Retriever.open(datastore.folder), None, ServeSettings())) as url:
         page = open_page(url)
-        ask(page, "neighbors", texts[0], "Find neighbors")
+        submit(page, "neighbors", texts[0], "Find neighbors")
         expect(page.locator(".neighbor").first).to_be_visible()
         assert "<script>" in page.locator("article.chunk .query pre").first.text_content()
         page.locator(".neighbor h4 a").first.click()
@@ -140,10 +140,10 @@ def test_what_documents_hold_is_shown_and_never_run(open_page, tmp_path: Path) -
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_a_passage_are_its_text_colored_by_the_sign_of_the_difference(open_page, url: str) -> None:
+def test_passage_tokens_join_to_the_text_and_are_colored_by_sign(open_page, url: str) -> None:
     page = open_page(f"{url}/#/passage")
     with page.expect_response("**/score") as answered:
-        ask(page, "passage", LONG, "Color the passage")
+        submit(page, "passage", LONG, "Color the passage")
     tokens = page.locator(".token")
     expect(tokens.first).to_be_visible()
     assert "".join(tokens.all_text_contents()) == LONG
@@ -156,31 +156,31 @@ def test_tokens_of_a_passage_are_its_text_colored_by_the_sign_of_the_difference(
     expect(page.locator(".readout")).to_contain_text("nats")
 
 
-def test_two_texts_grow_side_by_side_and_stop_when_told(open_page, url: str) -> None:
+def test_two_texts_generate_in_parallel_and_can_be_stopped(open_page, url: str) -> None:
     page = open_page(f"{url}/#/generation")
     page.get_by_label("Tokens").fill("900")
-    ask(page, "generation", TEXT, "Generate")
+    submit(page, "generation", TEXT, "Generate")
     expect(page.locator(".pane")).to_have_count(2)
     expect(page.locator(".generated").first).to_have_text(re.compile(r"\S.{10}", re.DOTALL))
-    expect(page.locator(".pane.running")).to_have_count(2)  # text is there before it is complete
+    expect(page.locator(".pane.running")).to_have_count(2)  # text appears before it is complete
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".pane.running")).to_have_count(0)
     expect(page.locator(".pane .state").first).to_contain_text("stopped")
 
 
-def test_the_same_seed_writes_the_same_text_again(open_page, url: str) -> None:
+def test_equal_seeds_generate_equal_texts(open_page, url: str) -> None:
     page = open_page(f"{url}/#/generation")
     page.get_by_label("Tokens").fill("12")
     texts = []
     for _ in range(2):
-        ask(page, "generation", TEXT, "Generate")
+        submit(page, "generation", TEXT, "Generate")
         expect(page.locator(".pane.running")).to_have_count(0)
         expect(page.locator(".pane .state").last).to_contain_text("limit")
         texts.append(page.locator(".generated").all_text_contents())
     assert texts[0] == texts[1]
 
 
-def test_without_a_checkpoint_the_model_views_say_how_to_have_one(open_page, app_with: Make) -> None:
+def test_without_a_checkpoint_the_model_views_name_the_option(open_page, app_with: Make) -> None:
     with listening(app_with(model=False)) as url:
         for view in ("passage", "generation"):
             page = open_page(f"{url}/#/{view}")
@@ -190,29 +190,29 @@ def test_without_a_checkpoint_the_model_views_say_how_to_have_one(open_page, app
 # --- everywhere ------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_those_of_the_datastore(open_page, url: str, retriever: Retriever) -> None:
+def test_the_datastore_view_shows_its_statistics(open_page, url: str, retriever: Retriever) -> None:
     page = open_page(f"{url}/#/datastore")
     shown = page.locator("#datastore .results")
     expect(shown).to_contain_text(f"{retriever.datastore.train.num_chunks:,}")
     expect(shown).to_contain_text(retriever.datastore.fingerprint)
 
 
-def test_a_phone_never_scrolls_sideways(open_page, url: str) -> None:
+def test_no_view_scrolls_horizontally_on_a_phone(open_page, url: str) -> None:
     page = open_page(url, viewport={"width": 360, "height": 700}, has_touch=True, is_mobile=True)
-    ask(page, "neighbors", LONG + "x" * 300, "Find neighbors")
+    submit(page, "neighbors", LONG + "x" * 300, "Find neighbors")
     expect(page.locator(".neighbor").first).to_be_visible()
     wide = []
     for view in VIEWS:
         page.locator(f"#tab-{view}").click()
         if view == "passage":
-            ask(page, view, LONG + "y" * 300, "Color the passage")
+            submit(page, view, LONG + "y" * 300, "Color the passage")
             expect(page.locator(".token").first).to_be_visible()
         expect(page.locator(f"#{view}")).to_be_visible()
         wide.append(page.evaluate("document.documentElement.scrollWidth"))
     assert wide == [360] * len(VIEWS)
 
 
-def test_everything_is_reached_by_keys(open_page, url: str) -> None:
+def test_every_view_is_usable_by_keyboard(open_page, url: str) -> None:
     page = open_page(url)
     page.locator("#tab-neighbors").focus()
     for view in ("passage", "generation", "datastore", "neighbors"):
@@ -253,9 +253,9 @@ CONTRAST = """
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_in_light_and_dark(open_page, url: str, scheme: str) -> None:
+def test_text_has_enough_contrast_in_light_and_dark_mode(open_page, url: str, scheme: str) -> None:
     page = open_page(url, color_scheme=scheme)
-    ask(page, "neighbors", LONG, "Find neighbors")
+    submit(page, "neighbors", LONG, "Find neighbors")
     expect(page.locator(".neighbor").first).to_be_visible()
     selectors = (
         "p",
@@ -279,7 +279,7 @@ def test_text_stands_out_in_light_and_dark(open_page, url: str, scheme: str) -> 
     assert (sum(map(float, re.findall(r"[\d.]+", background)[:3])) > 380) == (scheme == "light")
 
 
-def test_a_filter_stays_on_one_line_on_a_phone(open_page, url: str) -> None:
+def test_a_filter_fits_on_one_line_on_a_phone(open_page, url: str) -> None:
     page = open_page(url, viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
     page.get_by_role("button", name="Add a filter").click()
     word = page.locator(".filter span", has_text="is")
@@ -289,7 +289,7 @@ def test_a_filter_stays_on_one_line_on_a_phone(open_page, url: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
-def test_fields_of_a_row_stand_at_one_height(open_page, url: str) -> None:
+def test_fields_of_a_row_are_aligned(open_page, url: str) -> None:
     page = open_page(url)
     number, choice = (page.locator(f"#neighbors [name={name}]").bounding_box() for name in ("k", "rerank"))
     assert (number["y"], number["height"]) == (choice["y"], choice["height"])
@@ -299,50 +299,48 @@ def test_fields_of_a_row_stand_at_one_height(open_page, url: str) -> None:
     ("status", "heading"),
     [(503, "unavailable"), (422, "Invalid request"), (413, "Invalid request"), (404, "Not found")],
 )
-def test_an_error_that_stays_offers_no_second_try_and_no_waiting(
-    open_page, url: str, status: int, heading: str
-) -> None:
+def test_a_permanent_error_offers_no_retry(open_page, url: str, status: int, heading: str) -> None:
     page = open_page(url, errors=True)
     body = json.dumps({"error": {"message": "no.", "type": "x", "param": None, "code": None}})
     answer = {"status": status, "content_type": "application/json", "headers": {"Retry-After": "5"}, "body": body}
     page.route("**/neighbors", lambda route: route.fulfill(**answer))
-    ask(page, "neighbors", TEXT, "Find neighbors")
+    submit(page, "neighbors", TEXT, "Find neighbors")
     problem = page.get_by_role("alert")
     expect(problem).to_contain_text(heading)
     expect(problem).not_to_contain_text("Wait")
     expect(problem.get_by_role("button", name="Try again")).to_have_count(int(status == 503))
 
 
-def introduced(page: Page) -> None:
-    """The page shows what is served: in its header, by filters, by the largest numbers that its fields take."""
+def expect_server_details(page: Page) -> None:
+    """Expect the server's details: in the header, in the filters and in the limits of the fields."""
     expect(page.locator(".served")).to_contain_text("chunks")
     expect(page.get_by_role("button", name="Add a filter")).to_be_visible()
     expect(page.locator("#neighbors input[name=k]")).to_have_attribute("max", "100")
 
 
-def test_a_server_that_did_not_answer_at_first_is_introduced_on_a_second_try(open_page, url: str) -> None:
+def test_retry_loads_the_server_details_after_a_failed_start(open_page, url: str) -> None:
     page = open_page("about:blank", errors=True)
     page.route("**/datastore", lambda route: route.abort())
     page.goto(url)
     expect(page.locator("header").get_by_role("alert")).to_contain_text("does not answer")
     page.unroute("**/datastore")
     page.get_by_role("button", name="Try again").click()
-    introduced(page)
+    expect_server_details(page)
 
 
-def test_a_token_given_later_introduces_the_server(open_page, app_with: Make) -> None:
+def test_entering_a_token_loads_the_server_details(open_page, app_with: Make) -> None:
     with listening(app_with(token="secret")) as url:
         page = open_page(url, errors=True)
         page.get_by_role("button", name="Cancel").click()
         expect(page.locator("header").get_by_role("alert")).to_contain_text("token")
-        ask(page, "neighbors", TEXT, "Find neighbors")
+        submit(page, "neighbors", TEXT, "Find neighbors")
         page.get_by_label("Token", exact=True).fill("secret")
         page.get_by_role("button", name="Use token").click()
         expect(page.locator(".neighbor").first).to_be_visible()
-        introduced(page)
+        expect_server_details(page)
 
 
-def test_the_api_is_described_without_a_token(open_page, app_with: Make) -> None:
+def test_the_api_docs_need_no_token(open_page, app_with: Make) -> None:
     with listening(app_with(token="secret")) as url:
         page = open_page(f"{url}/#/datastore", errors=True)
         page.get_by_role("button", name="Cancel").click()
@@ -351,13 +349,11 @@ def test_the_api_is_described_without_a_token(open_page, app_with: Make) -> None
 
 
 @pytest.mark.parametrize(("status", "heading"), [(500, "Server error"), (429, "busy")])
-def test_an_error_is_told_in_the_servers_words_and_can_be_tried_again(
-    open_page, url: str, status: int, heading: str
-) -> None:
+def test_a_server_error_shows_its_message_and_offers_a_retry(open_page, url: str, status: int, heading: str) -> None:
     page = open_page(url, errors=True)
     body = json.dumps({"error": {"message": "the shelf is on fire.", "type": "x", "param": None, "code": None}})
     page.route("**/neighbors", lambda route: route.fulfill(status=status, content_type="application/json", body=body))
-    ask(page, "neighbors", TEXT, "Find neighbors")
+    submit(page, "neighbors", TEXT, "Find neighbors")
     problem = page.get_by_role("alert")
     expect(problem).to_contain_text("the shelf is on fire.")
     expect(problem).to_contain_text(heading)
@@ -366,7 +362,7 @@ def test_an_error_is_told_in_the_servers_words_and_can_be_tried_again(
     expect(page.locator(".neighbor").first).to_be_visible()
 
 
-def test_a_token_is_asked_for_until_the_right_one_is_given(open_page, app_with: Make) -> None:
+def test_the_page_prompts_until_the_token_is_valid(open_page, app_with: Make) -> None:
     with listening(app_with(token="secret")) as url:
         page = open_page(f"{url}/#/datastore", errors=True)
         dialog = page.locator("#token-dialog")
@@ -378,12 +374,12 @@ def test_a_token_is_asked_for_until_the_right_one_is_given(open_page, app_with: 
         expect(dialog).not_to_be_visible()
 
 
-def test_nothing_is_asked_of_anyone_but_the_server(open_page, url: str) -> None:
+def test_all_requests_go_to_the_server(open_page, url: str) -> None:
     page = open_page("about:blank")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(url)
-    ask(page, "neighbors", TEXT, "Find neighbors")
+    submit(page, "neighbors", TEXT, "Find neighbors")
     expect(page.locator(".neighbor").first).to_be_visible()
     for view in VIEWS:
         page.locator(f"#tab-{view}").click()
@@ -392,6 +388,6 @@ def test_nothing_is_asked_of_anyone_but_the_server(open_page, url: str) -> None:
     assert all(each.startswith(url) for each in asked)
 
 
-def test_the_model_that_is_shown_is_the_one_that_is_served(open_page, url: str, language_model: LanguageModel) -> None:
+def test_the_page_shows_the_served_model(open_page, url: str, language_model: LanguageModel) -> None:
     page = open_page(f"{url}/#/datastore")
     expect(page.locator("#datastore .results")).to_contain_text(language_model.checkpoint.fingerprint)

@@ -1,4 +1,4 @@
-"""What arrives over a socket before there is a request: too many bytes and too little haste end the connection, and only that one."""
+"""Limits on the connection before a request is complete: oversized or slow input ends only that connection."""
 
 import contextlib
 import json
@@ -22,13 +22,13 @@ def url(app_with: Make) -> Iterator[str]:
         yield opened
 
 
-def connected(url: str) -> socket.socket:
+def connect(url: str) -> socket.socket:
     address = urlsplit(url)
     return socket.create_connection((address.hostname, address.port), timeout=20)
 
 
-def rest(connection: socket.socket) -> bytes:
-    """All that still comes, until the server hangs up."""
+def read_to_end(connection: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
     parts = []
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(2**16):
@@ -36,7 +36,7 @@ def rest(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def error_of(answer: bytes) -> tuple[int, str]:
+def parse_error(answer: bytes) -> tuple[int, str]:
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]["type"]
 
@@ -52,29 +52,29 @@ def error_of(answer: bytes) -> tuple[int, str]:
     ],
     ids=["one header", "many headers", "address", "extension of a chunk", "trailers"],
 )
-def test_what_never_becomes_a_request_is_not_kept(url: str, begin: bytes, part: bytes) -> None:
+def test_an_endless_request_head_is_not_buffered(url: str, begin: bytes, part: bytes) -> None:
     sent = 0
-    with connected(url) as connection:
+    with connect(url) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(begin)
             while sent < 50_000_000:
                 connection.sendall(part)
                 sent += len(part)
-        rest(connection)
-    assert sent < 50_000_000  # the rest of it stands in buffers of the system
+        read_to_end(connection)
+    assert sent < 50_000_000  # the rest is in the system's buffers
     assert httpx.get(url + "/health").status_code == 200
 
 
-def test_headers_that_are_too_long_are_told(url: str) -> None:
-    with connected(url) as connection:
+def test_too_long_headers_are_rejected(url: str) -> None:
+    with connect(url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * (LIMIT + 100))
-        assert error_of(rest(connection)) == (431, "request_too_large")
-    answer = httpx.get(url + "/health", headers={"X": "x" * LIMIT})  # whole in one piece
+        assert parse_error(read_to_end(connection)) == (431, "request_too_large")
+    answer = httpx.get(url + "/health", headers={"X": "x" * LIMIT})  # sent in one piece
     assert (answer.status_code, answer.json()["error"]["type"]) == (431, "request_too_large")
     assert httpx.get(url + "/health", headers={"X": "x" * (LIMIT // 2)}).status_code == 200
 
 
-def test_a_body_may_be_longer_than_headers(url: str) -> None:
+def test_a_body_may_be_longer_than_the_header_limit(url: str) -> None:
     body = json.dumps({"texts": [TEXT], "filters": {"id": ["x" * 3 * LIMIT]}})
     with httpx.Client(base_url=url) as client:
         for content in (body.encode(), (body[i : i + 999].encode() for i in range(0, len(body), 999))):
@@ -82,30 +82,30 @@ def test_a_body_may_be_longer_than_headers(url: str) -> None:
             assert answer.json()["results"] == [[]]
 
 
-def test_headers_that_do_not_come_end_the_connection(url: str) -> None:
-    with connected(url) as idle, connected(url) as unfinished, connected(url) as again:
+def test_stalled_headers_end_the_connection(url: str) -> None:
+    with connect(url) as idle, connect(url) as unfinished, connect(url) as again:
         unfinished.sendall(HEAD)
         again.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert again.recv(2**16).startswith(b"HTTP/1.1 200")
         again.sendall(HEAD)
-        assert rest(idle) == b""
-        assert error_of(rest(unfinished)) == (408, "request_timeout")
-        assert error_of(rest(again)) == (408, "request_timeout")
+        assert read_to_end(idle) == b""
+        assert parse_error(read_to_end(unfinished)) == (408, "request_timeout")
+        assert parse_error(read_to_end(again)) == (408, "request_timeout")
 
 
-def test_slow_bodies_keep_nobody_else_out(url: str) -> None:
-    """More clients than requests may be under way send headers and a part of a body."""
+def test_slow_bodies_do_not_block_other_clients(url: str) -> None:
+    """More clients than max_requests send headers and a part of a body."""
     with contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(connected(url)) for _ in range(6)]
+        slow = [stack.enter_context(connect(url)) for _ in range(6)]
         for connection in slow:
             connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(SEARCH) + SEARCH[:4])
         answer = httpx.post(url + "/search", content=SEARCH, headers={"Content-Type": "application/json"})
         assert answer.status_code == 200
         for connection in slow:
-            assert error_of(rest(connection)) == (408, "request_timeout")
+            assert parse_error(read_to_end(connection)) == (408, "request_timeout")
 
 
-def test_what_is_not_http_is_told_as_json(url: str) -> None:
-    with connected(url) as connection:
+def test_input_that_is_not_http_gets_a_json_error(url: str) -> None:
+    with connect(url) as connection:
         connection.sendall(b"\x16\x03\x01 this is TLS\r\n\r\n")
-        assert error_of(rest(connection)) == (400, "invalid_request_error")
+        assert parse_error(read_to_end(connection)) == (400, "invalid_request_error")

@@ -1,4 +1,4 @@
-"""Search over HTTP is search in Python, however the queries are written, and what cannot be is told with its field."""
+"""Search over HTTP equals search in Python for every form of query; invalid queries are rejected with their field."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ def problem(client: TestClient, path: str = "/search", **body) -> tuple[int, str
     return response.status_code, error["param"], error["message"]
 
 
-def test_texts_tokens_and_vectors_find_what_python_finds(client: TestClient, retriever: Retriever) -> None:
+def test_texts_tokens_and_vectors_give_the_results_of_python(client: TestClient, retriever: Retriever) -> None:
     found = results(client, texts=TEXTS, k=3)
     for hits, expected in zip(found, retriever.search(TEXTS, 3).hits, strict=True):
         assert [hit["chunk_id"] for hit in hits] == [hit.chunk_id for hit in expected]
@@ -51,14 +51,14 @@ def test_texts_tokens_and_vectors_find_what_python_finds(client: TestClient, ret
         ]
 
 
-def test_without_text_the_same_chunks(client: TestClient) -> None:
+def test_text_false_omits_texts_and_returns_the_same_chunks(client: TestClient) -> None:
     full, bare = results(client, texts=TEXTS), results(client, texts=TEXTS, text=False)
     for hits, others in zip(full, bare, strict=True):
         assert [(h["chunk_id"], h["distance"]) for h in hits] == [(h["chunk_id"], h["distance"]) for h in others]
         assert all(h["text"] == h["continuation"] == "" and h["metadata"] == {} for h in others)
 
 
-def test_requests_at_the_same_time_get_their_own_answers(client: TestClient) -> None:
+def test_concurrent_requests_get_their_own_answers(client: TestClient) -> None:
     bodies = [{"texts": [f"{text} {number}"], "k": k} for number in range(8) for text in TEXTS for k in (1, 4)]
     alone = [results(client, **body) for body in bodies]
     with ThreadPoolExecutor(16) as pool:
@@ -95,7 +95,7 @@ def test_requests_at_the_same_time_get_their_own_answers(client: TestClient) -> 
         ({"texts": ["a"], "rerank": "magic"}, "rerank", "hybrid"),
     ],
 )
-def test_what_cannot_be_searched_is_told_with_its_field(client: TestClient, body, param, said: str) -> None:
+def test_invalid_searches_are_rejected_with_their_field(client: TestClient, body, param, said: str) -> None:
     status, named, message = problem(client, **body)
     assert status == 422
     assert said in message
@@ -103,7 +103,7 @@ def test_what_cannot_be_searched_is_told_with_its_field(client: TestClient, body
         assert named == param
 
 
-def test_filters_and_their_columns(client: TestClient, retriever: Retriever) -> None:
+def test_filters_select_documents_and_columns_are_listed(client: TestClient, retriever: Retriever) -> None:
     columns = client.get("/datastore").json()["filters"]
     assert columns == retriever.filter_columns
     hits = results(client, texts=[TEXT], k=4, filters={"id": ["doc-1", "doc-2"]})[0]
@@ -114,7 +114,7 @@ def test_filters_and_their_columns(client: TestClient, retriever: Retriever) -> 
     assert "nonsense" in message
 
 
-def test_vectors_of_texts(client: TestClient, retriever: Retriever) -> None:
+def test_embed_equals_the_retrievers_vectors(client: TestClient, retriever: Retriever) -> None:
     expected = retriever.embed(TEXTS)
     numbers = client.post("/embed", json={"texts": TEXTS}).json()["vectors"]
     np.testing.assert_allclose(numbers, expected, rtol=1e-6)
@@ -127,7 +127,7 @@ def test_vectors_of_texts(client: TestClient, retriever: Retriever) -> None:
 # --- by id -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_document_is_its_chunks(client: TestClient) -> None:
+def test_a_document_consists_of_its_chunks(client: TestClient) -> None:
     hit = results(client, texts=[TEXT], k=1)[0][0]
     chunk = client.get(f"/chunks/{hit['chunk_id']}").json()
     assert {key: chunk[key] for key in ("text", "continuation", "document_id")} == {
@@ -145,7 +145,7 @@ def test_a_document_is_its_chunks(client: TestClient) -> None:
     assert beyond["chunks"] == []
 
 
-def test_any_id_can_be_asked_for(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_string_can_be_a_document_id(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     by_path = client.get("/documents/doc-1", params={"count": 2}).json()
     assert client.get("/documents", params={"id": "doc-1", "count": 2}).json() == by_path
     assert client.get("/documents").status_code == 422
@@ -162,20 +162,20 @@ def test_any_id_can_be_asked_for(client: TestClient, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("path", ["/chunks/10000000", f"/chunks/{2**62}", "/documents/none", "/documents/a/b"])
-def test_what_is_not_there_is_404(client: TestClient, path: str) -> None:
+def test_unknown_ids_are_404(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/chunks/-1", "/chunks/x", f"/chunks/{2**70}", "/documents/doc-1?first=-1"])
-def test_what_is_no_id_is_422(client: TestClient, path: str) -> None:
+def test_invalid_ids_are_422(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 422
 
 
 # --- neighbors of a text ---------------------------------------------------------------------------------------------
 
 
-def test_neighbors_are_those_that_the_model_reads(client: TestClient, retriever: Retriever) -> None:
-    """Chunks begin with the document's first token, as in training and scoring."""
+def test_neighbors_equal_those_the_model_reads(client: TestClient, retriever: Retriever) -> None:
+    """The first chunk starts with BOS, as in training and scoring."""
     tokens = np.concatenate([[retriever.tokenizer.bos_id], retriever.tokenizer.encode(TEXT * 3)]).astype(np.int64)
     full = len(tokens) // 16
     ids, _ = retriever.nearest(
@@ -186,7 +186,7 @@ def test_neighbors_are_those_that_the_model_reads(client: TestClient, retriever:
     assert sum(chunk["tokens"] for chunk in chunks) == len(tokens)
 
 
-def test_neighbors_as_tokens_are_what_the_retriever_gives_a_model(client: TestClient, retriever: Retriever) -> None:
+def test_neighbor_tokens_equal_the_retrievers(client: TestClient, retriever: Retriever) -> None:
     chunks = retriever.retrieval.chunks(np.array([3, 50, 90]))[0]
     for k in (1, 2, 100):
         answer = client.post("/neighbors/tokens", json={"chunks": chunks.tolist(), "k": k}).json()
@@ -202,7 +202,7 @@ def test_neighbors_as_tokens_are_what_the_retriever_gives_a_model(client: TestCl
 
 
 @pytest.mark.parametrize("path", ["/embed", "/neighbors", "/score", "/tokenize", "/generate"])
-def test_long_texts_are_refused_before_they_are_cut_into_tokens(
+def test_long_texts_are_rejected_before_tokenization(
     client: TestClient, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     field = {"/embed": "texts", "/tokenize": "prompt", "/generate": "prompt"}.get(path, "text")
@@ -213,7 +213,7 @@ def test_long_texts_are_refused_before_they_are_cut_into_tokens(
     assert "max_characters" in message
 
 
-def test_a_text_may_have_so_many_chunks(app_with: Make) -> None:
+def test_the_number_of_chunks_of_a_text_is_limited(app_with: Make) -> None:
     with TestClient(app_with(max_queries=3)) as client:
         assert client.post("/neighbors", json={"text": "index " * 10}).status_code == 200
         assert problem(client, "/neighbors", text="index " * 100)[0] == 422

@@ -1,4 +1,4 @@
-"""Characters of tokens: nothing is lost between them, and shared runs are the same characters in both texts."""
+"""Character spans of tokens: tokens cover the whole text, and shared runs are the same characters in both texts."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def tokenizer(tiny_datastore: Datastore) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_of_tokens_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+def test_token_texts_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text)
     whole, ends = token_ends(tokenizer.decode_batch, tokens)
     assert whole == text
@@ -35,15 +35,15 @@ def test_texts_of_tokens_join_to_the_text(tokenizer: Tokenizer, text: str) -> No
     assert (ends or [0])[-1] == len(text)
     groups = character_groups(ends)
     assert [start for start, _ in groups] == [0, *(stop for _, stop in groups)][: len(groups)]
-    for start, stop in groups:  # each group is whole characters, which its tokens alone decode to
+    for start, stop in groups:  # each group is whole characters and decodes on its own
         begin, end = characters(ends, start, stop)
-        if "\ufffd" not in text:  # which looks like the half of a character that is not yet whole
+        if "\ufffd" not in text:  # "\ufffd" looks like an incomplete character
             assert tokenizer.decode(tokens[start:stop]) == text[begin:end]
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=300))
-def test_any_text(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_is_covered(tokenizer: Tokenizer, text: str) -> None:
     whole, ends = token_ends(tokenizer.decode_batch, tokenizer.encode(text))
     assert whole == tokenizer.decode(tokenizer.encode(text))
     assert (ends or [0])[-1] == len(whole)
@@ -57,7 +57,7 @@ def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     assert sum(stop - start for start, stop in character_groups(ends)) == len(tokens)
 
 
-def test_rows_cut_within_a_character_are_what_decode_says(tokenizer: Tokenizer) -> None:
+def test_ends_of_partial_characters_match_decode(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("a龘b")
     for start in range(len(tokens)):
         for stop in range(start + 1, len(tokens) + 1):
@@ -66,15 +66,15 @@ def test_rows_cut_within_a_character_are_what_decode_says(tokenizer: Tokenizer) 
             assert ends[-1] == len(text)
 
 
-def test_a_part_of_a_character_marks_the_whole_of_it(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("a龘b")  # 龘 is three bytes, each a token
+def test_part_of_a_character_marks_the_whole_character(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("a龘b")  # 龘 has three bytes, one token each
     _, ends = token_ends(tokenizer.decode_batch, tokens)
     first = int(np.flatnonzero(np.array(ends) == 1)[0]) + 1
     for start, stop in [(first, first + 1), (first + 1, first + 2), (first + 2, first + 3), (first, first + 3)]:
         assert characters(ends, start, stop) == (1, 2)
 
 
-def test_shared_runs_are_found_longest_first_and_touch_nothing_taken() -> None:
+def test_shared_runs_are_found_longest_first_without_overlap() -> None:
     first = np.array([1, 2, 3, 4, 5, 9, 7, 7, 7, 8])
     second = np.array([7, 7, 7, 0, 1, 2, 3, 4, 0, 3, 4, 5])
     assert shared_runs(first, second) == [(0, 4, 4), (6, 0, 3)]
@@ -85,7 +85,7 @@ def test_shared_runs_are_found_longest_first_and_touch_nothing_taken() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=20), st.lists(st.integers(0, 2), max_size=30))
-def test_runs_are_equal_tokens_and_none_longer_is_left_out(first: list[int], second: list[int]) -> None:
+def test_shared_runs_are_equal_tokens_and_include_the_longest(first: list[int], second: list[int]) -> None:
     a, b = np.array(first, dtype=np.int64), np.array(second, dtype=np.int64)
     runs = shared_runs(a, b)
     for i, j, length in runs:
