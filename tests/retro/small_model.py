@@ -1,4 +1,4 @@
-"""A model small enough for loops and gradients, and a batch for it."""
+"""A model small enough for loops and gradients, and batches for it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from retro.parallel.settings import ALONE
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep, StepResult
 
-B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2 m
+B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2m
 T = U * M
 SETTINGS = ModelSettings(
     vocab_size=V,
@@ -48,7 +48,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "init": "mup",
         "mup_base_width": 16,
     },
-    "neox": {  # with Llama's scaling
+    "neox": {  # with Llama 3's scaling
         "norm": "layer",
         "norm_eps": 1e-5,
         "attention.bias": "all",
@@ -70,7 +70,7 @@ MODELS: dict[str, Retro] = {}
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and wait for it when the machine is busy."""
+    """Tensors this small gain nothing from a second thread, which they would wait for on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,7 +78,7 @@ def one_thread() -> Iterator[None]:
 
 
 def build(scheme: str = "rope", **changes: Any) -> Retro:
-    """A small model whose every part matters: the biases u and v start at zero, so they are moved off it."""
+    """A small model in which every part matters: all parameters are perturbed, as biases u and v start at zero."""
     torch.manual_seed(0)
     model = Retro(updated(SETTINGS, {**SCHEMES[scheme], **changes})).eval()
     with torch.no_grad():
@@ -87,8 +87,8 @@ def build(scheme: str = "rope", **changes: Any) -> Retro:
     return model
 
 
-def model_of(scheme: str) -> Retro:
-    """The same, made once: no test changes its weights."""
+def cached_model(scheme: str) -> Retro:
+    """The model of a scheme, built once. Tests do not change its weights."""
     return MODELS.setdefault(scheme, build(scheme))
 
 
@@ -101,7 +101,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def answers_only(num_rows: int = 4) -> TensorBatch:
-    """Rows of fine-tuning: labels on answers alone, one label in each of the first half of the rows, all in the others."""
+    """A fine-tuning batch with labels on answers only: one label in each row of the first half, all in the others."""
     drawn = [batch(seed) for seed in range(num_rows // B)]
     tokens, neighbors, lengths = (torch.cat(each) for each in zip(*drawn, strict=True))
     labels = tokens.roll(-1, 1)
@@ -115,8 +115,8 @@ def answers_only(num_rows: int = 4) -> TensorBatch:
     }
 
 
-def divided(whole: TensorBatch, count: int) -> list[TensorBatch]:
-    """A batch as several, in order."""
+def split_batch(whole: TensorBatch, count: int) -> list[TensorBatch]:
+    """Split a batch into `count` batches, in order."""
     size = len(whole["tokens"]) // count
     return [
         {name: None if value is None else value[start : start + size] for name, value in whole.items()}
@@ -127,7 +127,7 @@ def divided(whole: TensorBatch, count: int) -> list[TensorBatch]:
 def step_of(
     model: Retro, optimizer: torch.optim.Optimizer, batches: Iterator[TensorBatch], settings: TrainSettings
 ) -> Callable[[int], StepResult]:
-    """The trainer's step, of a model that is trained by one process in float32."""
+    """The trainer's step for a model trained by one process in float32."""
     placement = choose_placement("cpu", "float32")
     processes = Processes(ALONE, placement.device)
     passes = WholeModel(model, processes, placement, z_loss_weight=settings.z_loss_weight)

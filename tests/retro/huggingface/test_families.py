@@ -21,7 +21,7 @@ from retro.inference.decoder import Decoder
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, their_logits
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ from indexing.store.errors import InputError
 from retro.huggingface.compare_logits import verify
 from retro.huggingface.import_folder import add_rows, read_base
 from tests.retro.huggingface.small_bases import V, make, save
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 pytest.importorskip("transformers")
 WEIGHTS = "model.safetensors"

@@ -16,8 +16,8 @@ from retro.model import attention
 from retro.model.retro import Retro
 from retro.tuning.adapters import add_adapter
 from retro.tuning.settings import TuningSettings
-from tests.retro.small_model import M, R, T, V, build, every_scheme, model_of
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import M, R, T, V, build, cached_model, every_scheme
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
 FLOAT16 = Placement(torch.device("cpu"), torch.float16)
@@ -77,14 +77,14 @@ def test_every_step_gives_the_logits_of_the_whole_forward_pass(
     scheme: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "KEY_STEP", 3 * M)  # some steps read a longer run of keys than the one before
-    model, retrieve = model_of(scheme), retriever(k)
+    model, retrieve = cached_model(scheme), retriever(k)
     decoder = Decoder(model, FLOAT32, 4 * T, retrieve)
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(*LENGTHS), 2 * M + 2, keep_at=M)
 
 
 @every_scheme
 def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme: str) -> None:
-    model, prompts = model_of(scheme), rows(1, M, M + 1, 3 * M)
+    model, prompts = cached_model(scheme), rows(1, M, M + 1, 3 * M)
     rng = np.random.default_rng(2)
     given = [(rng.integers(0, V, (5, R)), rng.integers(0, R + 1, 5)) for _ in prompts]
 
@@ -142,7 +142,7 @@ def test_virtual_tokens_are_in_the_cache_also_after_a_full_context(scheme: str, 
 @pytest.mark.parametrize("context", [M, 2 * M, 8 * M])
 @every_scheme
 def test_a_full_context_is_read_again_from_what_is_left(scheme: str, context: int) -> None:
-    model, retrieve = model_of(scheme), retriever(2)
+    model, retrieve = cached_model(scheme), retriever(2)
     decoder = Decoder(model, FLOAT32, context, retrieve)
     prompts = rows(3, context - 1, context, context + 1, 3 * context + 2)
     check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 3 * M)
@@ -150,12 +150,12 @@ def test_a_full_context_is_read_again_from_what_is_left(scheme: str, context: in
 
 def test_a_context_longer_than_the_table_of_positions_is_refused() -> None:
     with pytest.raises(InputError, match=r"model\.attention\.max_positions is 64: set it to 68 or more"):
-        Decoder(model_of("learned"), FLOAT32, 4 * T + M)
+        Decoder(cached_model("learned"), FLOAT32, 4 * T + M)
 
 
 def test_a_quarter_of_the_context_is_dropped_at_once_and_at_least_a_chunk() -> None:
     def in_sight(context: int, length: int) -> int:
-        decoder = Decoder(model_of("rope"), FLOAT32, context)
+        decoder = Decoder(cached_model("rope"), FLOAT32, context)
         decoder.read(rows(length))
         return len(decoder.rows[0].tokens)
 
@@ -170,7 +170,7 @@ def test_a_quarter_of_the_context_is_dropped_at_once_and_at_least_a_chunk() -> N
 
 @every_scheme
 def test_a_row_depends_on_no_other_row(scheme: str) -> None:
-    model, prompts = model_of(scheme), rows(*LENGTHS)
+    model, prompts = cached_model(scheme), rows(*LENGTHS)
     together = Decoder(model, FLOAT32, 4 * M, retriever(2))
     alone = [Decoder(model, FLOAT32, 4 * M, retriever(2)) for _ in prompts]
     new = prompts
@@ -200,7 +200,7 @@ def test_attention_meets_few_numbers_of_keys(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         attention, "dot_product_attention", lambda q, k, *rest: (lengths.add(k.shape[2]), attend(q, k, *rest))[1]
     )
-    decoder = Decoder(model_of("rope"), FLOAT32, 2 * KEY_STEP + 3 * M)
+    decoder = Decoder(cached_model("rope"), FLOAT32, 2 * KEY_STEP + 3 * M)
     for prompts in (rows(1, 3), *[rows(1, 1)] * (2 * KEY_STEP)):
         decoder.read(prompts)
     assert lengths == {KEY_STEP, 2 * KEY_STEP, 2 * KEY_STEP + 3 * M}
@@ -208,7 +208,7 @@ def test_attention_meets_few_numbers_of_keys(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_neighbors_of_every_complete_chunk_in_sight_are_asked_for_once() -> None:
     asked: list[list[int]] = []
-    decoder = Decoder(model_of("rope"), FLOAT32, 4 * M, retriever(2, asked))
+    decoder = Decoder(cached_model("rope"), FLOAT32, 4 * M, retriever(2, asked))
     first, second = rows(2 * M + 1, 6 * M)
     decoder.read([first, second])
     assert asked == [*first[: 2 * M].reshape(-1, M).tolist(), *second[2 * M :].reshape(-1, M).tolist()]
@@ -226,7 +226,7 @@ def test_neighbors_of_every_complete_chunk_in_sight_are_asked_for_once() -> None
     [("rope", BFLOAT16, 0.2), ("alibi", BFLOAT16, 0.2), ("learned", BFLOAT16, 0.2), ("rope", FLOAT16, 0.025)],
 )
 def test_a_reduced_precision_differs_by_its_rounding_alone(scheme: str, reduced: Placement, rounding: float) -> None:
-    model, retrieve = model_of(scheme), retriever(2)
+    model, retrieve = cached_model(scheme), retriever(2)
     decoder, plain = Decoder(model, reduced, 4 * T, retrieve), Decoder(model, FLOAT32, 4 * T, retrieve)
     new, difference = rows(M, 3), 0.0
     for _ in range(M):

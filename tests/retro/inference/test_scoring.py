@@ -11,8 +11,8 @@ from retro.inference.decoder import Retrieve
 from retro.inference.scoring import Scores, score
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever, rows
-from tests.retro.small_model import M, V, every_scheme, model_of
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import M, V, cached_model, every_scheme
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
 CONTEXT = 4 * M
@@ -35,7 +35,7 @@ def scored(model: Retro, sequences: list[np.ndarray], k: int = 2, **options) -> 
 @pytest.mark.parametrize("k", [0, 1, 3])
 @every_scheme
 def test_each_token_has_the_log_probability_of_the_plain_forward_pass(scheme: str, k: int) -> None:
-    model, sequences = model_of(scheme), rows(1, 2, M, M + 1, CONTEXT - 1, CONTEXT, 3, 2 * M)
+    model, sequences = cached_model(scheme), rows(1, 2, M, M + 1, CONTEXT - 1, CONTEXT, 3, 2 * M)
     for tokens, scores in zip(sequences, scored(model, sequences, k), strict=True):
         expected = plain(model, tokens, retriever(k))
         expected = np.take_along_axis(expected, tokens[1:, None], 1)[:, 0]
@@ -44,7 +44,7 @@ def test_each_token_has_the_log_probability_of_the_plain_forward_pass(scheme: st
 
 @every_scheme
 def test_what_is_longer_than_the_context_is_scored_by_windows_that_overlap_by_half(scheme: str) -> None:
-    model, stride = model_of(scheme), CONTEXT // 2
+    model, stride = cached_model(scheme), CONTEXT // 2
     for length in (CONTEXT + 1, CONTEXT + stride, CONTEXT + stride + 1, 5 * CONTEXT - 1):
         (tokens,) = rows(length)
         (scores,) = scored(model, [tokens])
@@ -56,7 +56,7 @@ def test_what_is_longer_than_the_context_is_scored_by_windows_that_overlap_by_ha
 
 
 def test_a_sequence_scores_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sequences = model_of("rope"), rows(3, 2 * M + 1, 3 * CONTEXT, M, CONTEXT, CONTEXT + 3)
+    model, sequences = cached_model("rope"), rows(3, 2 * M + 1, 3 * CONTEXT, M, CONTEXT, CONTEXT + 3)
     together = scored(model, sequences)
     monkeypatch.setattr(scoring, "_BATCH_TOKENS", 1)
     for alone, scores in zip([scored(model, [each])[0] for each in sequences], together, strict=True):
@@ -66,13 +66,13 @@ def test_a_sequence_scores_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch
 def test_chunks_are_searched_once_and_only_where_a_token_follows_them() -> None:
     asked: list[list[int]] = []
     long, whole, short = rows(3 * CONTEXT + 1, 2 * M, M - 1)
-    score(model_of("rope"), [long, whole, short], FLOAT32, context=CONTEXT, retrieve=retriever(2, asked))
+    score(cached_model("rope"), [long, whole, short], FLOAT32, context=CONTEXT, retrieve=retriever(2, asked))
     assert asked == [*long[:-1].reshape(-1, M).tolist(), whole[:M].tolist()]
 
 
 def test_the_likeliest_tokens_are_those_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "_BLOCK", 3)
-    model, sequences = model_of("rope"), rows(2 * M + 2, 1, 5)
+    model, sequences = cached_model("rope"), rows(2 * M + 2, 1, 5)
     for tokens, scores in zip(sequences, scored(model, sequences, top=4), strict=True):
         expected = torch.from_numpy(plain(model, tokens, retriever(2))).topk(4)
         assert scores.likeliest.tolist() == expected.indices.tolist()
@@ -83,12 +83,12 @@ def test_the_likeliest_tokens_are_those_of_the_distribution(monkeypatch: pytest.
 
 def test_a_context_of_one_chunk_has_no_windows() -> None:
     with pytest.raises(InputError, match=f"a sequence has {M + 1} tokens"):
-        score(model_of("rope"), rows(M + 1), FLOAT32, context=M)
-    assert score(model_of("rope"), [], FLOAT32, context=M) == []
+        score(cached_model("rope"), rows(M + 1), FLOAT32, context=M)
+    assert score(cached_model("rope"), [], FLOAT32, context=M) == []
 
 
 def test_batches_are_limited_by_the_tokens_of_neighbors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sequences = model_of("rope"), rows(*[CONTEXT] * 8)
+    model, sequences = cached_model("rope"), rows(*[CONTEXT] * 8)
     sizes: list[int] = []
 
     def batch(windows: list, *rest) -> tuple:
@@ -112,7 +112,7 @@ def test_batches_are_limited_by_the_tokens_of_neighbors_too(monkeypatch: pytest.
 
 def test_sequences_that_nobody_waits_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "_BATCH_TOKENS", CONTEXT)  # a window at a time
-    model, sequences = model_of("rope"), rows(3 * CONTEXT, CONTEXT)
+    model, sequences = cached_model("rope"), rows(3 * CONTEXT, CONTEXT)
     asked: list[int] = []
 
     def wanted(sequence: int) -> bool:

@@ -1,4 +1,4 @@
-"""The formulas of attention, wherever it stands in the model, against slow loops."""
+"""Attention in every part of the model equals the formulas, computed with slow loops."""
 
 import math
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from torch import Tensor
 from retro.model.attention import Attention, dot_product_attention, initial_taps, smear, weighted_sums
 from retro.model.positions import AlibiPositions, NoPositions, Positions, RopePositions, positions_of
 from tests.retro.small_model import M, R, batch, build, logits
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 
-def turn(x: Tensor, position: int) -> Tensor:
-    """RoPE of one vector: as the complex numbers x_c + i x_{c + C/2}, turned by position * 10000^(-2c/C)."""
+def rotate(x: Tensor, position: int) -> Tensor:
+    """RoPE of one vector: the complex numbers x_c + i x_{c + C/2}, rotated by position * 10000^(-2c/C)."""
     half = len(x) // 2
     turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half), position * FREQUENCIES[half])
     return torch.cat((turned.real, turned.imag))
 
 
 def sinusoid(distance: int, width: int) -> Tensor:
-    """R of one distance: cosines, then sines."""
+    """Transformer-XL's R for one distance: cosines, then sines."""
     angles = distance * FREQUENCIES[width // 2]
     return torch.cat((angles.cos(), angles.sin()))
 
@@ -31,7 +31,7 @@ def sinusoid(distance: int, width: int) -> Tensor:
 FREQUENCIES = {n: torch.tensor([10_000 ** (-c / n) for c in range(n)]) for n in (4, 8, 12, 16)}
 
 
-# Of models whose attentions follow other formulas.
+# Settings of models whose attention uses other formulas.
 OPTIONS: dict[str, dict[str, Any]] = {
     "rope": {},
     "transformer-xl": {"attention.positions": "transformer-xl"},
@@ -42,8 +42,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def slow_score(attention: Attention, places: Positions, q: Tensor, k: Tensor, distance: int) -> Tensor:
-    """The score of one query and one key of a single-headed attention, from their distance alone."""
-    if isinstance(places, NoPositions):  # with mup
+    """Score of one query and one key of a single-headed attention, from their distance alone."""
+    if isinstance(places, NoPositions):  # the case with muP
         return q @ k / len(q)
     if isinstance(places, AlibiPositions):
         return q @ k / math.sqrt(len(q)) - abs(distance) / 256
@@ -51,7 +51,7 @@ def slow_score(attention: Attention, places: Positions, q: Tensor, k: Tensor, di
         q, k = (x / x.square().mean().sqrt() for x in (q, k))
         q, k = q * attention.q_norm.weight, k * attention.k_norm.weight
     if isinstance(places, RopePositions):
-        return turn(q, distance) @ k / math.sqrt(len(q))
+        return rotate(q, distance) @ k / math.sqrt(len(q))
     u, v = attention.content_bias.weight[0, 0], attention.distance_bias.weight[0, 0]
     r = attention.distance_proj.weight @ sinusoid(distance, attention.q_proj.in_features)
     return ((q + u) @ k + (q + v) @ r) / math.sqrt(len(q))
@@ -60,7 +60,7 @@ def slow_score(attention: Attention, places: Positions, q: Tensor, k: Tensor, di
 def slow_attention(
     attention: Attention, places: Positions, x: Tensor, source: Tensor, distance: Callable[[int, int], int | None]
 ) -> Tensor:
-    """Query by query and key by key: x [Q, D] reads source [S, E]; the distance is None where it may not look."""
+    """Attention in loops: x [Q, D] reads source [S, E]; `distance` returns None where a query may not read a key."""
     out = torch.zeros_like(x)
     for i in range(len(x)):
         scores, values = [], []
@@ -75,10 +75,10 @@ def slow_attention(
 
 
 @pytest.fixture(params=OPTIONS)
-def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What went into and came out of every block of a single-headed model, for a sequence that ends within a chunk.
+def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Inputs and outputs of every block of a single-headed model, for a sequence that ends inside a chunk.
 
-    The first of three chunks has one whole neighbor and one cut short, the second none at all.
+    The first of three chunks has one whole and one truncated neighbor, the second has none.
     """
     model = build(
         **OPTIONS[request.param],
@@ -101,21 +101,21 @@ def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def test_self_attention_is_the_papers_formula(seen):
-    attention, (x, places), _, output = seen["attention.1"]
+def test_self_attention_equals_the_papers_formula(recorded):
+    attention, (x, places), _, output = recorded["attention.1"]
     slow = slow_attention(attention, places, x[0], x[0], lambda i, j: i - j if j <= i else None)
     torch.testing.assert_close(output[0], slow, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
-def test_chunked_cross_attention_is_the_papers_formula(seen):
-    """Section 2.4: token i of the window of chunk u is i - i' + m - 1 from token i' of the neighbors of chunk u."""
-    cross, (x, places, encoded, _), _, output = seen["cross.4"]
+def test_chunked_cross_attention_equals_the_papers_formula(recorded):
+    """Section 2.4: token i of chunk u's window is at distance i - i' + m - 1 from token i' of chunk u's neighbors."""
+    cross, (x, places, encoded, _), _, output = recorded["cross.4"]
     assert (output[0, : M - 1] == 0).all()
     for chunk in range(3):
         window = slice((chunk + 1) * M - 1, (chunk + 2) * M - 1)
 
-        def distance(i: int, j: int, lengths: Tensor = seen["lengths"][chunk]) -> int | None:
+        def distance(i: int, j: int, lengths: Tensor = recorded["lengths"][chunk]) -> int | None:
             neighbor, token = divmod(j, R)
             return i - token + M - 1 if token < lengths[neighbor] else None
 
@@ -124,9 +124,9 @@ def test_chunked_cross_attention_is_the_papers_formula(seen):
 
 
 @torch.no_grad()
-def test_the_encoder_is_bidirectional_over_the_real_tokens_of_each_neighbor(seen):
-    attention, (x, places), _, output = seen["encoder.attention.1"]
-    for row, length in enumerate(seen["lengths"].flatten().tolist()):
+def test_the_encoder_is_bidirectional_over_the_real_tokens_of_a_neighbor(recorded):
+    attention, (x, places), _, output = recorded["encoder.attention.1"]
+    for row, length in enumerate(recorded["lengths"].flatten().tolist()):
         if length:
 
             def distance(i: int, j: int, length: int = length) -> int | None:
@@ -137,16 +137,16 @@ def test_the_encoder_is_bidirectional_over_the_real_tokens_of_each_neighbor(seen
 
 
 @torch.no_grad()
-def test_encoded_neighbors_read_the_chunk_that_asked(seen):
-    """Token i' of a neighbor and token j of the chunk are i' - j apart, in each of the K neighbors."""
-    attention, (x, places), named, output = seen["encoder.cross.1"]
+def test_encoded_neighbors_read_the_chunk_that_retrieved_them(recorded):
+    """Token i' of a neighbor and token j of the chunk are at distance i' - j, in each of the K neighbors."""
+    attention, (x, places), named, output = recorded["encoder.cross.1"]
     for chunk in range(3):
         slow = slow_attention(attention, places, x[chunk], named["source"][chunk], lambda i, j: i % R - j)
         torch.testing.assert_close(output[chunk], slow, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
-def test_heads_work_by_themselves(scheme):
+def test_heads_are_independent(scheme):
     torch.manual_seed(2)
     both = Attention(query_width=12, key_width=10, num_heads=2, head_dim=8, scheme=scheme)
     if scheme == "transformer-xl":
@@ -171,8 +171,8 @@ def test_heads_work_by_themselves(scheme):
         torch.testing.assert_close(both(x, places, source), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_slopes_of_alibi_halve_from_head_to_head_also_on_a_device_that_holds_later_ones():
-    """With 8 heads they are 1/2, 1/4 … 1/256, as in its paper."""
+def test_alibi_slopes_halve_from_head_to_head_on_every_tensor_parallel_rank():
+    """With 8 heads the slopes are 1/2, 1/4 … 1/256, as in the ALiBi paper."""
     torch.manual_seed(2)
     attention = Attention(12, 12, 8, 4, "alibi")
     q = torch.zeros(1, 8, 3, 4)
@@ -182,12 +182,12 @@ def test_slopes_of_alibi_halve_from_head_to_head_also_on_a_device_that_holds_lat
 
 
 @pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
-def test_grouped_queries_are_heads_whose_keys_and_values_are_the_same(scheme):
+def test_grouped_queries_equal_heads_with_repeated_keys_and_values(scheme):
     torch.manual_seed(2)
     grouped = Attention(12, 12, 4, 8, scheme, num_kv_heads=2, smeared_tokens=1)
     torch.nn.init.normal_(grouped.smear.weight)
     full = Attention(12, 12, 4, 8, scheme, smeared_tokens=1)
-    repeated = {"k_proj.weight": 8, "v_proj.weight": 8, "smear.weight": 1}  # rows of a head
+    repeated = {"k_proj.weight": 8, "v_proj.weight": 8, "smear.weight": 1}  # rows per head
     weights = grouped.state_dict()
     for name, rows in repeated.items():
         weights[name] = weights[name].unflatten(0, (2, rows)).repeat_interleave(2, dim=0).flatten(0, 1)
@@ -197,7 +197,7 @@ def test_grouped_queries_are_heads_whose_keys_and_values_are_the_same(scheme):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_grouped_queries_in_bfloat16_training_are_those_in_float32(causal):
+def test_grouped_queries_in_bfloat16_training_equal_float32(causal):
     torch.manual_seed(2)
     q, k, v = torch.randn(2, 4, 6, 8, requires_grad=True), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
     exact = dot_product_attention(q, k, v, None, causal)
@@ -206,7 +206,7 @@ def test_grouped_queries_in_bfloat16_training_are_those_in_float32(causal):
     torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05)
 
 
-def test_taps_sum_what_stands_before_up_to_a_start_or_what_was_kept():
+def test_taps_sum_previous_tokens_up_to_a_document_start_or_from_the_cache():
     x, taps = torch.tensor([1.0, 10, 100, 1000, 10_000]).view(1, 5, 1, 1), torch.tensor([[1.0, 2, 3]])
     assert weighted_sums(x, taps).flatten().tolist() == [1, 12, 123, 1230, 12_300]
     starts = torch.tensor([[True, False, True, False, False]])
@@ -214,7 +214,7 @@ def test_taps_sum_what_stands_before_up_to_a_start_or_what_was_kept():
     assert torch.equal(weighted_sums(x[:, 3:], taps, before=x[:, 1:3]), weighted_sums(x, taps)[:, 3:])
 
 
-def test_first_heads_begin_with_several_tokens_and_keys_with_those_that_their_queries_hold():
+def test_initial_taps_of_first_heads_match_keys_to_queries():
     keys, queries = initial_taps(3, 4, of_queries=False), initial_taps(3, 3, of_queries=True)
     torch.testing.assert_close(keys.norm(dim=1), torch.ones(3))
     torch.testing.assert_close(keys[0, 1:] / keys[0, 1], queries[0] / queries[0, 0])  # the key of what follows them
@@ -223,7 +223,7 @@ def test_first_heads_begin_with_several_tokens_and_keys_with_those_that_their_qu
     assert queries[2].tolist() == [1, 0, 0]
 
 
-def test_smeared_keys_mix_in_the_one_before_and_stop_where_something_new_starts():
+def test_smeared_keys_mix_in_the_previous_key_within_a_document():
     k, share = torch.arange(6.0).view(1, 6, 1, 1), torch.tensor([[0.25]])
     assert smear(k, share, None).flatten().tolist() == [0, 0.75, 1.75, 2.75, 3.75, 4.75]
     starts = torch.tensor([[True, False, False, True, False, False]])
@@ -231,15 +231,15 @@ def test_smeared_keys_mix_in_the_one_before_and_stop_where_something_new_starts(
 
 
 @pytest.mark.parametrize("heads_of_bias", [0, 1, 6])
-def test_one_query_of_each_row_reads_shared_keys_without_repeating_them(
+def test_single_queries_read_shared_keys_without_repeating_them(
     heads_of_bias: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = torch.randn(3, 6, 1, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
     bias = torch.randn(3, heads_of_bias, 1, 5) if heads_of_bias else None
     expected = dot_product_attention(q, *(x.repeat_interleave(3, dim=1) for x in (k, v)), bias, False)
-    seen, kernel = [], F.scaled_dot_product_attention
+    recorded, kernel = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda *given, **rest: (seen.append(given), kernel(*given, **rest))[1]
+        F, "scaled_dot_product_attention", lambda *given, **rest: (recorded.append(given), kernel(*given, **rest))[1]
     )
     torch.testing.assert_close(dot_product_attention(q, k, v, bias, False), expected)
-    assert [tuple(x.shape) for x in seen[0]] == [(3, 2, 3, 8), (3, 2, 5, 8), (3, 2, 5, 8)]
+    assert [tuple(x.shape) for x in recorded[0]] == [(3, 2, 3, 8), (3, 2, 5, 8), (3, 2, 5, 8)]

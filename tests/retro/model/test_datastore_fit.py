@@ -1,4 +1,4 @@
-"""Sizes that a model shares with its datastore: taken from it where they are 0, compared otherwise."""
+"""Sizes shared by a model and its datastore: copied where they are 0, otherwise compared."""
 
 import pytest
 
@@ -10,11 +10,11 @@ from retro.model.settings import AttentionSettings, ModelSettings
 MANIFEST = {"vocab_size": 50, "chunk_length": 16, "pad_id": 3}
 
 
-def test_sizes_of_zero_are_the_datastores_and_others_stay() -> None:
+def test_sizes_of_zero_are_copied_from_the_datastore() -> None:
     assert fit_to(ModelSettings(dropout=0.5), MANIFEST, "here") == ModelSettings(
         dropout=0.5, vocab_size=50, chunk_length=16
     )
-    larger = ModelSettings(vocab_size=64, chunk_length=16)  # rows without an id
+    larger = ModelSettings(vocab_size=64, chunk_length=16)  # more embedding rows than token ids
     assert fit_to(larger, MANIFEST, "here") == larger
 
 
@@ -26,7 +26,7 @@ def test_sizes_of_zero_are_the_datastores_and_others_stay() -> None:
         (ModelSettings(vocab_size=64), 49, r"the model's tokenizer has 49 ids, but here has vocab_size = 50\. .*0"),
     ],
 )
-def test_other_sizes_are_refused_with_both_numbers(model: ModelSettings, num_ids: int, words: str) -> None:
+def test_mismatching_sizes_are_rejected_with_both_numbers(model: ModelSettings, num_ids: int, words: str) -> None:
     with pytest.raises(InputError, match=words):
         check_fits(model, MANIFEST, "here", num_ids=num_ids, advice="Set it to 0.")
     if not num_ids:
@@ -34,14 +34,14 @@ def test_other_sizes_are_refused_with_both_numbers(model: ModelSettings, num_ids
             fit_to(model, MANIFEST, "here")
 
 
-def test_what_a_chunk_limits_is_checked_when_its_length_is_known() -> None:
+def test_limits_by_chunk_length_are_checked_once_it_is_known() -> None:
     settings = ModelSettings(attention=AttentionSettings(smeared_tokens=17))
     with pytest.raises(InputError, match=r"model\.attention\.smeared_tokens is 17: set it to .* 16"):
         fit_to(settings, MANIFEST, "here")
 
 
 @pytest.mark.parametrize("missing", ["vocab_size", "chunk_length"])
-def test_a_model_is_not_built_before_its_sizes_are_known(missing: str) -> None:
+def test_a_model_with_unknown_sizes_is_rejected(missing: str) -> None:
     sizes = {"vocab_size": 50, "chunk_length": 16, missing: 0}
     with pytest.raises(InputError, match=rf"model\.{missing} is 0"):
         Retro(ModelSettings(**sizes))  # type: ignore[arg-type]

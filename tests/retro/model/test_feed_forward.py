@@ -1,11 +1,11 @@
-"""Feed-forward blocks follow their formulas."""
+"""Feed-forward blocks equal their formulas."""
 
 import torch
 
 from retro.model.feed_forward import GatedFeedForward
 
 
-def test_swiglu_gates_every_inner_feature() -> None:
+def test_swiglu_gates_every_hidden_feature() -> None:
     torch.manual_seed(0)
     block, x = GatedFeedForward(4, 6), torch.randn(4)
     gate = block.gate_proj.weight @ x

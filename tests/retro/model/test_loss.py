@@ -1,4 +1,4 @@
-"""The blocked loss is torch's cross-entropy, and never holds the logits of a batch."""
+"""The blockwise loss equals PyTorch's cross-entropy and never holds the logits of a whole batch."""
 
 import pytest
 import torch
@@ -30,19 +30,19 @@ def block_rows(request, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("block_rows")
-def test_value_and_gradients_are_those_of_cross_entropy(parts) -> None:
+def test_value_and_gradients_equal_cross_entropy(parts) -> None:
     hidden, weight, labels = parts
     expected = reference(hidden, weight, labels)
     wanted = torch.autograd.grad(expected, (hidden, weight))
     value = loss(hidden, weight, labels)
-    found = torch.autograd.grad(value / 4, (hidden, weight))  # as with four forward passes a step
+    found = torch.autograd.grad(value / 4, (hidden, weight))  # as with four batches per step
     torch.testing.assert_close(value, expected)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs / 4)
 
 
 @pytest.mark.usefixtures("block_rows")
-def test_losses_of_tokens_are_those_of_cross_entropy(parts) -> None:
+def test_token_losses_equal_cross_entropy(parts) -> None:
     hidden, weight, labels = parts
     each = token_losses(hidden, weight, labels)
     assert each.dtype == torch.float32
@@ -52,7 +52,7 @@ def test_losses_of_tokens_are_those_of_cross_entropy(parts) -> None:
 
 
 @pytest.mark.usefixtures("block_rows")
-def test_the_z_loss_is_the_square_of_log_z_and_cross_entropy_is_told_apart(parts) -> None:
+def test_z_loss_is_the_square_of_log_z_and_is_reported_separately(parts) -> None:
     hidden, weight, labels = parts
     log_z = (hidden @ weight.T)[labels != IGNORED_LABEL].logsumexp(-1)
     expected = reference(hidden, weight, labels) + 0.1 * log_z.square().mean()
@@ -67,7 +67,7 @@ def test_the_z_loss_is_the_square_of_log_z_and_cross_entropy_is_told_apart(parts
 
 
 @pytest.mark.parametrize("counting", [0, 1, B * T // 2, B * T])
-def test_rows_that_do_not_count_are_left_out_without_a_change(parts, counting: int) -> None:
+def test_dropping_ignored_rows_changes_no_loss_and_no_gradient(parts, counting: int) -> None:
     hidden, weight, labels = parts
     labels = torch.where(torch.randperm(B * T).view(B, T) < counting, labels.clamp(min=0), IGNORED_LABEL)
     few, their_labels = without_ignored(hidden, labels)
@@ -79,7 +79,7 @@ def test_rows_that_do_not_count_are_left_out_without_a_change(parts, counting: i
         torch.testing.assert_close(ours, theirs)
 
 
-def test_without_any_label_the_loss_is_zero_and_so_are_its_gradients(parts) -> None:
+def test_without_labels_the_loss_and_its_gradients_are_zero(parts) -> None:
     hidden, weight, labels = parts
     value = loss(hidden, weight, torch.full_like(labels, IGNORED_LABEL))
     value.backward()
@@ -88,7 +88,7 @@ def test_without_any_label_the_loss_is_zero_and_so_are_its_gradients(parts) -> N
     assert not weight.grad.any()
 
 
-def test_in_bfloat16_it_stays_close(parts) -> None:
+def test_bfloat16_loss_is_close_to_float32(parts) -> None:
     hidden, weight, labels = parts
     exact = reference(hidden, weight, labels)
     with torch.autocast("cpu", torch.bfloat16):
@@ -99,12 +99,12 @@ def test_in_bfloat16_it_stays_close(parts) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_float16_keeps_slopes_that_it_could_not_hold_and_sums_that_it_could_not(device: str) -> None:
-    """Probabilities of 10⁻⁷ are near its smallest number, and the sum over all rows of a label is more than 65,504."""
+def test_float16_gradients_neither_underflow_nor_overflow(device: str) -> None:
+    """Probabilities of 10⁻⁷ are near float16's smallest number, and a label's sum over all rows exceeds 65,504."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(1, 200, 8, device=device), 0.02 * torch.randn(30_000, 8, device=device)
     hidden[..., 0], weight[:, 0] = 400, 0
-    weight[0, 0] = 0.04  # a likely token that is never met
+    weight[0, 0] = 0.04  # a likely token that is never a label
     labels = torch.ones(1, 200, dtype=torch.int64, device=device)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -113,14 +113,14 @@ def test_float16_keeps_slopes_that_it_could_not_hold_and_sums_that_it_could_not(
         value = loss(hidden, weight, labels)
     found = torch.autograd.grad(200 * value, (hidden, weight))
     assert wanted[1].abs().max() > torch.finfo(torch.float16).max
-    tails, exact = found[1][2:], wanted[1][2:]  # of the unlikely ones
+    tails, exact = found[1][2:], wanted[1][2:]  # of the unlikely tokens
     for ours, theirs in [*zip(found, wanted, strict=True), (tails, exact)]:
         assert ours.dtype == torch.float32
         assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
 class _Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation returned."""
+    """Records the number of elements of the largest tensor that any operation returned."""
 
     elements = 0
 
@@ -132,7 +132,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def test_logits_of_a_whole_batch_never_exist() -> None:
+def test_the_logits_of_a_whole_batch_never_exist() -> None:
     rows, vocab_size = 4096, 20_000
     hidden, weight = torch.randn(1, rows, 8, requires_grad=True), torch.randn(vocab_size, 8, requires_grad=True)
     labels = torch.randint(vocab_size, (1, rows))

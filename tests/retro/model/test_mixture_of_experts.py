@@ -1,4 +1,4 @@
-"""Experts answer as a loop over tokens would have it, drop what came last, and do so alike however they are shared out."""
+"""Experts equal a loop over tokens, drop the last choices beyond capacity, and give the same on several processes."""
 
 import math
 from collections import Counter
@@ -29,14 +29,14 @@ from retro.model.settings import updated
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, step_of
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 D, E = SETTINGS.d_model, 4
 top_k = pytest.mark.parametrize("k", [1, 2])
 
 
-def made(k: int = 2, capacity_factor: float = 1.0, **changes: Any) -> Experts:
-    """Experts in training, with weights large enough to matter."""
+def make_experts(k: int = 2, capacity_factor: float = 1.0, **changes: Any) -> Experts:
+    """Experts in training mode, with weights large enough to matter."""
     torch.manual_seed(0)
     experts = Experts(
         updated(
@@ -54,8 +54,8 @@ def activations(rows: int = 3, seed: int = 1) -> Tensor:
     return torch.randn(rows, T, D, generator=torch.Generator().manual_seed(seed))
 
 
-def answer(experts: Experts, expert: int, token: Tensor) -> Tensor:
-    """What one expert makes of one token [D]."""
+def expert_output(experts: Experts, expert: int, token: Tensor) -> Tensor:
+    """Output of one expert for one token [D]."""
     matrices = {name: stack.weight[expert] for name, stack in experts.experts.named_children()}
     inner = matrices["up_proj"] @ token
     if "gate_proj" in matrices:
@@ -63,8 +63,8 @@ def answer(experts: Experts, expert: int, token: Tensor) -> Tensor:
     return matrices["down_proj"] @ F.gelu(inner)
 
 
-def slow(experts: Experts, x: Tensor, documents: Tensor | None = None, lengths: Tensor | None = None) -> Any:
-    """Experts by a loop over rows, tokens and choices; and the share of each row's choices that came too late, [B]."""
+def slow_experts(experts: Experts, x: Tensor, documents: Tensor | None = None, lengths: Tensor | None = None) -> Any:
+    """Experts as a loop over rows, tokens and choices: output and the dropped fraction of each row's choices, [B]."""
     num_rows, num_tokens = x.shape[:2]
     documents = torch.zeros(num_rows, U) if documents is None else documents
     lengths = torch.full((num_rows, U), M) if lengths is None else lengths
@@ -87,12 +87,12 @@ def slow(experts: Experts, x: Tensor, documents: Tensor | None = None, lengths: 
                     dropped[row] += 1
                 else:
                     gate = probabilities[expert] / total
-                    y[row, token] += gate * answer(experts, expert, x[row, token])
+                    y[row, token] += gate * expert_output(experts, expert, x[row, token])
         dropped[row] /= num_choices
     return y, dropped
 
 
-# --------------------------------------------------------------------------------------------- what is answered, to whom
+# --------------------------------------------------------------------------------------------- outputs and capacity
 
 
 DOCUMENTS = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2], [0, 0, 0, 0]])
@@ -102,11 +102,11 @@ LENGTHS = torch.tensor([[4, 2, 4, 3], [1, 3, 4, 0], [4, 4, 1, 0]])
 @top_k
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @torch.no_grad()
-def test_in_evaluation_every_token_is_answered_by_all_it_asks(k: int, activation: str) -> None:
-    experts, x = made(k, activation=activation).eval(), activations()
+def test_in_evaluation_all_chosen_experts_process_every_token(k: int, activation: str) -> None:
+    experts, x = make_experts(k, activation=activation).eval(), activations()
     for queues in (None, queues_of(x, M, DOCUMENTS, LENGTHS)):
         y, routing = experts(x, queues)
-        expected, _ = slow(experts, x, *((DOCUMENTS, LENGTHS) if queues else ()))
+        expected, _ = slow_experts(experts, x, *((DOCUMENTS, LENGTHS) if queues else ()))
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
         assert routing.shape == (len(x), len(ROUTING))
         assert routing[:, ROUTING.index("dropped_choices")].eq(0).all()
@@ -115,10 +115,10 @@ def test_in_evaluation_every_token_is_answered_by_all_it_asks(k: int, activation
 @top_k
 @pytest.mark.parametrize("packed", [False, True])
 @torch.no_grad()
-def test_in_training_the_choices_that_come_last_in_a_document_are_dropped(k: int, packed: bool) -> None:
-    experts, x = made(k), activations()
+def test_in_training_the_last_choices_of_a_document_are_dropped(k: int, packed: bool) -> None:
+    experts, x = make_experts(k), activations()
     given = (DOCUMENTS, LENGTHS) if packed else (None, None)
-    expected, dropped = slow(experts, x, *given)
+    expected, dropped = slow_experts(experts, x, *given)
     y, routing = experts(x, queues_of(x, M, *given))
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
     assert dropped.sum() > 0
@@ -126,8 +126,8 @@ def test_in_training_the_choices_that_come_last_in_a_document_are_dropped(k: int
 
 
 @torch.no_grad()
-def test_a_document_asks_experts_as_if_it_were_alone_in_its_row() -> None:
-    """Others before or after it, their padding and its own change neither its logits nor its routing."""
+def test_a_packed_document_is_routed_as_if_it_were_alone() -> None:
+    """Other documents, their padding and the document's own padding change neither its logits nor its routing."""
     model = build(**{"experts.num_experts": E, "experts.every": 1, "experts.capacity_factor": 0.6}).train()
     tokens = batch()[0]
     documents, lengths = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]]), torch.tensor([[4, 3, 4, 2], [2, 4, 1, 4]])
@@ -144,8 +144,8 @@ def test_a_document_asks_experts_as_if_it_were_alone_in_its_row() -> None:
 
 
 @torch.no_grad()
-def test_padding_takes_no_places_and_gets_no_answer() -> None:
-    experts, x = made(capacity_factor=0.5), activations()
+def test_padding_uses_no_capacity_and_gets_no_output() -> None:
+    experts, x = make_experts(capacity_factor=0.5), activations()
     lengths = LENGTHS[2:].expand(len(x), U)
     real = (torch.arange(M) < lengths[..., None]).flatten(1)
     queues = queues_of(x, M, None, lengths)
@@ -156,10 +156,10 @@ def test_padding_takes_no_places_and_gets_no_answer() -> None:
     assert torch.equal(same, routing)
 
 
-def test_what_is_dropped_changes_nothing_and_teaches_the_experts_nothing() -> None:
-    experts, x = made(k=1, capacity_factor=0.25), activations().requires_grad_()
+def test_dropped_tokens_get_no_output_and_no_gradient() -> None:
+    experts, x = make_experts(k=1, capacity_factor=0.25), activations().requires_grad_()
     with torch.no_grad():
-        experts.router.weight.zero_()  # a tie: every token chooses the first expert, which takes one of a sequence
+        experts.router.weight.zero_()  # a tie: all tokens choose expert 0, whose capacity is 1 token
     y, _ = experts(x)
     assert y[:, 0].ne(0).all()
     assert y[:, 1:].eq(0).all()
@@ -168,7 +168,7 @@ def test_what_is_dropped_changes_nothing_and_teaches_the_experts_nothing() -> No
     assert x.grad[:, 1:].eq(0).all()
 
 
-def test_choices_are_counted_in_the_order_of_the_tokens() -> None:
+def test_choices_are_counted_in_token_order() -> None:
     chosen = torch.tensor([[2, 0, 2, 2, 1], [0, 0, 0, 1, 1]])
     so_far = running_load(chosen, torch.tensor([[True] * 5, [True, False, True, True, True]]), 3)
     assert so_far.gather(2, chosen[..., None])[..., 0].tolist() == [[1, 1, 2, 3, 1], [1, 1, 2, 1, 2]]
@@ -176,8 +176,8 @@ def test_choices_are_counted_in_the_order_of_the_tokens() -> None:
 
 
 @top_k
-def test_what_a_sequence_gets_does_not_depend_on_how_batches_are_divided(k: int) -> None:
-    experts, x = made(k), activations(rows=4)
+def test_a_sequences_output_does_not_depend_on_its_batch(k: int) -> None:
+    experts, x = make_experts(k), activations(rows=4)
     y, routing = experts(x)
     halves = [experts(half) for half in x.split(2)]
     torch.testing.assert_close(torch.cat([half for half, _ in halves]), y)
@@ -188,7 +188,7 @@ def test_what_a_sequence_gets_does_not_depend_on_how_batches_are_divided(k: int)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_no_token_knows_of_a_later_one_even_by_what_is_dropped(training: bool) -> None:
+def test_no_token_depends_on_later_ones_even_with_dropping(training: bool) -> None:
     model = build(**{"experts.num_experts": E, "experts.every": 1, "experts.capacity_factor": 0.6}).train(training)
     tokens, neighbors, lengths = batch()
     with torch.no_grad():
@@ -205,13 +205,13 @@ def test_no_token_knows_of_a_later_one_even_by_what_is_dropped(training: bool) -
 
 
 @top_k
-def test_the_balance_loss_is_1_for_an_undecided_router_and_grows_up_to_experts_over_choices(k: int) -> None:
-    experts, x = made(k), activations()
+def test_the_balance_loss_is_1_for_a_uniform_router_and_at_most_experts_over_choices(k: int) -> None:
+    experts, x = make_experts(k), activations()
     with torch.no_grad():
         experts.router.weight.zero_()
         _, routing = experts(x)
         assert routing[:, 0].tolist() == pytest.approx([1.0] * len(x))
-        # Logits that favour the same k experts for every token.
+        # Logits that favor the same k experts for every token.
         experts.router.weight[:k] = 30 * torch.ones(D)
         _, routing = experts(x.abs())
     assert routing[:, 0].tolist() == pytest.approx([E / k] * len(x))
@@ -220,8 +220,8 @@ def test_the_balance_loss_is_1_for_an_undecided_router_and_grows_up_to_experts_o
     assert routing_loss(routing, settings).item() == pytest.approx(0.5 * E / k)
 
 
-def test_descending_the_balance_loss_makes_the_experts_evenly_busy() -> None:
-    experts, x = made(), activations(rows=4) + 1  # so that a router can like one expert for all tokens
+def test_minimizing_the_balance_loss_evens_out_the_load() -> None:
+    experts, x = make_experts(), activations(rows=4) + 1  # positive, so that one expert can suit all tokens
     with torch.no_grad():
         experts.router.weight.mul_(0.1)
         experts.router.weight[0] += 0.1
@@ -239,8 +239,8 @@ def test_descending_the_balance_loss_makes_the_experts_evenly_busy() -> None:
     assert busiest[-1] < 1.3
 
 
-def test_the_router_z_loss_is_the_mean_square_of_the_log_of_the_summed_exponentials() -> None:
-    experts, x = made(), activations()
+def test_the_router_z_loss_is_the_mean_squared_logsumexp() -> None:
+    experts, x = make_experts(), activations()
     _, routing = experts(x)
     expected = (x @ experts.router.weight.T).exp().sum(-1).log().square().mean(1)
     torch.testing.assert_close(routing[:, ROUTING.index("router_z_loss")], expected)
@@ -249,7 +249,7 @@ def test_the_router_z_loss_is_the_mean_square_of_the_log_of_the_summed_exponenti
 # ---------------------------------------------------------------------------------------------------- in the whole model
 
 
-def test_experts_stand_in_every_so_many_layers_and_begin_as_loud_as_a_dense_block() -> None:
+def test_every_nth_layer_has_experts_with_the_initial_scale_of_a_dense_block() -> None:
     torch.manual_seed(0)
     settings = updated(SETTINGS, {"d_model": 64, "experts.num_experts": E, "experts.every": 2})
     model, dense = Retro(settings), Retro(updated(settings, {"experts.num_experts": 0}))
@@ -276,7 +276,7 @@ def test_experts_stand_in_every_so_many_layers_and_begin_as_loud_as_a_dense_bloc
         ({"experts.router_z_loss_weight": -0.1}, "0 or more"),
     ],
 )
-def test_impossible_experts_are_refused_by_name(wrong: dict[str, Any], accepted: str) -> None:
+def test_invalid_expert_settings_are_rejected_with_their_key(wrong: dict[str, Any], accepted: str) -> None:
     key, value = list(wrong.items())[-1]
     with pytest.raises(InputError) as refusal:
         updated(ModelSettings(), wrong)
@@ -284,8 +284,8 @@ def test_impossible_experts_are_refused_by_name(wrong: dict[str, Any], accepted:
     assert accepted in str(refusal.value)
 
 
-def test_a_step_learns_from_the_balance_loss_and_logs_the_routing() -> None:
-    """The mean over two batches of one sequence is the batch of two."""
+def test_a_step_applies_the_balance_loss_and_logs_the_routing() -> None:
+    """The mean over two batches of one sequence equals one batch of two."""
     tokens, neighbors, lengths = batch()
     whole = {"tokens": tokens, "labels": tokens.roll(-1, 1), "neighbors": neighbors, "neighbor_lengths": lengths}
     whole["documents"] = None  # type: ignore[assignment]
@@ -309,8 +309,8 @@ def test_a_step_learns_from_the_balance_loss_and_logs_the_routing() -> None:
     assert not set(ROUTING) & set(step([whole], **{"experts.num_experts": 0})[0])
 
 
-def test_under_bfloat16_autocast_the_routing_is_that_of_float32() -> None:
-    experts, x = made().eval(), activations()
+def test_under_bfloat16_autocast_routing_equals_float32() -> None:
+    experts, x = make_experts().eval(), activations()
     exact, routing = experts(x)
     with torch.autocast("cpu", torch.bfloat16):
         rounded, same = experts(x)
@@ -320,7 +320,7 @@ def test_under_bfloat16_autocast_the_routing_is_that_of_float32() -> None:
 
 
 @torch.no_grad()
-def test_a_model_that_is_cast_to_be_served_computes_what_it_did() -> None:
+def test_a_model_cast_for_serving_computes_the_same() -> None:
     model, placement = (
         build(**{"experts.num_experts": E, "experts.every": 1}),
         Placement(torch.device("cpu"), torch.bfloat16),
@@ -333,8 +333,8 @@ def test_a_model_that_is_cast_to_be_served_computes_what_it_did() -> None:
         assert torch.equal(model(tokens, None, neighbors, lengths), before)
 
 
-def test_compiled_whole_and_with_checkpointing_it_gives_the_same_gradients() -> None:
-    experts, x = made(capacity_factor=0.8), activations()
+def test_compilation_and_checkpointing_give_the_same_gradients() -> None:
+    experts, x = make_experts(capacity_factor=0.8), activations()
     queues = queues_of(x, M, DOCUMENTS, LENGTHS)
 
     def gradients(call: Any) -> list[Tensor]:
@@ -356,11 +356,11 @@ def test_compiled_whole_and_with_checkpointing_it_gives_the_same_gradients() -> 
     torch.testing.assert_close(gradients(compiled), plain)
 
 
-# ------------------------------------------------------------------------------------------------- shared by two processes
+# ------------------------------------------------------------------------------------------------- on two processes
 
 
 def objective(model: Retro, rows: slice) -> Tensor:
-    """A part of the mean over the batch: all parts sum to it. One row is one document, the other holds three."""
+    """This part's share of the mean loss over the batch. One row is one document, the other holds three."""
     tokens, neighbors, neighbor_lengths = (each[rows] for each in batch())
     documents, lengths = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 2]])[rows], torch.tensor([[4, 4, 4, 4], [2, 4, 1, 4]])
     one_document = bool((documents == documents[:, :1]).all())
@@ -384,8 +384,8 @@ def shared_model(k: int) -> Retro:
     ).train()
 
 
-def share_and_save(rank: int, folder: Path) -> None:
-    """One of two processes with a sequence each, and half of the experts: gradients, loss and logits into a checkpoint."""
+def train_and_save(rank: int, folder: Path) -> None:
+    """Train one of two processes, with one sequence and half of the experts; save gradients, loss and logits."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
@@ -407,20 +407,20 @@ def share_and_save(rank: int, folder: Path) -> None:
             state[f"parameters.{name}"], state[f"gradients.{name}"] = parameter.detach(), parameter.grad
         model.eval()
         with torch.no_grad():
-            # Devices may score batches of different sizes.
+            # Ranks may score batches of different sizes.
             state[f"logits.{rank}"] = model(batch()[0][:, : T - 3 * rank])
         dcp.save(state, checkpoint_id=folder / str(k))
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as is meant
-def test_two_processes_that_share_the_experts_learn_what_one_does(tmp_path: Path) -> None:
-    """And what they save, a single process loads."""
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # intended
+def test_two_processes_sharing_the_experts_equal_one(tmp_path: Path) -> None:
+    """A single process also loads their checkpoint."""
     import torch.distributed.checkpoint as dcp
     import torch.multiprocessing
 
-    torch.multiprocessing.spawn(share_and_save, (tmp_path,), nprocs=2)
+    torch.multiprocessing.spawn(train_and_save, (tmp_path,), nprocs=2)
     for k in (1, 2):
         model = shared_model(k)
         value = objective(model, slice(0, B))
@@ -440,7 +440,7 @@ def test_two_processes_that_share_the_experts_learn_what_one_does(tmp_path: Path
             )
 
 
-def test_experts_that_cannot_be_divided_are_refused() -> None:
+def test_an_indivisible_number_of_experts_is_rejected() -> None:
     class Mesh:
         def size(self) -> int:
             return 3
@@ -448,4 +448,4 @@ def test_experts_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(
         InputError, match=r"model\.experts\.num_experts is 4: set it to a multiple of parallel.expert = 3"
     ):
-        share_experts(made(), Mesh())  # type: ignore[arg-type]
+        share_experts(make_experts(), Mesh())  # type: ignore[arg-type]

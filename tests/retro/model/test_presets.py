@@ -1,4 +1,4 @@
-"""Sizes by name: the paper's, those for a CPU, and a baseline as large as the RETRO."""
+"""Presets: the paper's sizes, sizes for a CPU, and a baseline with as many parameters as the RETRO."""
 
 import re
 from dataclasses import replace
@@ -17,7 +17,7 @@ from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettin
     ("preset", "retro", "base"),
     [("172m", 172.5, 121.1), ("425m", 425.5, 339.7), ("1.5b", 1451.4, 1208.0), ("7.5b", 7531.5, 6442.5)],
 )
-def test_the_papers_sizes_have_the_papers_parameters(preset, retro, base):
+def test_the_papers_presets_have_the_papers_parameter_counts(preset, retro, base):
     sized = replace(PRESETS[preset], vocab_size=128, chunk_length=64)
     with torch.device("meta"):
         with_retrieval = Retro(updated(sized, {"attention.positions": "transformer-xl"}))
@@ -29,13 +29,13 @@ def test_the_papers_sizes_have_the_papers_parameters(preset, retro, base):
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("tiny", 1), ("small", 5.5), ("base-cpu", 15)])
-def test_the_presets_for_a_cpu_have_the_size_they_say(preset, millions):
+def test_the_cpu_presets_have_their_documented_parameter_counts(preset, millions):
     with torch.device("meta"):
         model = Retro(replace(PRESETS[preset], vocab_size=128, chunk_length=64))
     assert count_parameters(model) / 1e6 == pytest.approx(millions, rel=0.03)
 
 
-def test_a_preset_fills_in_the_sizes_and_keeps_what_it_leaves_open() -> None:
+def test_a_preset_sets_the_sizes_and_keeps_other_settings() -> None:
     settings = resolve(
         ModelSettings(preset="tiny", attention=AttentionSettings(positions="transformer-xl"), chunk_length=32)
     )
@@ -46,12 +46,12 @@ def test_a_preset_fills_in_the_sizes_and_keeps_what_it_leaves_open() -> None:
     ("changes", "named"),
     [({"preset": "huge"}, "model.preset = 'huge'"), ({"preset": "tiny", "d_model": 64}, "model.d_model = 64")],
 )
-def test_a_wrong_preset_or_a_size_beside_it_is_refused(changes, named: str) -> None:
+def test_unknown_presets_and_sizes_next_to_a_preset_are_rejected(changes, named: str) -> None:
     with pytest.raises(InputError, match=re.escape(named)):
         resolve(updated(ModelSettings(), changes))
 
 
-def test_every_option_may_be_set_beside_a_preset() -> None:
+def test_options_other_than_sizes_can_be_set_with_a_preset() -> None:
     options = {
         "attention.positions": "learned",
         "attention.max_positions": 512,
@@ -62,7 +62,7 @@ def test_every_option_may_be_set_beside_a_preset() -> None:
     assert resolve(updated(ModelSettings(preset="tiny"), options)) == updated(PRESETS["tiny"], options)
 
 
-def test_a_base_has_its_own_retrieval_or_the_usual_or_what_is_set_beside_it() -> None:
+def test_preset_base_takes_retrieval_from_the_base_the_defaults_or_the_settings() -> None:
     small = ModelSettings(
         vocab_size=7,
         d_model=32,
@@ -89,7 +89,7 @@ def test_a_base_has_its_own_retrieval_or_the_usual_or_what_is_set_beside_it() ->
     large = updated(PRESETS["1.5b"], {"vocab_size": 9, "retrieval.cca_layers": ()})
     usual = updated(
         PRESETS["1.5b"], {"vocab_size": 9, "encoder.num_heads": 14}
-    )  # the paper's, whose encoder has 16 heads of 64
+    )  # the paper's, except that its encoder has 16 heads of 64
     assert resolve(ModelSettings(preset="base"), large) == usual
     assert resolve(ModelSettings(preset="base", retrieval=RetrievalSettings(cca_layers=())), large) == updated(
         usual, {"retrieval.cca_layers": ()}
@@ -105,7 +105,7 @@ def test_a_base_has_its_own_retrieval_or_the_usual_or_what_is_set_beside_it() ->
         resolve(ModelSettings(preset="base", attention=AttentionSettings(smeared_keys=True)), large)
 
 
-def test_tables_of_positions_count_as_embeddings() -> None:
+def test_position_tables_count_as_embeddings() -> None:
     with torch.device("meta"):
         plain, learned = (
             Retro(ModelSettings(vocab_size=10, chunk_length=64, attention=AttentionSettings(positions=positions)))
@@ -116,7 +116,7 @@ def test_tables_of_positions_count_as_embeddings() -> None:
     assert count_parameters(learned, embeddings=True) == count_parameters(plain, embeddings=True) + tables
 
 
-def test_of_the_experts_those_that_a_token_asks_are_active() -> None:
+def test_active_parameters_include_only_the_experts_of_one_token() -> None:
     sizes = replace(PRESETS["tiny"], vocab_size=10, chunk_length=64)
     chosen = {"experts.num_experts": 8, "experts.per_token": 3, "experts.every": 2}
     assert resolve(updated(ModelSettings(preset="tiny", vocab_size=10, chunk_length=64), chosen)) == updated(
@@ -134,7 +134,7 @@ def test_of_the_experts_those_that_a_token_asks_are_active() -> None:
 @pytest.mark.parametrize(
     ("preset", "activation"), [("tiny", "gelu"), ("small", "gelu-tanh"), ("172m", "gelu"), ("small", "swiglu")]
 )
-def test_the_baseline_has_as_many_parameters_and_no_retrieval(preset: str, activation: Any, num_experts: int) -> None:
+def test_the_baseline_has_as_many_parameters_without_retrieval(preset: str, activation: Any, num_experts: int) -> None:
     settings = updated(
         PRESETS[preset],
         {"vocab_size": 10, "chunk_length": 64, "activation": activation, "experts.num_experts": num_experts},

@@ -1,4 +1,4 @@
-"""What the model may depend on, shown by changing inputs and by gradients."""
+"""Dependencies between the model's inputs and outputs, tested by changing inputs and by gradients."""
 
 import math
 
@@ -23,22 +23,22 @@ from tests.retro.small_model import (
     V,
     batch,
     build,
+    cached_model,
     every_scheme,
     few,
     logits,
-    model_of,
 )
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 
 def first_difference(a: Tensor, b: Tensor) -> int:
-    """The first position of [B, T, V] where two outputs are not bit for bit the same; T where they are."""
+    """First position of [B, T, V] at which two outputs differ in any bit; T if they are equal."""
     differs = (a != b).any(-1).any(0)
     return int(differs.int().argmax()) if differs.any() else T
 
 
 def embedding_gradients(model: Retro, output: Tensor, table: Tensor) -> Tensor:
-    """Sums of absolute gradients, by token id: which ids does this output depend on?"""
+    """Sums of absolute gradients by token id: nonzero for the ids on which the output depends."""
     return torch.autograd.grad(output, table, retain_graph=True)[0].abs().sum(-1)
 
 
@@ -48,12 +48,12 @@ def embedding_gradients(model: Retro, output: Tensor, table: Tensor) -> Tensor:
 @every_scheme
 @given(chunk=st.integers(0, U - 1), row=st.integers(0, B - 1), neighbor=st.integers(0, K - 1))
 @few
-def test_changing_a_neighbor_of_chunk_u_changes_no_logit_before_its_last_token(scheme, chunk, row, neighbor):
+def test_a_neighbor_of_chunk_u_affects_no_logit_before_the_chunks_last_token(scheme, chunk, row, neighbor):
     tokens, neighbors, _ = batch(chunk)
     changed = neighbors.clone()
     changed[row, chunk, neighbor] = (changed[row, chunk, neighbor] + 1) % V
-    before = logits(model_of(scheme), tokens, None, neighbors)
-    after = logits(model_of(scheme), tokens, None, changed)
+    before = logits(cached_model(scheme), tokens, None, neighbors)
+    after = logits(cached_model(scheme), tokens, None, changed)
     assert first_difference(before, after) == (chunk + 1) * M - 1
     assert torch.equal(before[1 - row], after[1 - row])
 
@@ -61,20 +61,20 @@ def test_changing_a_neighbor_of_chunk_u_changes_no_logit_before_its_last_token(s
 @every_scheme
 @given(position=st.integers(0, T - 1), row=st.integers(0, B - 1))
 @few
-def test_changing_a_token_changes_no_earlier_logit(scheme, position, row):
+def test_a_token_affects_no_earlier_logit(scheme, position, row):
     tokens, neighbors, lengths = batch(position)
     changed = tokens.clone()
     changed[row, position] = (changed[row, position] + 1) % V
-    before = logits(model_of(scheme), tokens, None, neighbors, lengths)
-    after = logits(model_of(scheme), changed, None, neighbors, lengths)
+    before = logits(cached_model(scheme), tokens, None, neighbors, lengths)
+    after = logits(cached_model(scheme), changed, None, neighbors, lengths)
     assert first_difference(before, after) == position
     assert torch.equal(before[1 - row], after[1 - row])
 
 
 @every_scheme
 def test_gradients_reach_only_earlier_tokens_and_neighbors_of_finished_chunks(scheme):
-    model = build(scheme, tied_embeddings=False)  # so the embedding's gradients are those of the inputs alone
-    tokens = torch.arange(T)[None]  # every position and every neighbor has ids of its own
+    model = build(scheme, tied_embeddings=False)  # untied, so the embedding's gradients come from the inputs alone
+    tokens = torch.arange(T)[None]  # every position and every neighbor has unique ids
     neighbors = (torch.arange(U)[:, None, None] * K + torch.arange(K)[:, None]).expand(1, U, K, R)
     output = model(tokens, None, neighbors).square().sum(-1)[0]
     for position in range(T):
@@ -82,7 +82,7 @@ def test_gradients_reach_only_earlier_tokens_and_neighbors_of_finished_chunks(sc
         assert (token_gradients[: position + 1] > 0).all()
         assert (token_gradients[position + 1 :] == 0).all()
         table = model.encoder.embedding.weight
-        readable = (position + 1) // M  # chunks whose last token is at this position or before it
+        readable = (position + 1) // M  # chunks whose last token is at or before this position
         if readable:
             neighbor_gradients = embedding_gradients(model, output[position], table)
             assert (neighbor_gradients[: readable * K] > 0).all()
@@ -90,7 +90,7 @@ def test_gradients_reach_only_earlier_tokens_and_neighbors_of_finished_chunks(sc
 
 
 @every_scheme
-def test_rows_of_a_batch_do_not_depend_on_each_other(scheme):
+def test_rows_of_a_batch_are_independent(scheme):
     model = build(scheme, tied_embeddings=False)
     _, neighbors, lengths = batch()
     tokens = torch.arange(B * T).view(B, T)
@@ -105,15 +105,17 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(scheme):
 @every_scheme
 @given(num_tokens=st.integers(1, T))
 @few
-def test_a_prefix_has_the_first_logits_of_the_whole(scheme, num_tokens):
+def test_logits_of_a_prefix_equal_those_of_the_whole(scheme, num_tokens):
     tokens, neighbors, lengths = batch()
     documents = torch.tensor([[0, 0, 0, 0], [4, 4, 5, 5]])
     for whole in (None, documents):
-        full = logits(model_of(scheme), tokens, whole, neighbors, lengths)
+        full = logits(cached_model(scheme), tokens, whole, neighbors, lengths)
         part = None if whole is None else whole[:, : math.ceil(num_tokens / M)]
         complete = num_tokens // M
-        prefix = logits(model_of(scheme), tokens[:, :num_tokens], part, neighbors[:, :complete], lengths[:, :complete])
-        # The last token of a document may read its chunk's neighbors until another document is seen to follow.
+        prefix = logits(
+            cached_model(scheme), tokens[:, :num_tokens], part, neighbors[:, :complete], lengths[:, :complete]
+        )
+        # The last token of a document reads its chunk's neighbors unless another document follows.
         compared = torch.ones(B, num_tokens, dtype=torch.bool)
         if whole is not None and num_tokens == 2 * M:
             compared[1, -1] = False
@@ -124,12 +126,12 @@ def test_a_prefix_has_the_first_logits_of_the_whole(scheme, num_tokens):
 
 
 @every_scheme
-def test_what_stands_beyond_a_neighbors_length_changes_nothing(scheme):
+def test_tokens_beyond_a_neighbors_length_are_ignored(scheme):
     tokens, neighbors, lengths = batch()
     lengths[0, 1, 0] = lengths[1, 2] = 0
     missing = torch.arange(R) >= lengths[..., None]
     other = torch.where(missing, (neighbors + 7) % V, neighbors)
-    model = model_of(scheme)
+    model = cached_model(scheme)
     assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens, None, other, lengths))
     encoder_gradients = torch.autograd.grad(
         model(tokens % 10, None, torch.where(missing, 49, neighbors % 49), lengths).square().sum(),
@@ -139,12 +141,12 @@ def test_what_stands_beyond_a_neighbors_length_changes_nothing(scheme):
 
 
 @every_scheme
-def test_a_missing_neighbor_equals_one_neighbor_less(scheme):
+def test_a_neighbor_of_length_zero_equals_no_neighbor(scheme):
     tokens, neighbors, lengths = batch()
     lengths[:, :, 1] = 0
     torch.testing.assert_close(
-        logits(model_of(scheme), tokens, None, neighbors, lengths),
-        logits(model_of(scheme), tokens, None, neighbors[:, :, :1], lengths[:, :, :1]),
+        logits(cached_model(scheme), tokens, None, neighbors, lengths),
+        logits(cached_model(scheme), tokens, None, neighbors[:, :, :1], lengths[:, :, :1]),
     )
 
 
@@ -155,7 +157,7 @@ def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
     off = logits(model, tokens)
     assert torch.equal(logits(model, tokens, None, neighbors, torch.zeros_like(lengths)), off)
     assert torch.equal(logits(model, tokens, None, neighbors[:, :, :0], lengths[:, :, :0]), off)
-    lengths[0] = 0  # retrieval dropped for one sequence of two
+    lengths[0] = 0  # retrieval is dropped for one of the two sequences
     on = model.hidden(tokens, None, neighbors, lengths)
     torch.testing.assert_close(model.logits(on[0]), off[0])
     assert not torch.allclose(model.logits(on[1]), off[1])
@@ -179,11 +181,11 @@ def test_gradients_are_finite_and_zero_where_every_neighbor_is_missing(scheme):
 
 
 @every_scheme
-def test_the_order_of_the_neighbors_does_not_matter(scheme):
+def test_the_order_of_neighbors_does_not_matter(scheme):
     tokens, neighbors, lengths = batch()
     torch.testing.assert_close(
-        logits(model_of(scheme), tokens, None, neighbors, lengths),
-        logits(model_of(scheme), tokens, None, neighbors.flip(2), lengths.flip(2)),
+        logits(cached_model(scheme), tokens, None, neighbors, lengths),
+        logits(cached_model(scheme), tokens, None, neighbors.flip(2), lengths.flip(2)),
         rtol=1e-4,
         atol=1e-5,
     )
@@ -195,9 +197,9 @@ DOCUMENTS = torch.tensor([[3, 3, 4, 4], [5, 6, 6, 6]])
 
 
 @every_scheme
-def test_documents_of_one_sequence_do_not_see_each_other(scheme):
+def test_documents_of_one_sequence_are_independent(scheme):
     tokens, neighbors, lengths = batch()
-    model = model_of(scheme)
+    model = cached_model(scheme)
     changed = tokens.clone()
     changed[0, : 2 * M] = (changed[0, : 2 * M] + 1) % V
     before = logits(model, tokens, DOCUMENTS, neighbors, lengths)
@@ -207,10 +209,10 @@ def test_documents_of_one_sequence_do_not_see_each_other(scheme):
 
 
 @every_scheme
-def test_a_document_inside_a_sequence_has_the_logits_it_has_alone(scheme):
+def test_a_packed_document_has_the_logits_it_has_alone(scheme):
     tokens, neighbors, lengths = batch()
-    together = logits(model_of(scheme), tokens, DOCUMENTS, neighbors, lengths)[1, M:]
-    alone = logits(model_of(scheme), tokens[1:, M:], None, neighbors[1:, 1:], lengths[1:, 1:])[0]
+    together = logits(cached_model(scheme), tokens, DOCUMENTS, neighbors, lengths)[1, M:]
+    alone = logits(cached_model(scheme), tokens[1:, M:], None, neighbors[1:, 1:], lengths[1:, 1:])[0]
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-5)
 
 
@@ -219,7 +221,7 @@ def test_neighbors_of_a_documents_last_chunk_do_not_reach_the_next_document(sche
     tokens, neighbors, lengths = batch()
     changed = neighbors.clone()
     changed[0, 1] = (changed[0, 1] + 1) % V
-    model = model_of(scheme)
+    model = cached_model(scheme)
     before = logits(model, tokens, DOCUMENTS, neighbors, lengths)
     assert torch.equal(before, logits(model, tokens, DOCUMENTS, changed, lengths))
     one_document = torch.zeros_like(DOCUMENTS)
@@ -231,31 +233,33 @@ def test_neighbors_of_a_documents_last_chunk_do_not_reach_the_next_document(sche
 @every_scheme
 @given(padding=st.integers(1, M - 1))
 @few
-def test_padding_at_a_documents_end_influences_nothing_but_itself(scheme, padding):
+def test_padding_at_a_documents_end_affects_only_itself(scheme, padding):
     tokens, neighbors, lengths = batch()
     changed = tokens.clone()
     padded = slice(2 * M - padding, 2 * M)
     changed[0, padded] = (changed[0, padded] + 1) % V
-    before = logits(model_of(scheme), tokens, DOCUMENTS, neighbors, lengths)
-    after = logits(model_of(scheme), changed, DOCUMENTS, neighbors, lengths)
+    before = logits(cached_model(scheme), tokens, DOCUMENTS, neighbors, lengths)
+    after = logits(cached_model(scheme), changed, DOCUMENTS, neighbors, lengths)
     outside = torch.ones(T, dtype=torch.bool)
     outside[padded] = False
     assert torch.equal(before[:, outside], after[:, outside])
 
 
 @every_scheme
-def test_a_single_document_may_be_named_or_not(scheme):
+def test_naming_a_single_document_changes_no_logit(scheme):
     tokens, neighbors, lengths = batch()
-    named = logits(model_of(scheme), tokens, torch.full((B, U), 9), neighbors, lengths)
-    torch.testing.assert_close(named, logits(model_of(scheme), tokens, None, neighbors, lengths), rtol=1e-4, atol=1e-5)
+    named = logits(cached_model(scheme), tokens, torch.full((B, U), 9), neighbors, lengths)
+    torch.testing.assert_close(
+        named, logits(cached_model(scheme), tokens, None, neighbors, lengths), rtol=1e-4, atol=1e-5
+    )
 
 
 # -------------------------------------------------------------------------------------------- encoder and precision
 
 
 @every_scheme
-def test_a_neighbor_is_encoded_with_its_own_chunk_and_without_the_other_neighbors(scheme):
-    model = model_of(scheme)
+def test_encoded_neighbors_depend_on_their_chunk_and_not_on_each_other(scheme):
+    model = cached_model(scheme)
     encoder = model.encoder
     _, neighbors, _ = batch()
     mask, h = torch.ones_like(neighbors, dtype=torch.bool), torch.randn(B, T, SETTINGS.d_model)
@@ -274,7 +278,7 @@ def test_a_neighbor_is_encoded_with_its_own_chunk_and_without_the_other_neighbor
 
 
 @every_scheme
-def test_bfloat16_autocast_agrees_with_float32(scheme):
+def test_bfloat16_autocast_is_close_to_float32(scheme):
     model = build(scheme)
     tokens, neighbors, lengths = batch()
     exact = model(tokens, DOCUMENTS, neighbors, lengths)
@@ -290,7 +294,7 @@ def test_bfloat16_autocast_agrees_with_float32(scheme):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_model_from_the_meta_device_is_the_model():
+def test_a_model_made_on_the_meta_device_equals_a_directly_made_one():
     with torch.device("meta"):
         model = Retro(SETTINGS)
     model.to_empty(device="cpu")
@@ -343,14 +347,14 @@ def test_a_model_from_the_meta_device_is_the_model():
         {"retrieval.positions": "absolute"},
     ],
 )
-def test_impossible_settings_are_refused_by_name(wrong):
+def test_invalid_settings_are_rejected_with_their_key(wrong):
     key, value = list(wrong.items())[-1]
     with pytest.raises(ValueError) as refusal:
         updated(ModelSettings(), wrong)
     assert f"model.{key} is {value!r}: set it to " in str(refusal.value)
 
 
-def test_an_odd_width_is_refused_for_transformer_xl_only():
+def test_an_odd_width_is_rejected_for_transformer_xl_only():
     ModelSettings(d_model=33)
     ModelSettings(
         attention=AttentionSettings(head_dim=33, positions="transformer-xl"),
@@ -359,7 +363,7 @@ def test_an_odd_width_is_refused_for_transformer_xl_only():
         ModelSettings(d_model=33, attention=AttentionSettings(positions="transformer-xl"))
 
 
-def test_positions_of_encoder_and_cross_attention_pair_features_by_themselves():
+def test_retrieval_positions_determine_the_checks_of_the_encoder():
     ModelSettings(attention=AttentionSettings(positions="alibi", head_dim=33), encoder=EncoderSettings(head_dim=33))
     with pytest.raises(ValueError, match=r"model\.encoder\.head_dim is 33.*rope"):
         ModelSettings(
@@ -371,7 +375,7 @@ def test_positions_of_encoder_and_cross_attention_pair_features_by_themselves():
 
 @pytest.mark.parametrize("positions", ["rope", "transformer-xl"])
 @pytest.mark.parametrize("documents", [None, torch.tensor([[3, 3, 3, 4]])])
-def test_a_token_sees_the_tokens_of_its_window_in_every_layer(positions, documents):
+def test_a_token_reads_the_tokens_of_its_sliding_window_in_every_layer(positions, documents):
     window, layers = 3, 2
     changes = {
         "attention.sliding_window": window,
@@ -387,7 +391,7 @@ def test_a_token_sees_the_tokens_of_its_window_in_every_layer(positions, documen
         assert sees.nonzero().flatten().tolist() == list(range(first, position + 1))
 
 
-def test_a_feed_forward_block_beside_the_attention_reads_what_that_reads():
+def test_a_parallel_feed_forward_block_reads_the_input_of_the_attention():
     tokens, neighbors, lengths = batch()
     model = build("neox", num_layers=1, **{"retrieval.cca_layers": (1,)})
     h = model.embed(tokens)
@@ -399,7 +403,7 @@ def test_a_feed_forward_block_beside_the_attention_reads_what_that_reads():
     torch.testing.assert_close(attended, model.run_layers(h, None, None, neighbors, lengths)[0] + added)
 
 
-def test_a_table_of_positions_needs_none_of_places_in_a_chunk_where_retrieval_has_other_positions():
+def test_learned_positions_create_no_chunk_tables_if_retrieval_uses_rope():
     changes = {"attention.positions": "learned", "retrieval.positions": "rope", "scaled_embeddings": False}
     model = build(**changes, **{"attention.max_positions": T})
     assert not any(name.startswith(("chunk", "encoder.position")) for name, _ in model.named_parameters())
@@ -410,15 +414,15 @@ def test_a_table_of_positions_needs_none_of_places_in_a_chunk_where_retrieval_ha
     assert first_difference(*turned) == M - 1
 
 
-def test_inputs_of_the_wrong_number_of_chunks_are_refused():
+def test_a_wrong_number_of_chunks_is_rejected():
     tokens, neighbors, _ = batch()
     with pytest.raises(ValueError, match=r"3 chunks.*16 tokens complete 4"):
-        model_of("rope")(tokens, None, neighbors[:, :3])
+        cached_model("rope")(tokens, None, neighbors[:, :3])
     with pytest.raises(ValueError, match="4 columns, but 11 tokens"):
-        model_of("rope")(tokens[:, :11], DOCUMENTS)
+        cached_model("rope")(tokens[:, :11], DOCUMENTS)
 
 
-def test_what_is_longer_than_a_table_of_positions_is_refused_by_the_name_of_its_setting():
+def test_inputs_longer_than_the_position_table_are_rejected_with_its_setting():
     model = build(**{"attention.positions": "learned", "attention.max_positions": T - 1})
     tokens, neighbors, _ = batch()
     with pytest.raises(InputError, match=r"model\.attention\.max_positions is 15: set it to 16 or more"):
@@ -427,7 +431,7 @@ def test_what_is_longer_than_a_table_of_positions_is_refused_by_the_name_of_its_
         model(tokens[:, :M], None, neighbors[:, :1, :, :1].expand(-1, -1, -1, 9))
 
 
-def test_learned_positions_are_what_tells_the_order_of_a_neighbors_tokens():
+def test_learned_positions_encode_the_order_of_neighbor_tokens():
     model = build(**{"attention.positions": "learned"})
     tokens, neighbors, _ = batch()
     turned = neighbors.flip(-1)
@@ -441,9 +445,9 @@ def test_learned_positions_are_what_tells_the_order_of_a_neighbors_tokens():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("scheme", ["alibi", "learned"])
-def test_the_options_compile_without_a_graph_break(scheme):
+def test_attention_options_compile_without_graph_breaks(scheme):
     model, (tokens, neighbors, lengths) = build(scheme, num_layers=2, **{"retrieval.cca_layers": (2,)}), batch()
-    # Traced, with its backward pass, but not written as C++: that takes a minute.
+    # Traced with the backward pass, but not compiled to C++, which takes a minute.
     compiled = torch.compile(model.hidden, fullgraph=True, dynamic=False, backend="aot_eager")
     for documents in (None, DOCUMENTS):
         expected = model.hidden(tokens, documents, neighbors, lengths)
@@ -457,9 +461,9 @@ def test_the_baseline_has_no_encoder_and_ignores_neighbors():
     assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens))
 
 
-def test_copying_init_says_what_followed_in_a_neighbor_before_anything_is_learned():
+def test_copying_init_predicts_what_follows_in_a_neighbor_before_training():
     def gain(**changes: bool) -> float:
-        """Of the mean log-probability of the next token, which the neighbors show, from OFF to ON."""
+        """Gain from OFF to ON in mean log-probability of the next token, which the neighbors contain."""
         torch.manual_seed(0)
         sizes = updated(
             SETTINGS,
@@ -474,7 +478,7 @@ def test_copying_init_says_what_followed_in_a_neighbor_before_anything_is_learne
         model = Retro(updated(sizes, {"shared_embeddings": True, "attention.smeared_keys": True, **changes})).eval()
         text = torch.randint(50, (64, 5 * M), generator=torch.Generator().manual_seed(0))
         tokens, labels = text[:, : 4 * M], text[:, 1 : 4 * M + 1, None]
-        read = text.unfold(1, 2 * M, M)[:, :, None]  # [64, 4, 1, 2M], each chunk and the one after it
+        read = text.unfold(1, 2 * M, M)[:, :, None]  # [64, 4, 1, 2M]: each chunk and the one after it
         log_p = [logits(model, tokens, None, neighbors).log_softmax(-1) for neighbors in (None, read)]
         off, on = (values.gather(-1, labels)[:, M - 1 :].mean().item() for values in log_p)
         return on - off
@@ -482,13 +486,13 @@ def test_copying_init_says_what_followed_in_a_neighbor_before_anything_is_learne
     assert gain(copying_init=True) > 3 * abs(gain(copying_init=False))
 
 
-def test_copying_init_without_shared_embeddings_is_refused():
+def test_copying_init_without_shared_embeddings_is_rejected():
     ModelSettings(copying_init=True, retrieval=RetrievalSettings(cca_layers=()))
     with pytest.raises(ValueError, match=r"model\.copying_init is True.*shared_embeddings"):
         ModelSettings(copying_init=True)
 
 
-def test_shared_embeddings_leave_one_table_and_still_read_the_neighbors():
+def test_shared_embeddings_use_one_table_for_the_encoder_too():
     model = build(shared_embeddings=True)
     tables = [name for name, parameter in model.named_parameters() if parameter.shape[0] == V]
     assert tables == ["embedding.weight"]
@@ -499,7 +503,7 @@ def test_shared_embeddings_leave_one_table_and_still_read_the_neighbors():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_dropout_drops_in_training_only():
+def test_dropout_is_active_in_training_only():
     model = build(dropout=0.5)
     tokens, neighbors, _ = batch()
     assert torch.equal(logits(model, tokens, None, neighbors), logits(model, tokens, None, neighbors))
@@ -510,8 +514,8 @@ def test_dropout_drops_in_training_only():
 # ---------------------------------------------------------------------------------------------------- loss, learning
 
 
-def test_a_model_learns_to_copy_what_its_neighbors_show():
-    """Random text, so without neighbors nothing can be learned but the frequencies: chunk u + 1 stands in chunk u's."""
+def test_the_model_learns_to_copy_from_its_neighbors():
+    """The text is random, so only neighbors help: chunk u + 1 is in chunk u's neighbor."""
     vocabulary, m, num_chunks = 16, 4, 4
 
     def train(retrieval: bool) -> float:
@@ -523,7 +527,7 @@ def test_a_model_learns_to_copy_what_its_neighbors_show():
         for _ in range(40):
             text = torch.randint(vocabulary, (32, (num_chunks + 1) * m), generator=generator)
             tokens, labels = text[:, : num_chunks * m], text[:, 1 : num_chunks * m + 1].clone()
-            labels[:, : m - 1] = IGNORED_LABEL  # no neighbors there
+            labels[:, : m - 1] = IGNORED_LABEL  # without neighbors
             neighbors = text[:, m:].reshape(-1, num_chunks, 1, m)
             hidden = model.hidden(tokens, None, neighbors if retrieval else None)
             objective = loss(hidden, model.output_weight, labels)

@@ -1,4 +1,4 @@
-"""Settings of a model in sections: by key, from JSON, and by the roles of their fields."""
+"""Model settings: set by key, read from JSON, grouped by the roles of their fields."""
 
 import json
 from dataclasses import asdict, fields, is_dataclass
@@ -24,7 +24,7 @@ OTHER = updated(
 )
 
 
-def test_what_is_written_as_json_is_read_back_equal() -> None:
+def test_settings_survive_a_json_round_trip() -> None:
     for settings in (ModelSettings(), OTHER):
         assert from_json(json.loads(json.dumps(asdict(settings)))) == settings
     assert from_json({"d_model": 32, "retrieval": {"cca_layers": [1]}}) == updated(
@@ -32,7 +32,7 @@ def test_what_is_written_as_json_is_read_back_equal() -> None:
     )
 
 
-def test_every_leaf_has_a_key_by_which_it_is_set() -> None:
+def test_every_setting_can_be_set_by_its_key() -> None:
     assert updated(ModelSettings(), flatten(OTHER)) == OTHER
     assert not any(is_dataclass(value) for value in flatten(OTHER).values())
     with pytest.raises(TypeError, match="heads"):
@@ -41,7 +41,7 @@ def test_every_leaf_has_a_key_by_which_it_is_set() -> None:
         updated(OTHER, {"attention.num_heads": 0})
 
 
-def test_a_preset_decides_sizes_and_a_base_its_decoder() -> None:
+def test_every_setting_has_a_role_for_presets_and_bases() -> None:
     sizes = keys_with("size")
     assert {"d_model", "attention.num_heads", "encoder.num_layers", "retrieval.cca_layers"} <= sizes
     assert {"attention.positions", "chunk_length", "vocab_size"}.isdisjoint(sizes)
@@ -64,7 +64,7 @@ def test_a_preset_decides_sizes_and_a_base_its_decoder() -> None:
         (ModelSettings(experts=ExpertSettings(num_experts=4), init="mup"), set(), {"experts.every", "mup_base_width"}),
     ],
 )
-def test_settings_without_effect_are_those_of_parts_that_are_not_there(
+def test_settings_of_unused_parts_have_no_effect(
     settings: ModelSettings, without: set[str], with_effect: set[str]
 ) -> None:
     found = keys_without_effect(settings)
@@ -73,7 +73,7 @@ def test_settings_without_effect_are_those_of_parts_that_are_not_there(
     assert found < set(flatten(settings))
 
 
-def test_a_field_that_its_type_limits_is_checked_in_every_section() -> None:
+def test_integer_minimums_are_checked_in_every_section() -> None:
     for section in fields(ModelSettings):
         default: Any = getattr(ModelSettings(), section.name)
         if is_dataclass(default):

@@ -1,6 +1,6 @@
-"""However a run is shared out over processes, it has the losses of one process, step by step, and goes on with any others.
+"""Every parallel configuration has the losses of one process, step by step, and resumes with any other configuration.
 
-Four processes are started once and do every run in turn, as a start of PyTorch takes longer than most of them.
+Four processes start once and execute all runs in turn, because starting PyTorch takes longer than most runs.
 """
 
 import json
@@ -37,13 +37,13 @@ from retro.training.step import OptimizerStep
 from retro.training.trainer import train
 from retro.tuning.settings import ALL, TuningSettings
 from tests.conftest import PATIENCE, forkserver, tiny_config
-from tests.retro.small_model import M, T, answers_only, batch, build, divided
+from tests.retro.small_model import M, T, answers_only, batch, build, split_batch
 
 WORLD = 4
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    # Every scheme of positions, grouped queries, tables of positions, embeddings that three stages hold, what other families have.
+    # All position schemes, grouped queries, position tables, embeddings on three stages, options of other families.
     "learned": {
         "attention.positions": "learned",
         "attention.max_positions": 64,
@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transformer-xl": {"attention.positions": "transformer-xl", "tied_embeddings": False},
     "experts": {"experts.num_experts": 4, "experts.every": 2},
     "float16": {},
-    # A base that one process has trained, frozen: batches without neighbors have no gradient at all.
+    # A frozen base trained by one process: batches without neighbors have no gradient.
     "retrofit": {},
     "lora": {"shared_embeddings": True},
     "prefix": {},
@@ -101,27 +101,27 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora-pipeline-zero-2": ("lora", {"pipeline": 2, "zero": 2}),
     "prefix-zero-3": ("prefix", {"zero": 3}),
 }
-"""By name: options of the model, and how four processes share it."""
+"""Name of a run → options of the model and parallel settings of four processes."""
 NUM_STEPS = 4
 COUNTED: list[tuple[ParallelSettings, int]] = [
     (ParallelSettings(zero=zero), accumulation)  # type: ignore[arg-type]
     for zero in (0, 1, 2, 3)
     for accumulation in (1, 2)
 ] + [(ParallelSettings(zero=3, activation_checkpointing="full"), 1), (ParallelSettings(expert=4), 1)]
-"""What is counted of how many batches' step."""
+"""Parallel settings and number of accumulated batches of the steps whose communication is measured."""
 ACCUMULATED = [ParallelSettings(), ParallelSettings(zero=2), ParallelSettings(pipeline=2), ParallelSettings(expert=2)]
-"""How four processes share a step of one batch, and of two."""
+"""Parallel settings of steps with one batch and with two accumulated ones."""
 CPU = torch.device("cpu")
 
 
 def run_of(
     config: Config, folder: Path, options: str, parallel: dict[str, Any], **changes: Any
 ) -> list[dict[str, float]]:
-    """The metrics of a run of a few steps, whoever calls this."""
+    """The metrics of a run of a few steps, in one process or in the group."""
     precision: Any = "float16" if options == "float16" else "float32"
     settings = replace(config.train, precision=precision, **changes)
     if options in TUNED:
-        whole = options == "prefix"  # without retrieval to draw
+        whole = options == "prefix"  # always with retrieval
         settings = replace(settings, init_from=str(config.run / ("retro" if whole else "base")))
     config = replace(
         config,
@@ -137,13 +137,13 @@ def run_of(
 
 
 def outermost_bytes(model: Retro) -> int:
-    """Of the parameters that are in no layer and not in the encoder: a unit that ZeRO-3 gathers once."""
+    """Bytes of parameters outside layers and encoder: a unit that ZeRO-3 gathers once."""
     inner = ("attention.", "cross.", "feed_forward.", "encoder.")
     return sum(value.nbytes for name, value in model.named_parameters() if not name.startswith(inner))
 
 
-def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dict[str, int]]:
-    """Bytes by kind that a step moves, and that this process sends."""
+def measure_communication(parallel: ParallelSettings, accumulation: int) -> dict[str, dict[str, int]]:
+    """Bytes of a step by kind of collective: in total and sent by this process."""
     model, placement = (
         build(**{"experts.num_experts": 4 if parallel.expert > 1 else 0}).train(),
         choose_placement("cpu", "float32"),
@@ -161,8 +161,8 @@ def communicated(parallel: ParallelSettings, accumulation: int) -> dict[str, dic
     return {"volume": dict(communication.volume), "sent": dict(communication.sent)}
 
 
-def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
-    """What a step of eight rows measures, labels on answers alone, taken as one batch or as several."""
+def measure_step(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
+    """Metrics of a step of eight rows with labels on answers only, split into `accumulation` batches."""
     model, placement, processes = (
         build(**{"experts.num_experts": 4}).train(),
         choose_placement("cpu", "float32"),
@@ -177,7 +177,7 @@ def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, floa
     rows = processes.rows(size)
     own = [
         {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
-        for part in divided(answers_only(8), accumulation)
+        for part in split_batch(answers_only(8), accumulation)
     ]
     parameters = [parameter for _, parameter in all_parameters(passes.model_parts)]
     optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
@@ -185,8 +185,8 @@ def accumulated(parallel: ParallelSettings, accumulation: int) -> dict[str, floa
     return OptimizerStep(passes, optimizer, processes, placement, settings)(0, own).metrics
 
 
-def graphs() -> dict[str, int]:
-    """How many a compiled, checkpointed model of several processes has after a training step, and after an evaluation."""
+def count_graphs() -> dict[str, int]:
+    """Number of graphs of a compiled, checkpointed, sharded model after a training step and after an evaluation."""
     torch.compile = partial(torch.compile, backend="aot_eager")
     placement = choose_placement("cpu", "float32")
     processes = Processes(ParallelSettings(zero=2, activation_checkpointing="full"), placement.device)
@@ -208,8 +208,8 @@ def graphs() -> dict[str, int]:
     return counts
 
 
-def process(rank: int, folder: Path, config: Config) -> None:
-    """One of the four: every run in turn; the first one writes what it has measured, each what went wrong."""
+def run_process(rank: int, folder: Path, config: Config) -> None:
+    """Execute every run on one of the four processes; rank 0 writes the metrics and each rank its errors."""
     torch.set_num_threads(1)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
@@ -223,21 +223,21 @@ def process(rank: int, folder: Path, config: Config) -> None:
             problem = traceback.format_exc()
         (folder / f"{name}.{rank}").write_text(problem)
         if problem:
-            os._exit(1)  # what the others wait for will not come
+            os._exit(1)  # the others would wait for this process forever
     try:
         run_of(config, folder / "not-finite", "plain", {"pipeline": 2, "zero": 2}, lr=1e30, max_grad_norm=0.0)
     except FloatingPointError as error:
         (folder / f"not-finite.{rank}").write_text(str(error))
-    # Half of a run in one way, the rest in another.
+    # Half of a run in one configuration, the rest in another.
     run_of(config, folder / "changed", "alibi", {"zero": 3}, checkpoint_every=2, steps=2)
     metrics = run_of(config, folder / "changed", "alibi", {"pipeline": 2, "tensor": 2}, checkpoint_every=2)
     if rank == 0:
         (folder / "changed.json").write_text(json.dumps(metrics))
-    counted = [communicated(parallel, accumulation) for parallel, accumulation in COUNTED]
+    counted = [measure_communication(parallel, accumulation) for parallel, accumulation in COUNTED]
     (folder / f"communicated.{rank}.json").write_text(json.dumps(counted))
-    steps = [accumulated(parallel, count) for parallel in ACCUMULATED for count in (1, 2)]
+    steps = [measure_step(parallel, count) for parallel in ACCUMULATED for count in (1, 2)]
     (folder / f"accumulated.{rank}.json").write_text(json.dumps(steps))
-    (folder / f"graphs.{rank}.json").write_text(json.dumps(graphs()))
+    (folder / f"graphs.{rank}.json").write_text(json.dumps(count_graphs()))
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_dat
         data=replace(config.data, retrieval_dropout=0.3),
         train=replace(config.train, **train_settings),
     )
-    for name, cca_layers in (("base", ()), ("retro", config.model.retrieval.cca_layers)):  # what others start from
+    for name, cca_layers in (("base", ()), ("retro", config.model.retrieval.cca_layers)):
         trained = replace(config, model=updated(config.model, {"retrieval.cca_layers": cca_layers}))
         run_of(trained, config.run / name, "plain", {}, steps=1, warmup_steps=0)
     return config
@@ -272,10 +272,10 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_dat
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
-    """Where the four have been."""
+    """The folder with the results of the four processes."""
     folder = tmp_path_factory.mktemp("parallel")
     context = forkserver()
-    processes = [context.Process(target=process, args=(rank, folder, config)) for rank in range(WORLD)]
+    processes = [context.Process(target=run_process, args=(rank, folder, config)) for rank in range(WORLD)]
     for one in processes:
         one.start()
     end = time.monotonic() + PATIENCE
@@ -287,7 +287,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, config: Config) -> dict[str, list[dict[str, float]]]:
-    """What one process measures, by the options of the model."""
+    """The metrics of one process, by name of the model's options."""
     runs = tmp_path_factory.mktemp("one")
     return {name: run_of(config, runs / name, name, {}) for name in OPTIONS}
 
@@ -297,13 +297,13 @@ def without_monitor(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]], rounding: float = 2e-5) -> None:
-    """Losses within float32's rounding of sums in another order, and what follows of them."""
+    """Assert equal losses up to float32 rounding of reordered sums, and derived metrics with larger tolerances."""
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             looser = 50 if name.startswith(("gradient_norm", "monitor/")) else 1
-            # A few sums of thousands may come out as exactly 0 in one order and not in another.
+            # A few of thousands of sums may be exactly 0 in one order and not in another.
             absolute = 1e-3 if name.startswith("monitor/zero/") else 1e-7
             assert ours[name] == pytest.approx(value, rel=rounding * looser, abs=absolute), (name, ours["step"])
 
@@ -318,14 +318,14 @@ def test_four_processes_have_the_losses_of_one(
         problem = file.read_text() if file.exists() else "it did not come so far"
         assert not problem, f"process {rank}: {problem}"
     found, expected, rounding = json.loads((folder / f"{name}.json").read_text()), alone[RUNS[name][0]], 2e-5
-    if name == "float16":  # what underflows depends on the rounding of sums
+    if name == "float16":  # underflow depends on the rounding of sums
         found, expected = without_monitor(found), without_monitor(expected)
         rounding = 1e-3
     assert_same(found, expected, rounding)
 
 
 @pytest.mark.slow
-def test_all_stop_at_a_batch_that_is_not_finite_and_the_first_names_it(folder: Path) -> None:
+def test_all_ranks_stop_at_a_non_finite_batch_and_rank_0_names_it(folder: Path) -> None:
     told = {(folder / f"not-finite.{rank}").read_text() for rank in range(WORLD)}
     named = list((folder / "not-finite" / "bad_batches").iterdir())
     assert len(told) == len(named) == 1
@@ -335,19 +335,19 @@ def test_all_stop_at_a_batch_that_is_not_finite_and_the_first_names_it(folder: P
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_shared_out_in_another_way(
+def test_a_run_resumes_in_another_parallel_configuration(
     folder: Path, config: Config, alone: dict[str, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     expected = [line for line in alone["alibi"] if "loss" in line]
     found = [line for line in json.loads((folder / "changed.json").read_text()) if "loss" in line]
     assert_same(found, expected)
-    # What four have begun one can end: the last checkpoint is of four, and holds what one process would have.
+    # A single process continues the run of four.
     for line in run_of(config, folder / "changed", "alibi", {}, steps=NUM_STEPS + 1)[-1:]:
         assert line["step"] == NUM_STEPS + 1
 
 
 @pytest.mark.slow
-def test_communication_is_as_the_formulas_say(folder: Path) -> None:
+def test_communication_matches_the_formulas(folder: Path) -> None:
     model = build()
     whole, outermost = sum(value.nbytes for value in model.parameters()), outermost_bytes(model)
     for rank in range(WORLD):
@@ -356,8 +356,8 @@ def test_communication_is_as_the_formulas_say(folder: Path) -> None:
         ):
             if parallel.expert > 1:
                 continue
-            # Each process's whole gradients are summed once; its parts are after every batch; ZeRO-3 holds parts of
-            # parameters too, all but those of the outermost unit gathered a second time for the backward pass.
+            # Whole gradients are summed once per step, sharded gradients after every batch. ZeRO-3 also gathers the
+            # parameters, and all but the outermost unit a second time for the backward pass.
             formula = (2, 2, 1 + batches, batches * (3 - outermost / whole))[parallel.zero] * whole
             assert sum(found["volume"].values()) == pytest.approx(formula, rel=0.02), (parallel, batches)
             assert sum(found["sent"].values()) == pytest.approx(formula * (WORLD - 1) / WORLD, rel=0.02)
@@ -365,15 +365,15 @@ def test_communication_is_as_the_formulas_say(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_is_the_mean_over_its_labels_however_many_batches_and_processes_it_has(folder: Path) -> None:
-    expected = accumulated(ALONE, 1)
+def test_a_step_averages_over_its_labels_for_any_number_of_batches_and_processes(folder: Path) -> None:
+    expected = measure_step(ALONE, 1)
     for rank in range(WORLD):
         for found in json.loads((folder / f"accumulated.{rank}.json").read_text()):
             assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_experts_exchange_their_queues_twice_a_pass(folder: Path) -> None:
+def test_experts_exchange_their_queues_twice_per_pass(folder: Path) -> None:
     found = json.loads((folder / "communicated.0.json").read_text())[-1]
     model = build(**{"experts.num_experts": 4}).train()
     layer = model.feed_forward["1"].block
@@ -385,20 +385,20 @@ def test_experts_exchange_their_queues_twice_a_pass(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_compiles_no_blocks_for_its_lengths(folder: Path) -> None:
+def test_evaluation_compiles_no_graphs_for_new_lengths(folder: Path) -> None:
     counts = json.loads((folder / "graphs.0.json").read_text())
-    # One for each kind of block (attention, cross-attention, feed-forward), and the loss.
+    # One per kind of block (attention, cross-attention, feed-forward) and one for the loss.
     assert counts == {"training": 4, "evaluation": 4}
 
 
-def refused(settings: ParallelSettings, **model: Any) -> str:
+def rejection(settings: ParallelSettings, **model: Any) -> str:
     with pytest.raises(InputError) as refusal:
         distribute(build(**model), Processes(settings, torch.device("cpu")))
     return str(refusal.value)
 
 
-def test_processes_that_do_not_fit_are_refused() -> None:
-    assert "parallel: pipeline 1 × data any × tensor 2 do not make 1 process" in refused(ParallelSettings(tensor=2))
+def test_impossible_parallel_settings_are_rejected() -> None:
+    assert "parallel: pipeline 1 × data any × tensor 2 do not make 1 process" in rejection(ParallelSettings(tensor=2))
     for key in ("data", "tensor", "pipeline", "microbatches", "expert"):
         with pytest.raises(InputError, match=f"parallel.{key} = -1: must be"):
             ParallelSettings(**{key: -1})
@@ -406,7 +406,7 @@ def test_processes_that_do_not_fit_are_refused() -> None:
         ParallelSettings(cpu_offload=True)
 
 
-def test_activation_checkpointing_keeps_less_and_changes_nothing() -> None:
+def test_activation_checkpointing_saves_memory_and_changes_no_gradient() -> None:
     tokens, neighbors, lengths = batch()
     inputs = {"tokens": tokens, "documents": None, "neighbors": neighbors, "neighbor_lengths": lengths}
     kept, operations, gradients = {}, {}, {}
@@ -428,6 +428,6 @@ def test_activation_checkpointing_keeps_less_and_changes_nothing() -> None:
         operations[how] = counter.get_total_flops()
         gradients[how] = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert kept["full"] < kept["none"] / 2
-    assert operations["selective"] == operations["none"] < operations["full"]  # products are made once
+    assert operations["selective"] == operations["none"] < operations["full"]  # matrix products are not recomputed
     for how in ("selective", "full"):
         torch.testing.assert_close(gradients[how], gradients["none"], rtol=1e-5, atol=1e-7)

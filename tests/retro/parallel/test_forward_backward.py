@@ -1,4 +1,4 @@
-"""What compilation adds to a pass: nothing but speed, for every way of checkpointing and every shape of batch."""
+"""Compilation changes speed only, with every kind of checkpointing and every shape of batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,12 +14,12 @@ from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from tests.retro.small_model import T, U, batch, build
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`torch.compile` traces graphs and runs them as they are: the code that Inductor makes of them takes minutes."""
+    """`torch.compile` traces graphs and runs them as they are, because Inductor's code generation takes minutes."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     yield
@@ -33,7 +33,7 @@ def passes_of(checkpointing: Any, compiled: bool, **model: Any) -> WholeModel:
 
 
 def inputs(k: int = 2, documents: bool = False) -> TensorBatch:
-    """A batch with k neighbors of each chunk, with or without borders of documents."""
+    """A batch with k neighbors per chunk, with or without document boundaries."""
     tokens, neighbors, lengths = batch()
     return {
         "tokens": tokens,
@@ -45,7 +45,7 @@ def inputs(k: int = 2, documents: bool = False) -> TensorBatch:
 
 
 def gradients(passes: WholeModel, given: TensorBatch) -> dict[str, Tensor]:
-    torch.manual_seed(0)  # of dropout
+    torch.manual_seed(0)  # seed of dropout
     passes.forward_backward(dict(given), StepContext(torch.tensor(1), len(given["tokens"]), 1.0, True))
     found = {name: one.grad for name, one in passes.model.named_parameters() if one.grad is not None}
     passes.model.zero_grad(set_to_none=True)
@@ -55,7 +55,7 @@ def gradients(passes: WholeModel, given: TensorBatch) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_a_compiled_model_is_checkpointed_and_has_the_same_gradients(checkpointing: str) -> None:
+def test_a_compiled_checkpointed_model_has_the_same_gradients(checkpointing: str) -> None:
     expected = gradients(passes_of("none", compiled=False), inputs())
     found = gradients(passes_of(checkpointing, compiled=True), inputs())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -63,7 +63,7 @@ def test_a_compiled_model_is_checkpointed_and_has_the_same_gradients(checkpointi
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
-def test_any_number_of_shapes_is_compiled() -> None:
+def test_any_number_of_shapes_can_be_compiled() -> None:
     passes = passes_of("none", compiled=True, num_layers=1, **{"retrieval.cca_layers": (1,)})
     for k in range(6):
         for documents in (False, True):

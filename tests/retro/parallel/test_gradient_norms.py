@@ -17,12 +17,12 @@ def parameters(seed: int = 0) -> list[nn.Parameter]:
     made = [nn.Parameter(torch.randn(shape)) for shape in [(8, 6), (6,), (7, 5), (3, 2, 4), (1,)]]
     for parameter in made:
         parameter.grad = torch.randn_like(parameter)
-    made.append(nn.Parameter(torch.ones(4)))  # without a gradient
+    made.append(nn.Parameter(torch.ones(4)))  # has no gradient
     return made
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, 100.0, math.inf])
-def test_clipping_is_that_of_torch_to_the_bit(max_norm: float) -> None:
+def test_clipping_equals_torchs_bit_for_bit(max_norm: float) -> None:
     for seed in range(20):
         ours, theirs = parameters(seed), parameters(seed)
         assert torch.equal(clip_(ours, max_norm), nn.utils.clip_grad_norm_(theirs, max_norm))
@@ -30,8 +30,8 @@ def test_clipping_is_that_of_torch_to_the_bit(max_norm: float) -> None:
             assert torch.equal(a.grad, b.grad)
 
 
-def test_a_known_norm_is_taken_in_place_of_the_own() -> None:
-    """Where other processes hold other parameters the norm is that of all of them."""
+def test_a_given_norm_replaces_the_computed_one() -> None:
+    """When processes hold different parameters, the norm covers all of them."""
     made = parameters()
     before = [parameter.grad.clone() for parameter in made[:-1]]
     assert clip_(made, 1.0, norm=torch.tensor(10.0)) == 10
@@ -39,7 +39,7 @@ def test_a_known_norm_is_taken_in_place_of_the_own() -> None:
         torch.testing.assert_close(parameter.grad, gradient / 10)
 
 
-def test_totals_keep_groups_apart() -> None:
+def test_totals_are_separate_for_each_group() -> None:
     groups = [[torch.ones(3), torch.ones(2, 2)], [], [torch.zeros(5)]]
     counts = totals(
         groups, lambda parts: torch.tensor([sum(part.numel() for part in parts), sum(part.sum() for part in parts)])
@@ -48,8 +48,8 @@ def test_totals_keep_groups_apart() -> None:
     assert squared_norm([]) == 0
 
 
-def _in_process(rank: int, folder: str) -> None:
-    """One of four: gradients cut, copied and pending over two meshes have the norm of the whole, before and after."""
+def _check_on_rank(rank: int, folder: str) -> None:
+    """On one of four ranks, check the norm of sharded, replicated and partial gradients on two meshes."""
     torch.set_num_threads(1)
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -60,7 +60,7 @@ def _in_process(rank: int, folder: str) -> None:
     gradients = [
         distribute_tensor(whole[0].grad, square, [Shard(0), Shard(1)]),
         distribute_tensor(whole[1].grad, square, [Replicate(), Shard(0)]),
-        distribute_tensor(whole[2].grad, line, [Shard(0)]),  # 7 rows: unequal parts
+        distribute_tensor(whole[2].grad, line, [Shard(0)]),  # 7 rows: uneven shards
         DTensor.from_local(whole[3].grad / 2, square, [Partial(), Replicate()], run_check=False),
         whole[4].grad,
     ]
@@ -82,7 +82,7 @@ def _in_process(rank: int, folder: str) -> None:
 
 
 def _check_monitor(whole: list[nn.Parameter], parts: list[nn.Parameter]) -> None:
-    """The figures of layer groups are those of whole tensors too, after an update that moves each entry by 0.1."""
+    """Assert that layer group metrics of sharded and whole tensors are equal, also after an update by 0.1."""
     cut = {"first": parts[:2], "second": parts[2:]}
     uncut = {"first": whole[:2], "second": whole[2:]}
     for name, figures in gradient_figures(uncut, tiny=0.1).items():
@@ -99,9 +99,9 @@ def _check_monitor(whole: list[nn.Parameter], parts: list[nn.Parameter]) -> None
     assert found[0] == pytest.approx(found[1])
 
 
-def test_what_is_spread_over_processes_has_the_norm_of_the_whole(tmp_path: Path) -> None:
+def test_distributed_gradients_have_the_norm_of_the_whole_tensors(tmp_path: Path) -> None:
     context = forkserver()
-    processes = [context.Process(target=_in_process, args=(rank, str(tmp_path))) for rank in range(4)]
+    processes = [context.Process(target=_check_on_rank, args=(rank, str(tmp_path))) for rank in range(4)]
     for process in processes:
         process.start()
     for process in processes:

@@ -1,4 +1,4 @@
-"""A batch whose loss is not finite: the run stops before its update and names it, or goes on without it."""
+"""Batches with a non-finite loss: the run stops before the update and names the batch, or skips it."""
 
 import json
 import math
@@ -18,31 +18,31 @@ from retro.parallel import forward_backward as passes
 from retro.training.trainer import MAX_REFUSED_IN_A_ROW, Outcome, train
 from tests.conftest import tiny_config
 
-BAD = 6  # the step whose batch is bad, counted from 1; there are 2 sequences in each
+BAD = 6  # the step with the bad batch, counted from 1; a batch has 2 sequences
 
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
-    config = replace(config, model=replace(config.model, dropout=0.1))  # so that random state matters
+    config = replace(config, model=replace(config.model, dropout=0.1))  # makes the random state matter
     return replace(config, train=replace(config.train, eval_every=0, monitor_every=2))
 
 
 @pytest.fixture
-def tokens_of_bad(config: Config) -> torch.Tensor:
-    """The tokens of the bad batch, by which it is known."""
+def bad_tokens(config: Config) -> torch.Tensor:
+    """The tokens of the bad batch, which identify it."""
     data = TrainingData([config.datastore], config.data, retrieval=True)
     return torch.from_numpy(data.batch(range(2 * BAD - 2, 2 * BAD)).tokens)
 
 
 @pytest.fixture
-def poison(tokens_of_bad: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every loss of the bad batch is NaN."""
+def nan_losses(bad_tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every loss of the bad batch NaN."""
     real = passes.summed_losses
 
     def losses(hidden, weight, labels, **options):
         found = real(hidden, weight, labels, **options)
-        bad = torch.equal(labels[:, 0], tokens_of_bad[:, 1])
+        bad = torch.equal(labels[:, 0], bad_tokens[:, 1])
         return Losses(*(value * math.nan for value in found)) if bad else found
 
     monkeypatch.setattr(passes, "summed_losses", losses)
@@ -57,22 +57,22 @@ def weights(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 
-def read(config: Config) -> dict:
+def bad_batch_report(config: Config) -> dict:
     return json.loads((config.run / "bad_batches" / f"{BAD:08d}.json").read_text())
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("nan_losses")
 def test_the_run_stops_before_the_update_and_names_the_batch(
-    config: Config, tmp_path: Path, tokens_of_bad: torch.Tensor, tiny_datastore: Datastore
+    config: Config, tmp_path: Path, bad_tokens: torch.Tensor, tiny_datastore: Datastore
 ) -> None:
     with pytest.raises(FloatingPointError, match=rf"step {BAD}: loss nan.*{BAD:08d}\.json.*--train\.on-nan skip"):
         run(config)
     checkpoint = checkpoints.open_checkpoint(config.run)
     assert checkpoint.step == BAD - 1
-    named = read(config)
+    named = bad_batch_report(config)
     assert named["step"] == BAD
     assert named["loss"] == "nan"
-    for sequence, tokens in zip(named["sequences"], tokens_of_bad, strict=True):
+    for sequence, tokens in zip(named["sequences"], bad_tokens, strict=True):
         split = tiny_datastore.train
         chunks = np.arange(*sequence["chunks"])
         assert np.array_equal(split.tokens.gather(chunks).ravel(), tokens.numpy())
@@ -82,20 +82,20 @@ def test_the_run_stops_before_the_update_and_names_the_batch(
     assert [sequence["sample"] for sequence in named["sequences"]] == [2 * BAD - 2, 2 * BAD - 1]
 
 
-def test_the_checkpoint_is_the_one_that_an_undisturbed_run_makes_there(
+def test_the_checkpoint_before_a_bad_batch_equals_that_of_an_undisturbed_run(
     config: Config, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     straight = replace(config, run=tmp_path / "straight")
     run(straight, checkpoint_every=BAD - 1)
-    request.getfixturevalue("poison")
+    request.getfixturevalue("nan_losses")
     with pytest.raises(FloatingPointError):
         run(config)
     ours, theirs = (checkpoints.step_folder(each.run, BAD - 1) for each in (config, straight))
     assert weights(ours) == weights(theirs)
 
 
-@pytest.mark.usefixtures("poison")
-def test_a_run_goes_on_without_the_batch_and_a_stopped_one_catches_up_to_the_bit(
+@pytest.mark.usefixtures("nan_losses")
+def test_a_resumed_run_that_skips_the_batch_equals_an_uninterrupted_one(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     straight = replace(config, run=tmp_path / "straight")
@@ -109,20 +109,20 @@ def test_a_run_goes_on_without_the_batch_and_a_stopped_one_catches_up_to_the_bit
         run(config)
     resumed = run(config, on_nan="skip")
     assert weights(resumed.checkpoint) == weights(skipping.checkpoint)
-    assert read(config) == read(straight)
-    # From a checkpoint after the batch, too.
+    assert bad_batch_report(config) == bad_batch_report(straight)
+    # Also from a checkpoint after the batch.
     assert checkpoints.open_checkpoint(straight.run).skipped == {"steps": 0, "batches": 1}
 
 
-def test_the_weights_do_not_move_in_a_step_that_is_skipped(config: Config, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("poison")
+def test_a_skipped_step_changes_no_weights(config: Config, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("nan_losses")
     run(config, on_nan="skip", checkpoint_every=1, keep_checkpoints=8)
     before, after, later = (weights(checkpoints.step_folder(config.run, BAD + n)) for n in (-1, 0, 1))
     assert before == after
     assert after != later
 
 
-def test_a_run_of_nothing_but_bad_batches_stops_though_it_should_skip(config: Config, monkeypatch) -> None:
+def test_too_many_bad_batches_in_a_row_stop_a_skipping_run(config: Config, monkeypatch) -> None:
     real = passes.summed_losses
 
     def losses(*arguments, **options):
@@ -134,7 +134,7 @@ def test_a_run_of_nothing_but_bad_batches_stops_though_it_should_skip(config: Co
     assert checkpoints.open_checkpoint(config.run).step == MAX_REFUSED_IN_A_ROW
 
 
-def test_a_gradient_that_is_not_finite_is_refused_as_a_loss_is(config: Config, monkeypatch) -> None:
+def test_a_non_finite_gradient_stops_the_run(config: Config, monkeypatch) -> None:
     real = passes.gradients
 
     def gradients(parameters):

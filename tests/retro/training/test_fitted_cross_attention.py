@@ -1,4 +1,4 @@
-"""A fitted start copies what neighbors hold at once, leaves the decoder alone, and is silent where copying does not help."""
+"""Fitted cross-attention copies from neighbors at once, keeps the decoder and does no harm without copies."""
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ CASES = {
 HERE = choose_placement("cpu", "float32")
 
 
-def sequences(*, telling: bool) -> dict[str, Tensor]:
-    """Random text, with neighbors that hold each chunk and what follows it, or something else."""
+def make_batch(*, telling: bool) -> dict[str, Tensor]:
+    """Random text. One neighbor of each chunk is the chunk and its continuation, or random if not `telling`."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (ROWS, M * CHUNKS))
     chunks = tokens.unflatten(1, (CHUNKS, M))
@@ -48,7 +48,7 @@ def sequences(*, telling: bool) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def nats(model: Retro, batch: dict[str, Tensor], *, on: bool) -> float:
+def mean_loss(model: Retro, batch: dict[str, Tensor], *, on: bool) -> float:
     hidden = model.hidden(batch["tokens"], None, batch["neighbors"] if on else None)
     return float(loss(hidden, model.output_weight, batch["labels"]))
 
@@ -59,30 +59,30 @@ def model(request: pytest.FixtureRequest) -> Retro:
     return Retro(updated(SETTINGS, CASES[request.param])).eval()
 
 
-def test_what_neighbors_hold_is_said_at_once_and_off_stays_as_it_was(model: Retro) -> None:
-    batch = sequences(telling=True)
+def test_fitting_lowers_the_loss_on_and_keeps_logits_off(model: Retro) -> None:
+    batch = make_batch(telling=True)
     off = model(batch["tokens"])
     fit_copying(model, batch, HERE)
     assert torch.equal(model(batch["tokens"]), off)
-    assert nats(model, batch, on=True) < nats(model, batch, on=False) - 0.25
+    assert mean_loss(model, batch, on=True) < mean_loss(model, batch, on=False) - 0.25
 
 
-def test_it_is_silent_where_neighbors_tell_nothing(model: Retro) -> None:
-    batch = sequences(telling=False)
+def test_fitting_does_no_harm_if_neighbors_are_random(model: Retro) -> None:
+    batch = make_batch(telling=False)
     fit_copying(model, batch, HERE)
-    assert nats(model, batch, on=True) <= nats(model, batch, on=False) + 1e-4
+    assert mean_loss(model, batch, on=True) <= mean_loss(model, batch, on=False) + 1e-4
 
 
-def test_heads_all_of_whose_features_turn_begin_no_worse_than_off() -> None:
+def test_heads_that_rotate_all_features_do_no_harm() -> None:
     model, batch = (
         Retro(updated(SETTINGS, {"attention.head_dim": 2, "attention.num_heads": 8})).eval(),
-        sequences(telling=True),
+        make_batch(telling=True),
     )
     fit_copying(model, batch, HERE)
-    assert nats(model, batch, on=True) <= nats(model, batch, on=False) + 1e-4
+    assert mean_loss(model, batch, on=True) <= mean_loss(model, batch, on=False) + 1e-4
 
 
-def test_only_keys_that_hold_what_stood_before_can_be_fitted() -> None:
+def test_fitting_needs_smeared_keys_copying_init_and_cross_attention() -> None:
     assert can_be_fitted(Retro(SETTINGS))
     for without in ({"retrieval.smeared_keys": False}, {"copying_init": False}, {"retrieval.cca_layers": ()}):
         assert not can_be_fitted(Retro(updated(SETTINGS, without)))

@@ -1,4 +1,4 @@
-"""Float16 with a loss scale: the same training as float32, but for rounding; overflows cost a step and lower the scale."""
+"""Float16 with dynamic loss scaling follows float32 up to rounding; an overflow skips the step and lowers the scale."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def lines(outcome: Outcome) -> list[dict]:
     ]
 
 
-def begin_with_scale(monkeypatch: pytest.MonkeyPatch, scale: float, growth_interval: int = 4) -> None:
+def start_with_scale(monkeypatch: pytest.MonkeyPatch, scale: float, growth_interval: int = 4) -> None:
     def scaler(placement: Placement) -> GradScaler:
         enabled = placement.dtype == torch.float16
         return GradScaler("cpu", init_scale=scale, growth_interval=growth_interval, enabled=enabled)
@@ -47,10 +47,10 @@ def begin_with_scale(monkeypatch: pytest.MonkeyPatch, scale: float, growth_inter
 
 
 def test_float16_follows_float32(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_with_scale(monkeypatch, 2.0**10, growth_interval=2000)
+    start_with_scale(monkeypatch, 2.0**10, growth_interval=2000)
     ours = lines(run(config, steps=10))
     theirs = lines(run(replace(config, run=tmp_path / "float32"), steps=10, precision="float32"))
-    assert theirs[-1]["loss"] < theirs[0]["loss"] - 0.5  # there is something to follow
+    assert theirs[-1]["loss"] < theirs[0]["loss"] - 0.5  # float32 itself learns
     for a, b in zip(ours, theirs, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=2e-2)
@@ -62,7 +62,7 @@ def test_float16_follows_float32(config: Config, tmp_path: Path, monkeypatch: py
 def test_an_overflow_skips_the_step_and_halves_the_scale_and_good_steps_double_it(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin_with_scale(monkeypatch, 2.0**26)
+    start_with_scale(monkeypatch, 2.0**26)
     found = lines(run(config, steps=16, checkpoint_every=1, keep_checkpoints=16))
     scales, skipped = ([line[name] for line in found] for name in ("loss_scale", "skipped_steps"))
     assert skipped[0] == 1
@@ -79,13 +79,13 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_good_steps_double_i
     assert all(math.isfinite(line["loss"]) for line in found)
 
 
-def test_a_resumed_run_has_the_scale_and_counts_of_an_undisturbed_one(
+def test_a_resumed_run_restores_the_scale_and_its_counts(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin_with_scale(monkeypatch, 2.0**24)
+    start_with_scale(monkeypatch, 2.0**24)
     config = replace(config, model=replace(config.model, dropout=0.1))
     straight = run(replace(config, run=tmp_path / "straight"), steps=12, lr_schedule="constant")
-    run(config, steps=7, lr_schedule="constant")  # in the middle of four good steps, after which the scale is doubled
+    run(config, steps=7, lr_schedule="constant")  # within the four good steps that double the scale
     state = json.loads((checkpoints.step_folder(config.run, 7) / "state.json").read_text())
     assert state["skipped"]["steps"] > 0
     assert 0 < state["scaler"]["_growth_tracker"] < 4
@@ -102,13 +102,15 @@ def test_a_resumed_run_has_the_scale_and_counts_of_an_undisturbed_one(
         (1.0, 2.0, 0.5, "applied"),
         (1.0, math.inf, 65536.0, "overflow"),
         (1.0, math.nan, 1.0, "overflow"),
-        (1.0, math.inf, 0.5, "refused"),  # no scale would cure it
+        (1.0, math.inf, 0.5, "refused"),  # no scale would help
         (1.0, math.inf, None, "refused"),
         (math.nan, 2.0, None, "refused"),
         (math.inf, math.inf, 65536.0, "refused"),
     ],
 )
-def test_what_becomes_of_an_update(loss: float, norm: float, scale: float | None, update: str) -> None:
+def test_updates_are_applied_skipped_as_overflow_or_refused(
+    loss: float, norm: float, scale: float | None, update: str
+) -> None:
     assert judge(loss, norm, scale) == update
 
 
@@ -117,7 +119,7 @@ def test_only_float16_has_a_loss_scale() -> None:
     assert [make_scaler(Placement(torch.device("cpu"), dtype)).is_enabled() for dtype in types] == [False, False, True]
 
 
-def test_tf32_is_refused_on_a_cpu_but_what_was_trained_in_it_is_evaluated_there() -> None:
+def test_tf32_is_rejected_for_training_on_a_cpu_and_evaluated_there_in_float32() -> None:
     with pytest.raises(InputError, match=r"train\.precision = 'tf32'.*'cpu'"):
         choose_placement("cpu", "tf32")
     assert choose_inference_placement("cpu", "tf32") == Placement(torch.device("cpu"), torch.float32)
@@ -135,7 +137,7 @@ def test_on_cuda_each_precision_follows_float32(config: Config, tmp_path: Path, 
 
 
 @pytest.mark.gpu
-def test_tf32_is_what_cuda_multiplies_in_where_it_is_set_and_nowhere_else() -> None:
+def test_tf32_changes_cuda_products_only_while_it_is_selected() -> None:
     torch.manual_seed(0)
     a = torch.randn(512, 512, device="cuda")
     exact = a.double() @ a.double()

@@ -1,4 +1,4 @@
-"""Starting from trained weights: what both models have is copied to the bit, what does not fit is refused by name."""
+"""Initialization from trained weights: shared weights are copied bit for bit, others are rejected by name."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +42,10 @@ def trained(config: Config) -> Checkpoint:
     return checkpoints.open_checkpoint(outcome.checkpoint)
 
 
-def started(checkpoint: Checkpoint, settings: ModelSettings) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The weights of a model before and after it starts from a checkpoint."""
+def weights_before_and_after(
+    checkpoint: Checkpoint, settings: ModelSettings
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of a model before and after initialization from a checkpoint."""
     torch.manual_seed(1)
     model = Retro(settings)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -51,34 +53,32 @@ def started(checkpoint: Checkpoint, settings: ModelSettings) -> tuple[dict[str, 
     return before, model.state_dict()
 
 
-def saved(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def saved_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return checkpoints.load_model(checkpoint, torch.device("cpu")).state_dict()
 
 
-def test_the_same_model_starts_with_equal_weights_also_from_an_exported_file(retro: Checkpoint, tmp_path: Path) -> None:
+def test_weights_are_copied_from_a_run_and_from_an_exported_file(retro: Checkpoint, tmp_path: Path) -> None:
     export(retro, tmp_path / "retro.safetensors")
     for source in (retro, checkpoints.open_checkpoint(tmp_path / "retro.safetensors")):
-        _, after = started(source, retro.model)
-        assert all(torch.equal(after[name], tensor) for name, tensor in saved(retro).items())
+        _, after = weights_before_and_after(source, retro.model)
+        assert all(torch.equal(after[name], tensor) for name, tensor in saved_weights(retro).items())
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("copying", [False, True])
-def test_retrieval_begins_as_off_beside_a_trained_decoder_or_copies(
-    baseline: Checkpoint, retro: Checkpoint, copying: bool
-) -> None:
+def test_new_retrieval_starts_as_off_or_copies(baseline: Checkpoint, retro: Checkpoint, copying: bool) -> None:
     model = Retro(replace(retro.model, shared_embeddings=copying, copying_init=copying)).eval()
     load_initial_weights(baseline, model, baseline.datastores)
     tokens, neighbors = torch.arange(32)[None], torch.arange(2 * 2 * 8).view(1, 2, 2, 8)
     assert torch.equal(model(tokens, neighbors=neighbors), model(tokens)) != copying
 
 
-def test_a_retro_starts_from_a_baseline_and_what_stays_random_is_logged(
+def test_a_retro_starts_from_a_baseline_and_logs_the_random_weights(
     retro: Checkpoint, baseline: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    before, after = started(baseline, retro.model)
-    weights = saved(baseline)
+    before, after = weights_before_and_after(baseline, retro.model)
+    weights = saved_weights(baseline)
     for name, tensor in after.items():
         reads = name.startswith("cross.") and name.endswith(".o_proj.weight")
         expected = torch.zeros_like(tensor) if reads else weights.get(name, before[name])
@@ -90,8 +90,8 @@ def test_a_retro_starts_from_a_baseline_and_what_stays_random_is_logged(
 
 
 def test_a_baseline_starts_from_a_retro_without_its_encoder(retro: Checkpoint, baseline: Checkpoint) -> None:
-    _, after = started(retro, baseline.model)
-    assert all(torch.equal(tensor, saved(retro)[name]) for name, tensor in after.items())
+    _, after = weights_before_and_after(retro, baseline.model)
+    assert all(torch.equal(tensor, saved_weights(retro)[name]) for name, tensor in after.items())
 
 
 @pytest.mark.parametrize(
@@ -110,35 +110,33 @@ def test_a_baseline_starts_from_a_retro_without_its_encoder(retro: Checkpoint, b
         ({"norm": "layer"}, [r"model\.norm = 'rms', this model 'layer'"]),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(retro: Checkpoint, change, words: list[str]) -> None:
+def test_incompatible_weights_are_rejected_with_their_name(retro: Checkpoint, change, words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
-        started(retro, updated(retro.model, change))
+        weights_before_and_after(retro, updated(retro.model, change))
     for pattern in words:
         assert caught.match(pattern)
 
 
-def test_a_run_that_starts_from_weights_knows_them_and_goes_on_without_the_file(
-    config: Config, retro: Checkpoint, tmp_path: Path
-) -> None:
+def test_a_resumed_run_does_not_need_the_initial_weights(config: Config, retro: Checkpoint, tmp_path: Path) -> None:
     file = tmp_path / "start.safetensors"
     export(retro, file)
     frozen = replace(config.train, init_from=str(file), lr=1e-30, warmup_steps=0, weight_decay=0.0, steps=4)
     begun = replace(config, run=tmp_path / "run", train=frozen)
     found = trained(begun)
     assert found.started_from == retro.fingerprint
-    for name, tensor in saved(found).items():
-        assert torch.equal(tensor, saved(retro)[name]), name
+    for name, tensor in saved_weights(found).items():
+        assert torch.equal(tensor, saved_weights(retro)[name]), name
     other = trained(replace(begun, run=tmp_path / "other", train=replace(frozen, init_from=str(retro.path))))
     assert other.started_from == retro.fingerprint
     file.unlink()
     assert trained(begun) == found
 
 
-def test_weights_of_another_datastore_are_taken_with_a_warning(retro: Checkpoint, caplog) -> None:
+def test_weights_of_another_datastore_are_loaded_with_a_warning(retro: Checkpoint, caplog) -> None:
     load_initial_weights(retro, Retro(retro.model), ["another"])
     assert "tokenizer must be the same" in caplog.text
 
 
-def test_a_baseline_of_equal_size_does_not_fit_a_retro_and_is_told_so(retro: Checkpoint) -> None:
+def test_a_baseline_of_equal_size_does_not_fit_a_retro(retro: Checkpoint) -> None:
     with pytest.raises(InputError, match="feed_forward"):
-        started(retro, baseline_of(retro.model))
+        weights_before_and_after(retro, baseline_of(retro.model))

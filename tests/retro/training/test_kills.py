@@ -1,4 +1,4 @@
-"""A run that is killed twenty times, at random moments and in the middle of writing, ends with the same bytes."""
+"""A run killed twenty times, at random moments and while writing, ends with the bytes of an uninterrupted run."""
 
 import random
 import signal
@@ -16,7 +16,7 @@ from retro.training.trainer import train
 from tests.conftest import at_operation, forkserver, kill_itself, tiny_config
 
 KILLS = 20
-LATEST = 20  # operation at which a process is killed: in one of its first two checkpoints
+LATEST = 20  # last operation that kills a process: in one of its first two checkpoints
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_twenty_kills_change_neither_weights_nor_metrics(
     tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore
 ) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder, run=tmp_path / "killed")
-    steps = 4 * KILLS * LATEST // 10 + 20  # checkpoints, every 4, take 10 operations: the last kill still hits the run
+    steps = 4 * KILLS * LATEST // 10 + 20  # 10 operations per checkpoint, every 4 steps: the last kill hits too
     settings = replace(
         config.train, steps=steps, log_every=3, eval_every=20, eval_tokens=100, checkpoint_every=4, num_threads=1
     )
@@ -32,12 +32,12 @@ def test_twenty_kills_change_neither_weights_nor_metrics(
     context = forkserver()
     draw, in_the_middle = random.Random(1), 0
     for kill in range(KILLS):
-        later = 0.02 * draw.random() if kill % 2 else 0.0  # every other one goes on for a moment
+        later = 0.02 * draw.random() if kill % 2 else 0.0  # every other process lives for a moment longer
         process = context.Process(target=run_until_killed, args=(config, draw.randint(1, LATEST), later))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        in_the_middle += being_written(config.run)
+        in_the_middle += has_unfinished_checkpoint(config.run)
     assert in_the_middle >= 3
     straight = replace(config, run=tmp_path / "straight")
     for one in (config, straight):
@@ -58,12 +58,12 @@ def run_until_killed(config: Config, operation: int, later: float) -> None:
     run(config)
 
 
-def being_written(run: Path) -> bool:
+def has_unfinished_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob(".*.tmp"))
 
 
 def files(run: Path) -> dict[str, bytes]:
-    """The last checkpoint, and which one is the best."""
+    """The last checkpoint and best.json."""
     last = checkpoints.open_checkpoint(run).path
     return {path.name: path.read_bytes() for path in [*last.iterdir(), run / "checkpoints" / "best.json"]}
 

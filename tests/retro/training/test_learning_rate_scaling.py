@@ -1,4 +1,4 @@
-"""Under mup a step moves no activation further in a wide model than in a narrow one."""
+"""With muP a training step changes activations equally in wide and in narrow models."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from retro.training.learning_rate_scaling import learning_rate_factors
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, batch
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 
 def movement(width: int, **changes: Any) -> dict[str, float]:
-    """How far three steps of training move activations of a model of some width: the root mean square of each."""
+    """Root mean square change of activations in three training steps of a model of the given width."""
     torch.manual_seed(0)
     sizes = {
         "d_model": width,
@@ -35,26 +35,26 @@ def movement(width: int, **changes: Any) -> dict[str, float]:
         residual.block.register_forward_hook(lambda _, __, output, name=name: found.__setitem__(name, output.detach()))
     tokens, neighbors, lengths = batch()
 
-    def look() -> dict[str, torch.Tensor]:
+    def current_activations() -> dict[str, torch.Tensor]:
         with torch.no_grad():
             found["logits"] = model(tokens, None, neighbors, lengths)
         return dict(found)
 
-    before = look()
+    before = current_activations()
     for _ in range(3):
         loss(model.hidden(tokens, None, neighbors, lengths), model.output_weight, tokens.roll(-1, 1)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    after = look()
+    after = current_activations()
     return {name: (after[name] - before[name]).square().mean().sqrt().item() for name in before}
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_step_moves_activations_as_far_at_every_width(tied: bool) -> None:
+def test_activations_change_equally_at_every_width(tied: bool) -> None:
     """The coordinate check of Yang et al. (2022), appendix D.1."""
 
     def growth(**changes: Any) -> dict[str, float]:
-        """How much further they move in a model eight times as wide."""
+        """Ratio of the changes in a model eight times as wide."""
         narrow, wide = (movement(width, tied_embeddings=tied, **changes) for width in (32, 256))
         return {name: wide[name] / narrow[name] for name in narrow}
 

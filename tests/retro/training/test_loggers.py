@@ -1,4 +1,4 @@
-"""Where metrics go besides `metrics.jsonl`."""
+"""Metric loggers other than `metrics.jsonl`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.conftest import tiny_config
 
 @pytest.fixture
 def wandb(tmp_path: Path, monkeypatch) -> Iterator[Any]:
-    """The package, away from the home folder of whoever runs the tests, and without a key."""
+    """The package without a key, kept out of the user's home folder."""
     package = pytest.importorskip("wandb")
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
@@ -28,7 +28,7 @@ def wandb(tmp_path: Path, monkeypatch) -> Iterator[Any]:
     package.teardown()
 
 
-def test_weights_and_biases_get_one_run_offline_however_often_it_is_resumed(
+def test_a_resumed_run_continues_its_wandb_run_offline(
     tmp_path: Path, tiny_datastore: Datastore, wandb, monkeypatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -54,7 +54,7 @@ def test_weights_and_biases_get_one_run_offline_however_often_it_is_resumed(
         run(stop_after=5)
     known = read_json(config.run / "wandb.json")["id"]
     run()
-    wandb.teardown()  # its service writes a moment later than it says
+    wandb.teardown()  # its service writes asynchronously
     assert [path.name for path in logged()] == [f"run-{known}.wandb"] * 2
     first, second = (path.read_bytes() for path in logged())
     for name in (b"loss", b"valid_bits_per_byte_on"):
@@ -63,7 +63,7 @@ def test_weights_and_biases_get_one_run_offline_however_often_it_is_resumed(
     assert b"d_model" in first  # the settings
 
 
-def test_without_a_key_nothing_is_trained_and_the_next_step_is_told(tmp_path: Path, wandb, monkeypatch) -> None:
+def test_a_missing_key_is_rejected_before_training(tmp_path: Path, wandb, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr("sys.stdin", None)
     (tmp_path / "settings.json").write_text("{}")
@@ -71,7 +71,7 @@ def test_without_a_key_nothing_is_trained_and_the_next_step_is_told(tmp_path: Pa
         WeightsAndBiases(tmp_path, 0)
 
 
-def test_a_run_that_begins_again_is_another_one_to_weights_and_biases(tmp_path: Path, wandb, monkeypatch) -> None:
+def test_a_restarted_run_is_a_new_wandb_run(tmp_path: Path, wandb, monkeypatch) -> None:
     given: list[dict] = []
     monkeypatch.setattr(wandb, "init", lambda **options: given.append(options))
     (tmp_path / "settings.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""What is measured in each layer group, and that warnings come before a divergence and not without one."""
+"""Metrics of each layer group; warnings come before a divergence and not without one."""
 
 import logging
 import math
@@ -41,14 +41,14 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def a_monitor(every: int = 1) -> Monitor:
+def make_monitor(every: int = 1) -> Monitor:
     return Monitor({}, 1e-38, every)
 
 
 # --- figures -------------------------------------------------------------------------------------------------------
 
 
-def test_every_parameter_of_a_model_is_in_one_group(tiny_model: Retro) -> None:
+def test_every_parameter_is_in_one_group(tiny_model: Retro) -> None:
     groups = Monitor.of(tiny_model.named_parameters(), torch.float32, 1).groups
     assert list(groups) == [
         *(f"attention_0{layer}" for layer in (1, 2, 3)), "cross_02", "cross_03", "embedding", "encoder",
@@ -59,8 +59,8 @@ def test_every_parameter_of_a_model_is_in_one_group(tiny_model: Retro) -> None:
     assert group_of("_wrapped.attention.11._checkpointed.block.q_proj.weight") == "attention_12"
 
 
-def test_figures_of_a_gradient_are_those_of_its_entries() -> None:
-    """Judged as it stands in float16 under a loss scale; the norm is that of the true gradient."""
+def test_gradient_figures_are_computed_from_the_entries() -> None:
+    """Overflow and underflow are counted in the scaled gradient; the norm is that of the unscaled gradient."""
     one, other = nn.Parameter(torch.zeros(2, 4)), nn.Parameter(torch.zeros(2))
     one.grad = torch.tensor([[3.0, 4.0, 0.0, 0.0], [1e-5, -1e-7, 0.0, 0.0]])
     other.grad = torch.tensor([math.inf, math.nan])
@@ -71,7 +71,7 @@ def test_figures_of_a_gradient_are_those_of_its_entries() -> None:
     assert "none" not in found
 
 
-def test_the_update_ratio_is_the_change_over_the_weights_before_it() -> None:
+def test_update_ratio_is_the_change_relative_to_the_weights_before() -> None:
     groups = {"all": [nn.Parameter(torch.full((4,), 1.0)), nn.Parameter(torch.full((12,), 1.0))]}
     before = {"all": [weight.detach().clone() for weight in groups["all"]]}
     with torch.no_grad():
@@ -79,14 +79,14 @@ def test_the_update_ratio_is_the_change_over_the_weights_before_it() -> None:
     assert update_ratios(groups, before)["all"]["update_ratio"] == pytest.approx(math.sqrt(4 * 0.25) / 4)
 
 
-def test_it_looks_often_at_the_start_and_then_regularly() -> None:
-    assert [step for step in range(1, 101) if a_monitor(every=30).due(step)] == [1, 2, 4, 8, 16, 30, 60, 90]
+def test_measurements_are_frequent_at_the_start_and_then_regular() -> None:
+    assert [step for step in range(1, 101) if make_monitor(every=30).due(step)] == [1, 2, 4, 8, 16, 30, 60, 90]
 
 
 # --- a real training -----------------------------------------------------------------------------------------------
 
 
-def test_a_normal_run_does_not_warn_and_measures_all_groups(
+def test_a_normal_run_measures_all_groups_without_warnings(
     config: Config, caplog: pytest.LogCaptureFixture, tiny_model: Retro
 ) -> None:
     outcome = run(config)
@@ -98,24 +98,24 @@ def test_a_normal_run_does_not_warn_and_measures_all_groups(
         for group in groups:
             assert all(math.isfinite(line[f"{PREFIX}{figure}/{group}"]) for line in looked)
     whole = {line["step"]: line["gradient_norm"] for line in outcome.metrics if "loss" in line}
-    for line in looked:  # the norms of the groups are those of a partition
+    for line in looked:  # the groups partition the parameters
         norms = [line[f"{PREFIX}gradient_norm/{group}"] for group in groups]
         assert math.hypot(*norms) == pytest.approx(whole[line["step"]], rel=1e-4)
 
 
-def test_looking_changes_nothing(config: Config, tmp_path: Path) -> None:
+def test_monitoring_changes_no_weights(config: Config, tmp_path: Path) -> None:
     looked = run(config, steps=8, warmup_steps=2)
     not_looked = run(replace(config, run=tmp_path / "other"), steps=8, warmup_steps=2, monitor_every=0)
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (looked.checkpoint / name).read_bytes() == (not_looked.checkpoint / name).read_bytes()
 
 
-def test_a_learning_rate_100_times_too_high_is_warned_of(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_learning_rate_100_times_too_high_causes_a_warning(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     run(config, lr=100 * config.train.lr)
     assert any("a step changes the weights by" in warning for warning in warnings_in(caplog))
 
 
-def test_the_warning_comes_before_the_loss_is_not_a_number(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warning_precedes_a_nan_loss(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(FloatingPointError):
         run(config, lr=1e4, max_grad_norm=0.0)
     assert "a step changes the weights by" in warnings_in(caplog)[0]
@@ -125,14 +125,14 @@ def test_the_warning_comes_before_the_loss_is_not_a_number(config: Config, caplo
 
 
 def noisy(step: int, around: float) -> float:
-    """Values within 5% of one, and one odd one, which alone means nothing."""
+    """Values within 5% of `around`, with one outlier, which alone causes no warning."""
     return around * (3 if step == 27 else 1 + 0.05 * math.sin(12.9898 * step))
 
 
-def test_a_loss_that_rises_and_stays_is_warned_of_once_and_a_single_spike_is_not(
+def test_a_lasting_rise_of_the_loss_warns_once_and_a_spike_does_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monitor = a_monitor()
+    monitor = make_monitor()
     for step in range(1, 41):
         monitor.watch(step, noisy(step, 4.0 - 0.02 * step), 1.0, {})
     assert warnings_in(caplog) == []
@@ -142,11 +142,11 @@ def test_a_loss_that_rises_and_stays_is_warned_of_once_and_a_single_spike_is_not
     assert warnings_in(caplog)[0].startswith("step 43: the loss is 5.8")
 
 
-def test_a_gradient_that_grows_tenfold_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    monitor = a_monitor()
+def test_a_tenfold_gradient_norm_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = make_monitor()
     for step in range(1, 21):
         monitor.watch(step, 4.0, noisy(step, 1.0), {f"{PREFIX}gradient_norm/cross_06": noisy(step, 0.1)})
-    monitor.watch(21, 4.0, 5.0, {f"{PREFIX}gradient_norm/cross_06": 0.5})  # not far enough
+    monitor.watch(21, 4.0, 5.0, {f"{PREFIX}gradient_norm/cross_06": 0.5})  # below the threshold
     assert warnings_in(caplog) == []
     for step in range(22, 26):
         monitor.watch(step, 4.0, 20.0, {f"{PREFIX}gradient_norm/cross_06": 2.0})
@@ -155,15 +155,15 @@ def test_a_gradient_that_grows_tenfold_is_warned_of(caplog: pytest.LogCaptureFix
     assert whole.startswith("step 24: the norm of the gradient is 20")
 
 
-def test_batches_without_neighbors_do_not_make_the_others_look_large(caplog: pytest.LogCaptureFixture) -> None:
-    monitor = a_monitor()
+def test_batches_without_neighbors_do_not_lower_the_reference(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = make_monitor()
     for step in range(1, 60):
         monitor.watch(step, 4.0, 1.0, {f"{PREFIX}gradient_norm/encoder": 0.1 if step % 3 == 0 else 0.0})
     assert warnings_in(caplog) == []
 
 
-def test_an_overflow_that_comes_again_and_again_is_warned_of_but_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    monitor = a_monitor()
+def test_repeated_overflows_warn_at_long_intervals(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = make_monitor()
     for step in range(1, 20):
         monitor.watch(step, 4.0, 1.0, {f"{PREFIX}overflow/head": 0.01 if step % 3 else 0.0})
     assert warnings_in(caplog) == []

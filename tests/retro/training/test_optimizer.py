@@ -1,4 +1,4 @@
-"""Schedules at their ends, and who decays."""
+"""Learning-rate schedules at their ends, and which parameters decay."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.retro.small_model import build
 @pytest.mark.parametrize(
     ("schedule", "middle", "end"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1), ("wsd", 1, 0.1)]
 )
-def test_a_schedule_warms_up_and_ends_where_it_should(schedule, middle: float, end: float) -> None:
+def test_schedules_warm_up_and_end_at_their_final_rate(schedule, middle: float, end: float) -> None:
     settings = TrainSettings(
         lr_schedule=schedule, steps=210, warmup_steps=10, lr=1.0, min_lr_ratio=0.1, decay_ratio=0.2
     )
@@ -42,8 +42,8 @@ def test_matrices_decay_and_norms_do_not() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["transformer-xl", "smeared", "smeared-far", "neox"])
-def test_what_heads_have_of_their_own_does_not_decay(scheme: str) -> None:
-    """Transformer-XL's u and v are biases, taps and smear are shares: two dimensions do not make a matrix."""
+def test_per_head_parameters_do_not_decay(scheme: str) -> None:
+    """Biases (Transformer-XL's u and v), taps and smear ratios do not decay although they have two dimensions."""
     model = build(scheme, **{"experts.num_experts": 0 if scheme == "neox" else 4})  # experts have no biases
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -69,7 +69,7 @@ def test_what_heads_have_of_their_own_does_not_decay(scheme: str) -> None:
     }
 
 
-def test_parameters_with_a_factor_learn_and_decay_as_they_should() -> None:
+def test_lr_factors_scale_the_learning_rate_and_keep_the_decay() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     factors = {"1.weight": 0.25}
     optimizer = make_optimizer([model], TrainSettings(lr=1e-2), factors)
@@ -84,5 +84,5 @@ def test_parameters_with_a_factor_learn_and_decay_as_they_should() -> None:
     for layer in model:
         layer.weight.grad = torch.zeros_like(layer.weight)
     optimizer.step()
-    for layer, weight in zip(model, before, strict=True):  # without a slope only the decay is left, at one pace
+    for layer, weight in zip(model, before, strict=True):  # zero gradients leave only the decay
         torch.testing.assert_close(layer.weight.detach(), weight * (1 - 1e-2 * 0.1))

@@ -1,4 +1,4 @@
-"""Runs that train a part of a model: what they begin with, leave alone, save, and go on from."""
+"""Runs that train a part of a model: initial weights, frozen weights, checkpoints and resuming."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +35,7 @@ ADAPTERS = {
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
-    """A run of four steps that looks at everything once."""
+    """Four steps with one evaluation at the end."""
     config = replace(tiny_config(tmp_path_factory.mktemp("retrofit"), tiny_corpus), datastore=tiny_datastore.folder)
     return replace(config, train=replace(config.train, steps=4, warmup_steps=1, eval_every=4, checkpoint_every=2))
 
@@ -43,7 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_dat
 def run(
     config: Config, folder: Path, start: Path | str = "", tuning: TuningSettings = RETROFIT, **options: Any
 ) -> Outcome:
-    """Train in a folder, from a checkpoint; by default a RETROfit of it."""
+    """Train in `folder`, initialized from a checkpoint; by default a RETROfit."""
     advance: Callable[[int], None] = options.pop("advance", lambda _: None)
     model = options.pop("model", ModelSettings(preset="base", chunk_length=16))
     settings = replace(config.train, **{"init_from": str(start), "lr": 1e-2, **options})
@@ -62,7 +62,7 @@ def base(config: Config) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def retro(config: Config, base: Checkpoint) -> Checkpoint:
-    """The same with encoder and cross-attention trained beside it."""
+    """The base with trained encoder and cross-attention."""
     return checkpoints.open_checkpoint(run(config, config.run.with_name("retro"), base.path).checkpoint)
 
 
@@ -71,7 +71,7 @@ def tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def off(checkpoint: Checkpoint) -> Tensor:
+def logits_off(checkpoint: Checkpoint) -> Tensor:
     """Logits without retrieval."""
     return checkpoints.load_model(checkpoint, torch.device("cpu"))(torch.arange(64)[None])
 
@@ -81,7 +81,7 @@ def files(outcome: Outcome) -> list[bytes]:
 
 
 def interrupt_after(steps: int) -> Callable[[int], None]:
-    """An `advance` that raises in the step after so many."""
+    """An `advance` that raises KeyboardInterrupt after the given number of steps."""
     seen = [0]
 
     def advance(tokens: int) -> None:
@@ -92,20 +92,18 @@ def interrupt_after(steps: int) -> Callable[[int], None]:
     return advance
 
 
-def test_retrofit_leaves_the_base_and_its_retrieval_off_as_they_were_to_the_bit(
-    base: Checkpoint, retro: Checkpoint
-) -> None:
+def test_retrofitting_changes_no_weight_of_the_base_and_no_logit_off(base: Checkpoint, retro: Checkpoint) -> None:
     before, after = tensors(base), tensors(retro)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert {name for name in after if name.startswith(RETRIEVAL)} == set(after) - set(before)
-    assert torch.equal(off(base), off(retro))
+    assert torch.equal(logits_off(base), logits_off(retro))
     moments = {name.partition("/")[2] for name in index(retro.training) if "/" in name}
     assert moments == set(after) - set(before)
     assert retro.tuning == RETROFIT
     assert retro.started_from == base.fingerprint
 
 
-def test_one_that_copies_is_fitted_to_the_base_and_leaves_it_alone(
+def test_a_retrofit_with_copying_init_is_fitted_and_keeps_the_base(
     config: Config, base: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -120,7 +118,7 @@ def test_one_that_copies_is_fitted_to_the_base_and_leaves_it_alone(
     assert "is fitted to copy" not in caplog.text
 
 
-def test_the_preset_is_the_decoder_of_the_base_with_the_usual_beside_it(base: Checkpoint, retro: Checkpoint) -> None:
+def test_preset_base_combines_the_bases_decoder_with_default_retrieval(base: Checkpoint, retro: Checkpoint) -> None:
     found = retro.model
     assert replace(found, encoder=base.model.encoder, retrieval=base.model.retrieval) == base.model
     assert (found.retrieval.cca_layers, found.encoder.d_model, found.encoder.num_layers, found.preset) == (
@@ -131,8 +129,8 @@ def test_the_preset_is_the_decoder_of_the_base_with_the_usual_beside_it(base: Ch
     )
 
 
-def test_a_frozen_decoder_sees_neighbors_in_every_sequence(config: Config, base: Checkpoint, tmp_path: Path) -> None:
-    """Dropping retrieval would teach it nothing: it is left out, so the share that is set changes no loss."""
+def test_a_frozen_decoder_reads_neighbors_in_every_sequence(config: Config, base: Checkpoint, tmp_path: Path) -> None:
+    """Sequences without retrieval would teach nothing, so retrieval_dropout has no effect on the losses."""
     runs = []
     for share in (0.0, 0.9):
         dropped = replace(config, data=replace(config.data, retrieval_dropout=share))
@@ -142,7 +140,7 @@ def test_a_frozen_decoder_sees_neighbors_in_every_sequence(config: Config, base:
 
 
 @pytest.mark.parametrize("tuning", [RETROFIT, *ADAPTERS.values()], ids=["retrieval", *ADAPTERS])
-def test_a_run_that_was_stopped_goes_on_to_the_bit_without_what_it_began_with(
+def test_a_resumed_run_equals_an_uninterrupted_one_without_the_initial_weights(
     config: Config, retro: Checkpoint, tmp_path: Path, tuning: TuningSettings
 ) -> None:
     start = tmp_path / "start.safetensors"
@@ -156,14 +154,12 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit_without_what_it_began_with(
 
 @pytest.fixture(scope="module", params=ADAPTERS)
 def adapted(request: pytest.FixtureRequest, config: Config, retro: Checkpoint) -> Checkpoint:
-    """A model that an adapter was trained for."""
+    """The model with a trained adapter."""
     outcome = run(config, config.run.with_name(request.param), retro.path, ADAPTERS[request.param])
     return checkpoints.open_checkpoint(outcome.checkpoint)
 
 
-def test_an_adapter_stands_beside_the_weights_and_is_in_the_model_that_is_loaded(
-    retro: Checkpoint, adapted: Checkpoint
-) -> None:
+def test_adapter_weights_are_saved_separately_and_loaded_with_the_model(retro: Checkpoint, adapted: Checkpoint) -> None:
     beside = {name for name in tensors(adapted) if is_adapter(name)}
     assert beside
     assert set(tensors(adapted)) - beside == set(tensors(retro))
@@ -171,23 +167,21 @@ def test_an_adapter_stands_beside_the_weights_and_is_in_the_model_that_is_loaded
     before, after = tensors(retro), tensors(adapted)
     trained = RETRIEVAL if adapted.tuning.weights == "retrieval" else ()
     assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith(trained))
-    assert not torch.allclose(off(adapted), off(retro), atol=1e-3)
+    assert not torch.allclose(logits_off(adapted), logits_off(retro), atol=1e-3)
 
 
-def test_an_exported_adapter_computes_the_same_and_lora_is_no_longer_one(
-    config: Config, adapted: Checkpoint, tmp_path: Path
-) -> None:
+def test_exporting_merges_lora_and_keeps_other_adapters(config: Config, adapted: Checkpoint, tmp_path: Path) -> None:
     export(adapted, tmp_path / "model.safetensors")
     exported = checkpoints.open_checkpoint(tmp_path / "model.safetensors")
-    assert torch.equal(off(exported), off(adapted))
+    assert torch.equal(logits_off(exported), logits_off(adapted))
     plain = adapted.tuning.adapter == "lora"
     assert exported.tuning == (TuningSettings() if plain else adapted.tuning)
     assert any(map(is_adapter, tensors(exported))) != plain
     outcome = run(config, tmp_path / "run", tmp_path / "model.safetensors", exported.tuning, lr=1e-30, weight_decay=0.0)
-    assert torch.equal(off(checkpoints.open_checkpoint(outcome.checkpoint)), off(adapted))
+    assert torch.equal(logits_off(checkpoints.open_checkpoint(outcome.checkpoint)), logits_off(adapted))
 
 
-def test_another_run_goes_on_with_the_adapter_or_is_told_what_it_has(
+def test_another_run_continues_an_adapter_and_rejects_other_tuning(
     config: Config, adapted: Checkpoint, tmp_path: Path
 ) -> None:
     still = {"lr": 1e-30, "weight_decay": 0.0}
@@ -198,7 +192,7 @@ def test_another_run_goes_on_with_the_adapter_or_is_told_what_it_has(
     assert not (tmp_path / "without").exists()
 
 
-def test_cached_decoding_has_the_adapter(adapted: Checkpoint) -> None:
+def test_cached_decoding_uses_the_adapter(adapted: Checkpoint) -> None:
     model, tokens = checkpoints.load_model(adapted, torch.device("cpu")), torch.arange(40)
     decoder = Decoder(model, choose_placement("cpu", "float32"), 64)
     found = [decoder.read([part])[0] for part in (tokens[:30].numpy(), *tokens[30:, None].numpy())]
@@ -206,7 +200,7 @@ def test_cached_decoding_has_the_adapter(adapted: Checkpoint) -> None:
         torch.testing.assert_close(torch.stack(found), model(tokens[None])[0, 29:], rtol=1e-4, atol=1e-4)
 
 
-def test_what_cannot_be_begun_is_refused_by_name(config: Config, base: Checkpoint, tmp_path: Path) -> None:
+def test_impossible_retrofits_are_rejected_with_their_keys(config: Config, base: Checkpoint, tmp_path: Path) -> None:
     for words, options in [
         (r"tuning\.weights = 'retrieval'.*train\.init_from", {}),
         (r"model\.preset = 'base'.*train\.init_from", {"tuning": TuningSettings()}),

@@ -1,4 +1,4 @@
-"""Requests to stop: finished steps are saved, and the handlers of before are put back."""
+"""Signals stop a run after the current step is saved; previous signal handlers are restored."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """A process that a shell has started in the background ignores SIGINT from the beginning."""
+    """Shells start background processes with SIGINT ignored, so set the default handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -44,13 +44,13 @@ def signal_in_step(step: int, *numbers: int):
         seen[0] += tokens
         if seen[0] == step * 2 * 64:
             for number in numbers:
-                signal.raise_signal(number)  # two kills in a row may arrive as one
+                signal.raise_signal(number)  # two OS signals in a row could be merged
 
     return advance
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_step_is_finished_and_saved_and_the_same_run_goes_on_to_the_bit(
+def test_a_signal_saves_the_step_and_the_resumed_run_equals_an_uninterrupted_one(
     config: Config, tmp_path: Path, number: int, status: int
 ) -> None:
     straight = run(replace(config, run=tmp_path / "straight"))
@@ -69,7 +69,7 @@ def test_the_step_is_finished_and_saved_and_the_same_run_goes_on_to_the_bit(
     assert values[0] == values[1]
 
 
-def test_a_second_sigterm_changes_nothing_and_a_second_sigint_stops_at_once(config: Config) -> None:
+def test_a_second_sigterm_is_ignored_and_a_second_sigint_stops_at_once(config: Config) -> None:
     with pytest.raises(Stopped):
         run(config, advance=signal_in_step(3, signal.SIGTERM, signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt) as stopped:
@@ -78,11 +78,11 @@ def test_a_second_sigterm_changes_nothing_and_a_second_sigint_stops_at_once(conf
     assert checkpoints.open_checkpoint(config.run).step == 4
 
 
-def test_a_signal_in_the_last_step_lets_the_run_be_complete(config: Config) -> None:
+def test_a_signal_in_the_last_step_completes_the_run(config: Config) -> None:
     assert run(config, advance=signal_in_step(8, signal.SIGTERM)).metrics[-1]["step"] == 8
 
 
-def test_outside_the_main_thread_signals_are_left_alone() -> None:
+def test_other_threads_install_no_signal_handlers() -> None:
     handlers = []
 
     def elsewhere() -> None:
@@ -95,7 +95,7 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     assert handlers == [(signal.getsignal(signal.SIGTERM), None)]
 
 
-def test_the_command_line_says_how_to_go_on_and_exits_with_143(config: Config, tmp_path: Path, capsys) -> None:
+def test_a_stopped_command_names_the_next_step_and_exits_with_143(config: Config, tmp_path: Path, capsys) -> None:
     file, metrics = tmp_path / "config.toml", config.run / "metrics.jsonl"
     file.write_text(to_toml(replace(config, train=replace(config.train, steps=100_000, eval_every=0, log_every=1))))
 

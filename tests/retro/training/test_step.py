@@ -1,4 +1,4 @@
-"""What a step logs and sets, in float32; `test_float16.py` has the loss scale."""
+"""What a training step logs and which learning rates it sets, in float32; `test_float16.py` covers the loss scale."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,10 +12,10 @@ from retro.model.retro import Retro
 from retro.training.learning_rate_scaling import learning_rate_factors
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
-from tests.retro.small_model import answers_only, batch, build, divided, step_of
+from tests.retro.small_model import answers_only, batch, build, split_batch, step_of
 
 
-def test_the_loss_is_the_cross_entropy_and_the_z_loss_stands_beside_it() -> None:
+def test_the_loss_is_the_cross_entropy_and_z_loss_is_logged_separately() -> None:
     tokens, _, _ = batch()
     model = build()
     settings = TrainSettings(steps=10, warmup_steps=0, z_loss_weight=0.01, gradient_accumulation_steps=2, lr=1e-3)
@@ -30,7 +30,7 @@ def test_the_loss_is_the_cross_entropy_and_the_z_loss_stands_beside_it() -> None
     assert metrics["z_loss"] > 0
 
 
-def test_groups_learn_at_their_share_of_the_schedule() -> None:
+def test_learning_rates_of_groups_are_scaled_by_their_factor() -> None:
     tokens, _, _ = batch()
     model = Retro(replace(build().settings, init="mup", mup_base_width=16))
     settings = TrainSettings(steps=10, warmup_steps=2, lr=1e-3)
@@ -39,15 +39,15 @@ def test_groups_learn_at_their_share_of_the_schedule() -> None:
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert metrics["lr"] == pytest.approx(5e-4, rel=1e-3)
     assert rates[id(model.embedding.weight)] == rates[id(model.norm.weight)] == metrics["lr"]
-    assert rates[id(model.attention["0"].block.q_proj.weight)] == metrics["lr"] / 2  # 32 inputs
-    assert rates[id(model.feed_forward["0"].block.down_proj.weight)] == metrics["lr"] / 4  # 64
+    assert rates[id(model.attention["0"].block.q_proj.weight)] == metrics["lr"] / 2  # 32 input features
+    assert rates[id(model.feed_forward["0"].block.down_proj.weight)] == metrics["lr"] / 4  # 64 input features
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"experts.num_experts": 4, "experts.every": 1, "experts.router_z_loss_weight": 0.01}]
 )
-def test_a_step_is_the_mean_over_its_labels_however_many_batches_it_has(changes: dict[str, Any]) -> None:
-    """With unequal numbers of labels the mean of the batches' means is another one."""
+def test_a_step_averages_over_its_labels_for_any_number_of_batches(changes: dict[str, Any]) -> None:
+    """The batches have unequal numbers of labels, so a mean of batch means would differ."""
     found: dict[int, tuple[dict[str, float], dict[str, torch.Tensor]]] = {}
     for accumulation in (1, 2, 4):
         model = build(**changes).train()
@@ -62,16 +62,16 @@ def test_a_step_is_the_mean_over_its_labels_however_many_batches_it_has(changes:
         )
         optimizer = torch.optim.SGD([{"params": list(model.parameters()), "lr_factor": 1.0}], lr=1e-3)
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
-        metrics = step_of(model, optimizer, iter(divided(answers_only(), accumulation)), settings)(0).metrics
+        metrics = step_of(model, optimizer, iter(split_batch(answers_only(), accumulation)), settings)(0).metrics
         steps = {name: value.detach() - before[name] for name, value in model.named_parameters()}
-        found[accumulation] = metrics, steps  # of plain descent, a step is the gradient
+        found[accumulation] = metrics, steps  # with plain SGD a step is the gradient
     for accumulation in (2, 4):
         assert found[accumulation][0] == pytest.approx(found[1][0], rel=1e-4)
         torch.testing.assert_close(found[accumulation][1], found[1][1], rtol=1e-3, atol=1e-7)
 
 
-class Reads(TorchDispatchMode):
-    """Counts the numbers that the host reads one by one, for each of which it waits for a GPU."""
+class HostReads(TorchDispatchMode):
+    """Counts scalars that the host reads one by one; each read waits for the GPU."""
 
     count = 0
 
@@ -80,16 +80,16 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_step_reads_its_figures_at_once() -> None:
-    """Beside them the loss alone looks at a batch: how many of its labels count."""
+def test_a_step_reads_all_its_metrics_in_one_transfer() -> None:
+    """Only the loss reads one more number of each batch: how many of its labels count."""
     model, whole = (
         build(**{"experts.num_experts": 4, "experts.every": 1}).train(),
         answers_only(),
     )
     settings = TrainSettings(steps=2, warmup_steps=0, gradient_accumulation_steps=2, monitor_every=0)
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
-    step = step_of(model, optimizer, iter(divided(whole, 2) * 2), settings)
+    step = step_of(model, optimizer, iter(split_batch(whole, 2) * 2), settings)
     step(0)
-    with Reads() as reads:
+    with HostReads() as reads:
         step(1)
     assert reads.count == settings.gradient_accumulation_steps

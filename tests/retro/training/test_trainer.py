@@ -1,4 +1,4 @@
-"""Training: goes on to the bit where it was stopped, refuses what does not fit, learns."""
+"""Training resumes bit for bit, rejects incompatible settings, and learns."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def losses(outcome: Outcome) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in outcome.metrics if "loss" in line]
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit(config: Config, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(config: Config, tmp_path: Path) -> None:
     straight = run(config)
 
     stopped = replace(config, run=tmp_path / "stopped")
@@ -63,18 +63,18 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(config: Config, tmp_path: Pat
     assert [line["step"] for line in resumed.metrics if "loss" in line] == list(range(1, 9))
 
 
-def test_the_logged_loss_is_the_mean_since_the_last_line_also_across_a_resume(config: Config, tmp_path: Path) -> None:
+def test_the_logged_loss_is_the_mean_since_the_last_line_even_across_a_resume(config: Config, tmp_path: Path) -> None:
     config = with_train(config, steps=10, checkpoint_every=4)
     each = [loss for _, loss in losses(run(replace(config, run=tmp_path / "each")))]
     means = [(3, sum(each[0:3]) / 3), (6, sum(each[3:6]) / 3), (9, sum(each[6:9]) / 3), (10, each[9])]
     config = with_train(config, log_every=3)
     with pytest.raises(KeyboardInterrupt):
-        run(config, advance=interrupt_after(6))  # goes on from 4, one step after a line
+        run(config, advance=interrupt_after(6))  # resumes from step 4, one step after a logged line
     assert losses(run(config)) == means
 
 
 def interrupt_after(steps: int) -> Callable[[int], None]:
-    """An `advance` that raises in the step after so many."""
+    """An `advance` that raises KeyboardInterrupt after the given number of steps."""
     seen = [0]
 
     def advance(tokens: int) -> None:
@@ -85,8 +85,8 @@ def interrupt_after(steps: int) -> Callable[[int], None]:
     return advance
 
 
-def test_the_rate_counts_waiting_for_data_and_checkpoints_but_no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 11.0, 15.0, 15.0])  # the evaluation begins and ends, the figures are read
+def test_tokens_per_second_include_data_and_checkpoints_but_not_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 11.0, 15.0, 15.0])  # start and end of the evaluation, then the reading of the meter
     monkeypatch.setattr("retro.training.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter = Meter(started=0.0)
     meter.add(1.0, 100)
@@ -96,7 +96,7 @@ def test_the_rate_counts_waiting_for_data_and_checkpoints_but_no_evaluation(monk
 
 
 @pytest.mark.parametrize("damaged", [lambda whole: whole[:-1], lambda whole: whole[:-1] + bytes([whole[-1] ^ 1])])
-def test_a_damaged_newest_checkpoint_is_put_aside_with_a_warning_and_the_one_before_goes_on(
+def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_is_resumed(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: Callable[[bytes], bytes]
 ) -> None:
     straight = run(replace(config, run=tmp_path / "straight"))
@@ -110,7 +110,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_with_a_warning_and_the_one_bef
     assert (config.run / "checkpoints" / "damaged-00000008").exists()
 
 
-def test_a_run_without_a_whole_checkpoint_does_not_begin_anew_by_itself(config: Config) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart(config: Config) -> None:
     run(config)
     for folder in checkpoints.finished(config.run):
         (folder / "state.json").write_text("{}")
@@ -124,27 +124,27 @@ def test_a_finished_run_is_not_trained_again(config: Config) -> None:
     steps: list[int] = []
     again = run(config, advance=steps.append)
     assert weights(again) == weights(first)
-    assert steps == [8 * 2 * 64]  # told at once that all is done
+    assert steps == [8 * 2 * 64]  # reports the completed run at once
 
 
 @pytest.mark.parametrize(
     ("section", "change", "named"),
     [("train", {"lr": 5e-4}, "train.lr was 0.001, now 0.0005"), ("data", {"k": 1}, "data.k was 2, now 1"), ("model", {"d_ffw": 32}, "model.d_ffw was 64, now 32")],
 )  # fmt: skip
-def test_a_run_with_other_settings_is_refused_by_name(config: Config, section: str, change, named: str) -> None:
+def test_changed_settings_are_rejected_with_their_key(config: Config, section: str, change, named: str) -> None:
     run(config)
     with pytest.raises(InputError) as caught:
         run(replace(config, **{section: replace(getattr(config, section), **change)}))
     assert named in str(caught.value)
 
 
-def test_settings_that_touch_no_weight_may_change(config: Config) -> None:
+def test_settings_that_do_not_affect_weights_may_change(config: Config) -> None:
     run(config)
     run(with_train(config, log_every=3, keep_checkpoints=1))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
-def test_a_run_can_be_made_longer_where_the_steps_done_keep_their_learning_rates(
+def test_a_run_can_be_extended_if_completed_steps_keep_their_learning_rates(
     config: Config, tmp_path: Path, schedule: str
 ) -> None:
     longer = with_train(config, lr_schedule=schedule, steps=12, decay_ratio=0.5)
@@ -155,7 +155,7 @@ def test_a_run_can_be_made_longer_where_the_steps_done_keep_their_learning_rates
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_longer_run_whose_past_would_have_been_another_is_refused_with_the_reason(config: Config, schedule) -> None:
+def test_an_extension_that_changes_past_learning_rates_is_rejected(config: Config, schedule) -> None:
     run(with_train(config, lr_schedule=schedule))
     with pytest.raises(
         InputError, match=rf"train\.steps was 8, now 9 \(under train\.lr_schedule = '{schedule}'.*'constant'"
@@ -163,7 +163,7 @@ def test_a_longer_run_whose_past_would_have_been_another_is_refused_with_the_rea
         run(with_train(config, lr_schedule=schedule, steps=9))
 
 
-def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(config: Config) -> None:
+def test_settings_missing_in_old_checkpoints_have_their_default(config: Config) -> None:
     run(with_train(config, steps=4, lr_schedule="constant"))
     longer = with_train(config, steps=8, lr_schedule="constant")
     checkpoint = checkpoints.open_checkpoint(config.run)
@@ -172,7 +172,7 @@ def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(config: Co
     assert _changes(checkpoint, {"train": asdict(longer.train)}, defaults) == []
 
 
-def test_a_run_on_a_changed_datastore_is_refused(config: Config, tmp_path: Path) -> None:
+def test_a_changed_datastore_is_rejected(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(config.datastore, folder)
     config = replace(config, datastore=folder)
@@ -184,7 +184,7 @@ def test_a_run_on_a_changed_datastore_is_refused(config: Config, tmp_path: Path)
         run(config)
 
 
-def test_the_loss_falls_and_the_baseline_trains_too(config: Config, tmp_path: Path) -> None:
+def test_the_loss_falls_for_retro_and_baseline(config: Config, tmp_path: Path) -> None:
     config = with_train(config, steps=60, lr=5e-3, eval_every=0)
     for name, layers in (("retro", (2, 3)), ("baseline", ())):
         outcome = run(
@@ -197,40 +197,40 @@ def test_the_loss_falls_and_the_baseline_trains_too(config: Config, tmp_path: Pa
         assert ("valid_bits_per_byte_on" in outcome.metrics[-1]) == (name == "retro")
 
 
-def test_accumulating_two_batches_equals_one_of_twice_the_size(config: Config, tmp_path: Path) -> None:
+def test_two_accumulated_batches_equal_one_of_twice_the_size(config: Config, tmp_path: Path) -> None:
     config = with_train(
         replace(config, model=replace(config.model, dropout=0)), steps=3, warmup_steps=1, precision="float32"
     )
     one = run(with_train(replace(config, run=tmp_path / "one"), batch_size=4, gradient_accumulation_steps=1))
     two = run(with_train(replace(config, run=tmp_path / "two"), batch_size=2, gradient_accumulation_steps=2))
     for (_, first), (_, second) in zip(losses(one), losses(two), strict=True):
-        assert first == pytest.approx(second, abs=0.02)  # the mean of means: the two halves differ a little in labels
+        assert first == pytest.approx(second, abs=0.02)  # the two halves differ slightly in their number of labels
 
 
-def test_only_the_last_checkpoints_are_kept_and_the_last_step_is_one_of_them(config: Config) -> None:
+def test_only_the_newest_checkpoints_are_kept_including_the_last_step(config: Config) -> None:
     outcome = run(with_train(config, checkpoint_every=3, keep_checkpoints=2))
     assert [path.name for path in checkpoints.finished(config.run)] == ["00000006", "00000008"]
     assert outcome.metrics[-1]["step"] == 8
 
 
-def test_what_kills_have_left_goes_with_the_next_checkpoint_and_nothing_else_does(config: Config) -> None:
+def test_the_next_checkpoint_removes_leftovers_of_killed_runs_and_nothing_else(config: Config) -> None:
     folder = config.run / "checkpoints"
-    for name in (".00000003.tmp", "00000002", "notes", "1st"):  # half written, half removed, somebody's
+    for name in (".00000003.tmp", "00000002", "notes", "1st"):  # half written, half removed, and two of the user's
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text("x")
     run(config)
     assert {path.name for path in folder.iterdir()} == {"00000004", "00000008", "best.json", "notes", "1st"}
 
 
-def test_the_best_checkpoint_is_saved_when_it_is_evaluated_and_outlives_the_rotation(config: Config) -> None:
-    """With a learning rate that grows far too high the first evaluations are the best."""
+def test_the_best_checkpoint_is_saved_at_its_evaluation_and_kept(config: Config) -> None:
+    """The learning rate grows far too high, so the first evaluations are the best."""
     config = with_train(config, steps=12, warmup_steps=12, lr=1.0, eval_every=2, checkpoint_every=7, keep_checkpoints=1)
     outcome = run(config)
     values = {
         line["step"]: line["valid_bits_per_byte_on"] for line in outcome.metrics if "valid_bits_per_byte_on" in line
     }
     step = min(values, key=lambda step: values[step])
-    assert step % 7 > 0  # saved for its evaluation's sake
+    assert step % 7 > 0  # saved because of its evaluation
     assert step < 12
     assert [int(path.name) for path in checkpoints.finished(config.run)] == [step, 12]
     named = json.loads((config.run / "checkpoints" / "best.json").read_text())
@@ -239,12 +239,12 @@ def test_the_best_checkpoint_is_saved_when_it_is_evaluated_and_outlives_the_rota
     assert checkpoints.open_checkpoint(config.run).step == 12
 
 
-def test_a_run_that_was_stopped_finds_the_same_best_checkpoint(config: Config, tmp_path: Path) -> None:
+def test_a_resumed_run_finds_the_same_best_checkpoint(config: Config, tmp_path: Path) -> None:
     config = with_train(config, eval_every=2, checkpoint_every=3)
     run(replace(config, run=tmp_path / "straight"))
     with pytest.raises(KeyboardInterrupt):
         run(config, advance=interrupt_after(6))
-    (config.run / "checkpoints" / "best.json").unlink()  # as if killed before it was written
+    (config.run / "checkpoints" / "best.json").unlink()  # as if killed before writing it
     run(config)
     both = [
         json.loads((folder / "checkpoints" / "best.json").read_text()) for folder in (config.run, tmp_path / "straight")
@@ -261,13 +261,13 @@ def test_a_run_that_was_stopped_finds_the_same_best_checkpoint(config: Config, t
         ({}, None),
     ],
 )
-def test_checkpoints_are_compared_with_retrieval_on_where_there_is_any(line, score) -> None:
+def test_checkpoints_are_ranked_with_retrieval_on_if_available(line, score) -> None:
     assert score_of(line) == score
 
 
 @pytest.fixture
 def compiled(config: Config) -> Iterator[Config]:
-    """Settings of a short run whose model is compiled, with one layer of every kind: the code of each takes long to make."""
+    """A short run of a compiled model with one layer of every kind, since compiling each takes long."""
     model = updated(config.model, {"dropout": 0.0, "num_layers": 1, "retrieval.cca_layers": (1,)})
     _compiled_logit_gradients.cache_clear()
     torch._dynamo.reset()
@@ -291,16 +291,16 @@ def test_a_compiled_and_checkpointed_model_learns_the_same(compiled: Config, tmp
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_compiled_whole_and_few_times(compiled: Config, tmp_path: Path, monkeypatch) -> None:
-    """No graph break (that would raise), and after the first steps nothing is compiled again: what is traced, not the code made of it."""
+def test_a_model_compiles_into_few_graphs_without_graph_breaks(compiled: Config, tmp_path: Path, monkeypatch) -> None:
+    """A graph break would raise. Graphs are counted as traced, without generating code."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     config = replace(with_train(compiled, steps=10), data=replace(compiled.data, k_choices=(1, 2)))
     assert_learns_as_uncompiled(config, tmp_path / "plain")
-    # Two numbers of neighbors, each with and without document borders; and the loss.
+    # Two numbers of neighbors, each with and without document boundaries; and the loss.
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * 2 + 1
 
 
-def test_two_datastores_are_mixed(config: Config, tmp_path: Path) -> None:
+def test_a_run_mixes_two_datastores(config: Config, tmp_path: Path) -> None:
     other = build_local(
         tiny_config(
             tmp_path / "other",
@@ -320,12 +320,12 @@ def test_two_datastores_are_mixed(config: Config, tmp_path: Path) -> None:
     ("change", "named"),
     [({"chunk_length": 32}, "model.chunk_length = 32"), ({"vocab_size": 99}, "model.vocab_size = 99")],
 )
-def test_a_model_that_does_not_fit_the_datastore_is_refused(config: Config, change, named: str) -> None:
+def test_a_model_that_does_not_fit_the_datastore_is_rejected(config: Config, change, named: str) -> None:
     with pytest.raises(InputError, match=named):
         run(replace(config, model=updated(config.model, change)))
 
 
-def test_tensorboard_gets_the_metrics_and_an_unknown_logger_is_refused(config: Config) -> None:
+def test_tensorboard_receives_metrics_and_unknown_loggers_are_rejected(config: Config) -> None:
     pytest.importorskip("tensorboard")
     run(with_train(config, report_to=("tensorboard",)))
     assert list((config.run / "tensorboard").glob("events*"))
@@ -334,9 +334,7 @@ def test_tensorboard_gets_the_metrics_and_an_unknown_logger_is_refused(config: C
 
 
 @pytest.mark.slow
-def test_training_needs_neither_faiss_nor_ray_nor_the_other_packages_of_indexing(
-    config: Config, tmp_path: Path
-) -> None:
+def test_training_does_not_import_the_packages_of_indexing(config: Config, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(to_toml(replace(config, run=tmp_path / "bare")))
     program = f"""

@@ -18,7 +18,7 @@ from retro.training.settings import TrainSettings
 from retro.tuning.adapters import add_adapter, check_parallel, is_adapter, matrices, merge, train_only
 from retro.tuning.settings import RETRIEVAL, TuningSettings
 from tests.retro.small_model import B, M, T, U, V, batch, build, every_scheme, logits, step_of
-from tests.retro.small_model import one_thread as one_thread  # a fixture for all that stands here
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 VIRTUAL = ("prefix", "prompt")
 METHODS: dict[str, dict[str, Any]] = {
