@@ -25,7 +25,7 @@ from benchmarks.common import Budget, add_minutes, add_precision, budget, placem
 from benchmarks.speed.training import SMALL, their_model
 from indexing.retrieval.retriever import Retriever
 from retro.device import Placement
-from retro.inference.decoder import Decoder, Retrieve
+from retro.inference.decoder import Decoder, RetrieveNeighbors
 from retro.inference.generation import generate
 from retro.inference.settings import GenerationSettings
 from retro.inference.text_stream import Decode
@@ -40,7 +40,9 @@ Run = Callable[[int], object]
 """Generates for a batch of so many rows."""
 
 
-def ours(settings: ModelSettings, placement: Placement, tokens: int, retrieve: Retrieve | None, decode: Decode) -> Run:
+def ours(
+    settings: ModelSettings, placement: Placement, tokens: int, retrieve: RetrieveNeighbors | None, decode: Decode
+) -> Run:
     """Generation as `LanguageModel` runs it."""
     model = Retro(settings).to(placement.device).eval()
     placement.cast(model)

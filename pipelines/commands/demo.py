@@ -29,7 +29,7 @@ from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import AttentionSettings, EncoderSettings, RetrievalSettings
 
 if TYPE_CHECKING:
-    from retro.evaluation.bits_per_byte import Result
+    from retro.evaluation.bits_per_byte import SetResult
 
 log = logging.getLogger("retro")
 
@@ -252,7 +252,7 @@ def _print_datastore(measured: dict[str, Any]) -> None:
     )
 
 
-def _results_table(baseline: "Result", off: "Result", on: "list[Result]") -> Table:
+def _results_table(baseline: "SetResult", off: "SetResult", on: "list[SetResult]") -> Table:
     names = ["baseline (no retrieval)", "RETRO, retrieval OFF", *(f"RETRO, retrieval ON, k={r.k}" for r in on)]
     rows = [
         [

@@ -16,7 +16,7 @@ from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborSource, NeighborUse
 from retro.device import Placement, choose_inference_placement
-from retro.evaluation.bits_per_byte import Result, compare, evaluate
+from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
 from retro.evaluation.leakage import by_leakage, check_source, leakage_of
 from retro.evaluation.overlap_statistics import OverlapStatistics, overlap_statistics
 from retro.evaluation.sets import EvaluationSet, short_names
@@ -29,7 +29,7 @@ class Measured:
     """A result and the name of its model, which is empty if there is only one model."""
 
     model: str
-    result: Result
+    result: SetResult
 
     @property
     def label(self) -> str:
@@ -76,7 +76,7 @@ def measure_all(
     sequence_length: int,
     source: NeighborSource = "nearest",
     by_chunk: bool = False,
-) -> list[Result]:
+) -> list[SetResult]:
     """Measure with retrieval OFF, then ON for each k if the model can retrieve; with progress bars."""
     uses = [NeighborUse(k, source) for k in ((0, *settings.k) if model.settings.retrieval.cca_layers else (0,))]
     return [
@@ -94,7 +94,7 @@ def measure(
     *,
     by_chunk: bool = False,
     note: str = "",
-) -> Result:
+) -> SetResult:
     """Measure once, with a progress bar; `note` is part of its name."""
     name = f"eval {evaluation_set.name}{note} " + (f"k={use.k}" if use.k else "OFF")
     total = min(settings.max_tokens or evaluation_set.tokens, evaluation_set.tokens)

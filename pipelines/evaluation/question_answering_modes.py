@@ -19,9 +19,9 @@ from pipelines.terminal import progress
 from retro.inference.decoder import GivenNeighbors
 from retro.inference.language_model import LanguageModel
 from retro.question_answering.answer_metrics import Language
-from retro.question_answering.neighbor_prompts import Format, Passage, find_passages
+from retro.question_answering.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.question_answering.question_sets import Question
-from retro.question_answering.text_prompts import Prompts, room_for_prompts
+from retro.question_answering.text_prompts import PromptBuilder, room_for_prompts
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _in_lines(
     found: FoundPassages | None,
 ) -> Iterator[ModePrompts]:
     m, room = language_model.model.settings.chunk_length, room_for_prompts(language_model, settings.max_tokens)
-    prompts = Prompts(language_model.tokenizer, language, shots, room, m)
+    prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m)
     count = settings.prompt_passages if found else 0
     texts = [[each.text for each in row[:count]] for row in found.searched] if found and count else None
     for read in (None, texts) if texts else (None,):
@@ -142,7 +142,7 @@ def _as_in_paper(
     found: FoundPassages | None,
 ) -> Iterator[ModePrompts]:
     model = language_model.model.settings
-    form = Format(language_model.tokenizer, model.chunk_length, language)
+    form = QuestionFormat(language_model.tokenizer, model.chunk_length, language)
     prompts = [form.prompt(each.question) for each in questions]
     yield ModePrompts(QuestionMode("paper"), prompts)
     if not found or not model.retrieval.cca_layers:

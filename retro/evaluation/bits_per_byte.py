@@ -56,7 +56,7 @@ class ChunkScores:
 
 
 @dataclass(frozen=True)
-class Result:
+class SetResult:
     """One measurement.
 
     Attributes:
@@ -118,7 +118,7 @@ def evaluate(
     by_chunk: bool = False,
     token_losses_of: Callable[[TensorBatch], Tensor] | None = None,
     advance: Advance = lambda _: None,
-) -> Result:
+) -> SetResult:
     """Score the documents of an evaluation set.
 
     Args:
@@ -167,7 +167,7 @@ def evaluate(
     model.train(mode)
     if sizes.sum() == 0:
         raise InputError(f"evaluation set {evaluation_set.name!r}: its documents have no text to score.")
-    return Result(
+    return SetResult(
         set=evaluation_set.name,
         k=use.k,
         tokens=tokens,
@@ -254,7 +254,7 @@ def _chunk_scores(split: Split, table: np.ndarray) -> ChunkScores:
     return ChunkScores(ids, split.documents_of(ids)[0], nats, tokens.astype(np.int32), sizes.astype(np.int32))
 
 
-def compare(measured: Result, reference: Result, seed: int = 0, rounds: int = 1000) -> tuple[float, float, float]:
+def compare(measured: SetResult, reference: SetResult, seed: int = 0, rounds: int = 1000) -> tuple[float, float, float]:
     """Compare two measurements of the same documents: difference in percent of the reference's bits-per-byte.
 
     Args:

@@ -16,7 +16,7 @@ from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from retro.evaluation.bits_per_byte import Result
+from retro.evaluation.bits_per_byte import SetResult
 from retro.evaluation.sets import EvaluationSet
 
 log = logging.getLogger("retro")
@@ -36,7 +36,7 @@ class Filtered:
 
     threshold: float
     share: float
-    result: Result | None
+    result: SetResult | None
 
 
 def leakage_of(
@@ -114,7 +114,7 @@ def _other_chunks(source: Datastore, evaluation_set: EvaluationSet) -> InputErro
     )
 
 
-def by_leakage(result: Result, leakage: np.ndarray, thresholds: Sequence[float]) -> Iterator[Filtered]:
+def by_leakage(result: SetResult, leakage: np.ndarray, thresholds: Sequence[float]) -> Iterator[Filtered]:
     """Restrict a measurement to the chunks with r(C) ≤ α, for each threshold α in order.
 
     Args:
@@ -127,7 +127,7 @@ def by_leakage(result: Result, leakage: np.ndarray, thresholds: Sequence[float])
         yield Filtered(threshold, float(kept.mean()), _restricted(result, kept))
 
 
-def _restricted(result: Result, kept: np.ndarray) -> Result | None:
+def _restricted(result: SetResult, kept: np.ndarray) -> SetResult | None:
     """Return the measurement over some of its chunks; None if these have no text."""
     chunks = result.chunks
     assert chunks is not None, "no scores by chunk"

@@ -33,7 +33,7 @@ from retro.finetuning.conversations import Conversation, read_conversations
 from retro.finetuning.settings import FinetuneSettings
 from retro.model.loss import IGNORED_LABEL
 from retro.question_answering.answer_metrics import Language, language_of
-from retro.question_answering.neighbor_prompts import Format, Passage, find_passages
+from retro.question_answering.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.question_answering.question_sets import Question, read_numbered_questions
 
 log = logging.getLogger("retro")
@@ -210,10 +210,10 @@ class _Writer:
         except InputError as error:
             raise InputError(f"{self.settings.examples[line.file]}:{line.number}: {error}") from error
 
-    def _format(self, question: Question) -> Format:
+    def _format(self, question: Question) -> QuestionFormat:
         chosen = self.settings.language
         language: Language = language_of([question.question]) if chosen == "auto" else chosen
-        return Format(self.tokenizer, self.chunk_length, language)
+        return QuestionFormat(self.tokenizer, self.chunk_length, language)
 
     def _neighbors(self, block: Sequence[NumberedExample], tokens: np.ndarray, counts: np.ndarray) -> Neighbors:
         """The neighbors of chunks [C, m]; `counts` [examples] are the chunks of each example."""
@@ -245,10 +245,10 @@ def found_by_chunk(retriever: Retriever, tokens: np.ndarray, counts: np.ndarray,
 
 
 def of_questions(
-    formats: Sequence[Format], passages: Sequence[Sequence[Passage]], counts: np.ndarray, k: int
+    formats: Sequence[QuestionFormat], passages: Sequence[Sequence[Passage]], counts: np.ndarray, k: int
 ) -> Neighbors:
     """The passages of each question, which all of its chunks read. A passage in one language is stored once."""
-    numbers: dict[tuple[Format, Passage], int] = {}
+    numbers: dict[tuple[QuestionFormat, Passage], int] = {}
     rows = np.full((len(passages), k), -1, dtype=np.int64)
     for question, (form, found) in enumerate(zip(formats, passages, strict=True)):
         for place, passage in enumerate(found):

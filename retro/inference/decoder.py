@@ -37,7 +37,7 @@ KEY_STEP = 128
 """Self-attention reads a multiple of so many keys, masked beyond the last token: kernels that are prepared for a shape (compiled
 code, cuDNN's plans) then meet a few shapes, not a new one with every token."""
 
-Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
 
 GivenNeighbors = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -93,7 +93,7 @@ class Decoder:
         model: Retro,
         placement: Placement,
         context: int,
-        retrieve: Retrieve | None = None,
+        retrieve: RetrieveNeighbors | None = None,
         given: GivenNeighbors | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:

@@ -14,7 +14,7 @@ from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
-from retro.inference.decoder import Decoder, GivenNeighbors, Retrieve
+from retro.inference.decoder import Decoder, GivenNeighbors, RetrieveNeighbors
 from retro.inference.generation import GeneratedToken, generate
 from retro.inference.scoring import Scores, score
 from retro.inference.settings import GenerationSettings
@@ -137,7 +137,7 @@ class LanguageModel:
         decoder = Decoder(self.model, self.placement, self.context, retrieve, given, check)
         return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id)
 
-    def _retrieve(self, k: int) -> Retrieve | None:
+    def _retrieve(self, k: int) -> RetrieveNeighbors | None:
         """Return the function that finds k neighbors of chunks; None for k = 0 and for models without retrieval."""
         if k < 0:
             raise InputError(f"k = {k}: must be 0 (retrieval OFF) or more.")

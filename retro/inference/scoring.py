@@ -17,7 +17,7 @@ from torch import Tensor
 from indexing.store.errors import InputError
 from retro.device import Placement
 from retro.evaluation.windows import ScoringWindow, sliding_windows
-from retro.inference.decoder import Retrieve
+from retro.inference.decoder import RetrieveNeighbors
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 
@@ -50,7 +50,7 @@ def score(
     placement: Placement,
     *,
     context: int,
-    retrieve: Retrieve | None = None,
+    retrieve: RetrieveNeighbors | None = None,
     top: int = 0,
     wanted: Callable[[int], bool] = lambda sequence: True,
 ) -> list[Scores]:
@@ -102,7 +102,7 @@ SequenceNeighbors = list[tuple[np.ndarray, np.ndarray]]
 """For each sequence: neighbors [U, K, R] of its complete chunks, and their lengths [U, K]."""
 
 
-def _find_neighbors(sequences: Sequence[np.ndarray], m: int, retrieve: Retrieve) -> SequenceNeighbors | None:
+def _find_neighbors(sequences: Sequence[np.ndarray], m: int, retrieve: RetrieveNeighbors) -> SequenceNeighbors | None:
     """Find the neighbors of all sequences in one search. A sequence's last token predicts nothing, so it completes no chunk."""
     chunks = [each[: (len(each) - 1) // m * m].reshape(-1, m) for each in sequences]
     if not sum(map(len, chunks)):

@@ -29,7 +29,7 @@ from retro.question_answering.retrieval_metrics import right_documents
 _BLOCK_QUESTIONS = 256  # searched together
 
 
-class Words(NamedTuple):
+class NeighborTemplate(NamedTuple):
     """Formats of questions, answers and passages in one language."""
 
     question: str
@@ -38,9 +38,9 @@ class Words(NamedTuple):
     source: str
 
 
-WORDS: dict[Language, Words] = {
-    "en": Words("question: {}\nanswer:", " {}", "title: {}, ", "source: {}"),
-    "zh": Words("问题：{}\n答案：", "{}", "标题：{}，", "来源：{}"),
+NEIGHBOR_TEMPLATES: dict[Language, NeighborTemplate] = {
+    "en": NeighborTemplate("question: {}\nanswer:", " {}", "title: {}, ", "source: {}"),
+    "zh": NeighborTemplate("问题：{}\n答案：", "{}", "标题：{}，", "来源：{}"),
 }
 
 
@@ -52,13 +52,13 @@ class Passage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Format:
+class QuestionFormat:
     """Converts questions, answers and passages of one language to tokens.
 
     Attributes:
         tokenizer: the model's tokenizer.
         chunk_length: m.
-        language: language of the words in `WORDS`.
+        language: language of the templates in `NEIGHBOR_TEMPLATES`.
     """
 
     tokenizer: Tokenizer
@@ -67,15 +67,15 @@ class Format:
 
     def prompt(self, question: str) -> np.ndarray:
         """Return the prompt [u · m] int64 in whole chunks: beginning of the document, padding, question, "answer:"."""
-        tokens = self.tokenizer.encode(self.words.question.format(question))
+        tokens = self.tokenizer.encode(self.template.question.format(question))
         line_end = self.tokenizer.encode("\n")[-1]
         fill = -(1 + len(tokens)) % self.chunk_length
         return np.concatenate(([self.tokenizer.bos_id], np.full(fill, line_end), tokens)).astype(np.int64)
 
     def answer(self, text: str) -> np.ndarray:
         """Return the tokens [t] int64 of an answer after the prompt, with the end of the document."""
-        before = self.words.question.format("").split("\n")[-1]
-        return np.append(continuation(self.tokenizer, before, self.words.answer.format(text)), self.tokenizer.eos_id)
+        before = self.template.question.format("").split("\n")[-1]
+        return np.append(continuation(self.tokenizer, before, self.template.answer.format(text)), self.tokenizer.eos_id)
 
     def neighbors(self, passages: Sequence[Passage], k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first k passages as neighbors: tokens [k, 2m] int64 and lengths [k] int64; 0 = no passage."""
@@ -88,13 +88,13 @@ class Format:
         return tokens, lengths
 
     @property
-    def words(self) -> Words:
+    def template(self) -> NeighborTemplate:
         """Formats in the language."""
-        return WORDS[self.language]
+        return NEIGHBOR_TEMPLATES[self.language]
 
     def _written(self, passage: Passage) -> str:
-        title = self.words.title.format(passage.title) if passage.title else ""
-        return title + self.words.source.format(passage.text)
+        title = self.template.title.format(passage.title) if passage.title else ""
+        return title + self.template.source.format(passage.text)
 
 
 def continuation(tokenizer: Tokenizer, before: str, text: str) -> np.ndarray:

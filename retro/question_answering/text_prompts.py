@@ -40,12 +40,12 @@ STOP = ("\n",)
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptBuilder:
     """Creates prompts.
 
     Attributes:
         tokenizer: the model's tokenizer.
-        language: language of the words in `TEMPLATES`.
+        language: language of the template in `TEMPLATES`.
         shots: solved questions at the beginning of each prompt.
         tokens: largest number of tokens in a prompt, a multiple of the chunk length.
         chunk_length: m; every prompt has whole chunks.

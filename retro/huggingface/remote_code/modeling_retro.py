@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from retro.device import Placement
 from retro.huggingface.remote_code.configuration_retro import RetroConfig
-from retro.huggingface.remote_code.retrieval_retro import Retrieve, open_retrieval
+from retro.huggingface.remote_code.retrieval_retro import RetrieveNeighbors, open_retrieval
 from retro.inference.decoder import Decoder
 from retro.model.mixture_of_experts import routing_loss
 from retro.model.retro import Retro
@@ -80,7 +80,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: RetroConfig) -> None:
         super().__init__(config)
         self.model = Retro(config.settings)
-        self._retrieve: Retrieve | None = None
+        self._retrieve: RetrieveNeighbors | None = None
         self.post_init()
 
     @classmethod

@@ -19,11 +19,11 @@ from retro.model.settings import ModelSettings
 TOKEN_VARIABLE = "RETRO_TOKEN"
 _SECONDS = 120
 
-Retrieve = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
 
 
-def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int) -> Retrieve:
+def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int) -> RetrieveNeighbors:
     """Return a function that finds k neighbors of chunks.
 
     Args:
@@ -68,7 +68,7 @@ class _Server:
         self.max_chunks = max(1, min(limits.get("max_queries", 256), tokens, candidates))  # chunks in a request
 
     def __call__(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Retrieve`."""
+        """See `RetrieveNeighbors`."""
         answers = [
             self._request(
                 "/neighbors/tokens", {"chunks": chunks[start : start + self.max_chunks].tolist(), "k": self.k}

@@ -14,7 +14,7 @@ from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
 from retro.evaluation import bits_per_byte as evaluation
-from retro.evaluation.bits_per_byte import Result, compare, evaluate
+from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.datastore_fit import fit_to
@@ -26,7 +26,7 @@ from tests.indexing.tokenization.test_tokenizer import foreign_model
 FLOAT32 = choose_placement("cpu", "float32")
 
 
-def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> Result:
+def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> SetResult:
     held_out = EvaluationSet("valid", datastore)
     return evaluate(model, held_out, EvaluationSettings(**settings), FLOAT32, use=NeighborUse(k), sequence_length=64)
 

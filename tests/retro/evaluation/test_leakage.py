@@ -13,7 +13,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
-from retro.evaluation.bits_per_byte import Result, evaluate
+from retro.evaluation.bits_per_byte import SetResult, evaluate
 from retro.evaluation.leakage import by_leakage, leakage_of
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
@@ -27,7 +27,7 @@ def held_out(tiny_datastore: Datastore) -> EvaluationSet:
     return EvaluationSet("valid", tiny_datastore)
 
 
-def measure(model: Retro, held_out: EvaluationSet, k: int = 0, **settings) -> Result:
+def measure(model: Retro, held_out: EvaluationSet, k: int = 0, **settings) -> SetResult:
     chosen = EvaluationSettings(**settings)
     return evaluate(
         model,

@@ -23,7 +23,7 @@ from retro.finetuning.settings import FinetuneSettings
 from retro.finetuning.trainer import answer_loss
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.question_answering.neighbor_prompts import Format, find_passages
+from retro.question_answering.neighbor_prompts import QuestionFormat, find_passages
 from retro.question_answering.question_sets import Question
 from tests.conftest import contents
 from tests.retro.finetuning.examples import INSTRUCTIONS, write
@@ -235,7 +235,7 @@ def test_passages_of_a_question_are_read_by_its_chunks_and_equal_questions_are_h
     assert batch.neighbors is not None
     assert batch.neighbor_lengths is not None
     for row, (question, language) in enumerate(zip(asked, ("en", "zh"), strict=True)):
-        form = Format(tokenizer, M, language)
+        form = QuestionFormat(tokenizer, M, language)
         prompt = form.prompt(question)
         assert np.array_equal(batch.tokens[row, : len(prompt)], prompt)
         assert (batch.labels[row, : len(prompt) - 1] == IGNORED_LABEL).all()

@@ -25,7 +25,7 @@ from retro.inference.decoder import Decoder
 from retro.inference.generation import generate
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import ModelSettings, updated
-from retro.question_answering.neighbor_prompts import Format, Passage
+from retro.question_answering.neighbor_prompts import Passage, QuestionFormat
 from retro.training.trainer import Outcome, train
 from retro.tuning.settings import Adapter, TuningSettings
 from tests.conftest import tiny_config
@@ -204,7 +204,7 @@ def test_answers_that_stand_in_passages_alone_are_read_from_them(
     outcome = run(with_finetune(config, examples=(path,), format="questions", held_out=0.0, packed=False))
     assert losses(outcome)[-1] < 0.1
     tokenizer = Tokenizer.open(tiny_datastore.folder / "tokenizer")
-    form = Format(tokenizer, 16)
+    form = QuestionFormat(tokenizer, 16)
     given = [form.neighbors(each, 1) for each in passages[::-1]]
     prompts = [form.prompt("which?")] * 4
     both = np.stack([tokens for tokens, _ in given]), np.stack([lengths for _, lengths in given])

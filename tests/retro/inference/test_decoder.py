@@ -11,7 +11,7 @@ from torch import Tensor
 from indexing.store.errors import InputError
 from retro.device import Placement, choose_placement
 from retro.inference import decoder as decoding
-from retro.inference.decoder import KEY_STEP, Decoder, Retrieve
+from retro.inference.decoder import KEY_STEP, Decoder, RetrieveNeighbors
 from retro.model import attention
 from retro.model.retro import Retro
 from retro.tuning.adapters import add_adapter
@@ -25,7 +25,7 @@ BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
 LENGTHS = (1, M - 1, M, M + 1, 2 * M, 3 * M - 1, 5 * M)  # shorter and longer than a chunk, and at its borders
 
 
-def retriever(k: int, asked: list[list[int]] | None = None) -> Retrieve | None:
+def retriever(k: int, asked: list[list[int]] | None = None) -> RetrieveNeighbors | None:
     """Random neighbors of any length, none included, that depend on the chunk alone."""
 
     def retrieve(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +44,7 @@ def rows(*lengths: int) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def uncached(model: Retro, tokens: np.ndarray, retrieve: Retrieve | None, context: int = T * 4) -> Tensor:
+def uncached(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | None, context: int = T * 4) -> Tensor:
     """The logits after some tokens from one forward pass over all that is in sight."""
     block = max(M, context // 4 // M * M)
     tokens = tokens[max(0, -(-(len(tokens) - context) // block) * block) :]

@@ -7,7 +7,7 @@ import torch
 from indexing.store.errors import InputError
 from retro.device import choose_placement
 from retro.inference import scoring
-from retro.inference.decoder import Retrieve
+from retro.inference.decoder import RetrieveNeighbors
 from retro.inference.scoring import Scores, score
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever, rows
@@ -19,7 +19,7 @@ CONTEXT = 4 * M
 
 
 @torch.no_grad()
-def plain(model: Retro, tokens: np.ndarray, retrieve: Retrieve | None) -> np.ndarray:
+def plain(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | None) -> np.ndarray:
     """Log-probabilities of all tokens but the first, from one forward pass over all."""
     full, found = len(tokens) // M, {}
     if full and retrieve is not None:

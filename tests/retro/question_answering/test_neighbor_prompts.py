@@ -7,7 +7,7 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.question_answering.answer_metrics import Language
-from retro.question_answering.neighbor_prompts import Format, Passage, find_passages
+from retro.question_answering.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.question_answering.question_sets import Question
 
 M = 16
@@ -30,7 +30,7 @@ def tokenizer(retriever: Retriever) -> Tokenizer:
 def test_the_answer_begins_a_chunk_and_goes_on_where_the_prompt_ends(
     tokenizer: Tokenizer, language: Language, words: str, question: str
 ) -> None:
-    form = Format(tokenizer, M, language)
+    form = QuestionFormat(tokenizer, M, language)
     prompt = form.prompt(question)
     assert prompt[0] == tokenizer.bos_id
     assert len(prompt) % M == 0
@@ -43,12 +43,12 @@ def test_the_answer_begins_a_chunk_and_goes_on_where_the_prompt_ends(
 
 
 def test_passages_are_cut_to_two_chunks_and_missing_ones_are_empty(tokenizer: Tokenizer) -> None:
-    tokens, lengths = Format(tokenizer, M).neighbors([Passage("A title", "word " * 50), Passage("", "短")], 3)
+    tokens, lengths = QuestionFormat(tokenizer, M).neighbors([Passage("A title", "word " * 50), Passage("", "短")], 3)
     assert tokens.shape == (3, 2 * M)
     assert tokenizer.decode(tokens[0]).startswith("title: A title, source: word word")
     assert lengths.tolist() == [2 * M, len(tokenizer.encode("source: 短")), 0]
     assert (tokens[2] == tokenizer.pad_id).all()
-    chinese, (length,) = Format(tokenizer, M, "zh").neighbors([Passage("书", "文")], 1)
+    chinese, (length,) = QuestionFormat(tokenizer, M, "zh").neighbors([Passage("书", "文")], 1)
     assert tokenizer.decode(chinese[0, :length]) == "标题：书，来源：文"
 
 

@@ -14,7 +14,7 @@ from retro.inference.decoder import GivenNeighbors
 from retro.inference.generation import GeneratedToken
 from retro.inference.settings import GenerationSettings
 from retro.question_answering.question_sets import Question
-from retro.question_answering.text_prompts import Prompts, answer, room_for_prompts
+from retro.question_answering.text_prompts import PromptBuilder, answer, room_for_prompts
 
 M = 16
 QUESTION = Question("q", "which index is it?", ("this",))
@@ -28,7 +28,7 @@ def tokenizer(tiny_datastore: Datastore) -> Tokenizer:
 
 
 def text_of(tokenizer: Tokenizer, language="en", shots=(), tokens=1024, question=QUESTION, passages=()) -> str:
-    row = Prompts(tokenizer, language, shots, tokens, M).prompt(question, passages)
+    row = PromptBuilder(tokenizer, language, shots, tokens, M).prompt(question, passages)
     assert row[0] == tokenizer.bos_id
     assert len(row) % M == 0
     assert len(row) <= tokens
