@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from indexing.device import Precision, has_bfloat16, resolve
+from indexing.device import Precision, has_bfloat16, keep_freed_memory, resolve
 from indexing.store.errors import InputError
 
 log = logging.getLogger("retro")
@@ -94,6 +95,28 @@ def choose_attention_kernels() -> None:
     modulo 128 is 64, as for neighbors of chunks of 32 tokens (pytorch/pytorch#196678).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def choose_training_placement(device: str, precision: Precision, num_threads: int) -> Placement:
+    """Resolve device and precision of this process and set torch up for training.
+
+    A process that torchrun started uses the GPU of its local rank. On a CPU, freed memory stays in the process.
+
+    Args:
+        device: `auto`, `cpu`, `cuda` …
+        precision: of matrix products.
+        num_threads: torch's threads on the CPU; 0 = torch's default.
+    """
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    if device in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
+    placement = choose_placement(device, precision)
+    if placement.device.type == "cpu":
+        keep_freed_memory()
+    elif placement.device.index is not None:
+        torch.cuda.set_device(placement.device)
+    return placement
 
 
 def choose_inference_placement(device: str, precision: Precision) -> Placement:

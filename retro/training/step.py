@@ -7,18 +7,21 @@ batches ─ loss · scale ─ gradients / scale ─ clip ─ are all values fini
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from indexing.splitmix64 import mix
 from indexing.store.errors import InputError
 from retro.device import Placement, TensorBatch, random_state, restore_random_state
 from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import routing_metrics
-from retro.parallel.forward_backward import DistributedModel, StepContext, all_parameters
+from retro.model.retro import Retro
+from retro.parallel.forward_backward import DistributedModel, StepContext, WholeModel, all_parameters
 from retro.parallel.gradient_norms import clip_
+from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
 from retro.training.monitor import Monitor
 from retro.training.optimizer import learning_rate
@@ -163,6 +166,21 @@ def judge(loss: float, gradient_norm: float, scale: float | None) -> Update:
     if math.isfinite(loss) and math.isfinite(gradient_norm):
         return "applied"
     return "overflow" if math.isfinite(loss) and scale is not None and scale >= 1 else "refused"
+
+
+def distributed_model(
+    model: Retro, processes: Processes, placement: Placement, settings: TrainSettings
+) -> DistributedModel:
+    """Divide a model among the processes. With several, each data-parallel process has its own random numbers for dropout."""
+    if processes.count > 1:
+        torch.manual_seed(mix(mix(settings.seed) + processes.data_rank) >> 1)
+    options: dict[str, Any] = {
+        "z_loss_weight": settings.z_loss_weight,
+        "compiled": wants_compilation(settings.compile, placement),
+    }
+    if processes.along("pipeline") is not None:
+        return Pipeline(model, processes, placement, settings.batch_size, **options)
+    return WholeModel(model, processes, placement, **options)
 
 
 def wants_compilation(choice: Compile, placement: Placement) -> bool:

@@ -12,7 +12,6 @@ writes the files.
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,22 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexing.device import keep_freed_memory
 from indexing.progress import Advance
-from indexing.splitmix64 import mix
 from indexing.store.files import read_json, write_json
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.data.loader import load
-from retro.device import Placement, TensorBatch, choose_placement
+from retro.device import TensorBatch, choose_training_placement
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
-from retro.parallel.forward_backward import DistributedModel, WholeModel
-from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
 from retro.training.bad_batches import advice, describe_figures, name_batch
 from retro.training.fitted_cross_attention import can_be_fitted, start_copying
@@ -50,7 +45,7 @@ from retro.training.run_folder import better, last_checkpoint, read_metrics
 from retro.training.run_settings import RunSettings
 from retro.training.settings import TrainSettings
 from retro.training.signals import Stopped, signals_as_requests
-from retro.training.step import OptimizerStep, StepResult, wants_compilation
+from retro.training.step import OptimizerStep, StepResult, distributed_model
 from retro.training.task import DocumentTask, Task
 from retro.tuning.adapters import check_parallel, describe, train_only
 from retro.tuning.settings import ALL, RETRIEVAL
@@ -120,7 +115,9 @@ class Trainer:
         """
         settings.check()
         self.run, self.advance = run, advance
-        self.placement = _placement(settings.train)
+        self.placement = choose_training_placement(
+            settings.train.device, settings.train.precision, settings.train.num_threads
+        )
         self.processes = Processes(settings.parallel, self.placement.device)
         self.group = open_group()
         check_parallel(settings.tuning, settings.parallel, self.processes.count)
@@ -133,7 +130,7 @@ class Trainer:
         last = on_first(self.group, self._last_checkpoint)
         model = self._initial_model(initial)
         factors = learning_rate_factors(model)
-        self.model = _distributed(model, self.processes, self.placement, settings.train)
+        self.model = distributed_model(model, self.processes, self.placement, settings.train)
         self.optimizer = make_optimizer(self.model.model_parts, settings.train, factors)
         self.optimizer_step = OptimizerStep(self.model, self.optimizer, self.processes, self.placement, settings.train)
         on_first(self.group, self._write_settings)
@@ -363,21 +360,6 @@ class Trainer:
         raise FloatingPointError(f"{self.run}: {problem}. {advice(settings.train.on_nan, self.step)}")
 
 
-def _placement(settings: TrainSettings) -> Placement:
-    """Choose this process's device and set torch up for it."""
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
-    device = settings.device
-    if device in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        device = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
-    placement = choose_placement(device, settings.precision)
-    if placement.device.type == "cpu":
-        keep_freed_memory()
-    elif placement.device.index is not None:
-        torch.cuda.set_device(placement.device)
-    return placement
-
-
 def _initial_checkpoint(run: Path, settings: TrainSettings) -> Checkpoint | None:
     """The checkpoint of `train.init_from`; None for random weights, and for a run that is resumed."""
     if not settings.init_from or checkpoints.latest(run) is not None:
@@ -386,20 +368,7 @@ def _initial_checkpoint(run: Path, settings: TrainSettings) -> Checkpoint | None
 
 
 def _base(run: Path, initial: Checkpoint | None) -> ModelSettings | None:
-    """The model that the preset `base` stands for: that of `train.init_from`, or of the run if it is resumed."""
+    """The model of the preset `base`: that of `train.init_from`, or of the run if it is resumed."""
     if initial is None and checkpoints.latest(run) is not None:
         return from_json(read_json(run / "settings.json")["model"])
     return initial.model if initial else None
-
-
-def _distributed(model: Retro, processes: Processes, placement: Placement, settings: TrainSettings) -> DistributedModel:
-    """Divide the model among the processes. With several, each data-parallel one has its own random numbers for dropout."""
-    if processes.count > 1:
-        torch.manual_seed(mix(mix(settings.seed) + processes.data_rank) >> 1)
-    options: dict[str, Any] = {
-        "z_loss_weight": settings.z_loss_weight,
-        "compiled": wants_compilation(settings.compile, placement),
-    }
-    if processes.along("pipeline") is not None:
-        return Pipeline(model, processes, placement, settings.batch_size, **options)
-    return WholeModel(model, processes, placement, **options)
