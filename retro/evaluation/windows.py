@@ -14,7 +14,7 @@ from retro.model.loss import IGNORED_LABEL
 
 @dataclass(frozen=True)
 class ScoringWindow:
-    """Positions [start, stop) of a text, in chunks or in tokens, of which this window scores [scored, stop).
+    """Positions [start, stop) of a text, in chunks or in tokens. The window scores [scored, stop).
 
     Attributes:
         text: number of the document or sequence.

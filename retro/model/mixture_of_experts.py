@@ -226,7 +226,7 @@ def _exchange(x: Tensor, mesh: "DeviceMesh") -> Tensor:
 
 
 def share_experts(model: nn.Module, mesh: "DeviceMesh") -> set[nn.Parameter]:
-    """Shard the experts over the devices of a mesh, each of which trains on its own sequences (expert parallelism).
+    """Shard the experts over the devices of a mesh. Each device trains on its own sequences (expert parallelism).
 
     The stacks of matrices become DTensors, sharded by expert. Every device keeps its shard of its values, so all devices must
     have equal values (or meta tensors). After the backward pass, gradients are already summed over the mesh. Only devices with

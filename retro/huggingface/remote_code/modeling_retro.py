@@ -198,9 +198,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and not bool(attention_mask.all()):
             starts, lengths = extents(attention_mask)
             places = torch.arange(num_tokens, device=tokens.device)
-            tokens = tokens.gather(
-                1, (places + starts[:, None]).clamp(max=num_tokens - 1)
-            )  # what follows a row means nothing
+            shifted = (places + starts[:, None]).clamp(max=num_tokens - 1)
+            tokens = tokens.gather(1, shifted)  # tokens after the end of a row are padding
             shift = (places - starts[:, None]).clamp(min=0)
         if neighbors is None and self._retrieve is not None:
             neighbors, neighbor_lengths = self._retrieved(tokens, lengths)
