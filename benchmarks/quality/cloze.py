@@ -1,10 +1,10 @@
-"""Questions that passages ask of themselves: a sentence with a hole, and what stood in it as the answer.
+"""Cloze questions from passages: a sentence with a gap, and the text of the gap as the answer.
 
-    passage → sentences → spans (names, numbers, phrases) → the words around one, some left out, with a question word for it
+    passage → sentences → spans (names, numbers, phrases) → words around a span, some dropped, with a question word for it
 
-Practice for a reader with few real questions (cloze questions as training data: Lewis et al. 2019, arXiv 1906.04980, there
-with a parser and a translator; here with regular expressions): find the place in a passage that shares words with the
-question, and copy what stands where the question word stands.
+They are training data for a reader with few real questions (Lewis et al. 2019, arXiv 1906.04980, use a parser and a
+translator; here regular expressions do the work). The reader learns to find the place in a passage that shares words with
+the question, and to copy the text at the position of the question word.
 """
 
 import random
@@ -15,9 +15,9 @@ from typing import Any
 from retro.question_answering.answer_metrics import Language
 
 _AROUND = {"en": 14, "zh": 24}
-"""Words or characters of a question on each side of the hole, at most."""
+"""Largest number of words (English) or characters (Chinese) on each side of the gap."""
 _DROPPED = {"en": 0.15, "zh": 0.05}
-"""Share of these that are left out, so that questions do not repeat their sentences word for word."""
+"""Fraction of these that are dropped, so that questions do not repeat their sentences word for word."""
 
 _FUNCTION_WORDS = frozenset(
     [
@@ -149,20 +149,20 @@ _CHINESE_WORDS = {
 def cloze_questions(
     passages: Iterable[Mapping[str, Any]], language: Language, each: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Questions as a question set has them, each with one answer, which stands in the passage that its `positive_ids` name.
+    """Yield questions in the format of a question set. Each has one answer, which is in the passage of its `positive_ids`.
 
     Args:
-        passages: with `id` and `text`.
-        language: of the passages.
-        each: questions of a passage, at most.
-        seed: of what is asked, together with the passage's id.
+        passages: rows with `id` and `text`.
+        language: language of the passages.
+        each: largest number of questions per passage.
+        seed: random seed; the passage's id is added to it.
     """
     for passage in passages:
         drawn = random.Random(f"{seed} {passage['id']}")
         found = list(_spans(passage["text"], language))
         kinds = sorted({kind for kind, *_ in found})
         for number in range(min(each, len(found))):
-            kind = drawn.choice(kinds)  # phrases are many, years few
+            kind = drawn.choice(kinds)  # phrases are frequent, years are rare
             chosen = drawn.choice([span for span in found if span[0] == kind])
             found.remove(chosen)
             kinds = sorted({kind for kind, *_ in found})
@@ -176,14 +176,14 @@ def cloze_questions(
 
 
 def _spans(text: str, language: Language) -> Iterator[tuple[str, str, str, str]]:
-    """Kind, text, what stands before and after in the sentence, of every span that can be asked for."""
+    """Yield (kind, text, text before, text after) of each span of a sentence that can be an answer."""
     pattern, ends = (_ENGLISH_SPANS, r"(?<=[.!?])\s+") if language == "en" else (_CHINESE_SPANS, r"(?<=[。！？；])")
     for sentence in re.split(ends, text):
         for match in pattern.finditer(sentence):
             before, after = sentence[: match.start()], sentence[match.end() :]
             if language == "en":
                 words = match[0].split()
-                first = not before.strip() and len(words) == 1  # a capital here is no sign of a name
+                first = not before.strip() and len(words) == 1  # every sentence begins with a capital letter
                 if first or any(word.lower() in _FUNCTION_WORDS for word in (words[0], words[-1])):
                     continue
             if len(before) + len(after) >= 3 * len(match[0]) and match.lastgroup:
@@ -198,10 +198,10 @@ def _question(kind: str, before: str, after: str, language: Language, drawn: ran
         units(after.strip(" .。；！？"))[: drawn.randint(3, around)],
     ]
     left, right = ([unit for unit in side if drawn.random() >= _DROPPED[language]] for side in sides)
-    if language == "zh":  # the question word stands where the answer would
+    if language == "zh":  # the question word replaces the answer
         return joint.join([*left, drawn.choice(_CHINESE_WORDS[kind]), *right]) + "？"
-    asked = drawn.choice(_ENGLISH_WORDS[kind])
-    words = [*left, asked, *right] if drawn.random() < 0.5 else [asked, *right, *left]
-    if left and words[0] != asked and len(left[0]) > 1 and left[0][1:].islower():
+    question_word = drawn.choice(_ENGLISH_WORDS[kind])
+    words = [*left, question_word, *right] if drawn.random() < 0.5 else [question_word, *right, *left]
+    if left and words[0] != question_word and len(left[0]) > 1 and left[0][1:].islower():
         words[0] = words[0][0].upper() + words[0][1:]
     return joint.join(words).rstrip(",;:") + "?"

@@ -1,14 +1,15 @@
-"""Near-duplicates against ground truth: precision and recall; and what finding them costs beyond the bare library.
+"""Quality and speed of near-duplicate detection: precision and recall against ground truth, time against bare libraries.
 
     python -m benchmarks.quality.dedup DATA [--documents 500] [--no-quality] [--rounds 3]
 
-DATA holds `neardup_en_history`, `msdocs_cpp` and `zh_laws`: documents, and pairs with their exact Jaccard of 5-grams of words,
-or of characters (Chinese). What the lists leave out is judged by the same definition. Four questions:
+DATA contains `neardup_en_history`, `msdocs_cpp` and `zh_laws`: documents, and pairs with their exact Jaccard similarity over
+5-grams of words, or of characters (Chinese). The benchmark computes the similarity of unlisted pairs in the same way. It has
+four parts:
 
-truth      n-grams of 5 units at the truth's own threshold: does the machinery (units, bands, exact Jaccard) find the pairs?
-units      which unit an n-gram of 13 should be made of
-sweep      n = 13, other thresholds, against pairs of a true Jaccard of 0.8: what the default means
-bands      n = 13, threshold 0.8: pairs found by bands, over all pairs compared with each other
+truth      n-grams of 5 units, thresholds of the ground truth: do units, bands and exact Jaccard find the pairs?
+units      which unit should n-grams of 13 consist of?
+sweep      n = 13, several thresholds, against pairs with a true Jaccard of 0.8: which pairs does the default find?
+bands      n = 13, threshold 0.8: pairs found through bands, against a comparison of all pairs
 """
 
 import argparse
@@ -30,7 +31,7 @@ from indexing.dedup.near_duplicates import TRAIN, DedupSettings, Signatures, fin
 from indexing.dedup.ngrams import gram_set, grams_of, jaccard, units
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, train_sentencepiece
 
-SETS = {  # documents, pairs, and what the truth's n-grams are made of
+SETS = {  # files of documents and pairs, and the pattern of the ground truth's units
     "neardup_en_history": ("docs", "pairs", r"\w+"),
     "msdocs_cpp": ("docs", "neardup_pairs", r"\w+"),
     "zh_laws": ("laws", "neardup_pairs", r"\w"),
@@ -39,7 +40,7 @@ Pair = tuple[int, int]
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """A compressed JSON Lines file."""
+    """Read a compressed JSON Lines file."""
     with open(file, "rb") as stored:
         return [
             json.loads(line) for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(stored), "utf-8")
@@ -47,7 +48,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 class Truth:
-    """One of the sets: texts, and the true Jaccard of any pair of them."""
+    """A data set: its texts, and the true Jaccard similarity of any two of them."""
 
     def __init__(self, data: Path, name: str, limit: int) -> None:
         documents, pairs, self.pattern = SETS[name]
@@ -69,7 +70,7 @@ class Truth:
         return self._sets[document]
 
     def similarity(self, pair: Pair) -> float:
-        """The listed Jaccard, or what it would be."""
+        """Return the listed Jaccard similarity of a pair, or compute it."""
         if pair not in self.listed:
             first, second = map(self._set, pair)
             self.listed[pair] = len(first & second) / max(1, len(first | second))
@@ -77,7 +78,7 @@ class Truth:
 
 
 def signatures_of(sets: list[np.ndarray], settings: DedupSettings, folder: Path) -> Signatures:
-    """What the stage writes for a shard of training documents with these gram sets."""
+    """Write the files of the stage for a shard of training documents with these n-gram sets, and open them."""
     sketch = settings.sketch
     np.save(folder / "bands.npy", np.array([sketch(grams) for grams in sets]).T.copy())
     np.save(folder / "sizes.npy", np.array([len(grams) for grams in sets], np.int64))
@@ -86,7 +87,7 @@ def signatures_of(sets: list[np.ndarray], settings: DedupSettings, folder: Path)
 
 
 def pairs_of(sets: list[np.ndarray], settings: DedupSettings) -> dict[Pair, float]:
-    """Pairs of gram sets that share a band and are near, with their Jaccard, by the stage's own functions."""
+    """Find near pairs of n-gram sets with the functions of the stage; return their Jaccard similarities."""
     with tempfile.TemporaryDirectory() as folder:
         signatures = signatures_of(sets, settings, Path(folder))
         meetings = find_candidates(signatures, settings, advance=lambda _: None)
@@ -97,7 +98,7 @@ def pairs_of(sets: list[np.ndarray], settings: DedupSettings) -> dict[Pair, floa
 
 
 def near(pairs: Iterable[Pair], sets: list[np.ndarray], threshold: float) -> dict[Pair, float]:
-    """Those pairs whose Jaccard reaches the threshold, with it."""
+    """Return the pairs whose Jaccard similarity reaches the threshold, with their similarity."""
     found = {}
     for first, second in pairs:
         small, large = sorted((len(sets[first]), len(sets[second])))
@@ -107,7 +108,7 @@ def near(pairs: Iterable[Pair], sets: list[np.ndarray], threshold: float) -> dic
 
 
 def all_pairs(sets: list[np.ndarray], threshold: float) -> dict[Pair, float]:
-    """What `pairs_of` looks for, by comparing everything with everything that is not too large."""
+    """Find the same pairs as `pairs_of`, by comparing all sets whose sizes are close enough."""
     sizes = np.array([len(grams) for grams in sets])
     order = np.argsort(sizes, kind="stable")
     ends = np.searchsorted(sizes[order], sizes[order] / threshold, side="right")
@@ -121,7 +122,7 @@ def all_pairs(sets: list[np.ndarray], threshold: float) -> dict[Pair, float]:
 
 
 def scores(truth: Truth, found: Iterable[Pair], threshold: float) -> dict[str, Any]:
-    """Precision and recall of pairs against those of a true Jaccard of `threshold` or more."""
+    """Return precision and recall against the pairs whose true Jaccard similarity is at least `threshold`."""
     found = set(found)
     similar = [truth.similarity(pair) for pair in found]
     wanted = {pair for pair, similarity in truth.listed.items() if similarity >= threshold}
@@ -138,7 +139,7 @@ def scores(truth: Truth, found: Iterable[Pair], threshold: float) -> dict[str, A
 
 
 def unit_kinds(truths: list[Truth]) -> dict[str, Callable[[str], np.ndarray]]:
-    """Ways to cut a text into units: text → [units] uint64. Tokens are of a BPE of 8192 trained on all of it."""
+    """Functions that cut a text into units, [units] uint64, by name. Tokens are those of a BPE with 8,192 ids, trained on all texts."""
     with tempfile.TemporaryDirectory() as folder:
         texts = (text for truth in truths for text in truth.texts)
         settings = TokenizerSettings(vocab_size=8192)
@@ -154,21 +155,21 @@ def unit_kinds(truths: list[Truth]) -> dict[str, Callable[[str], np.ndarray]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print rows as they come."""
+    """Print rows."""
     for row in rows:
         cells = (f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
         say("  ".join(cells))
 
 
 def quality(truths: list[Truth], limit: Budget) -> dict[str, Any]:
-    """Answers to the four questions, as rows by set."""
+    """Run the four parts; return rows by part."""
     out: dict[str, Any] = {"truth": [], "units": [], "sweep": [], "bands": []}
     kinds = unit_kinds(truths)
     for truth in limit.each(truths, "set", lambda truth: len(truth.texts)):
         fives = [gram_set(text, 5) for text in truth.texts]
         for threshold in (0.5, 0.6, 0.7, 0.8, 0.9):
             if truth.name == "neardup_en_history" and threshold < 0.8:
-                continue  # its list has pairs of one group only, and pages of two groups are alike below that
+                continue  # its list has only pairs within a group, and pages of different groups are similar below 0.8
             found = pairs_of(fives, DedupSettings(within=True, ngram=5, threshold=threshold))
             out["truth"].append({"set": truth.name, "threshold": threshold} | scores(truth, found, threshold))
         show(out["truth"][-3:])
@@ -192,7 +193,7 @@ def quality(truths: list[Truth], limit: Budget) -> dict[str, Any]:
 
 
 def speed(texts: list[str], pattern: str, rounds: int, limit: Budget) -> list[dict[str, Any]]:
-    """Documents a second of the signatures, and of MinHash by the libraries alone."""
+    """Measure documents per second of the signatures, and of MinHash in the bare libraries."""
     from datasketch import MinHash, MinHashLSH
 
     settings = DedupSettings(within=True)
@@ -237,7 +238,7 @@ def speed(texts: list[str], pattern: str, rounds: int, limit: Budget) -> list[di
         matrix = RMinHash.digest_matrix_from_flat_token_hashes
         work["rensa, grams given as hashes"] = lambda: matrix(flat, offsets, sketch.bands * sketch.rows, 1)
     except ImportError:
-        say("rensa is not installed: left out")
+        say("rensa is not installed; its row is omitted")
     median = median_seconds(work, rounds, limit)
     folder.cleanup()
     size = sum(len(text.encode()) for text in texts)
@@ -256,9 +257,11 @@ def main() -> None:
     """Print the tables and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--documents", type=int, default=500, help="of each set, the first ones")
-    parser.add_argument("--no-quality", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3, help="of timing; 0 for none")
+    parser.add_argument(
+        "--documents", type=int, default=500, help="number of documents of each set, from its beginning"
+    )
+    parser.add_argument("--no-quality", action="store_true", help="measure speed only")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the speed measurement; 0: skip it")
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-dedup.json"))
     options = parser.parse_args()

@@ -1,9 +1,10 @@
-"""Which weights should the lexical embedder give its n-grams? What neighbors tell of the next chunk, and what IVF finds.
+"""Compare weights for the n-grams of the lexical embedder: usefulness of the neighbors, and recall of an IVF index.
 
     python -m benchmarks.quality.embedders DATASTORE [--output results.json]
 
-For every variant: `gain`, the share of the next chunk's token bigrams that stand in the two nearest neighbors with their
-continuations (exact search; what RETRO can copy), and recall@10 of an IVF-PQ index at 1/8 of its lists after re-ranking.
+For every variant, `gain` is the fraction of the next chunk's token bigrams that occur in the two nearest neighbors with
+their continuations (exact search), which is the text that RETRO can copy. recall@10 is that of an IVF-PQ index which searches
+1/8 of its lists, after re-ranking.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from indexing.tokenization.tokenizer import read_token_bytes
 from indexing.vectors.exact_search import exact_search, recall, rerank
 
 VARIANTS = ((1, 1), (1, 0.5), (1, 0), (0.5, 1), (0.5, 0.5), (0.25, 0.5))
-"""Powers of the idf and weights of bigrams."""
+"""Pairs of (power of the idf, weight of bigrams)."""
 
 
 def gain(train: Split, valid: Split, queries: np.ndarray, ids: np.ndarray) -> float:
-    """Mean share of the bigrams of each query's next chunk that its neighbors hold."""
-    shares = []
+    """Return the mean fraction of the bigrams in each query's next chunk that occur in its neighbors."""
+    fractions = []
     following = valid.tokens.gather(queries + 1)
     lengths = valid.lengths.gather(queries + 1)
     for row, near in enumerate(ids):
@@ -37,12 +38,12 @@ def gain(train: Split, valid: Split, queries: np.ndarray, ids: np.ndarray) -> fl
             text = tokens[:length].tolist()
             held |= set(pairwise(text))
         if wanted:
-            shares.append(len(wanted & held) / len(wanted))
-    return float(np.mean(shares))
+            fractions.append(len(wanted & held) / len(wanted))
+    return float(np.mean(fractions))
 
 
 def embeddings_of(embedder: LexicalEmbedder, split: Split, count: int, path: Path) -> ShardedArray:
-    """The first chunks of a split, embedded into a file."""
+    """Embed the first chunks of a split into a file."""
     blocks = [(start, min(start + 8192, count)) for start in range(0, count, 8192)]
     parts = [embedder.embed(split.tokens.read(*block), split.lengths.read(*block)) for block in blocks]
     np.save(path, np.concatenate(parts).astype(np.float16))
@@ -53,7 +54,9 @@ def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
-    parser.add_argument("--chunks", type=int, default=100_000, help="of the training split, the first ones; 0: all")
+    parser.add_argument(
+        "--chunks", type=int, default=100_000, help="number of chunks of the training split, from its beginning; 0: all"
+    )
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-embedders.json"))
     options = parser.parse_args()

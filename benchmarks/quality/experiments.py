@@ -1,4 +1,4 @@
-"""What experiments share that train models through the command line: config files, a part of a corpus, steps that fit the time."""
+"""Shared code of experiments that train models through the command line: config files, corpus samples, number of steps."""
 
 import json
 import subprocess
@@ -16,24 +16,24 @@ from pipelines.planning.calibration import draw_sample
 from pipelines.settings.toml_file import to_toml
 
 SHORT_EVALUATION = 4_000
-"""Tokens that each evaluation scores in runs whose steps are chosen by time: it takes less time than the steps."""
+"""Tokens that each evaluation scores if the time limit chooses the steps, so that evaluation takes less time than training."""
 _PROBE_STEPS = 12
 
 
 def retro(*arguments: str) -> None:
-    """The command line, as a user runs it."""
+    """Run a command of the command line."""
     subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments], check=True)
 
 
 def written(file: Path, config: Config) -> str:
-    """The path of a config that is written to a file."""
+    """Write a config to a file; return the path."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(to_toml(config))
     return str(file)
 
 
 def write_part(paths: Sequence[str], megabytes: float, file: Path) -> str:
-    """The path of a JSON Lines file with documents drawn from a corpus, which is written unless it exists."""
+    """Write documents drawn from a corpus to a JSON Lines file unless it exists; return the path."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         sample = draw_sample(CorpusSettings(paths=tuple(paths)), int(megabytes * 1e6))
@@ -45,22 +45,21 @@ def write_part(paths: Sequence[str], megabytes: float, file: Path) -> str:
 def steps_that_fit(
     file: Path, command: str, config_of: Callable[[int], Config], shares: Sequence[float], limit: Budget
 ) -> int:
-    """Choose a number of steps with which several runs end within the time that is left.
+    """Choose the number of steps with which several runs end within the remaining time.
 
-    A short run measures the seconds of a step, and what a run takes in addition: it starts, evaluates and saves.
-
-    Where not even short runs fit, the caller has to stop between two runs (`Budget.each`).
+    A short run measures the time of a step and the fixed time of a run (start, evaluation, checkpoint). If even short runs do
+    not fit, the caller has to stop between two runs (`Budget.each`).
 
     Args:
-        file: keeps the number, for runs that continue.
+        file: stores the number, for runs that are resumed.
         command: `train` or `finetune`.
-        config_of: the config of the slowest run, by its steps.
-        shares: for each run, its part of the number that is returned: all ones where runs are compared.
-        limit: of all runs together.
+        config_of: returns the config of the slowest run, given its steps.
+        shares: for each run, its steps relative to the returned number.
+        limit: time limit of all runs together.
     """
     if file.exists():
         return int(file.read_text())
-    say(f"a run of {_PROBE_STEPS} steps measures the time of a step", file=sys.stderr)
+    say(f"measuring the time of a step in a run of {_PROBE_STEPS} steps", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="retro-steps-") as folder:
         config = config_of(_PROBE_STEPS)
         config = replace(config, run=Path(folder) / "run", train=replace(config.train, log_every=_PROBE_STEPS // 2))
@@ -71,8 +70,8 @@ def steps_that_fit(
     fixed = max(0.0, whole - _PROBE_STEPS * step)
     steps = max(_PROBE_STEPS, int((limit.left - len(shares) * fixed) / (sum(shares) * step)))
     say(
-        f"{steps} steps each: a step takes {step:.2f} s and a run {fixed:.0f} s more, so {len(shares)} runs take about "
-        f"{(len(shares) * fixed + sum(shares) * steps * step) / 60:.1f} minutes. --steps sets the number."
+        f"{steps} steps per run: a step takes {step:.2f} s, and a run {fixed:.0f} s in addition. {len(shares)} runs take about "
+        f"{(len(shares) * fixed + sum(shares) * steps * step) / 60:.1f} minutes. --steps sets the number of steps."
     )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(str(steps))

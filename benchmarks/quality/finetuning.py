@@ -1,13 +1,14 @@
-"""Question answering before and after fine-tuning: exact match and F1, closed book, with passages as neighbors, and in prompts.
+"""Question answering before and after fine-tuning: exact match and F1, closed-book, with passages as neighbors, with prompts.
 
 python -m benchmarks.quality.finetuning build DATA --output runs/finetuning     files and datastores of squad_v11_dev and cmrc2018
-python -m benchmarks.quality.finetuning pretrain --output runs/finetuning       a small RETRO of each language
-python -m benchmarks.quality.finetuning finetune --output runs/finetuning       on cloze and other questions, then on the set's own
-python -m benchmarks.quality.finetuning score --output runs/finetuning          `retro eval qa` of all three, and a table
+python -m benchmarks.quality.finetuning pretrain --output runs/finetuning       a small RETRO for each language
+python -m benchmarks.quality.finetuning finetune --output runs/finetuning       on cloze and other questions, then on the set itself
+python -m benchmarks.quality.finetuning score --output runs/finetuning          `retro eval qa` of the three models, and a table
 
-DATA is a folder with a folder for each set, as for `questions.py`. What is learned and what is asked: `qa_data.py`. Every part goes
-on where it was stopped; `--sets` names one of the two. By default the number of steps is chosen so that a part ends in --minutes:
-this tries the script out. --steps 0 and --questions 0 give the results of docs/results/question-answering.md, in hours.
+DATA contains a folder for each set, as for `passage_retrieval.py`. `qa_data.py` describes training and test data. Each part
+resumes if it was stopped; `--sets` selects one of the sets. By default the number of steps is chosen so that a part ends
+within --minutes, which is enough to try the script. --steps 0 and --questions 0 give the results of
+docs/results/question-answering.md, in hours.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from retro.finetuning.settings import FinetuneSettings
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
 from retro.training.settings import TrainSettings
 
-# What brings copying sooner (docs/results/copying.md). The encoder's second layer knows where a neighbor and its question share words.
+# Options with which a model learns to copy early (docs/results/copying.md). The encoder's second layer can use the matches
+# between a neighbor and its question.
 MODEL = ModelSettings(
     d_model=128,
     d_ffw=512,
@@ -51,13 +53,13 @@ class Phase:
     """A training run.
 
     Attributes:
-        examples: the file of its questions; empty: pretraining.
-        init_from: the phase whose weights it begins with.
-        steps: of 1,024 tokens in pretraining, else of `rows` rows of 512.
-        rows: of a step.
-        lr: at its peak.
-        k: passages of a question, or neighbors of a chunk.
-        rerank: what passages are ordered by; where one holds the answer in any case and is put first, embeddings are good enough.
+        examples: name of the file of questions; empty: pretraining.
+        init_from: phase that provides the initial weights.
+        steps: number of steps; a step has 1,024 tokens in pretraining, otherwise `rows` rows of 512 tokens.
+        rows: rows of a step.
+        lr: peak learning rate.
+        k: passages per question, or neighbors per chunk.
+        rerank: order of the passages. Embeddings are good enough if a passage with the answer always comes first.
     """
 
     examples: str
@@ -77,7 +79,7 @@ PHASES = {
 
 
 def build(data: Path, folder: Path, name: str, clozes: int, corpus_bytes: int) -> None:
-    """Files and three datastores: `pretraining`, and with its tokenizer `reading` and `passages`, searched by questions."""
+    """Write the files and three datastores: `pretraining`, and with its tokenizer `reading` and `passages` for the questions."""
     print(name, prepare(data, name, folder, clozes, corpus_bytes), flush=True)
     pretraining = Config(
         datastore=folder / "pretraining",
@@ -91,22 +93,22 @@ def build(data: Path, folder: Path, name: str, clozes: int, corpus_bytes: int) -
             datastore=folder / searched,
             corpus=CorpusSettings(paths=(str(folder / f"{searched}.jsonl"),), split=(1, 0, 0)),
             tokenizer=TokenizerSettings(kind="sentencepiece", path=str(tokenizer)),
-            embedder=EmbedderSettings(dimension=1024),  # a question has few words (docs/results/passage-retrieval.md)
+            embedder=EmbedderSettings(dimension=1024),  # questions have few words (docs/results/passage-retrieval.md)
             index=IndexSettings(factory="Flat"),
         )
         file = written(folder / f"{searched}.toml", config)
-        for stage in ("chunk", "embed", "train-index", "add"):  # chunks need no neighbors here: questions search
+        for stage in ("chunk", "embed", "train-index", "add"):  # chunks need no neighbors: only questions search
             retro("index", file, "--stage", stage)
 
 
 def train(options: argparse.Namespace, phases: tuple[str, ...], limit: Budget) -> None:
-    """The runs OUT/SET/PHASE of all sets."""
+    """Train the runs OUT/SET/PHASE of all sets."""
     runs = [(name, phase) for name in options.sets for phase in phases]
     steps = options.steps
     if steps is not None:
-        limit = Budget(math.inf)  # steps that are given are all taken
+        limit = Budget(math.inf)  # --steps overrides the time limit
     else:
-        name, phase = options.sets[0], phases[-1]  # with the most passages
+        name, phase = options.sets[0], phases[-1]  # the phase with the most passages
         config_of = partial(run_config, options.output / name, name, phase, options, init_from="pretrained")
         command = "finetune" if PHASES[phase].examples else "train"
         steps = steps_that_fit(options.output / f"steps-{options.part}", command, config_of, [1.0] * len(runs), limit)
@@ -120,9 +122,9 @@ def train(options: argparse.Namespace, phases: tuple[str, ...], limit: Budget) -
 def run_config(
     folder: Path, name: str, phase: str, options: argparse.Namespace, steps: int, init_from: str = ""
 ) -> Config:
-    """The config of the run FOLDER/PHASE, which begins with the weights of another phase."""
+    """Return the config of the run FOLDER/PHASE, which starts from the weights of another phase."""
     chosen = PHASES[phase]
-    eval_tokens = 2_000 if chosen.examples else 30_000  # of answers, or of text
+    eval_tokens = 2_000 if chosen.examples else 30_000  # tokens of answers, or of text
     if options.steps is None:
         eval_tokens = (
             SHORT_EVALUATION // 40 if chosen.examples else SHORT_EVALUATION
@@ -159,7 +161,7 @@ def run_config(
 
 
 def score(folder: Path, name: str, k: int, questions: int, limit: Budget) -> None:
-    """FOLDER/score-PHASE.json of each run."""
+    """Write FOLDER/score-PHASE.json for each run."""
     for phase in limit.each(tuple(PHASES), "run"):
         out = folder / f"score-{phase}.json"
         if out.exists() or not (folder / phase).exists():
@@ -180,7 +182,7 @@ def score(folder: Path, name: str, k: int, questions: int, limit: Budget) -> Non
 
 
 def table(folder: Path, name: str) -> list[str]:
-    """What `score` has measured, as Markdown: a row for each mode, a column for each run."""
+    """Return the results of `score` as a Markdown table with a row for each mode and a column for each run."""
     scores = {
         phase: json.loads(file.read_text()) for phase in PHASES if (file := folder / f"score-{phase}.json").exists()
     }
@@ -202,32 +204,36 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """One of the four parts."""
+    """Run one of the four parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["build", "pretrain", "finetune", "score"])
     parser.add_argument("data", nargs="?", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/finetuning"))
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
-    parser.add_argument("--clozes", type=int, default=1, help="cloze questions of a passage of about 60 words")
-    parser.add_argument("--corpus-bytes", type=int, default=1_000_000, help="of the corpora beside the passages")
+    parser.add_argument("--clozes", type=int, default=1, help="cloze questions per passage of about 60 words")
     parser.add_argument(
-        "--steps", type=int, help="of each run; 0: those of the results; if not given, as many as fit into --minutes"
+        "--corpus-bytes", type=int, default=1_000_000, help="bytes of other corpora in the pretraining text"
     )
-    parser.add_argument("--questions", type=int, default=50, help="of each set that are asked; 0: all")
-    parser.add_argument("--k", type=int, default=4, help="passages as neighbors when scored")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="steps of each run; 0: those of the published results; default: as many as fit into --minutes",
+    )
+    parser.add_argument("--questions", type=int, default=50, help="number of test questions of each set; 0: all")
+    parser.add_argument("--k", type=int, default=4, help="passages read as neighbors in `score`")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
     add_minutes(parser)
     options = parser.parse_args()
     limit = budget(options)
     if options.part == "build" and options.data is None:
-        parser.error("build needs DATA")
+        parser.error("`build` needs DATA")
     say(measured_on())
-    if options.part != "build":  # which may have stopped after the first set
+    if options.part != "build":  # a build may have stopped after the first set
         options.sets = [name for name in options.sets if (options.output / name / "passages").exists()]
         if not options.sets:
-            parser.error(f"{options.output} has none of the sets: run build first")
-        say(f"sets that are built: {', '.join(options.sets)}")
+            parser.error(f"{options.output} has none of the sets: run `build` first")
+        say(f"sets: {', '.join(options.sets)}")
     if options.part in ("pretrain", "finetune"):
         train(options, ("pretrained",) if options.part == "pretrain" else ("practised", "finetuned"), limit)
         return

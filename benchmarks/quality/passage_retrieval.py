@@ -1,13 +1,13 @@
-"""Does a search find the passage that answers a question? hit@1, hit@5 and MRR by embedder and by what orders candidates.
+"""Search quality: does a search find the passage that answers a question? hit@1, hit@5 and MRR by embedder and ranking.
 
     python -m benchmarks.quality.passage_retrieval DATA [--sets cmrc2018 …] [--embedders lexical-1024 …] [--work FOLDER] [--output results.json]
 
-DATA is a folder with a folder for each set: passages (`id`, `text`, `title`) and questions (`question`, `positive_ids`), as JSON
-Lines. The datastores are built in `--work` with all settings at their defaults but the embedder and an exact index (what an
-inverted one misses is not the ranking's fault), no passage held out; they are kept and used again. The yardstick, made here too:
-BM25 of whole passages with the same constants, over words and pairs of characters, and with the terms and titles that ours uses.
-`--weights` prints hit@1 of the hybrid by the weight of the cosine instead. The defaults take minutes; docs/results/passage-retrieval.md names
-the options of its results.
+DATA contains a folder for each set with passages (`id`, `text`, `title`) and questions (`question`, `positive_ids`) as JSON
+Lines. The datastores are built in `--work` and reused. They have default settings except for the embedder, no held-out passages,
+and an exact index, so that errors of an inverted index do not affect the ranking. The baseline is BM25 over whole passages
+with the same constants, once with words and pairs of characters as terms, once with the terms and titles of this project.
+`--weights` prints hit@1 of the hybrid ranking by weight of the cosine instead. The defaults take minutes;
+docs/results/passage-retrieval.md has the options of its results.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SETS = {
     "cmrc2018": ("passages", "questions"),
     "drcd": ("passages", "questions"),
 }
-# Constants were chosen on the sets above; these stand apart.
+# The constants of the ranking were chosen on the sets above, not on these.
 HELD_OUT = {"xquad_en": ("passages_en", "questions_en"), "xquad_zh": ("passages_zh", "questions_zh")}
 FOLDERS = {"xquad_en": "xquad_en_zh", "xquad_zh": "xquad_en_zh"}
 EMBEDDERS = {
@@ -52,7 +52,7 @@ EMBEDDERS = {
 
 
 def open_passages(work: Path, passages: Path, embedder: EmbedderSettings) -> Retriever:
-    """A datastore of the passages, as far as search needs it."""
+    """Build a datastore of the passages with the stages that search needs, and open it."""
     config = Config(
         datastore=work,
         corpus=CorpusSettings(paths=(str(passages),), split=(1, 0, 0)),
@@ -67,7 +67,7 @@ def open_passages(work: Path, passages: Path, embedder: EmbedderSettings) -> Ret
 def whole_passages(
     passages: Path, questions: list[Question], terms: Callable[[str], list[str]], *, titles: bool
 ) -> float:
-    """hit@1 of BM25 over whole passages, the yardstick."""
+    """Return hit@1 of the baseline, BM25 over whole passages."""
     settings = CorpusSettings(paths=(str(passages),))
     documents: list[Document] = []
     for file in list_files(settings):
@@ -93,7 +93,7 @@ def whole_passages(
 
 
 def words_and_pairs(text: str) -> list[str]:
-    """The usual terms: words in lower case, pairs of Chinese characters."""
+    """Return the usual terms of a text: words in lower case, pairs of Chinese characters."""
     found = []
     for run in re.findall(r"[\u3400-\u9fff]+|[^\W\u3400-\u9fff]+", text.lower()):
         is_chinese = "\u3400" <= run[0] <= "\u9fff" and len(run) > 1
@@ -102,27 +102,27 @@ def words_and_pairs(text: str) -> list[str]:
 
 
 def read_set(data: Path, name: str) -> tuple[Path, list[Question]]:
-    """The file of passages and the questions of a set."""
-    passages, asked = (data / FOLDERS.get(name, name) / f"{file}.jsonl.zst" for file in (SETS | HELD_OUT)[name])
-    return passages, read_questions(asked)
+    """Return the file of passages and the questions of a set."""
+    passages, questions = (data / FOLDERS.get(name, name) / f"{file}.jsonl.zst" for file in (SETS | HELD_OUT)[name])
+    return passages, read_questions(questions)
 
 
 def measure_set(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
-    """Rows of one set: the yardsticks, and every embedder with every order."""
+    """Return the rows of one set: the baselines, and every embedder with every ranking."""
     passages, questions = read_set(options.data, name)
     say(f"{name}: {len(questions):,} questions, BM25 of whole passages", file=sys.stderr)
     rows: list[dict[str, Any]] = [
-        {"set": name, "yardstick": label, "hit": {1: whole_passages(passages, questions, terms, titles=titles)}}
+        {"set": name, "baseline": label, "hit": {1: whole_passages(passages, questions, terms, titles=titles)}}
         for label, terms, titles in (
             ("BM25 of whole passages", words_and_pairs, False),
-            ("with our terms and titles", bm25.terms, True),
+            ("BM25 with our terms and titles", bm25.terms, True),
         )
     ]
     settings = RetrievalSettings()
     for embedder in limit.each(options.embedders, "embedder"):
         retriever = open_passages(options.work / f"{name}-{embedder}", passages, EMBEDDERS[embedder])
         right = right_documents(retriever.retrieval, questions)
-        for rerank in limit.each(settings.rerank, "order"):
+        for rerank in limit.each(settings.rerank, "ranking"):
             with progress(f"{name}: {embedder}, {rerank}", total=len(questions), unit="questions") as advance:
                 result = measure(retriever, questions, right, rerank, settings, advance)
             rows.append(
@@ -132,7 +132,7 @@ def measure_set(options: argparse.Namespace, name: str, limit: Budget) -> list[d
 
 
 def measure_weights(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
-    """hit@1 of the hybrid for every weight of the cosine, out of one ranking of all candidates."""
+    """Return hit@1 of the hybrid ranking for every weight of the cosine, from one search for all candidates."""
     passages, questions = read_set(options.data, name)
     rows = []
     for embedder in limit.each(options.embedders, "embedder"):
@@ -148,19 +148,19 @@ def measure_weights(options: argparse.Namespace, name: str, limit: Budget) -> li
                 best = np.where(ranked.ids < 0, -np.inf, scores).argmax(axis=1)
                 documents = retriever.retrieval.documents_of(ranked.ids[np.arange(len(best)), best])
                 hits[number] += sum(each in wanted for each, wanted in zip(documents, right[block], strict=True))
-        shares = (hits / len(questions)).tolist()
+        hit_rates = (hits / len(questions)).tolist()
         rows += [
-            {"set": name, "yardstick": f"{embedder}, cosine × {weight:g}", "hit": {1: share}}
-            for weight, share in zip(options.weights, shares, strict=True)
+            {"set": name, "baseline": f"{embedder}, cosine × {weight:g}", "hit": {1: hit_rate}}
+            for weight, hit_rate in zip(options.weights, hit_rates, strict=True)
         ]
     return rows
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
-    """hit@1 as Markdown: a row for each way of searching, a column for each set."""
+    """Return hit@1 as a Markdown table with a row for each kind of search and a column for each set."""
     lines: dict[str, dict[str, float]] = {}
     for row in rows:
-        label = row.get("yardstick") or f"{row['embedder']}, {row['rerank']}"
+        label = row.get("baseline") or f"{row['embedder']}, {row['rerank']}"
         lines.setdefault(label, {})[row["set"]] = row["hit"][1]
     header = ["| hit@1 | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     return header + [

@@ -1,14 +1,15 @@
-"""What `finetuning.py` learns and asks: files of passages, questions and pretraining text, divided by article.
+"""Training and test data of `finetuning.py`: files of passages, questions and pretraining text, divided by article.
 
-    passages of a set ─► cut to what a neighbor holds ─► passages.jsonl                        searched by the test
+    passages of a set ─► cut to the length of a neighbor ─► passages.jsonl                     searched by the test
                       └► of training articles ─┬───────► reading.jsonl                         searched in training
-    passages of another set ───────────────────┘  └────► cloze questions ─► practice.jsonl     its questions too
+    passages of another set ───────────────────┘  └────► cloze questions ─► practice.jsonl     with the questions of that set
     questions of a set ─► train.jsonl, test.jsonl (a fifth of the articles)
     corpora, passages of training articles and of the other set ─► pretraining.jsonl
 
-No text of a test article, and none of the other set whose title is one of the set's, is ever trained on. Passages are cut at the
-ends of sentences to about 60 words or 130 Chinese characters (the paper's are of 100 words), so that one with its title is a
-neighbor; the ones that a question names are those that hold its answer, first those that share more words with it.
+Training never uses the text of a test article, or a passage of the other set whose title also occurs in the set. Passages are
+cut at the ends of sentences to about 60 words or 130 Chinese characters (the paper's have 100 words), so that a passage with its
+title fits into a neighbor. The positive passages of a question are those that contain its answer; passages that share more words
+with the question come first.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ from retro.question_answering.answer_metrics import Language
 TEST_SHARE = 0.2
 _LONGEST = {"en": 60, "zh": 130}  # words, characters
 _UNITS = {"en": r"\S+\s*", "zh": r"."}
-_SPACED = "qed_nq"  # where all punctuation stands apart
+_SPACED = "qed_nq"  # its punctuation is separated by spaces
 _SENTENCES = {"en": r"(?<=[.!?])\s+", "zh": r"(?<=[。！？；])"}
 
 Row = dict[str, Any]
@@ -37,12 +38,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Where a set lies and what is learned beside it.
+    """A set, and the data that is used in addition to it.
 
     Attributes:
-        language: of all.
-        practice: passages and questions of another set.
-        corpora: more text for pretraining.
+        language: language of all texts.
+        practice: passages and questions of another set, for training.
+        corpora: additional text for pretraining.
     """
 
     language: Language
@@ -57,20 +58,20 @@ SETS = {
 
 
 def is_test(title: str) -> bool:
-    """Whether an article is asked about, and not learned: by a hash of its title."""
+    """Return whether an article belongs to the test and not to training, by a hash of its title."""
     digest = hashlib.sha256(title.encode()).digest()
     return int.from_bytes(digest[:8], "big") < TEST_SHARE * 2**64
 
 
 def prepare(data: Path, name: str, out: Path, clozes: int, corpus_bytes: int) -> Row:
-    """Write the files of a set, unless they are there, and their counts, which are returned.
+    """Write the files of a set and their counts unless they exist; return the counts.
 
     Args:
         data: folder with a folder for each set.
-        name: of the set.
+        name: name of the set.
         out: folder for the files.
-        clozes: questions of a passage that practice asks, at most.
-        corpus_bytes: of the corpora in pretraining, at most.
+        clozes: largest number of cloze questions per passage.
+        corpus_bytes: largest number of bytes of the corpora in the pretraining text.
     """
     if (counts := out / "counts.json").exists():
         return dict(json.loads(counts.read_text()))
@@ -106,7 +107,7 @@ def prepare(data: Path, name: str, out: Path, clozes: int, corpus_bytes: int) ->
         "passages": len(passages),
         "pieces": len(pieces),
         "train questions": len(files["train"]),
-        "train questions left out": len(train) - len(files["train"]),
+        "train questions dropped": len(train) - len(files["train"]),
         "test questions": len(test),
         "practice questions of another set": len(practice),
         "cloze questions": len(practised),
@@ -122,7 +123,7 @@ def _rows(data: Path, name: str) -> list[Row]:
 
 
 def _joined(value: Any) -> Any:
-    """Text without the blanks that a tokenizer has put before and after punctuation."""
+    """Remove the spaces that a tokenizer has put around punctuation."""
     if isinstance(value, str):
         value = re.sub(r"`` ?| ?''", '"', value)
         value = re.sub(r" ([,.;:!?%)\]’]|'s\b|n't\b)", r"\1", value)
@@ -133,7 +134,7 @@ def _joined(value: Any) -> Any:
 
 
 def _cut(passages: Iterable[Row], language: Language) -> list[Row]:
-    """The passages in pieces of whole sentences, with ids `ID/n`; a sentence that is too long is cut."""
+    """Cut passages into pieces of whole sentences, with ids `ID/n`. Sentences that are too long are cut too."""
     return [
         {"id": f"{row['id']}/{number}", "title": row["title"], "text": text}
         for row in passages
@@ -158,10 +159,10 @@ def _pieces(text: str, language: Language) -> Iterator[str]:
 
 
 def _with_places(questions: Iterable[Row], pieces: Sequence[Row], *, answered: bool) -> Iterator[Row]:
-    """Questions whose `positive_ids` name the pieces that hold an answer, and whose first answer stands there.
+    """Yield questions whose `positive_ids` are the pieces that contain an answer, and whose first answer is in these pieces.
 
-    Where no piece holds one (it runs across two, or is not verbatim), all of the passage are named, or with `answered` the question
-    is left out.
+    If no piece contains an answer (it spans two pieces, or is not verbatim), all pieces of the passage are positive; with
+    `answered`, the question is dropped.
     """
     of_passage: dict[str, list[Row]] = {}
     for piece in pieces:
@@ -172,14 +173,14 @@ def _with_places(questions: Iterable[Row], pieces: Sequence[Row], *, answered: b
         if answered and not verbatim:
             continue
         holding = [piece for piece in passage if not verbatim or verbatim[0] in piece["text"]]
-        asked = set(terms(row["question"]))
-        holding.sort(key=lambda piece: -len(asked.intersection(terms(piece["text"]))))
+        question_terms = set(terms(row["question"]))
+        holding.sort(key=lambda piece: -len(question_terms.intersection(terms(piece["text"]))))
         others = [each for each in row["answers"] if each not in verbatim[:1]]
         yield row | {"answers": verbatim[:1] + others, "positive_ids": [piece["id"] for piece in holding]}
 
 
 def _corpora(data: Path, names: Sequence[str], num_bytes: int) -> Iterator[Row]:
-    """Documents of each corpus, chosen by a hash, up to an equal share of the bytes."""
+    """Yield documents of each corpus in the order of a hash, up to an equal part of the bytes."""
     for name in names:
         left = num_bytes // len(names)
         for row in sorted(_rows(data, name), key=_drawn):

@@ -1,18 +1,18 @@
-"""Does retrieval pay? Two baselines and three RETROs with the same tokens and seeds, on one corpus, with controls; and a RETROfit.
+"""Gain of retrieval: two baselines and three RETRO models with the same tokens and seeds, controls, and a RETROfit.
 
 python -m benchmarks.quality.retrieval_gain build CORPUS... --output runs/learning        two datastores of the same chunks: lexical, MiniLM
 python -m benchmarks.quality.retrieval_gain train --output runs/learning [--models baseline lexical minilm random] [--steps 6000] [--k 2]
 python -m benchmarks.quality.retrieval_gain train --output runs/learning --models retrofit [--share 0.03]
 python -m benchmarks.quality.retrieval_gain score --output runs/learning                  held-out bits per byte by leakage, and curves
 
-`baseline` has as many parameters as the RETROs (encoder and cross-attention are added to its FFW width), `decoder` is their
-decoder alone, the paper's baseline. The control is
-trained and scored with neighbors drawn at random. `retrofit` is the trained `baseline`, frozen, with an encoder and
-cross-attention that learn from a share of its tokens. All are scored on the same held-out documents, and filtered by what leaks
-through the lexical neighbors, so that one α means the same chunks for all. Every part goes on where it was stopped.
+`baseline` has as many parameters as the RETRO models: its FFW width replaces encoder and cross-attention. `decoder` is their
+decoder alone, the paper's baseline. The control `random` is trained and scored with random neighbors. `retrofit` is the trained
+and frozen `baseline` with an encoder and cross-attention that are trained on a fraction of its tokens. All models are scored on
+the same held-out documents. Leakage is always computed with the lexical neighbors, so that an α selects the same chunks for all
+models. Each part resumes if it was stopped.
 
-By default the size of the corpus and the number of steps are chosen so that each part ends in --minutes: this tries the script out.
-Results need thousands of steps: see docs/results/retrieval-gain.md.
+By default the size of the corpus and the number of steps are chosen so that each part ends within --minutes, which is enough to try
+the script. Results need thousands of steps: see docs/results/retrieval-gain.md.
 """
 
 import argparse
@@ -41,9 +41,9 @@ from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
 PLAIN = ("baseline", "decoder", "plain")
-"""Models that do not retrieve."""
+"""Models without retrieval."""
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
-# What brings copying sooner (docs/results/retrieval-gain.md), and the same models without part of it: `paper` has none of it.
+# Options with which a model learns to copy early (docs/results/copying.md), and models with some or none of them.
 COPYING = {
     "shared_embeddings": True,
     "attention.smeared_keys": True,
@@ -57,12 +57,12 @@ ABLATIONS: dict[str, dict[str, bool]] = {
     "shared-smeared": {"shared_embeddings": True, "attention.smeared_keys": True},
     "one-before": {"shared_embeddings": True, "attention.smeared_keys": True, "copying_init": True},
 }
-_LEAST_MEGABYTES = 0.3  # for a tokenizer
+_LEAST_MEGABYTES = 0.3  # the least text for training a tokenizer
 EMBEDDERS = {"lexical": EmbedderSettings(), "minilm": EmbedderSettings(kind="transformer", path="minilm")}
 
 
 def build(out: Path, options: argparse.Namespace, limit: Budget) -> None:
-    """Datastores OUT/lexical and OUT/minilm."""
+    """Build the datastores OUT/lexical and OUT/minilm."""
     paths = tuple(options.corpus)
     if options.corpus_mb != 0:
         file = out / "corpus.jsonl"
@@ -73,39 +73,37 @@ def build(out: Path, options: argparse.Namespace, limit: Budget) -> None:
 
 
 def datastore_config(folder: Path, name: str, paths: tuple[str, ...], options: argparse.Namespace) -> Config:
-    """The config of a datastore with the embedder of this name."""
+    """Return the config of a datastore with an embedder of `EMBEDDERS`."""
     return Config(
         datastore=folder,
         corpus=CorpusSettings(paths=paths),
         tokenizer=TokenizerSettings(vocab_size=options.vocab_size),
         chunks=ChunkSettings(chunk_length=options.chunk_length),
         embedder=EMBEDDERS[name],
-        neighbors=NeighborSettings(search="exact"),  # what is compared is models, not searches
+        neighbors=NeighborSettings(search="exact"),  # the comparison is about models, not about search
     )
 
 
 def megabytes_that_fit(paths: tuple[str, ...], options: argparse.Namespace, limit: Budget) -> float:
-    """Megabytes of text that MiniLM embeds in half of the time that is left. The other stages take less than the other half."""
+    """Return the megabytes of text that MiniLM embeds in half of the remaining time. The other stages take less than the other half."""
     sample = draw_sample(CorpusSettings(paths=paths), 100_000)
     text = "".join(document.text for document in sample.documents).encode()
-    size = 4 * options.chunk_length  # bytes of a chunk, about
+    size = 4 * options.chunk_length  # approximate bytes of a chunk
     rows = np.array([list(text[start : start + size]) for start in range(0, min(len(text), 64 * size) - size, size)])
     embedder = TransformerEmbedder(EMBEDDERS["minilm"], lambda row: bytes(row.tolist()).decode(errors="replace"))
     lengths = np.full(len(rows), size)
     embedder.embed(rows, lengths)  # warms up
     took = seconds(lambda: embedder.embed(rows, lengths))
     found = limit.left / 2 / took * rows.size / 1e6
-    say(
-        f"{found:.2f} MB of the corpus, so that both datastores are built in {options.minutes:g} minutes. --corpus-mb sets it"
-    )
+    say(f"using {found:.2f} MB of the corpus, which fits into {options.minutes:g} minutes. --corpus-mb sets the size.")
     return max(found, _LEAST_MEGABYTES)
 
 
 def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
-    """Runs OUT/run-NAME."""
+    """Train the runs OUT/run-NAME."""
     steps = options.steps
     if steps:
-        limit = Budget(math.inf)  # steps that are given are all taken
+        limit = Budget(math.inf)  # --steps overrides the time limit
     else:
         slowest = next((name for name in options.models if name not in (*PLAIN, "retrofit")), options.models[0])
         shares = [options.share if name == "retrofit" else 1.0 for name in options.models]
@@ -118,7 +116,7 @@ def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
 
 
 def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) -> Config:
-    """The config of a model's run."""
+    """Return the config of a model's run."""
     retrofit = name == "retrofit"
     sizes = updated(_sizes(options), ABLATIONS.get(name, COPYING))
     plain = {
@@ -154,7 +152,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
 
 
 def _sizes(options: argparse.Namespace) -> ModelSettings:
-    """The preset, whose encoder is as wide as its decoder, as the smallest of the paper's is."""
+    """Return the preset with an encoder as wide as the decoder, like the smallest model of the paper."""
     sizes = replace(PRESETS[options.preset], chunk_length=options.chunk_length)
     width = {
         "encoder.d_model": sizes.d_model,
@@ -165,7 +163,7 @@ def _sizes(options: argparse.Namespace) -> ModelSettings:
 
 
 def score(out: Path, limit: Budget) -> None:
-    """OUT/score-NAME.json for each model against the baseline, and one page with all curves."""
+    """Write OUT/score-NAME.json for each model against the baseline, and one page with all curves."""
     runs = [name for name in (*MODELS, *ABLATIONS) if (out / f"run-{name}").exists()]
     for name in limit.each(runs[1:], "model"):
         to = ("--evaluation.k", "1", "2", "4", "8") if name not in PLAIN else ()
@@ -184,7 +182,7 @@ def score(out: Path, limit: Budget) -> None:
 
 
 def main() -> None:
-    """One of the three parts."""
+    """Run one of the three parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["build", "train", "score"])
     parser.add_argument("corpus", nargs="*")
@@ -193,15 +191,17 @@ def main() -> None:
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
     parser.add_argument("--k", type=int, default=2)
-    parser.add_argument("--chunk-length", type=int, default=64, help="the same for all three parts")
+    parser.add_argument("--chunk-length", type=int, default=64, help="must be the same for all three parts")
     parser.add_argument("--retrieval-dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--steps", type=int, default=0, help="of each model; 0: as many as fit into --minutes")
-    parser.add_argument("--share", type=float, default=0.03, help="of the steps, for the RETROfit")
+    parser.add_argument("--steps", type=int, default=0, help="steps of each model; 0: as many as fit into --minutes")
+    parser.add_argument("--share", type=float, default=0.03, help="steps of `retrofit` as a fraction of --steps")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--corpus-mb", type=float, help="of text; 0: all; as much as fits into --minutes if not given")
+    parser.add_argument(
+        "--corpus-mb", type=float, help="megabytes of text; 0: all; default: as much as fits into --minutes"
+    )
     add_minutes(parser)
     options = parser.parse_args()
     limit = budget(options)

@@ -1,15 +1,15 @@
-"""Does an extended vocabulary pay? Tokens per byte of both languages, and a small model's first steps in the new one.
+"""Gain of an extended vocabulary: tokens per byte of two languages, and the first training steps of a small model.
 
 python -m benchmarks.quality.vocabulary tokenizers --old ENGLISH... --new CHINESE... [--kinds bpe huggingface unigram]
 python -m benchmarks.quality.vocabulary model --old ENGLISH... --new CHINESE... --output FOLDER [--pieces 2000]
 
-`tokenizers`: a tokenizer of the old corpus, the same with new pieces, and one trained on both from scratch with as many; on
-held-out documents of each corpus. `model`: a plain decoder is trained on the old corpus, then on the new one, three times with
-the same seed and tokens: `mean` with new rows begun as `retro extend-vocabulary` does, `random` with new rows drawn from a normal
-distribution with the table's own spread, and `old` without new pieces. Every part of it goes on where it was stopped.
+`tokenizers` compares a tokenizer of the old corpus, its extension with new pieces, and a tokenizer of the same size that is trained
+on both corpora, on held-out documents of each corpus. `model` trains a decoder without retrieval on the old corpus, then three
+times on the new one with the same seed and tokens: `mean` initializes new rows like `retro extend-vocabulary`, `random` draws
+them from a normal distribution with the spread of the table, `old` has no new pieces. Each part resumes if it was stopped.
 
-By default a part of each corpus is read, and the number of steps is chosen so that it ends in --minutes. docs/how-to/extend-vocabulary.md
-names the options of its results.
+By default a part of each corpus is read, and the number of steps is chosen so that `model` ends within --minutes.
+docs/how-to/extend-vocabulary.md has the options of its results.
 """
 
 import argparse
@@ -55,7 +55,7 @@ SPLIT = (95, 5, 0)
 def tokenizers(
     old: list[str], new: list[str], kinds: list[str], pieces: list[int], vocab_size: int, mb: int, limit: common.Budget
 ) -> None:
-    """Prints a row for each tokenizer."""
+    """Print a row for each tokenizer."""
     texts = {name: samples(paths, mb * 2**20) for name, paths in (("old", old), ("new", new))}
     for kind in limit.each(kinds, "kind"):
         with tempfile.TemporaryDirectory() as folder:
@@ -67,8 +67,8 @@ def tokenizers(
                 row(kind, name, extended.path, texts, seconds)
                 figures = {name: compare(extended, texts[name][1]) for name in texts}
                 print(
-                    f"{'':24} new pieces that stand in held-out text: {figures['new'].used:.1%}; samples of the old corpus "
-                    f"with the ids they had: {figures['old'].unchanged} of {figures['old'].texts}"
+                    f"{'':24} new pieces that occur in held-out text: {figures['new'].used:.1%}; samples of the old corpus "
+                    f"with unchanged ids: {figures['old'].unchanged} of {figures['old'].texts}"
                 )
             both = [*texts["old"][0], *texts["new"][0]]
             for count in pieces:
@@ -76,14 +76,15 @@ def tokenizers(
 
 
 def samples(paths: list[str], size: int) -> tuple[list[str], list[str]]:
-    """Texts to learn from and held-out ones."""
-    learnt, held_out = TextSample(size, 0), TextSample(size // 8, 0)
+    """Return training texts and held-out texts."""
+    training, held_out = TextSample(size, 0), TextSample(size // 8, 0)
     for text in documents(paths):
-        (learnt if split_of(text, SPLIT) == "train" else held_out).add(text)
-    return learnt.pieces(), held_out.pieces()
+        (training if split_of(text, SPLIT) == "train" else held_out).add(text)
+    return training.pieces(), held_out.pieces()
 
 
 def documents(paths: list[str]) -> Iterator[str]:
+    """Yield the texts of a corpus."""
     settings = CorpusSettings(paths=tuple(paths))
     for file in list_files(settings):
         for document in read_documents(file, settings, on_problem=lambda problem: print(problem, file=sys.stderr)):
@@ -91,7 +92,7 @@ def documents(paths: list[str]) -> Iterator[str]:
 
 
 def train(kind: str, texts: Sequence[str], vocab_size: int, folder: Path) -> Path:
-    """Train a tokenizer; `huggingface` is a byte-level BPE as GPT-2's."""
+    """Train a tokenizer; `huggingface` is a byte-level BPE like that of GPT-2."""
     folder.mkdir()
     if kind != "huggingface":
         train_sentencepiece(texts, TokenizerSettings(kind=kind, vocab_size=vocab_size), folder)  # type: ignore[arg-type]
@@ -110,7 +111,7 @@ def train(kind: str, texts: Sequence[str], vocab_size: int, folder: Path) -> Pat
 
 
 def timed(base: Path, texts: list[str], count: int, folder: Path, *, ascii: bool) -> tuple[float, Any]:
-    """Extend a base; how long that took."""
+    """Extend a tokenizer; return the seconds and the extension."""
     folder.mkdir()
     made: list[Any] = []
     seconds = common.seconds(lambda: made.append(extend(open_base(base), texts, [], count, folder, ascii=ascii)))
@@ -118,20 +119,21 @@ def timed(base: Path, texts: list[str], count: int, folder: Path, *, ascii: bool
 
 
 def row(kind: str, name: str, path: Path, texts: dict[str, tuple[list[str], list[str]]], seconds: float = 0) -> None:
-    """Tokens per byte of held-out text."""
+    """Print tokens per byte of held-out text."""
     tokenizer = opened(path)
-    shares = []
+    rates = []
     for _, held_out in texts.values():
         tokens = sum(map(len, tokenizer.encode_batch(held_out)))
-        shares.append(tokens / sum(len(text.encode()) for text in held_out))
+        rates.append(tokens / sum(len(text.encode()) for text in held_out))
     time = f"   {seconds:.0f} s" if seconds else ""
     print(
-        f"{kind:11} {name:12} {tokenizer.vocab_size:7,} ids   old {shares[0]:.4f}   new {shares[1]:.4f}{time}",
+        f"{kind:11} {name:12} {tokenizer.vocab_size:7,} ids   old {rates[0]:.4f}   new {rates[1]:.4f}{time}",
         flush=True,
     )
 
 
 def opened(path: Path) -> Tokenizer:
+    """Open an installed tokenizer, or one that a library has written."""
     if (path / "meta.json").exists():
         return Tokenizer.open(path)
     kind: Any = "huggingface" if path.is_dir() else "sentencepiece"
@@ -144,7 +146,7 @@ def opened(path: Path) -> Tokenizer:
 
 
 def model(given: argparse.Namespace, limit: common.Budget) -> None:
-    """Folders OUT/…: datastores, runs, and the extended model."""
+    """Write datastores, runs and the extended model to folders of OUT."""
     out, old, new, vocab_size = given.output, given.old, given.new, given.vocab_size
     if given.corpus_mb:
         old, new = (
@@ -155,7 +157,7 @@ def model(given: argparse.Namespace, limit: common.Budget) -> None:
     retro("index", written(out / "base.toml", base(1)), "--stage", "chunk")
     steps = given.steps
     if not steps:
-        rest = limit.share(1.5)  # the rest of the time cuts and tokenizes the other corpus, and extends the vocabulary
+        rest = limit.share(1.5)  # the remaining time is for chunks of the other corpus and the extension
         steps = steps_that_fit(out / "steps", "train", base, [2, 1, 1, 1], rest)
     train_model(out, "base", base(given.base_steps or 2 * steps))
     if not (out / "extended").exists():
@@ -166,7 +168,7 @@ def model(given: argparse.Namespace, limit: common.Budget) -> None:
     before = TokenizerSettings(kind="sentencepiece", path=str(out / "base/tokenizer/sentencepiece.model"))
     starts = {"mean": out / "extended/model.safetensors", "random": out / "random.safetensors", "old": out / "run-base"}
     if given.steps:
-        limit = common.Budget(math.inf)  # steps that are given are all taken
+        limit = common.Budget(math.inf)  # --steps overrides the time limit
     for name, start in limit.each(list(starts.items()), "model"):
         tokenizer, datastore = (before, "old") if name == "old" else (extended, "new")
         train_model(out, name, config_of(out, name, new, tokenizer, steps, str(start), datastore))
@@ -183,7 +185,7 @@ def _is_evaluated(line: dict[str, Any]) -> bool:
 
 
 def draw_rows(source: Path, target: Path, first_id: int) -> None:
-    """The extended model with new rows from a normal distribution with mean and spread of each column of the old ones."""
+    """Write the extended model with new rows from a normal distribution with the mean and spread of each column of the old rows."""
     checkpoint = open_checkpoint(source)
     state, tensors = exported(checkpoint)
     generator = torch.Generator().manual_seed(0)
@@ -194,7 +196,7 @@ def draw_rows(source: Path, target: Path, first_id: int) -> None:
 
 
 def train_model(out: Path, name: str, config: Config) -> None:
-    """A datastore's chunks, and a run on them."""
+    """Build the chunks of a datastore, and train a run on them."""
     file = written(out / f"{name}.toml", config)
     retro("index", file, "--stage", "chunk")
     retro("train", file)
@@ -211,7 +213,7 @@ def run_config(
     *,
     eval_tokens: int,
 ) -> Config:
-    """The config of a plain decoder's run."""
+    """Return the config of a run of a decoder without retrieval."""
     return Config(
         datastore=out / (datastore or name),
         run=out / f"run-{name}",
@@ -234,19 +236,21 @@ def run_config(
 
 
 def main() -> None:
-    """One of the two parts."""
+    """Run one of the two parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("tokenizers", "model"))
-    parser.add_argument("--old", nargs="+", required=True, help="files of the language that the base knows")
-    parser.add_argument("--new", nargs="+", required=True, help="files of the other one")
+    parser.add_argument("--old", nargs="+", required=True, help="files of the base tokenizer's language")
+    parser.add_argument("--new", nargs="+", required=True, help="files of the new language")
     parser.add_argument("--output", type=Path, help="folder of `model`")
     parser.add_argument("--kinds", nargs="+", default=["bpe", "huggingface", "unigram"])
     parser.add_argument("--pieces", nargs="+", type=int, default=[2000])
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--sample-mb", type=int, default=2)
-    parser.add_argument("--corpus-mb", type=float, default=4, help="of each corpus for `model`; 0: all")
-    parser.add_argument("--base-steps", type=int, default=0, help="of the base; 0: twice the others'")
-    parser.add_argument("--steps", type=int, default=0, help="of each other model; 0: as many as fit into --minutes")
+    parser.add_argument("--corpus-mb", type=float, default=4, help="megabytes of each corpus for `model`; 0: all")
+    parser.add_argument("--base-steps", type=int, default=0, help="steps of the base model; 0: twice --steps")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="steps of each other model; 0: as many as fit into --minutes"
+    )
     common.add_minutes(parser)
     given = parser.parse_args()
     limit = common.budget(given)
