@@ -1,4 +1,4 @@
-"""`[dedup]` in the chunk stage: what is removed is listed, evaluation stays out of training, and a restart redoes nothing."""
+"""`[dedup]` in the chunk stage: removed documents are listed, training excludes evaluation texts, builds resume."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def chinese(seed: int) -> str:
 
 
 def rewritten(text: str) -> str:
-    """A near copy: other blanks and punctuation, and another end."""
+    """A near copy with other spaces and punctuation, and another end."""
     words = text.split()
     return ("  ".join(words[:-3]) if len(words) > 1 else text[:-4]) + " —\n"
 
@@ -47,8 +47,8 @@ def write(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def sides(number: int) -> dict[str, list[str]]:
-    """That many texts, English and Chinese in turn, by the split they fall into."""
+def texts_by_split(number: int) -> dict[str, list[str]]:
+    """`number` texts, alternately English and Chinese, grouped by the split they are assigned to."""
     out: dict[str, list[str]] = {name: [] for name in SPLITS}
     for seed in range(number):
         text = (english, chinese)[seed % 2](seed)
@@ -57,16 +57,16 @@ def sides(number: int) -> dict[str, list[str]]:
 
 
 def training_copy(text: str) -> str:
-    """A near copy of a text that falls into `train`."""
+    """A near copy of a text that is assigned to `train`."""
     candidates = (rewritten(text) + f" {number}" for number in range(1000))
     return next(copy for copy in candidates if split_of(copy, SPLIT) == "train")
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, list[str]]]:
-    """A corpus with near copies of its own training, valid and test documents and of an evaluation set; that set; the plan."""
+    """A corpus with near copies of its own documents and of an evaluation set; that set; the copies by reason."""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = sides(140)
+    texts = texts_by_split(140)
     secret = [english(9001), chinese(9002)]
     copies = {
         "near train": [training_copy(text) for text in texts["train"][4:9]],
@@ -74,7 +74,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[s
         "near test": [training_copy(text) for text in texts["test"][:2]],
         "near evaluation": [training_copy(text) for text in secret],
     }
-    # Copies of held-out documents stand before them, so that the order in the corpus cannot be what decides.
+    # Copies of held-out documents come before the originals, so the order in the corpus cannot be the deciding factor.
     early = copies["near valid"] + copies["near test"]
     everything = [*early, *texts["train"], *texts["valid"], *texts["test"], *copies["near train"]]
     path = write(folder / "corpus.jsonl", everything + copies["near evaluation"])
@@ -90,7 +90,7 @@ def everything(evaluation: Path) -> dict:
     return {"within": True, "held_out": True, "paths": (str(evaluation),)}
 
 
-def listed(config: Config) -> list[dict]:
+def removed_rows(config: Config) -> list[dict]:
     lines = (config.datastore / "dedup" / "removed" / "removed.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -102,16 +102,16 @@ def ids(datastore: Datastore, split: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, corpus) -> tuple[Config, Datastore]:
-    """All of the corpus with everything on, every stage. Read only."""
+    """The whole corpus, built through every stage with all of `[dedup]` on. Read-only."""
     config = config_of(tmp_path_factory.mktemp("built"), corpus[0], **everything(corpus[1]))
     return config, build_local(config)
 
 
-def test_exactly_the_near_copies_are_removed_and_listed_with_what_they_are_near_to(built, corpus) -> None:
+def test_exactly_the_near_copies_are_removed_and_listed_with_their_originals(built, corpus) -> None:
     config, _ = built
     texts = [json.loads(line)["text"] for line in corpus[0].read_text().splitlines()]
     expected = {(texts.index(copy), reason) for reason, copies in corpus[2].items() for copy in copies}
-    rows = listed(config)
+    rows = removed_rows(config)
     assert {(row["line"] - 1, row["reason"]) for row in rows} == expected
     assert [row["line"] for row in rows] == sorted(row["line"] for row in rows)
     for row in rows:
@@ -121,9 +121,9 @@ def test_exactly_the_near_copies_are_removed_and_listed_with_what_they_are_near_
         assert 0.8 <= row["jaccard"] < 1
 
 
-def test_removed_documents_are_in_no_chunk_and_all_others_are(built, corpus, tmp_path) -> None:
+def test_removed_documents_are_in_no_chunk_and_all_others_are_kept(built, corpus, tmp_path) -> None:
     config, datastore = built
-    gone = {row["id"] for row in listed(config)}
+    gone = {row["id"] for row in removed_rows(config)}
     plain = build_local(config_of(tmp_path, corpus[0]), only="chunk")
     assert ids(datastore, "train") == [name for name in ids(plain, "train") if name not in gone]
     assert len(ids(datastore, "train")) == len(ids(plain, "train")) - len(gone)
@@ -131,13 +131,13 @@ def test_removed_documents_are_in_no_chunk_and_all_others_are(built, corpus, tmp
         assert ids(datastore, split) == ids(plain, split)
 
 
-def test_the_datastore_goes_through_every_stage(built) -> None:
+def test_deduplicated_datastore_passes_every_stage(built) -> None:
     _, datastore = built
     assert datastore.has("neighbors")
     assert datastore.train.neighbor_ids.read(0, datastore.train.num_chunks).max() < datastore.train.num_chunks
 
 
-def test_the_same_settings_give_the_same_bytes_and_a_second_run_writes_nothing(built, corpus, tmp_path) -> None:
+def test_same_settings_give_the_same_bytes_and_a_second_run_writes_nothing(built, corpus, tmp_path) -> None:
     again = config_of(tmp_path, corpus[0], **everything(corpus[1]))
     build_local(again, only="chunk")
     ours, theirs = contents(again.datastore), contents(built[0].datastore)
@@ -150,8 +150,8 @@ def test_the_same_settings_give_the_same_bytes_and_a_second_run_writes_nothing(b
     assert changed_since(again.datastore, moment) == []
 
 
-def test_without_it_the_bytes_are_what_they_were(corpus, tmp_path, built) -> None:
-    """Other settings of `[dedup]` do not count while it is off, and neither the corpus nor the tokenizer changes where it is on."""
+def test_datastore_without_dedup_does_not_depend_on_its_settings(corpus, tmp_path, built) -> None:
+    """Other settings of `[dedup]` have no effect while it is off. Corpus and tokenizer never depend on it."""
     plain, other = config_of(tmp_path / "a", corpus[0]), config_of(tmp_path / "b", corpus[0], ngram=5, threshold=0.5)
     build_local(plain, only="chunk")
     build_local(other, only="chunk")
@@ -168,7 +168,7 @@ def test_without_it_the_bytes_are_what_they_were(corpus, tmp_path, built) -> Non
 
 
 @pytest.mark.parametrize("stop", ["sign_task", "candidate_task", "gram_task", "remove_task"])
-def test_a_restart_keeps_what_is_finished_and_ends_with_the_same_bytes(
+def test_restarted_dedup_keeps_finished_artifacts_and_gives_the_same_bytes(
     built, corpus, tmp_path, monkeypatch, stop
 ) -> None:
     config = config_of(tmp_path, corpus[0], **everything(corpus[1]))
@@ -208,7 +208,7 @@ def test_a_restart_keeps_what_is_finished_and_ends_with_the_same_bytes(
         ({"within": False, "held_out": False, "paths": ()}, "dedup.ngram was 13, now 'not set'"),
     ],
 )
-def test_a_changed_setting_is_refused_by_name_before_any_work(built, change, named) -> None:
+def test_changed_dedup_setting_is_refused_by_name_before_any_work(built, change, named) -> None:
     config = built[0]
     before = contents(config.datastore)
     with pytest.raises(InputError, match="--rebuild") as caught:
@@ -217,7 +217,7 @@ def test_a_changed_setting_is_refused_by_name_before_any_work(built, change, nam
     assert contents(config.datastore) == before
 
 
-def test_switching_it_on_for_a_finished_datastore_is_refused_and_rebuilding_does_it(built, corpus, tmp_path) -> None:
+def test_enabling_dedup_for_a_finished_datastore_needs_a_rebuild(built, corpus, tmp_path) -> None:
     config = config_of(tmp_path, corpus[0])
     build_local(config, only="chunk")
     changed = replace(config, dedup=built[0].dedup)
@@ -225,15 +225,15 @@ def test_switching_it_on_for_a_finished_datastore_is_refused_and_rebuilding_does
         build_local(changed, only="chunk")
     assert not (config.datastore / "dedup" / "signatures").exists()
     build_local(changed, only="chunk", rebuild=True)
-    assert len(listed(changed)) == len(listed(built[0]))
+    assert len(removed_rows(changed)) == len(removed_rows(built[0]))
     build_local(config, only="chunk", rebuild=True)
     assert not (config.datastore / "dedup").exists()
 
 
-def test_an_edited_evaluation_file_is_noticed(built, corpus, tmp_path) -> None:
+def test_edited_evaluation_file_is_refused(built, corpus, tmp_path) -> None:
     copy = shutil.copy(corpus[1], tmp_path / "evaluation.jsonl")
     config = replace(built[0], dedup=replace(built[0].dedup, paths=(str(copy),)))
-    build_local(config, only="chunk")  # the same file elsewhere
+    build_local(config, only="chunk")  # the same file at another path
     write(copy, [english(9003)])
     with pytest.raises(InputError, match=r"its input 'evaluation\.jsonl' has changed"):
         build_local(config, only="chunk")
@@ -246,7 +246,7 @@ def test_an_edited_evaluation_file_is_noticed(built, corpus, tmp_path) -> None:
         ('{"question": "?"}\n', r"dedup\.paths = .* hold no document with text"),
     ],
 )
-def test_an_evaluation_file_that_cannot_be_used_is_refused(corpus, tmp_path, content, message) -> None:
+def test_unusable_evaluation_file_is_refused(corpus, tmp_path, content, message) -> None:
     path = tmp_path / "missing.jsonl"
     if content:
         path.write_text(content)
@@ -264,7 +264,7 @@ def test_problems_of_an_evaluation_file_are_reported(corpus, tmp_path, caplog) -
     assert any("evaluation: broken JSON: 1" in message and ":2:" in message for message in caplog.messages)
 
 
-def test_a_corpus_that_is_the_evaluation_set_is_refused_with_the_reason(corpus, tmp_path) -> None:
+def test_corpus_equal_to_the_evaluation_set_is_refused_with_the_reason(corpus, tmp_path) -> None:
     config = config_of(tmp_path, corpus[0], paths=(str(corpus[0]),))
     with pytest.raises(
         InputError, match=r"removed (\d+) of \1 training documents \(\1 near evaluation\).*none is left"
@@ -272,7 +272,7 @@ def test_a_corpus_that_is_the_evaluation_set_is_refused_with_the_reason(corpus, 
         build_local(config, only="chunk")
 
 
-def test_a_shard_of_which_nothing_is_left_goes_through_every_stage(tmp_path) -> None:
+def test_shard_without_remaining_documents_passes_every_stage(tmp_path) -> None:
     texts = [english(seed) for seed in range(60)]
     config = config_of(tmp_path, write(tmp_path / "c.jsonl", texts + texts + texts), within=True)
     config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
@@ -283,7 +283,7 @@ def test_a_shard_of_which_nothing_is_left_goes_through_every_stage(tmp_path) -> 
 
 
 def test_documents_stored_as_tokens_are_compared_by_their_text(built, corpus, tmp_path) -> None:
-    """The corpus as tokens, the evaluation set as text: the same documents go, and what stays keeps its tokens."""
+    """The corpus is stored as tokens, the evaluation set as text: the same documents are removed."""
     config, datastore = built
     existing = TokenizerSettings(kind="sentencepiece", path=str(datastore.folder / "tokenizer" / "sentencepiece.model"))
     tokenizer = Tokenizer.open(datastore.folder / "tokenizer")
@@ -291,8 +291,8 @@ def test_documents_stored_as_tokens_are_compared_by_their_text(built, corpus, tm
     path = write_megatron(tmp_path / "corpus.bin", [[tokenizer.encode(text).tolist()] for text in texts])
     stored = replace(config_of(tmp_path, path, **everything(corpus[1])), tokenizer=existing)
     again = build_local(stored, only="chunk")
-    assert [(row["line"], row["reason"]) for row in listed(stored)] == [
-        (row["line"], row["reason"]) for row in listed(config)
+    assert [(row["line"], row["reason"]) for row in removed_rows(stored)] == [
+        (row["line"], row["reason"]) for row in removed_rows(config)
     ]
     assert again.train.num_documents == datastore.train.num_documents
 
@@ -303,9 +303,9 @@ def test_evaluation_stored_as_tokens_is_refused_with_a_tokenizer_trained_here(co
         build_local(config_of(tmp_path, corpus[0], paths=(str(path),)), only="chunk")
 
 
-def test_inspect_and_the_log_say_how_many_and_where(built, corpus, capsys, caplog) -> None:
+def test_inspect_and_the_log_report_the_number_of_removed_documents(built, corpus, capsys, caplog) -> None:
     config, datastore = built
-    number, documents = len(listed(config)), len(ids(datastore, "train"))
+    number, documents = len(removed_rows(config)), len(ids(datastore, "train"))
     expected = f"removed {number} of {documents + number} training documents (5 near train, 2 near valid, 2 near test, 2 near evaluation)"
     with caplog.at_level(logging.INFO, "retro"):
         build_local(config, only="chunk")
@@ -314,14 +314,14 @@ def test_inspect_and_the_log_say_how_many_and_where(built, corpus, capsys, caplo
     assert expected in capsys.readouterr().out
 
 
-def test_inspect_says_nothing_of_it_where_it_is_off(tiny_datastore, capsys) -> None:
+def test_inspect_omits_dedup_when_it_is_off(tiny_datastore, capsys) -> None:
     inspect(str(tiny_datastore.folder), InspectOptions())
     assert "removed.jsonl" not in capsys.readouterr().out
 
 
 @pytest.mark.cluster
-@pytest.mark.filterwarnings("ignore")  # ray's own
-def test_ray_removes_the_same(built, corpus, tmp_path, cluster) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of Ray itself
+def test_ray_removes_the_same_documents(built, corpus, tmp_path, cluster) -> None:
     import ray
 
     config = config_of(tmp_path, corpus[0], **everything(corpus[1]))

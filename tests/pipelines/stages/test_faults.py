@@ -1,4 +1,4 @@
-"""Faults on disk: what is damaged is named and made again, a full disk loses nothing, and the bytes come out the same."""
+"""Faults on disk: damaged artifacts are named and rebuilt, a full disk loses no finished work, bytes are the same."""
 
 import os
 import re
@@ -29,7 +29,7 @@ ARTIFACTS = ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/0000
 
 @pytest.fixture
 def config(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> Config:
-    """Settings of a finished datastore to break; it is a copy with the times of the original."""
+    """Settings of a finished datastore to damage: a copy that keeps the original times."""
     config = tiny_config(tmp_path, tiny_corpus)
     shutil.copytree(tiny_datastore.folder, config.datastore)
     return config
@@ -40,7 +40,7 @@ def largest_file(folder: Path) -> Path:
     return max(files, key=lambda path: path.stat().st_size)
 
 
-def cut_short(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
@@ -55,12 +55,12 @@ def times(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("damage", ["cut short", "missing", "manifest"])
 @pytest.mark.parametrize("artifact", ARTIFACTS)
-def test_a_damaged_artifact_is_named_and_made_again_and_nothing_else_is(
+def test_only_the_damaged_artifact_is_named_and_rebuilt(
     config, tiny_datastore, caplog, artifact: str, damage: str
 ) -> None:
     folder = config.datastore / artifact
     victim = folder / "manifest.json" if damage == "manifest" else largest_file(folder)
-    victim.unlink() if damage == "missing" else cut_short(victim)
+    victim.unlink() if damage == "missing" else truncate(victim)
     before = times(config.datastore)
     build_local(config)
     (warning,) = [record.message for record in caplog.records if "is made again" in record.message]
@@ -70,17 +70,17 @@ def test_a_damaged_artifact_is_named_and_made_again_and_nothing_else_is(
     assert changed == {f"{artifact}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
 
 
-def test_everything_damaged_at_once(config, tiny_datastore, caplog) -> None:
+def test_all_artifacts_damaged_at_once_are_rebuilt(config, tiny_datastore, caplog) -> None:
     for artifact in ARTIFACTS:
-        cut_short(largest_file(config.datastore / artifact))
-    cut_short(config.datastore / "manifest.json")
+        truncate(largest_file(config.datastore / artifact))
+    truncate(config.datastore / "manifest.json")
     build_local(config)
     assert caplog.text.count("is made again") == len(ARTIFACTS)
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
-def test_a_damaged_manifest_of_the_datastore_is_refused_by_readers_and_written_again(config, tiny_datastore) -> None:
-    cut_short(config.datastore / "manifest.json")
+def test_damaged_datastore_manifest_is_refused_by_readers_and_rewritten_by_index(config, tiny_datastore) -> None:
+    truncate(config.datastore / "manifest.json")
     with pytest.raises(InputError, match=r"manifest\.json cannot be read.*retro index CONFIG"):
         Datastore.open(config.datastore)
     with pytest.raises(InputError, match=r"manifest\.json cannot be read"):
@@ -93,8 +93,8 @@ def test_a_damaged_manifest_of_the_datastore_is_refused_by_readers_and_written_a
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
-def test_other_settings_are_refused_also_where_a_file_is_damaged(config) -> None:
-    cut_short(config.datastore / "embeddings/00003/train.npy")
+def test_changed_settings_are_refused_even_if_a_file_is_damaged(config) -> None:
+    truncate(config.datastore / "embeddings/00003/train.npy")
     with pytest.raises(InputError, match=r"embedder\.dimension was 32, now 16"):
         build_local(replace(config, embedder=replace(config.embedder, dimension=16)))
 
@@ -107,8 +107,8 @@ def test_other_settings_are_refused_also_where_a_file_is_damaged(config) -> None
         ("index/00001/vectors.faiss", "search"),
     ],
 )
-def test_readers_refuse_a_damaged_file_by_name(config, capsys, victim: str, verb: str) -> None:
-    cut_short(config.datastore / victim)
+def test_verbs_refuse_a_damaged_file_by_name(config, capsys, victim: str, verb: str) -> None:
+    truncate(config.datastore / victim)
     file = config.datastore.with_name("config.toml")
     file.write_text(to_toml(config))
     arguments = {"train": ["train", str(file)], "search": ["search", str(config.datastore), "some text"]}
@@ -121,18 +121,18 @@ def test_readers_refuse_a_damaged_file_by_name(config, capsys, victim: str, verb
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_shard_that_cannot_be_made_is_named_and_the_others_stay(config, caplog) -> None:
+def test_failing_shard_is_named_and_finished_shards_are_kept(config, caplog) -> None:
     shutil.rmtree(config.datastore / "embeddings")
     victim = config.datastore / "chunks/00002/train/tokens.npy"
-    victim.write_bytes(b"\0" * victim.stat().st_size)  # the size is right
+    victim.write_bytes(b"\0" * victim.stat().st_size)  # the size is correct
     with pytest.raises(InputError, match=r"00002/train/tokens\.npy cannot be read"):
         build_local(config)
     assert "embeddings/00002 failed" in caplog.text
     assert sorted(path.name for path in (config.datastore / "embeddings").iterdir()) == ["00000", "00001"]
 
 
-def test_what_a_dead_worker_had_finished_is_not_made_again(tmp_path) -> None:
-    """It may die after the rename and before it says so; its task is then given to another."""
+def test_shard_finished_by_a_dead_worker_is_not_built_again(tmp_path) -> None:
+    """A worker can die after the rename and before it reports. Its task is then given to another worker."""
     out, recipe = tmp_path / "chunks/00000", Recipe("chunk", 1)
 
     def never(*_: object, **__: object) -> None:
@@ -144,7 +144,7 @@ def test_what_a_dead_worker_had_finished_is_not_made_again(tmp_path) -> None:
     assert (out / "file").read_bytes() == b"1"
 
 
-def test_a_datastore_that_workers_write_to_disks_of_their_own_is_told(tmp_path) -> None:
+def test_shard_written_to_a_disk_of_another_machine_is_refused(tmp_path) -> None:
     def elsewhere(out: Path, recipe: Recipe, *, advance: object) -> None:
         with create(tmp_path / "other machine", recipe):
             pass
@@ -159,7 +159,7 @@ def test_a_datastore_that_workers_write_to_disks_of_their_own_is_told(tmp_path) 
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A disk of 64 kB of its own, which `mount -o remount,size=…` makes larger."""
+    """A 64 kB disk that `mount -o remount,size=…` can enlarge."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
@@ -171,7 +171,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 def nothing_half_written(folder: Path) -> bool:
-    """Every artifact is finished and there are no temporary files."""
+    """True if every artifact is finished and there are no temporary files."""
     artifacts = {path.parent for path in folder.rglob("manifest.json")}
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return all(artifacts & {path.parent, path.parent.parent} for path in files) and not list(folder.rglob("*.tmp"))
@@ -185,7 +185,7 @@ def first_failure(config: Config) -> str:
     return ""
 
 
-def test_a_disk_that_fills_up_at_every_stage_and_is_made_larger(
+def test_build_resumes_after_the_disk_was_full_at_every_stage(
     tmp_path, tiny_corpus, tiny_datastore, small_disk
 ) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=small_disk / "datastore")
@@ -203,8 +203,8 @@ def test_a_disk_that_fills_up_at_every_stage_and_is_made_larger(
 
 
 @pytest.mark.slow
-def test_a_file_that_may_not_grow_further(tmp_path, tiny_corpus, tiny_datastore) -> None:
-    """The same from the outside, with the kernel's limit on the size of a file, which needs no rights."""
+def test_build_resumes_after_a_file_reached_its_size_limit(tmp_path, tiny_corpus, tiny_datastore) -> None:
+    """The same test with the kernel's limit on file sizes, which needs no root privileges."""
     config = tiny_config(tmp_path, tiny_corpus)
     file = tmp_path / "config.toml"
     file.write_text(to_toml(config))
@@ -234,7 +234,7 @@ def test_a_file_that_may_not_grow_further(tmp_path, tiny_corpus, tiny_datastore)
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_verify_says_what_is_broken_and_repair_and_index_restore_it(config, tiny_datastore, capsys) -> None:
+def test_verify_names_the_damaged_file_and_repair_and_index_restore_it(config, tiny_datastore, capsys) -> None:
     folder = str(config.datastore)
     assert main(["verify", folder]) == 0
     assert "no errors" in capsys.readouterr().out
@@ -242,8 +242,8 @@ def test_verify_says_what_is_broken_and_repair_and_index_restore_it(config, tiny
     stat, data = victim.stat(), bytearray(victim.read_bytes())
     data[-1] ^= 1
     victim.write_bytes(data)
-    os.utime(victim, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the disk lost a bit: no time tells
-    build_local(config)  # sees sizes only
+    os.utime(victim, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a disk that loses a bit does not change the time
+    build_local(config)  # only checks sizes
     assert main(["verify", folder]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"{victim} has changed since it was written (checksum): remove embeddings/00002")
@@ -255,7 +255,7 @@ def test_verify_says_what_is_broken_and_repair_and_index_restore_it(config, tiny
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
-def test_verify_of_an_unfinished_datastore_looks_at_what_is_there(tmp_path, tiny_corpus, capsys) -> None:
+def test_verify_checks_the_finished_stages_of_an_unfinished_datastore(tmp_path, tiny_corpus, capsys) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     build_local(config, only="chunk")
     build_local(config, only="embed")
@@ -265,10 +265,10 @@ def test_verify_of_an_unfinished_datastore_looks_at_what_is_there(tmp_path, tiny
     assert "is not a datastore" in capsys.readouterr().err
 
 
-def test_mend_waits_for_no_builder(config, capsys) -> None:
+def test_repair_is_refused_while_another_process_builds(config, capsys) -> None:
     import fcntl
 
-    cut_short(config.datastore / "index/tuned/tuned.json")
+    truncate(config.datastore / "index/tuned/tuned.json")
     with open(config.datastore / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert main(["verify", str(config.datastore), "--repair"]) == 2

@@ -1,4 +1,4 @@
-"""Growing equals building at once with the same trained index; what is deleted is named by no result."""
+"""An appended datastore equals one built at once with the same trained index. Deleted documents appear in no result."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def config_of(folder: Path, files: list[Path], method: str = "exact") -> Config:
 
 
 def grown(folder: Path, method: str) -> tuple[Config, Datastore]:
-    """Built from one file, then two more added one by one."""
+    """Settings and datastore, built from one file and extended by two more, one by one."""
     files = corpora(folder)
     build_local(config_of(folder, files[:1], method))
     build_local(config_of(folder, files[:2], method), append=True)
@@ -52,7 +52,7 @@ def grown(folder: Path, method: str) -> tuple[Config, Datastore]:
 
 
 @pytest.mark.parametrize("method", INDEXES)
-def test_what_has_grown_equals_a_rebuild_with_the_same_trained_index(tmp_path, method: str) -> None:
+def test_appended_datastore_equals_a_rebuild_with_the_same_trained_index(tmp_path, method: str) -> None:
     config, datastore = grown(tmp_path, method)
     before = contents(datastore.folder)
     assert datastore.train.num_documents > 150
@@ -68,7 +68,7 @@ def test_what_has_grown_equals_a_rebuild_with_the_same_trained_index(tmp_path, m
 
 
 def merge_and_search(config: Config, datastore: Datastore) -> None:
-    """Merged on disk, and served from less memory than the shards have bytes."""
+    """Merge the index on disk, and search it with less memory than the bytes of the shards."""
     build_local(config, only="merge")
     assert main(["verify", str(datastore.folder)]) == 0
     queries = datastore.train.embeddings.read(0, 50).astype(np.float32)
@@ -76,7 +76,7 @@ def merge_and_search(config: Config, datastore: Datastore) -> None:
     found = [ShardedIndex.open(folder, numbers, memory).search(queries, 12) for memory in (4_000_000_000, 1)]
     assert np.mean([len(set(a) & set(b)) / 12 for a, b in zip(*found, strict=True)]) > 0.9
     assert Datastore.open(datastore.folder).fingerprint == datastore.fingerprint
-    # A part of the shards is not what was merged.
+    # The merged index does not apply to a part of the shards.
     part, stop = numbers[: len(numbers) // 2], int(datastore.train.tokens.starts[len(numbers) // 2])
     assert ShardedIndex.open(folder, part, 1).search(queries, 12).max() < stop
     more = write_corpus(datastore.folder.with_name("d.jsonl"), 60, 3)
@@ -84,11 +84,11 @@ def merge_and_search(config: Config, datastore: Datastore) -> None:
     new = build_local(larger, append=True).train
     last = new.embeddings.read(new.num_chunks - 5, new.num_chunks).astype(np.float32)
     found = ShardedIndex.open(folder, range(len(new.chunk_rows)), 1).search(last, 12)
-    assert (found >= datastore.train.num_chunks).any()  # what was merged before is not all there is now
+    assert (found >= datastore.train.num_chunks).any()  # the index merged earlier lacks these chunks
 
 
-def test_searched_exactly_it_equals_building_everything_at_once(tmp_path) -> None:
-    """The same documents in the same order, tokenizer and weights of the first part: the same neighbors."""
+def test_appended_datastore_with_exact_search_equals_one_build(tmp_path) -> None:
+    """With the same documents, order, tokenizer and embedder weights, the neighbors are the same."""
     _, datastore = grown(tmp_path / "grown", "exact")
     fresh = config_of(tmp_path / "grown", corpora(tmp_path / "grown"))
     fresh = replace(
@@ -105,10 +105,10 @@ def test_searched_exactly_it_equals_building_everything_at_once(tmp_path) -> Non
         assert ours.num_chunks == theirs.num_chunks
         assert np.array_equal(ours.tokens.read(0, ours.num_chunks), theirs.tokens.read(0, theirs.num_chunks))
         found = [split.neighbor_distances.read(0, split.num_chunks) for split in (ours, theirs)]
-        assert np.isclose(*found, atol=1e-5).mean() > 0.999  # candidates are chosen in bfloat16
+        assert np.isclose(*found, atol=1e-5).mean() > 0.999  # candidates are selected in bfloat16
 
 
-def test_what_was_there_is_not_made_again(tmp_path) -> None:
+def test_append_keeps_existing_artifacts(tmp_path) -> None:
     files = corpora(tmp_path)
     first = build_local(config_of(tmp_path, files[:1]))
     before = contents(first.folder)
@@ -118,7 +118,7 @@ def test_what_was_there_is_not_made_again(tmp_path) -> None:
     assert not any("before" in name for name in after)
 
 
-def test_materialized_neighbors_follow_what_is_appended(tmp_path) -> None:
+def test_materialized_neighbors_are_updated_by_append(tmp_path) -> None:
     files = corpora(tmp_path)
     configs = [config_of(tmp_path, files[:count]) for count in (1, 2)]
     configs = [replace(each, neighbors=replace(each.neighbors, materialized=2)) for each in configs]
@@ -131,7 +131,7 @@ def test_materialized_neighbors_follow_what_is_appended(tmp_path) -> None:
     assert contents(grown.folder) == before
 
 
-def test_a_kill_while_growing_changes_nothing(tmp_path) -> None:
+def test_killed_append_resumes_to_the_same_bytes(tmp_path) -> None:
     config, datastore = grown(tmp_path / "whole", "exact")
     expected = contents(datastore.folder)
     files = corpora(tmp_path / "whole")
@@ -142,7 +142,7 @@ def test_a_kill_while_growing_changes_nothing(tmp_path) -> None:
     build_local(cut, only="chunk", append=True)
     for stage in ("embed", "train-index", "add"):
         build_local(cut, only=stage)
-    neighbors = cut.datastore / "neighbors"  # as if killed between setting aside and making anew, and while making
+    neighbors = cut.datastore / "neighbors"  # killed before and during the rewrite of a moved folder
     for number, name in enumerate(("00000", "00001")):
         (neighbors / name).rename(neighbors / f"{name}.before")
         if number:
@@ -150,7 +150,7 @@ def test_a_kill_while_growing_changes_nothing(tmp_path) -> None:
     assert contents(build_local(cut).folder) == expected
 
 
-def test_new_files_are_not_taken_in_unasked_and_appending_needs_something(tmp_path, caplog) -> None:
+def test_new_files_need_append_and_append_needs_a_datastore(tmp_path, caplog) -> None:
     files = corpora(tmp_path)
     with pytest.raises(InputError, match="nothing to append to"):
         build_local(config_of(tmp_path, files[:1]), append=True)
@@ -161,7 +161,7 @@ def test_new_files_are_not_taken_in_unasked_and_appending_needs_something(tmp_pa
     assert "names no file" in caplog.text
 
 
-def test_files_of_one_name_are_told_apart_by_where_they_lie(tmp_path) -> None:
+def test_files_with_the_same_name_are_distinguished_by_folder(tmp_path) -> None:
     for number, name in enumerate(("2024", "2025")):
         (tmp_path / name).mkdir()
         write_corpus(tmp_path / name / "docs.jsonl", 60, number)
@@ -172,7 +172,7 @@ def test_files_of_one_name_are_told_apart_by_where_they_lie(tmp_path) -> None:
     build_local(config_of(tmp_path, files))
     moved = tmp_path / "moved"
     moved.mkdir()
-    files[1] = files[1].rename(moved / "docs.jsonl")  # a corpus may lie elsewhere today
+    files[1] = files[1].rename(moved / "docs.jsonl")  # the corpus can move between builds
     assert build_local(config_of(tmp_path, files)).fingerprint == grown.fingerprint
 
 
@@ -181,12 +181,12 @@ def test_files_of_one_name_are_told_apart_by_where_they_lie(tmp_path) -> None:
 
 @pytest.fixture
 def searched(tmp_path, tiny_datastore: Datastore) -> tuple[Datastore, Retriever]:
-    """A copy of the datastore, opened for search before anything is deleted."""
+    """A copy of the datastore, opened for search before any document is deleted."""
     folder = shutil.copytree(tiny_datastore.folder, tmp_path / "copy")
     return Datastore.open(folder), Retriever.open(folder)
 
 
-def test_deleted_documents_appear_in_no_result_at_once(searched, capsys) -> None:
+def test_deleted_documents_disappear_from_results_at_once(searched, capsys) -> None:
     datastore, retriever = searched
     text = retriever.tokenizer.decode(datastore.train.tokens.gather(np.array([40]))[0])
     hits = retriever.search([text], 5).hits[0]
@@ -194,7 +194,7 @@ def test_deleted_documents_appear_in_no_result_at_once(searched, capsys) -> None
     print_before = datastore.fingerprint
     assert main(["delete", str(datastore.folder), "--ids", *victims]) == 0
     assert f"{len(victims)} documents deleted" in capsys.readouterr().out
-    after = retriever.search([text], 5).hits[0]  # the one opened before
+    after = retriever.search([text], 5).hits[0]  # the retriever opened before the deletion
     assert len(after) == 5
     assert not {hit.document["id"] for hit in after} & set(victims)
     assert datastore.fingerprint != print_before
@@ -206,13 +206,13 @@ def test_deleted_documents_appear_in_no_result_at_once(searched, capsys) -> None
     assert batch.neighbors is not None
     texts = {tuple(row) for row in split.with_continuation(np.array(sorted(gone)))[0].tolist()}
     others = np.array([chunk for chunk in range(split.num_chunks) if chunk not in gone])
-    texts -= {tuple(row) for row in split.with_continuation(others)[0].tolist()}  # what stands elsewhere too
+    texts -= {tuple(row) for row in split.with_continuation(others)[0].tolist()}  # also in other documents
     read = {tuple(row) for row in batch.neighbors.reshape(-1, 2 * split.chunk_length).tolist()}
     assert texts
     assert not texts & read
 
 
-def test_deleting_nearly_everything_leaves_the_rest_to_be_found(searched) -> None:
+def test_remaining_document_is_found_after_deleting_all_others(searched) -> None:
     datastore, retriever = searched
     ids = [row["id"] for row in datastore.train.metadata(range(datastore.train.num_documents))]
     assert main(["delete", str(datastore.folder), "--ids", *ids[1:]]) == 0
@@ -220,14 +220,14 @@ def test_deleting_nearly_everything_leaves_the_rest_to_be_found(searched) -> Non
     assert {hit.document["id"] for hit in hits} == {ids[0]}
 
 
-def test_two_changes_within_one_tick_of_the_clock_are_both_seen(tmp_path) -> None:
+def test_deletions_with_equal_modification_times_are_all_read(tmp_path) -> None:
     for number in range(3):
         delete_ranges(tmp_path, np.array([[10 * number, 10 * number + 5]]))
         os.utime(tmp_path / "deleted.npy", (1, 1))
         assert len(deleted_ranges(tmp_path)) == number + 1
 
 
-def test_an_unknown_id_is_refused_and_nothing_is_deleted(searched, capsys, tmp_path) -> None:
+def test_unknown_id_is_refused_and_nothing_is_deleted(searched, capsys, tmp_path) -> None:
     datastore, _ = searched
     listed = tmp_path / "ids.txt"
     known = datastore.train.metadata([0])[0]["id"]

@@ -1,4 +1,4 @@
-"""Neighbors from several datastores: the exact nearest of all, read where they lie, refused when they have changed."""
+"""Neighbors from several datastores are the nearest of all, read in place, and refused if a datastore has changed."""
 
 import shutil
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.conftest import build_local, tiny_config, write_corpus
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
-    """Another datastore with the same tokenizer and embedder: 60 documents of its own, and 20 copies."""
+    """Another datastore with the same tokenizer and embedder: 60 documents that only it has, and 20 copies."""
     folder = tmp_path_factory.mktemp("other")
     corpus = write_corpus(folder / "corpus.jsonl", 60, seed=1)
     with open(corpus, "a", encoding="utf-8") as file:
@@ -42,7 +42,7 @@ def other(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_data
 
 
 def with_extra(folder: Path, tiny_corpus: Path, tiny_datastore: Datastore, *extra: Path) -> Config:
-    """A copy of the tiny datastore that retrieves from others too."""
+    """A copy of the tiny datastore that also retrieves from other datastores."""
     config = tiny_config(folder, tiny_corpus)
     shutil.copytree(tiny_datastore.folder, config.datastore)
     config = replace(config, neighbors=replace(config.neighbors, extra_datastores=extra))
@@ -52,12 +52,12 @@ def with_extra(folder: Path, tiny_corpus: Path, tiny_datastore: Datastore, *extr
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory, tiny_corpus, tiny_datastore, other: Config) -> Config:
-    """The tiny datastore with the other one in its retrieval set. Read only."""
+    """The tiny datastore with the other one in its retrieval set. Read-only."""
     return with_extra(tmp_path_factory.mktemp("both"), tiny_corpus, tiny_datastore, other.datastore)
 
 
 @pytest.mark.parametrize("split_name", ["train", "valid"])
-def test_neighbors_are_the_exact_nearest_of_both(both: Config, other: Config, split_name: str) -> None:
+def test_neighbors_are_the_exact_nearest_of_both_datastores(both: Config, other: Config, split_name: str) -> None:
     own, theirs = Datastore.open(both.datastore), Datastore.open(other.datastore)
     split = own.split(split_name)
     queries = split.embeddings.read(0, split.num_chunks).astype(np.float32)
@@ -68,9 +68,7 @@ def test_neighbors_are_the_exact_nearest_of_both(both: Config, other: Config, sp
     ]
     _, distances = merge_nearest(exact, 6)
     assert np.allclose(split.neighbor_distances.read(0, split.num_chunks), distances, atol=1e-5)
-    stored = split.neighbor_ids.read(
-        0, split.num_chunks
-    )  # ids may differ in ties, so each is held against its distance
+    stored = split.neighbor_ids.read(0, split.num_chunks)  # ids can differ in ties, so distances are compared
     assert all(len(set(row)) == 6 for row in stored.tolist())
     for number, train in enumerate((own.train, theirs.train)):
         rows, places = np.nonzero(stored >> CHUNK_ID_BITS == number)
@@ -79,7 +77,7 @@ def test_neighbors_are_the_exact_nearest_of_both(both: Config, other: Config, sp
     assert 0.05 < (stored >> CHUNK_ID_BITS == 1).mean() < 0.95
 
 
-def test_batches_hold_the_tokens_of_the_other_datastore(both: Config, other: Config) -> None:
+def test_batches_contain_the_tokens_of_the_other_datastore(both: Config, other: Config) -> None:
     data = TrainingData([both.datastore], DataSettings(sequence_length=64, k=6), retrieval=True)
     own, theirs = Datastore.open(both.datastore).train, Datastore.open(other.datastore).train
     seen = 0
@@ -101,7 +99,7 @@ def test_copies_in_the_other_datastore_are_neighbors_until_overlap_excludes_them
     train = Datastore.open(both.datastore).train
     first, stop = train.chunk_range(0)
     nearest = train.neighbor_ids.read(first, stop)[:, 0]
-    assert (nearest >> CHUNK_ID_BITS == 1).any()  # the first documents stand in both
+    assert (nearest >> CHUNK_ID_BITS == 1).any()  # the first documents are in both datastores
     assert (train.neighbor_distances.read(first, stop)[:, 0] < 1e-3).any()
     for limit, copies in ((1.0, True), (0.5, False)):
         options = DataSettings(sequence_length=16, k=1, max_overlap=limit)
@@ -112,7 +110,7 @@ def test_copies_in_the_other_datastore_are_neighbors_until_overlap_excludes_them
         assert any(found) == copies
 
 
-def test_random_neighbors_come_from_both_by_their_sizes(both: Config, other: Config) -> None:
+def test_random_neighbors_come_from_both_datastores_by_size(both: Config, other: Config) -> None:
     data = TrainingData(
         [both.datastore], DataSettings(sequence_length=64, k=4, neighbor_source="random"), retrieval=True
     )
@@ -127,7 +125,7 @@ def test_random_neighbors_come_from_both_by_their_sizes(both: Config, other: Con
     assert 0.3 * share < drawn < 1.2 * share
 
 
-def test_search_and_report_know_the_whole_retrieval_set(both: Config, other: Config) -> None:
+def test_search_and_report_use_the_whole_retrieval_set(both: Config, other: Config) -> None:
     retriever, theirs = Retriever.open(both.datastore), Datastore.open(other.datastore).train
     wanted = theirs.metadata([40])[0]
     tokens = theirs.tokens.read(*theirs.chunk_range(40))[:1]
@@ -139,7 +137,7 @@ def test_search_and_report_know_the_whole_retrieval_set(both: Config, other: Con
     assert retriever.neighbors(tokens.astype(np.int64), 2)[0].shape == (1, 2, 32)
 
 
-def test_a_datastore_that_is_gone_or_has_changed_is_refused_and_one_that_was_moved_is_found(
+def test_missing_or_changed_datastore_is_refused_and_moved_one_can_be_renamed(
     tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, other: Config
 ) -> None:
     copy = shutil.copytree(other.datastore, tmp_path / "first")
@@ -149,7 +147,7 @@ def test_a_datastore_that_is_gone_or_has_changed_is_refused_and_one_that_was_mov
     moved = copy.rename(tmp_path / "second")
     with pytest.raises(InputError, match=r"neighbors in .*first.*neighbors\.extra_datastores.*cannot be opened"):
         RetrievalSet.of(Datastore.open(config.datastore))
-    TrainingData([config.datastore], options, retrieval=False)  # a baseline needs none of them
+    TrainingData([config.datastore], options, retrieval=False)  # a baseline needs no other datastore
     before = (config.datastore / "neighbors" / "00000" / "train" / "ids.npy").stat().st_mtime_ns
     config = replace(config, neighbors=replace(config.neighbors, extra_datastores=(moved,)))
     build_local(config)
@@ -164,7 +162,7 @@ def test_a_datastore_that_is_gone_or_has_changed_is_refused_and_one_that_was_mov
         build_local(config)
 
 
-def test_datastores_that_do_not_fit_are_refused_by_name(
+def test_incompatible_datastores_are_refused_by_name(
     tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, other: Config
 ) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
@@ -200,5 +198,5 @@ def test_fractions_cover_every_datastore_and_the_whole_gives_the_stored_neighbor
     )
     assert 0.3 * whole.chunks < half.chunks < 0.7 * whole.chunks
     stored = held_out.split.neighbor_ids.read(0, n)
-    assert (whole.found == stored).mean() > 0.98  # but for ties
+    assert (whole.found == stored).mean() > 0.98  # except for ties
     assert set(np.unique(half.found >> CHUNK_ID_BITS)) == {0, 1}

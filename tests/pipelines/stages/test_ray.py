@@ -1,6 +1,6 @@
-"""A real Ray cluster of three nodes on this machine: the same bytes as in one process, whatever is killed.
+"""Indexing on a real Ray cluster of three nodes gives the same bytes as in one process, also after kills.
 
-The head has no CPU, each of the two others has one, so the driver never shares a node with the worker that is killed.
+The head has no CPU and each of the two other nodes has one, so the driver never shares a node with the killed worker.
 """
 
 import os
@@ -26,7 +26,7 @@ from pipelines.executors.tasks import Task
 from pipelines.settings.toml_file import to_toml
 from tests.conftest import PATIENCE, build_local, contents, once_logged, tiny_config, wait_until, write_corpus
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # ray's own warnings
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of Ray itself
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,12 @@ def chunk_config(folder: Path, corpus: Path, **changes) -> Config:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, bytes]:
-    """What the chunk stage makes of `corpus` in one process, undisturbed."""
+    """Files that the chunk stage makes of `corpus` in one process."""
     return contents(build_local(chunk_config(tmp_path_factory.mktemp("calm"), corpus), only="chunk").folder)
 
 
 class Driver:
-    """`python -m pipelines.index` on the cluster, as a process of its own."""
+    """A `python -m pipelines.index` process on the cluster."""
 
     def __init__(self, cluster: Any, config: Config) -> None:
         self.datastore = config.datastore
@@ -64,13 +64,13 @@ class Driver:
         )
 
     def finish(self) -> str:
-        """Wait for success; returns what it has said."""
+        """Wait for success and return the log."""
         status = self.process.wait(PATIENCE)
         assert status == 0, self.log.read_text()
         return self.log.read_text()
 
     def until(self, found: Callable[[], Any]) -> Any:
-        """The first true answer while the driver runs."""
+        """Call `found` until its answer is true, while the driver runs; returns that answer."""
         deadline = time.monotonic() + PATIENCE
         while not (answer := found()):
             assert self.process.poll() is None, self.log.read_text()
@@ -79,7 +79,7 @@ class Driver:
         return answer
 
     def worker_at_work(self) -> int:
-        """The process of a worker in the middle of a shard of chunks, stopped there: Ray names processes after their tasks."""
+        """Process id of a worker that is stopped within a shard of chunks. Ray names processes after their tasks."""
         return self.until(self._stopped)
 
     def _stopped(self) -> int | None:
@@ -87,14 +87,14 @@ class Driver:
             os.kill(worker, signal.SIGSTOP)
             if worker in self._workers():
                 return worker
-            os.kill(worker, signal.SIGCONT)  # it was done before it was stopped
+            os.kill(worker, signal.SIGCONT)  # it finished before it was stopped
         return None
 
     def _workers(self) -> Iterator[int]:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 name = path.read_bytes()
-            except OSError:  # it has ended meanwhile
+            except OSError:  # it has ended in the meantime
                 continue
             shard = name.removeprefix(b"ray::chunks/")[:5].decode(errors="replace")
             if name.startswith(b"ray::chunks/") and list(
@@ -108,7 +108,7 @@ def parent_of(process: int) -> int:
 
 
 def test_ray_job_submit_builds_the_bytes_of_one_process(cluster, tmp_path, tiny_corpus, tiny_datastore) -> None:
-    """Through the job server, which wants the token; the relative path means the folder that the job runs in."""
+    """The job server requires the token. The relative path of the datastore refers to the job's working folder."""
     config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(kind="ray", num_threads=1))
     relative = Path(os.path.relpath(config.datastore))
     file = tmp_path / "config.toml"
@@ -117,7 +117,7 @@ def test_ray_job_submit_builds_the_bytes_of_one_process(cluster, tmp_path, tiny_
     command = [*submit, "--", sys.executable, "-m", "pipelines.index", str(file)]
 
     def submitted() -> subprocess.CompletedProcess[str] | None:
-        """None while the head's agent, which comes up after its nodes, is not there."""
+        """None until the head's agent has started, which happens after its nodes."""
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         return None if "No available agent" in done.stdout + done.stderr else done
 
@@ -131,7 +131,7 @@ def test_ray_job_submit_builds_the_bytes_of_one_process(cluster, tmp_path, tiny_
     assert refused.returncode != 0
 
 
-def test_a_killed_worker(cluster, tmp_path, corpus, expected) -> None:
+def test_build_with_a_killed_worker_gives_the_same_bytes(cluster, tmp_path, corpus, expected) -> None:
     driver = Driver(cluster, chunk_config(tmp_path, corpus))
     os.kill(driver.worker_at_work(), signal.SIGKILL)
     said = driver.finish()
@@ -139,7 +139,7 @@ def test_a_killed_worker(cluster, tmp_path, corpus, expected) -> None:
     assert contents(driver.datastore) == expected
 
 
-def test_a_killed_raylet_whose_node_never_comes_back(cluster, tmp_path, corpus, expected) -> None:
+def test_build_with_a_lost_node_gives_the_same_bytes(cluster, tmp_path, corpus, expected) -> None:
     driver = Driver(cluster, chunk_config(tmp_path, corpus))
     worker = driver.worker_at_work()
     raylet = parent_of(worker)
@@ -154,8 +154,8 @@ def test_a_killed_raylet_whose_node_never_comes_back(cluster, tmp_path, corpus, 
     assert contents(driver.datastore) == expected
 
 
-def test_a_killed_driver_run_again_at_once(cluster, tmp_path, corpus, expected) -> None:
-    """Its workers may live on for a moment and write the shards that the next driver hands out."""
+def test_restart_after_a_killed_driver_gives_the_same_bytes(cluster, tmp_path, corpus, expected) -> None:
+    """Its workers can survive for a moment and write shards that the next driver assigns again."""
     config = chunk_config(tmp_path, corpus)
     driver = Driver(cluster, config)
     shards = config.datastore / "chunks"
@@ -172,7 +172,7 @@ def test_a_killed_driver_run_again_at_once(cluster, tmp_path, corpus, expected) 
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
-def test_settings_are_refused_on_ray_as_they_are_here(cluster, tmp_path, corpus) -> None:
+def test_ray_refuses_changed_settings_like_the_local_executor(cluster, tmp_path, corpus) -> None:
     config = replace(
         chunk_config(tmp_path, corpus), corpus=replace(tiny_config(tmp_path, corpus).corpus, split=(1, 10**7, 0))
     )
@@ -190,7 +190,7 @@ def executor(cluster) -> Iterator[RayExecutor]:
     ray.shutdown()
 
 
-def test_a_shard_that_kills_its_workers_is_given_up_by_name_and_the_others_are_made(executor, tmp_path, caplog) -> None:
+def test_shard_that_kills_its_workers_fails_by_name_and_other_shards_finish(executor, tmp_path, caplog) -> None:
     def work(number: int, *, advance: Callable[[int], None]) -> None:
         if number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -207,7 +207,7 @@ def test_a_shard_that_kills_its_workers_is_given_up_by_name_and_the_others_are_m
 def test_progress_is_counted_once_and_stragglers_and_failures_are_named(
     executor, tmp_path, caplog, monkeypatch
 ) -> None:
-    monkeypatch.setattr(ray_pool, "_POLL_SECONDS", 0.1)  # named after ten times as long
+    monkeypatch.setattr(ray_pool, "_POLL_SECONDS", 0.1)  # stragglers are named after ten times this
     named = tmp_path / "named"
     once_logged(caplog, "chunks/4: running for ", named.touch)
 
@@ -233,7 +233,7 @@ def test_progress_is_counted_once_and_stragglers_and_failures_are_named(
     assert "chunks/9 failed" in caplog.text
 
 
-def test_a_stage_that_finds_no_room_says_so(executor, caplog, monkeypatch) -> None:
+def test_stage_without_free_resources_logs_a_warning(executor, caplog, monkeypatch) -> None:
     monkeypatch.setattr(ray_pool, "_WAITING_SECONDS", 1)
     settings = replace(executor.settings, chunk=Resources(cpus=1, gpus=1))
     waiting = RayExecutor(settings)

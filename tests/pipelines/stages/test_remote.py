@@ -1,4 +1,4 @@
-"""A datastore on an S3 server: made there, gone on with on another machine, and trained from by every way of reading."""
+"""A datastore on an S3 server: built there, resumed from another machine, and read in every reading mode."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from tests.pipelines.stages.test_table import contents
 
 
 def at(url: str) -> dict[str, bytes]:
-    """Every file at a URL but the reports and the lock of a local build."""
+    """Every file at a URL except the reports and the lock of a local build."""
     filesystem, root = fsspec.core.url_to_fs(url)
     filesystem.invalidate_cache()
     found = filesystem.cat([path for path in filesystem.find(root) if "/report." not in path and "/.lock" not in path])
@@ -39,19 +39,19 @@ def at(url: str) -> dict[str, bytes]:
 
 
 def fetched(cache: Path) -> set[str]:
-    """Names of the files in a cache, without what is only there to know what is finished."""
+    """Names of the files in a cache, without manifests and locks."""
     return {path.name for path in cache.rglob("*") if path.is_file()} - {"manifest.json", ".fetch.lock", ".lock"}
 
 
 @pytest.fixture(scope="module")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Smaller than elsewhere, in place of that of all tests: each file of each shard is several requests to the server."""
+    """Override the shared corpus by a smaller one: each file of each shard takes several requests to the server."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 80)
 
 
 @pytest.fixture(scope="module")
 def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Datastore:
-    """A finished datastore of it, in several shards. Read only."""
+    """A finished datastore of this corpus, in several shards. Read-only."""
     datastore = build_local(tiny_config(tmp_path_factory.mktemp("tiny"), tiny_corpus))
     assert len(datastore.train.chunk_rows) > 1
     return datastore
@@ -59,7 +59,7 @@ def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) 
 
 @pytest.fixture
 def url(bucket: str, tiny_datastore: Datastore) -> str:
-    """The tiny datastore as someone has uploaded it with any tool."""
+    """The URL of a copy of the tiny datastore, uploaded by an ordinary tool."""
     filesystem, root = fsspec.core.url_to_fs(f"{bucket}/wiki")
     filesystem.put(f"{tiny_datastore.folder}/", f"{root}/", recursive=True)
     return f"{bucket}/wiki"
@@ -70,14 +70,14 @@ def config(url: str, tmp_path: Path, tiny_corpus: Path) -> Config:
     return replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(url))
 
 
-def test_what_is_built_at_a_url_are_the_bytes_of_a_local_build(bucket, tmp_path, tiny_corpus, tiny_datastore) -> None:
+def test_build_at_a_url_gives_the_bytes_of_a_local_build(bucket, tmp_path, tiny_corpus, tiny_datastore) -> None:
     built = build_local(replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki")))
     local = {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
     assert at(f"{bucket}/wiki") == local
     assert built.fingerprint == tiny_datastore.fingerprint
 
 
-def test_another_machine_goes_on_where_the_first_one_stopped(
+def test_another_machine_resumes_the_build(
     bucket, tmp_path, tiny_corpus, tiny_datastore, another_machine: Callable[[], Path]
 ) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki"))
@@ -92,7 +92,7 @@ def test_another_machine_goes_on_where_the_first_one_stopped(
 
 
 class ElsewhereExecutor:
-    """Runs every task as if on a machine of its own, which shares nothing with this one but what lies at URLs."""
+    """Runs every task as if on its own machine, which shares only URLs with this one."""
 
     def __init__(self, another_machine: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.monkeypatch, self.here = another_machine, monkeypatch, str(another_machine())
@@ -104,11 +104,11 @@ class ElsewhereExecutor:
             self.go()
             yield function(*task.arguments, advance=advance)
             self.monkeypatch.setenv("RETRO_CACHE", self.here)
-            if isinstance(task.arguments[0], Path):  # the artifact that was made: not here, on that machine
+            if isinstance(task.arguments[0], Path):  # the finished artifact is on that machine, not here
                 shutil.rmtree(task.arguments[0])
 
 
-def test_workers_on_machines_that_share_no_folder_build_the_same_bytes(
+def test_workers_without_a_shared_folder_build_the_same_bytes(
     bucket, tmp_path, tiny_corpus, tiny_datastore, another_machine, monkeypatch
 ) -> None:
     executor = ElsewhereExecutor(another_machine, monkeypatch)
@@ -120,11 +120,11 @@ def test_workers_on_machines_that_share_no_folder_build_the_same_bytes(
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.filterwarnings("ignore")  # ray's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Ray itself
 def test_ray_builds_the_same_bytes_at_a_url(bucket, tmp_path, tiny_corpus, tiny_datastore, cluster) -> None:
     import ray
 
-    one = Resources(workers=1)  # processes that import everything are what takes time here
+    one = Resources(workers=1)  # importing everything in a process is the slow part here
     stages = {"chunk": one, "embed": one, "add": one, "neighbors": one}
     executor = ExecutorSettings(kind="ray", ray_address=cluster.address, **stages)  # type: ignore[arg-type]
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki"), executor=executor)
@@ -138,11 +138,9 @@ def test_ray_builds_the_same_bytes_at_a_url(bucket, tmp_path, tiny_corpus, tiny_
     assert at(f"{bucket}/wiki") == local
 
 
-def test_what_is_finished_is_not_made_again_and_little_is_fetched_to_know_it(
-    config, another_machine, monkeypatch
-) -> None:
+def test_finished_artifacts_are_not_rebuilt_and_few_files_are_fetched(config, another_machine, monkeypatch) -> None:
     cache = another_machine()
-    monkeypatch.setattr(remote, "_put", None)  # whoever uploads fails
+    monkeypatch.setattr(remote, "_put", None)  # an upload would fail
     assert build_local(config).has("neighbors")
     assert fetched(cache) <= {"files.json", "plan.json", "problems.json", "meta.json", "token_bytes.npy"} | {
         "sentencepiece.model",
@@ -151,21 +149,21 @@ def test_what_is_finished_is_not_made_again_and_little_is_fetched_to_know_it(
     }
 
 
-def test_a_changed_setting_is_refused_by_name_on_a_machine_that_has_nothing(config, another_machine) -> None:
+def test_changed_setting_is_refused_by_name_with_an_empty_cache(config, another_machine) -> None:
     another_machine()
     with pytest.raises(InputError, match=r"neighbors\.stored was 6, now 4"):
         build_local(replace(config, neighbors=replace(config.neighbors, stored=4)))
 
 
 @pytest.mark.slow
-def test_a_stage_rebuilt_elsewhere_replaces_what_lies_at_the_url(
+def test_stage_rebuilt_elsewhere_replaces_the_files_at_the_url(
     config, url, tmp_path, tiny_corpus, another_machine
 ) -> None:
     first = build_local(config)
     cache = another_machine()
     changed = replace(config, neighbors=replace(config.neighbors, stored=4, materialized=2))
     build_local(changed, only="neighbors", rebuild=True)
-    assert "documents.parquet" not in fetched(cache)  # only what the search reads
+    assert "documents.parquet" not in fetched(cache)  # the search fetches only the files it reads
     build_local(changed)
     local = build_local(tiny_config(tmp_path / "local", tiny_corpus, neighbors=changed.neighbors))
     assert at(url) == {name: data for name, data in contents(local.folder).items() if name != ".lock"}
@@ -176,10 +174,10 @@ def test_a_stage_rebuilt_elsewhere_replaces_what_lies_at_the_url(
 
 
 @pytest.mark.slow
-def test_a_datastore_at_a_url_grows_as_a_local_one_does(
+def test_append_at_a_url_gives_the_bytes_of_a_local_append(
     bucket, tmp_path, tiny_corpus, another_machine, monkeypatch
 ) -> None:
-    """Every task on a machine of its own; the neighbors that were known are merged with the new ones."""
+    """Every task runs on its own machine. Neighbors that were stored before are merged with the new ones."""
     config = tiny_config(tmp_path, tiny_corpus)
     more = write_corpus(tmp_path / "more.jsonl", 30, 7)
     grown = replace(config, corpus=replace(config.corpus, paths=(*config.corpus.paths, str(more))))
@@ -193,7 +191,9 @@ def test_a_datastore_at_a_url_grows_as_a_local_one_does(
     assert at(f"{bucket}/wiki") == {name: data for name, data in local.items() if name != ".lock"}
 
 
-def test_near_copies_are_found_at_a_url(bucket, tmp_path, tiny_corpus, another_machine, monkeypatch) -> None:
+def test_dedup_at_a_url_gives_the_bytes_of_a_local_build(
+    bucket, tmp_path, tiny_corpus, another_machine, monkeypatch
+) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     write_corpus(tmp_path / "evaluation.jsonl", 10, 7)
     config = replace(config, dedup=replace(config.dedup, within=True, paths=(str(tmp_path / "evaluation.jsonl"),)))
@@ -203,7 +203,7 @@ def test_near_copies_are_found_at_a_url(bucket, tmp_path, tiny_corpus, another_m
     assert at(f"{bucket}/wiki") == {name: data for name, data in local.items() if name != ".lock"}
 
 
-def test_documents_are_deleted_at_the_url_and_everyone_sees_it(url, another_machine, capsys) -> None:
+def test_deletion_at_a_url_is_visible_from_every_machine(url, another_machine, capsys) -> None:
     another_machine()
     whole = Datastore.open(url)
     victim = Retriever.open(url).search(["search model index"], 1).hits[0][0].document["id"]
@@ -216,7 +216,7 @@ def test_documents_are_deleted_at_the_url_and_everyone_sees_it(url, another_mach
     assert "deleted.npy" in fetched(there)
     assert Datastore.open(url).fingerprint != whole.fingerprint
     filesystem, root = fsspec.core.url_to_fs(url)
-    filesystem.rm_file(f"{root}/deleted.npy")  # the URL is the truth
+    filesystem.rm_file(f"{root}/deleted.npy")  # the URL is authoritative, not the cache
     assert Datastore.open(url).fingerprint == whole.fingerprint
     assert main(["verify", url]) == 2
     assert "Copy the datastore" in capsys.readouterr().err
@@ -224,7 +224,7 @@ def test_documents_are_deleted_at_the_url_and_everyone_sees_it(url, another_mach
 
 @pytest.mark.parametrize("reading", ["mmap", "pread"])
 @pytest.mark.parametrize("materialized", [False, True])
-def test_batches_from_a_url_are_those_of_the_local_datastore(
+def test_batches_from_a_url_equal_those_of_the_local_datastore(
     config, url, tiny_datastore, another_machine, reading: str, materialized: bool
 ) -> None:
     if materialized:
@@ -243,7 +243,7 @@ def test_batches_from_a_url_are_those_of_the_local_datastore(
     assert not {"documents.parquet", "distances.npy", "train.npy", "vectors.faiss"} & fetched(cache)
 
 
-def test_a_datastore_at_a_url_is_searched_inspected_and_trained_from(
+def test_datastore_at_a_url_can_be_searched_inspected_and_used_for_training(
     config: Config, url: str, tiny_datastore, tmp_path, another_machine, capsys
 ) -> None:
     another_machine()
@@ -277,10 +277,10 @@ def test_a_datastore_at_a_url_is_searched_inspected_and_trained_from(
 
 
 @pytest.mark.slow
-def test_a_datastore_at_a_url_retrieves_from_another_one(
+def test_datastore_at_a_url_retrieves_from_another_url(
     config: Config, bucket: str, url: str, tmp_path, tiny_corpus, another_machine
 ) -> None:
-    """Neighbors of both, found again from a machine that has neither."""
+    """Neighbors of both datastores are read from a machine that has neither."""
     model = remote.present(remote.local_folder(url) / "tokenizer" / "sentencepiece.model")
     other = replace(
         tiny_config(tmp_path / "other", tiny_corpus),

@@ -1,4 +1,4 @@
-"""The stage table: nothing twice, nothing silently, nothing half; the same bytes every time."""
+"""The stage table: finished stages are kept, changed settings are refused, kills leave no trace, bytes are the same."""
 
 import json
 import logging
@@ -34,31 +34,31 @@ def changed_since(folder: Path, moment: float) -> list[Path]:
     ]
 
 
-def test_the_same_settings_give_the_same_bytes(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+def test_same_settings_give_the_same_bytes(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
     again = build_local(tiny_config(tmp_path, tiny_corpus))
     assert contents(again.folder) == contents(tiny_datastore.folder)
 
 
-def test_the_number_of_threads_does_not_change_a_byte(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+def test_bytes_do_not_depend_on_the_number_of_threads(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus, executor=ExecutorSettings(num_threads=2))
     assert contents(build_local(config).folder) == contents(tiny_datastore.folder)
 
 
-def test_stage_by_stage_equals_all_at_once(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+def test_building_stage_by_stage_equals_building_at_once(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     for stage in ("chunk", "embed", "train-index", "add", "neighbors"):
         build_local(config, only=stage)
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
-def test_a_stage_before_its_turn_is_refused_with_what_is_missing(tmp_path, tiny_corpus) -> None:
+def test_stage_is_refused_until_earlier_stages_are_finished(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     build_local(config, only="chunk")
     with pytest.raises(InputError, match="'embed' stage"):
         build_local(config, only="train-index")
 
 
-def test_a_second_run_writes_nothing(tmp_path, tiny_corpus) -> None:
+def test_second_run_writes_nothing(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     build_local(config)
     time.sleep(0.05)
@@ -80,21 +80,19 @@ def test_a_second_run_writes_nothing(tmp_path, tiny_corpus) -> None:
         ("neighbors", {"stored": 4}, "neighbors.stored was 6, now 4"),
     ],
 )
-def test_a_changed_setting_is_refused_by_name(tmp_path, tiny_corpus, tiny_datastore, section, change, named) -> None:
+def test_changed_setting_is_refused_by_name(tmp_path, tiny_corpus, tiny_datastore, section, change, named) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
     with pytest.raises(InputError, match="--rebuild") as caught:
         build_local(replace(config, **{section: replace(getattr(config, section), **change)}))
     assert named in str(caught.value)
 
 
-def test_settings_that_do_not_touch_the_bytes_may_change(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
+def test_settings_without_effect_on_the_bytes_can_change(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
     build_local(replace(config, embedder=replace(config.embedder, device="cpu", batch_tokens=1024)))
 
 
-def test_rebuilding_a_stage_with_another_setting_redoes_what_follows_and_keeps_what_precedes(
-    tmp_path, tiny_corpus
-) -> None:
+def test_rebuilding_a_stage_rebuilds_later_stages_and_keeps_earlier_ones(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     build_local(config)
     before = contents(config.datastore)
@@ -108,9 +106,7 @@ def test_rebuilding_a_stage_with_another_setting_redoes_what_follows_and_keeps_w
     assert all(after[name] == data for name, data in before.items() if name.startswith(("chunks", "embeddings")))
 
 
-def test_rebuilding_everything_starts_from_nothing_even_of_another_format(
-    tmp_path, tiny_corpus, tiny_datastore
-) -> None:
+def test_rebuilding_everything_replaces_a_datastore_of_another_format(tmp_path, tiny_corpus, tiny_datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     build_local(config)
     manifest = config.datastore / "manifest.json"
@@ -121,7 +117,7 @@ def test_rebuilding_everything_starts_from_nothing_even_of_another_format(
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
-def test_an_edited_corpus_is_noticed_even_at_equal_size(tmp_path) -> None:
+def test_edited_corpus_is_refused_even_at_equal_size(tmp_path) -> None:
     corpus = write_corpus(tmp_path / "c.jsonl", 40)
     config = tiny_config(tmp_path, corpus)
     build_local(config)
@@ -130,7 +126,7 @@ def test_an_edited_corpus_is_noticed_even_at_equal_size(tmp_path) -> None:
         build_local(config)
 
 
-def test_a_touched_but_equal_corpus_is_accepted(tmp_path) -> None:
+def test_corpus_with_new_times_and_equal_bytes_is_accepted(tmp_path) -> None:
     corpus = write_corpus(tmp_path / "c.jsonl", 40)
     config = tiny_config(tmp_path, corpus)
     build_local(config)
@@ -138,7 +134,7 @@ def test_a_touched_but_equal_corpus_is_accepted(tmp_path) -> None:
     build_local(config)
 
 
-def test_two_builders_of_one_datastore_do_not_meet(tmp_path, tiny_corpus) -> None:
+def test_second_builder_of_a_datastore_is_refused(tmp_path, tiny_corpus) -> None:
     import fcntl
 
     config = tiny_config(tmp_path, tiny_corpus)
@@ -155,10 +151,8 @@ def build_until_killed(config: Config, operation: int) -> None:
 
 
 @pytest.mark.slow
-def test_sigkill_at_any_moment_and_running_again_gives_the_same_datastore(
-    tmp_path, tiny_corpus, tiny_datastore
-) -> None:
-    """Killed again and again at random moments of any stage, until a run gets through."""
+def test_repeatedly_killed_index_run_resumes_to_the_same_bytes(tmp_path, tiny_corpus, tiny_datastore) -> None:
+    """Killed repeatedly at random operations of any stage, then run to the end."""
     config = tiny_config(tmp_path, tiny_corpus)
     file = tmp_path / "config.toml"
     file.write_text(to_toml(config))
@@ -176,10 +170,8 @@ def test_sigkill_at_any_moment_and_running_again_gives_the_same_datastore(
 
 
 @pytest.mark.parametrize("stage", ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"])  # fmt: skip
-def test_a_kill_in_the_middle_of_any_artifact_leaves_nothing_that_counts(
-    tmp_path, tiny_corpus, tiny_datastore, stage: str
-) -> None:
-    """What a SIGKILL inside `create` leaves: earlier artifacts, and a temporary folder half full."""
+def test_artifact_interrupted_by_a_kill_is_built_again(tmp_path, tiny_corpus, tiny_datastore, stage: str) -> None:
+    """A SIGKILL inside `create` leaves earlier artifacts and a half-written temporary folder."""
     config = tiny_config(tmp_path, tiny_corpus)
     shutil.copytree(tiny_datastore.folder, config.datastore)
     order = [
@@ -207,7 +199,7 @@ def test_a_kill_in_the_middle_of_any_artifact_leaves_nothing_that_counts(
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
-def test_ten_chunks_are_enough(tmp_path) -> None:
+def test_datastore_of_few_chunks_stores_all_possible_neighbors(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
     (tmp_path / "b.md").write_text("# 标题\n\n检索增强的语言模型需要一个数据库。\n")
     config = tiny_config(
@@ -224,7 +216,7 @@ def test_ten_chunks_are_enough(tmp_path) -> None:
         assert (row >= 0).sum() == min(6, len(others))
 
 
-def test_problems_of_the_corpus_are_listed_by_file_and_line_and_strict_refuses_them(tmp_path, caplog) -> None:
+def test_corpus_problems_are_listed_by_file_and_line_and_refused_by_strict(tmp_path, caplog) -> None:
     corpus = tmp_path / "bad.jsonl"
     write_corpus(corpus, 30)
     lines = corpus.read_text().splitlines()
@@ -245,8 +237,8 @@ def test_problems_of_the_corpus_are_listed_by_file_and_line_and_strict_refuses_t
     assert "bad.jsonl:5" in caplog.text
 
 
-def test_held_out_documents_leave_no_trace_in_what_is_made_of_the_others(tmp_path) -> None:
-    """Tokenizer, n-gram weights, index, training chunks and their neighbors: the same bytes as without valid and test."""
+def test_held_out_documents_do_not_change_artifacts_of_the_training_documents(tmp_path) -> None:
+    """Tokenizer, n-gram weights, index, training chunks and their neighbors are the same as without valid and test."""
     corpus, others = write_corpus(tmp_path / "all.jsonl", 60), tmp_path / "train" / "all.jsonl"
     weights = (6, 2, 2)
     lines = corpus.read_text().splitlines(keepends=True)
@@ -255,7 +247,7 @@ def test_held_out_documents_leave_no_trace_in_what_is_made_of_the_others(tmp_pat
     others.write_text("".join(line for line, split in zip(lines, splits, strict=True) if split == "train"))
     made = {}
     for name, path in (("all", corpus), ("train", others)):
-        settings = CorpusSettings(paths=(str(path),), split=weights)  # of one shard
+        settings = CorpusSettings(paths=(str(path),), split=weights)  # one shard
         datastore = build_local(tiny_config(tmp_path / name, path, corpus=settings))
         assert datastore.train.num_documents == splits.count("train")
         held_out = (datastore.valid.num_documents, datastore.test.num_documents)
@@ -272,13 +264,13 @@ def test_held_out_documents_leave_no_trace_in_what_is_made_of_the_others(tmp_pat
 
 @pytest.fixture(scope="module")
 def three_splits(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> tuple[Config, Datastore]:
-    """A finished datastore with documents in each split, and its settings. Read only."""
+    """A finished datastore with documents in each split, and its settings. Read-only."""
     config = tiny_config(tmp_path_factory.mktemp("splits"), tiny_corpus)
     config = replace(config, corpus=replace(config.corpus, split=(7, 1, 2)))
     return config, build_local(config)
 
 
-def test_every_split_has_embeddings_and_neighbors_and_only_train_is_found(three_splits) -> None:
+def test_every_split_has_embeddings_and_neighbors_from_train_only(three_splits) -> None:
     _, datastore = three_splits
     assert min(datastore.split(name).num_documents for name in SPLITS) > 0
     for name in SPLITS:
@@ -290,22 +282,22 @@ def test_every_split_has_embeddings_and_neighbors_and_only_train_is_found(three_
         assert ids.max() < datastore.train.num_chunks
 
 
-def test_a_corpus_that_is_held_out_whole_is_refused(tmp_path, tiny_corpus) -> None:
+def test_corpus_without_training_documents_is_refused(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     with pytest.raises(InputError, match=r"corpus\.split = \(1, 10000000, 0\): every document is held out"):
         build_local(replace(config, corpus=replace(config.corpus, split=(1, 10_000_000, 0))))
     build_local(config, rebuild=True)
 
 
-def test_a_corpus_without_text_is_refused(tmp_path) -> None:
+def test_corpus_without_text_is_refused(tmp_path) -> None:
     (tmp_path / "x.jsonl").write_text('{"body": "text"}\n')
     with pytest.raises(InputError, match=r"corpus\.text_key = 'text'"):
         build_local(tiny_config(tmp_path, tmp_path / "x.jsonl"))
     assert not (tmp_path / "datastore").exists()
 
 
-def test_files_with_odd_names_go_through_every_stage_and_are_verified(tmp_path, capsys) -> None:
-    """Two files of one name, one file named twice, a name that is not UTF-8, one with `::`, and a wrong suffix."""
+def test_files_with_unusual_names_pass_every_stage_and_verification(tmp_path, capsys) -> None:
+    """Two files with one name, one file given twice, a name that is not UTF-8, one with `::`, and a wrong suffix."""
     for folder in "ab":
         (tmp_path / folder).mkdir()
     corpus = write_corpus(tmp_path / "a" / "c.jsonl", 12)
@@ -324,10 +316,10 @@ def test_files_with_odd_names_go_through_every_stage_and_are_verified(tmp_path, 
     assert build_local(config).fingerprint == datastore.fingerprint
     assert contents(datastore.folder) == before
     problems = read_json(datastore.folder / "corpus" / "problems.json")["counts"]
-    assert problems == {"duplicate id": 12, "wrong suffix": 1}  # write_corpus numbers them alike
+    assert problems == {"duplicate id": 12, "wrong suffix": 1}  # write_corpus gives both files the same ids
 
 
-def test_more_neighbors_than_chunks_are_warned_of(tmp_path, caplog) -> None:
+def test_more_neighbors_than_chunks_give_a_warning(tmp_path, caplog) -> None:
     config = tiny_config(tmp_path, write_corpus(tmp_path / "c.jsonl", 4))
     config = replace(config, neighbors=replace(config.neighbors, stored=4096, candidates=4096))
     with caplog.at_level(logging.WARNING, "retro"):
