@@ -12,7 +12,7 @@ from pipelines.cli import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.language_model import LanguageModel
 from tests.conftest import build_local, tiny_config
-from tests.retro.huggingface.small_bases import save, their_logits
+from tests.retro.huggingface.small_bases import save, transformers_logits
 
 transformers = pytest.importorskip("transformers")
 
@@ -68,7 +68,7 @@ def test_imported_model_scores_as_transformers_does(imported: Path, folder: Path
     tokens = torch.from_numpy(datastore.train.tokens.gather(np.arange(3)).reshape(1, -1).astype("int64")) % 257
     (scores,) = model.score([tokens[0].numpy()])
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    logits = their_logits(base, tokens)[0]
+    logits = transformers_logits(base, tokens)[0]
     logits = torch.cat((logits, logits.mean(-1, keepdim=True)), dim=-1)  # the row for padding
     expected = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
     torch.testing.assert_close(torch.from_numpy(scores).float(), expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A small random model of each family, made and saved by `transformers`, with weights of which every one matters."""
+"""A small random model of each family, made and saved by `transformers`. Every weight affects its logits."""
 
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,11 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", _GROUPED | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
     "qwen3": ("qwen3", _GROUPED | {"head_dim": 16, "rms_norm_eps": 1e-3}),
 }
-"""By name: `model_type`, and what its configuration is told."""
+"""Name of a base → its `model_type` and its configuration."""
 
 
 def make(name: str, **changes: Any) -> Any:
-    """A model, its biases and norms moved off what they begin as."""
+    """A model with all parameters perturbed, because biases and norms start at constants."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, told = BASES[name]
@@ -56,11 +56,11 @@ def make(name: str, **changes: Any) -> Any:
 
 
 def save(model: Any, folder: Path, **options: Any) -> Path:
-    """As anybody would."""
+    """Save as users do, with `save_pretrained`."""
     model.save_pretrained(folder, **options)
     return folder
 
 
 @torch.no_grad()
-def their_logits(model: Any, tokens: Tensor) -> Tensor:
+def transformers_logits(model: Any, tokens: Tensor) -> Tensor:
     return model(tokens).logits

@@ -1,4 +1,4 @@
-"""An exported folder is the model: in transformers, without this package, it says what `retro generate` says, ON and OFF."""
+"""An exported folder generates the same in transformers, without this package, as `retro generate`, ON and OFF."""
 
 import json
 import os
@@ -38,7 +38,7 @@ from tests.retro.server.conftest import listening
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ("the index of a chunk and the neighbor in memory with a vector from the store", "检索模型训练")
-NEW = 60  # tokens, with the prompt more than the context of 64
+NEW = 60  # with the prompt more tokens than the context of 64
 DIFFICULT = [
     "", "a", " leading, trailing ", "a  b   c", "x" * 37, "=" * 61, "1234567890 3.14e-10", "\u2581 \u2581", "a\u2581b",
     "def f(x):\n\n    return x\t# tab\r\n", "\n\n\n\n\n", "\t" * 6, " " * 33 + "x", "中文，標點。", "机器学习与检索增强的语言模型",
@@ -49,7 +49,7 @@ DIFFICULT = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
-    """Of `tiny_run` in float32, with weights moved far enough that texts differ from each other, and ON from OFF."""
+    """The checkpoint of `tiny_run` in float32, perturbed until texts differ from each other and ON from OFF."""
     opened, generator = open_checkpoint(tiny_run), torch.Generator().manual_seed(0)
     opened.settings["train"]["precision"] = "float32"
     tensors = read_tensors(index(opened.weights))
@@ -61,7 +61,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
-    """The checkpoint, exported in several files by the command line."""
+    """The checkpoint, exported to several files by the command line."""
     to = tmp_path_factory.mktemp("hf") / "tiny-retro"
     assert main(["export", str(checkpoint), "--output", str(to), "--max-shard-size", "60KB"]) == 0
     assert len(list(to.glob("model-*.safetensors"))) > 2
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def generated(checkpoint: Path) -> dict[str, list[list[int]]]:
-    """What our own generation adds to the prompts greedily, OFF and ON, each alone."""
+    """Greedy continuations of each prompt by `LanguageModel`, OFF and ON."""
     language_model, said = LanguageModel.open(checkpoint, device="cpu"), {}
     greedy = GenerationSettings(max_tokens=NEW, temperature=0)
     tokenizer = language_model.tokenizer
@@ -87,7 +87,7 @@ def generated(checkpoint: Path) -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def auto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`auto(folder, …)` is a model in this process; copies of remote code lie in a folder of the test's own."""
+    """`auto(folder, …)` loads a model in this process; remote code is copied to a temporary folder."""
     modules = str(tmp_path_factory.mktemp("modules"))
     before = list(sys.path)
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def model(auto: Any, folder: Path) -> Any:
     return auto(folder)
 
 
-# --- where the package is not installed ------------------------------------------------------------------------------
+# --- without the package installed -----------------------------------------------------------------------------------
 
 _ELSEWHERE = """
 import json, sys
@@ -138,7 +138,7 @@ json.dump(said, sys.stdout)
 
 
 @pytest.mark.slow
-def test_without_the_package_it_generates_what_ours_does_and_a_server_is_all_it_needs(
+def test_without_the_package_it_generates_the_same_and_retrieves_from_a_server(
     tmp_path: Path, folder: Path, generated: dict[str, list[list[int]]], tiny_datastore: Datastore
 ) -> None:
     retriever = Retriever.open(tiny_datastore.folder)
@@ -170,7 +170,7 @@ def test_without_the_package_it_generates_what_ours_does_and_a_server_is_all_it_
 # --- in this process -------------------------------------------------------------------------------------------------
 
 
-def test_a_datastore_by_its_path_and_in_every_mode_of_generation(
+def test_a_datastore_path_works_in_every_generation_mode(
     auto: Any, folder: Path, generated: dict[str, list[list[int]]], tiny_datastore: Datastore
 ) -> None:
     model = auto(folder, datastore=str(tiny_datastore.folder), k=2)
@@ -178,7 +178,7 @@ def test_a_datastore_by_its_path_and_in_every_mode_of_generation(
     ids = torch.tensor([[ours.bos_id, *ours.encode(PROMPTS[0]).tolist()]])
     size, expected = ids.shape[1], generated["on"][0]
     assert model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, size:].tolist() == expected
-    few = 30  # whole sequences are read again and again, and must not outgrow the context
+    few = 30  # uncached modes reread whole sequences, which must fit the context
     modes: list[dict[str, Any]] = [{"use_cache": False}, {"num_beams": 3}, {"num_beams": 3, "use_cache": False}]
     plain, beams, beams_again = (
         model.generate(ids, max_new_tokens=few, do_sample=False, **mode)[0, size:].tolist() for mode in modes
@@ -188,7 +188,7 @@ def test_a_datastore_by_its_path_and_in_every_mode_of_generation(
     torch.manual_seed(0)
     drawn = model.generate(ids.repeat(2, 1), max_new_tokens=few, do_sample=True, temperature=3.0)[:, size:]
     assert drawn[0].tolist() != drawn[1].tolist()
-    on = {"do_sample": False, "eos_token_id": []}  # and on, whatever comes
+    on = {"do_sample": False, "eos_token_id": []}  # ignore the end of the document
     begun = model.generate(ids, max_new_tokens=20, return_dict_in_generate=True, **on)
     ended = model.generate(begun.sequences, past_key_values=begun.past_key_values, max_new_tokens=NEW - 20, **on)
     assert torch.equal(ended, model.generate(ids, max_new_tokens=NEW, **on))
@@ -196,7 +196,7 @@ def test_a_datastore_by_its_path_and_in_every_mode_of_generation(
         model.generate(ids, max_new_tokens=few, assistant_model=model)
 
 
-def test_logits_and_loss_are_ours_given_neighbors_retrieved_and_without(
+def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_without(
     model: Any, checkpoint: Path, tiny_datastore: Datastore
 ) -> None:
     ours = load_model(open_checkpoint(checkpoint), torch.device("cpu"))
@@ -214,7 +214,7 @@ def test_logits_and_loss_are_ours_given_neighbors_retrieved_and_without(
         assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     model.retrieve_from(str(tiny_datastore.folder), k=2)
     try:
-        # Padding on either side changes nothing of a row, whose chunks begin with its first token.
+        # Padding on either side does not change a row; chunks start at its first token.
         padded, mask = torch.zeros(2, 57, dtype=torch.int64), torch.zeros(2, 57, dtype=torch.int64)
         padded[0, 7:], padded[1, :50], mask[0, 7:], mask[1, :50] = tokens, tokens, 1, 1
         with torch.no_grad():
@@ -227,8 +227,8 @@ def test_logits_and_loss_are_ours_given_neighbors_retrieved_and_without(
         model.retrieve_from(None)
 
 
-def test_it_trains_and_is_saved_and_imported_again(auto: Any, folder: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """What was not touched comes back to the bit, a checkpoint file with its fingerprints; what was trained has its own."""
+def test_it_trains_and_survives_saving_and_importing(auto: Any, folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Unchanged weights return bit for bit with the checkpoint's fingerprint; trained weights get a new one."""
     assert main(["import", str(folder), "--output", str(tmp_path / "back.safetensors")]) == 0
     assert (tmp_path / "back.safetensors").read_bytes() == checkpoint.read_bytes()
     model = auto(folder)
@@ -251,7 +251,7 @@ def test_it_trains_and_is_saved_and_imported_again(auto: Any, folder: Path, chec
     )
 
 
-def test_in_bfloat16_it_generates_what_ours_does(auto: Any, folder: Path, checkpoint: Path) -> None:
+def test_bfloat16_generation_equals_ours(auto: Any, folder: Path, checkpoint: Path) -> None:
     from retro.inference.decoder import Decoder
     from retro.inference.generation import generate
 
@@ -268,7 +268,7 @@ def test_in_bfloat16_it_generates_what_ours_does(auto: Any, folder: Path, checkp
 
 
 @torch.no_grad()
-def test_in_bfloat16_experts_are_chosen_in_float32(auto: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_bfloat16_routing_of_experts_uses_float32(auto: Any, checkpoint: Path, tmp_path: Path) -> None:
     state, _ = exported(open_checkpoint(checkpoint))
     state["settings"]["model"]["experts"] |= {"num_experts": 4, "every": 1}
     tensors = Retro(from_json(state["settings"]["model"])).state_dict()
@@ -281,7 +281,9 @@ def test_in_bfloat16_experts_are_chosen_in_float32(auto: Any, checkpoint: Path, 
     assert torch.equal(auto(tmp_path / "hf", dtype=torch.bfloat16).eval()(tokens).logits, expected)
 
 
-def test_what_cannot_be_is_told(auto: Any, model: Any, folder: Path, tiny_datastore: Datastore, tmp_path: Path) -> None:
+def test_invalid_inputs_datastores_and_folders_are_rejected(
+    auto: Any, model: Any, folder: Path, tiny_datastore: Datastore, tmp_path: Path
+) -> None:
     ids, holes = torch.arange(4)[None], torch.tensor([[1, 0, 1, 1]])
     for wrong, said in (
         ({"attention_mask": holes}, "only before or after"),
@@ -329,7 +331,7 @@ def test_what_cannot_be_is_told(auto: Any, model: Any, folder: Path, tiny_datast
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 
-def test_the_card_holds_fingerprints_and_the_figures_of_the_run(tiny_run: Path, tmp_path: Path) -> None:
+def test_the_model_card_has_fingerprints_and_results(tiny_run: Path, tmp_path: Path) -> None:
     opened = open_checkpoint(tiny_run)
     export_folder(opened, tmp_path / "card")
     card = (tmp_path / "card" / "README.md").read_text()
@@ -344,7 +346,7 @@ def test_the_card_holds_fingerprints_and_the_figures_of_the_run(tiny_run: Path, 
         assert file.name == "README.md" or (again / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_nothing_half_written_stays_and_nothing_is_overwritten(tiny_run: Path, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_nothing_and_overwrites_nothing(tiny_run: Path, tmp_path: Path) -> None:
     opened = open_checkpoint(tiny_run)
     for wrong, said in (
         ({"datastore": str(tmp_path)}, "tokenizer"),
@@ -361,7 +363,7 @@ def test_nothing_half_written_stays_and_nothing_is_overwritten(tiny_run: Path, t
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
-def test_the_code_is_one_flat_folder_that_needs_nothing_of_this_project() -> None:
+def test_the_exported_code_is_flat_and_independent_of_this_project() -> None:
     files = remote_files((*MODEL, "tokenization_retro"))
     assert {"modeling_retro.py", "configuration_retro.py", "tokenization_retro.py", "retro_model_retro.py"} <= set(
         files
@@ -380,7 +382,7 @@ def test_the_code_is_one_flat_folder_that_needs_nothing_of_this_project() -> Non
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE as GPT-2's, in Hugging Face's format, with one special token."""
+    """A byte-level BPE like GPT-2's in Hugging Face's format, with one special token."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -396,7 +398,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_hugging_face_tokenizer_of_a_datastore(byte_level: Path, tmp_path: Path) -> None:
+def test_a_datastores_hugging_face_tokenizer_is_exported(byte_level: Path, tmp_path: Path) -> None:
     from retro.huggingface.tokenizer_files import write_tokenizer
 
     install_tokenizer(TokenizerSettings(kind="huggingface", path=str(byte_level)), tmp_path / "tokenizer")
@@ -411,7 +413,7 @@ def test_a_hugging_face_tokenizer_of_a_datastore(byte_level: Path, tmp_path: Pat
         assert theirs.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_tokenizer_is_copied_as_it_is(tiny_run: Path, byte_level: Path, tmp_path: Path) -> None:
+def test_a_given_tokenizer_is_copied_unchanged(tiny_run: Path, byte_level: Path, tmp_path: Path) -> None:
     export_folder(open_checkpoint(tiny_run), tmp_path / "hf", tokenizer=str(byte_level))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (byte_level / name).read_bytes()
@@ -423,10 +425,10 @@ def test_a_tokenizer_is_copied_as_it_is(tiny_run: Path, byte_level: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox-serial", "qwen3"])
-def test_what_was_imported_is_exported_as_what_it_was(name: str, byte_level: Path, tmp_path: Path) -> None:
-    """The family's own class, the same weights to the bit and the tokenizer that came with them, without remote code."""
+def test_an_imported_family_is_exported_as_the_same_family(name: str, byte_level: Path, tmp_path: Path) -> None:
+    """The family's own class, bit-equal weights and the original tokenizer, without remote code."""
     base, file, out = (tmp_path / each for each in ("base", "base.safetensors", "out"))
-    theirs = make(name, vocab_size=301)  # one for padding
+    theirs = make(name, vocab_size=301)  # one row for padding
     save(theirs, base)
     for each in byte_level.iterdir():
         (base / each.name).write_bytes(each.read_bytes())
@@ -441,7 +443,7 @@ def test_what_was_imported_is_exported_as_what_it_was(name: str, byte_level: Pat
     assert (out / "tokenizer.json").read_bytes() == (byte_level / "tokenizer.json").read_bytes()
 
 
-def test_a_plain_decoder_of_ours_is_of_a_family_if_it_can_be(checkpoint: Path) -> None:
+def test_a_decoder_without_retrieval_is_exported_as_a_family_if_possible(checkpoint: Path) -> None:
 
     from retro.model.retro import Retro
 

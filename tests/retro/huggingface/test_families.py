@@ -1,4 +1,4 @@
-"""Each family's logits are those of `transformers`; whatever our decoder cannot be is refused by name."""
+"""Each family's logits equal those of `transformers`; unsupported configurations are rejected by key."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from retro.huggingface.tensor_names import NAMES
 from retro.inference.decoder import Decoder
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
-from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, their_logits
+from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, transformers_logits
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 pytest.importorskip("transformers")
@@ -29,22 +29,22 @@ TOKENS = torch.randint(V, (2, 48), generator=torch.Generator().manual_seed(0))  
 
 
 @pytest.fixture(scope="module", params=BASES)
-def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
-    """Each base: its name, the model of `transformers`, its folder."""
+def saved_base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+    """Each base: name, `transformers` model, folder."""
     model = make(request.param)
     return request.param, model, save(model, tmp_path_factory.mktemp(request.param))
 
 
-def decoder_of(folder: Path) -> Retro:
+def load_decoder(folder: Path) -> Retro:
     base = read_base(folder, chunk_length=8)
     model = Retro(base.settings)
     model.load_state_dict(base.tensors)
     return model.eval()
 
 
-def test_logits_and_cached_decoding_are_those_of_transformers(named: tuple[str, Any, Path]) -> None:
-    _, model, folder = named
-    expected, ours = their_logits(model, TOKENS), decoder_of(folder)
+def test_logits_and_cached_decoding_equal_transformers(saved_base: tuple[str, Any, Path]) -> None:
+    _, model, folder = saved_base
+    expected, ours = transformers_logits(model, TOKENS), load_decoder(folder)
     largest = float(expected.abs().max())
     with torch.no_grad():
         assert float((ours(TOKENS) - expected).abs().max()) < 1e-5 * largest
@@ -58,8 +58,8 @@ def test_logits_and_cached_decoding_are_those_of_transformers(named: tuple[str, 
         new = [np.array(TOKENS[row, at : at + 1]) for row, at in enumerate(places)]
 
 
-def test_what_is_written_back_is_what_was_read(named: tuple[str, Any, Path], tmp_path: Path) -> None:
-    name, model, folder = named
+def test_weights_and_config_survive_a_round_trip(saved_base: tuple[str, Any, Path], tmp_path: Path) -> None:
+    name, model, folder = saved_base
     base = read_base(folder)
     family, config = config_of(base.settings, base.context)
     assert family == BASES[name][0]
@@ -73,7 +73,7 @@ def test_what_is_written_back_is_what_was_read(named: tuple[str, Any, Path], tmp
     from transformers import AutoModelForCausalLM
 
     assert torch.equal(
-        their_logits(AutoModelForCausalLM.from_pretrained(tmp_path), TOKENS), their_logits(model, TOKENS)
+        transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path), TOKENS), transformers_logits(model, TOKENS)
     )
 
 
@@ -87,7 +87,7 @@ MISTRAL = QWEN | {"model_type": "mistral"}
 NEOX = QWEN | {"model_type": "gpt_neox"}
 
 
-def read(config: dict[str, Any]) -> ModelSettings:
+def read_settings(config: dict[str, Any]) -> ModelSettings:
     return settings_of(Config("config.json", config), 64)[1]
 
 
@@ -121,42 +121,46 @@ def read(config: dict[str, Any]) -> ModelSettings:
         (QWEN | {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types is \['full_attention', 's"),
     ],
 )
-def test_what_a_decoder_of_ours_cannot_be_is_refused_by_file_and_key(config: dict[str, Any], told: str) -> None:
+def test_unsupported_configurations_are_rejected_with_file_and_key(config: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=rf"^config\.json.*{told}"):
-        read(config)
+        read_settings(config)
 
 
-def test_older_and_newer_names_of_rope_say_the_same() -> None:
+def test_old_and_new_rope_keys_are_equivalent() -> None:
     scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
     older = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaled}}
     newer = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaled}}
     assert (
-        read(older)
-        == read(newer)
-        == updated(read(newer), {"rope.theta": 5e5, "rope.scaling": "llama3", "rope.factor": 8.0})
+        read_settings(older)
+        == read_settings(newer)
+        == updated(read_settings(newer), {"rope.theta": 5e5, "rope.scaling": "llama3", "rope.factor": 8.0})
     )
     oldest = LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert read(oldest) == read(LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    assert read_settings(oldest) == read_settings(LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
     pythia = NEOX | {"rotary_emb_base": 500, "rotary_pct": 0.5}
-    assert read(pythia) == read(NEOX | {"rope_parameters": {"rope_theta": 500, "partial_rotary_factor": 0.5}})
+    assert read_settings(pythia) == read_settings(
+        NEOX | {"rope_parameters": {"rope_theta": 500, "partial_rotary_factor": 0.5}}
+    )
 
 
-def test_a_window_that_no_layer_or_every_layer_has_is_read() -> None:
-    assert read(MISTRAL).attention.sliding_window == 4096  # its class's default
-    assert read(MISTRAL | {"sliding_window": None}).attention.sliding_window == 0
-    assert read(QWEN | {"sliding_window": 9}).attention.sliding_window == 0
+def test_sliding_windows_of_all_layers_or_none_are_read() -> None:
+    assert read_settings(MISTRAL).attention.sliding_window == 4096  # the class's default
+    assert read_settings(MISTRAL | {"sliding_window": None}).attention.sliding_window == 0
+    assert read_settings(QWEN | {"sliding_window": 9}).attention.sliding_window == 0
     windowed = QWEN | {"use_sliding_window": True, "sliding_window": 9}
-    assert read(windowed).attention.sliding_window == 0  # its class's 28 first layers see everything
-    assert read(windowed | {"max_window_layers": 0}).attention.sliding_window == 9
-    assert read(windowed | {"layer_types": ["sliding_attention"] * 2}).attention.sliding_window == 9
-    assert read(windowed | {"layer_types": ["full_attention"] * 2}).attention.sliding_window == 0
+    assert read_settings(windowed).attention.sliding_window == 0  # the class's first 28 layers have full attention
+    assert read_settings(windowed | {"max_window_layers": 0}).attention.sliding_window == 9
+    assert read_settings(windowed | {"layer_types": ["sliding_attention"] * 2}).attention.sliding_window == 9
+    assert read_settings(windowed | {"layer_types": ["full_attention"] * 2}).attention.sliding_window == 0
 
 
-def test_a_decoder_of_ours_is_written_as_the_family_it_is_of_or_refused_by_what_it_has() -> None:
+def test_our_decoders_are_written_as_their_family_or_rejected_with_the_reason() -> None:
     ours = updated(ModelSettings(vocab_size=V, activation="swiglu"), {"retrieval.cca_layers": ()})
     family, config = config_of(ours, 512)
     assert family == "llama"
-    assert read(config) == replace(read(config), d_model=256, tied_embeddings=False, scaled_embeddings=False)
+    assert read_settings(config) == replace(
+        read_settings(config), d_model=256, tied_embeddings=False, scaled_embeddings=False
+    )
     with pytest.raises(InputError, match=r"no family.*llama has no model.attention.smeared_keys = True"):
         config_of(updated(ours, {"attention.smeared_keys": True}), 512)
     with pytest.raises(InputError, match="no family"):

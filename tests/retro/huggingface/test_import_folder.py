@@ -1,4 +1,4 @@
-"""Folders as they are found: in parts, in half precision, from other times, damaged; and with a tokenizer of another size."""
+"""Import of sharded, half-precision, old and damaged folders, and of tokenizers of another size."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def folder(gpt2: Any, tmp_path: Path) -> Path:
 
 
 def write_tokenizer(folder: Path, num_words: int, **told: Any) -> None:
-    """A tokenizer of words, and what stands beside it of its special tokens."""
+    """A tokenizer of whole words and its tokenizer_config.json."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -42,30 +42,30 @@ def write_tokenizer(folder: Path, num_words: int, **told: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
 
 
-def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def rewrite_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
 
 
-def test_parts_and_half_precision_give_what_one_file_of_them_gives(gpt2: Any, folder: Path, tmp_path: Path) -> None:
+def test_shards_and_half_precision_equal_a_single_file(gpt2: Any, folder: Path, tmp_path: Path) -> None:
     whole, parts = read_base(folder), read_base(save(gpt2, tmp_path / "parts", max_shard_size="30KB"))
     assert not (parts.folder / WEIGHTS).exists()
     assert all(torch.equal(parts.tensors[name], tensor) for name, tensor in whole.tensors.items())
-    changed(folder, lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    rewrite_tensors(folder, lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
     for name, tensor in read_base(folder).tensors.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, whole.tensors[name].bfloat16().float())
 
 
-def test_a_folder_of_the_first_years_is_read_without_its_masks(folder: Path) -> None:
-    """As the hub has GPT-2: no prefix, and the causal mask of each layer."""
+def test_old_tensor_names_and_masks_are_accepted(folder: Path) -> None:
+    """The hub's GPT-2 has no prefix and stores each layer's causal mask."""
     whole, masks = read_base(folder), {f"h.{n}.attn.bias": torch.ones(1, 1, 4, 4) for n in range(3)}
-    changed(folder, lambda tensors: {n.removeprefix("transformer."): t for n, t in tensors.items()} | masks)
+    rewrite_tensors(folder, lambda tensors: {n.removeprefix("transformer."): t for n, t in tensors.items()} | masks)
     again = read_base(folder)
     assert again.tensors.keys() == whole.tensors.keys()
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in whole.tensors.items())
 
 
-def without(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+def drop_tensor(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
 
 
@@ -73,7 +73,7 @@ def without(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Te
     ("change", "told"),
     [
         (
-            without("transformer.h.1.ln_2.bias"),
+            drop_tensor("transformer.h.1.ln_2.bias"),
             "has no tensor transformer.h.1.ln_2.bias, but its config.json requires it",
         ),
         (lambda tensors: tensors | {"score.weight": torch.ones(2)}, "tensor score.weight is unknown"),
@@ -87,52 +87,52 @@ def without(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Te
         ),
     ],
 )
-def test_weights_that_are_not_those_of_the_config_are_refused_by_name(folder: Path, change: Any, told: str) -> None:
-    changed(folder, change)
+def test_weights_that_do_not_match_the_config_are_rejected_by_name(folder: Path, change: Any, told: str) -> None:
+    rewrite_tensors(folder, change)
     with pytest.raises(InputError, match=re.escape(told)):
         read_base(folder)
 
 
-def test_a_folder_that_lacks_something_is_refused(folder: Path, tmp_path: Path) -> None:
-    def refused(told: str, path: Path = folder) -> None:
+def test_incomplete_or_damaged_folders_are_rejected(folder: Path, tmp_path: Path) -> None:
+    def expect_error(told: str, path: Path = folder) -> None:
         with pytest.raises(InputError, match=told):
             read_base(path)
 
-    refused("config.json is missing: name a local folder", tmp_path)
+    expect_error("config.json is missing: name a local folder", tmp_path)
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:-5])
-    refused("is damaged or not a safetensors file")
+    expect_error("is damaged or not a safetensors file")
     (folder / WEIGHTS).unlink()
-    refused("has neither model.safetensors nor model.safetensors.index.json")
+    expect_error("has neither model.safetensors nor model.safetensors.index.json")
     (folder / "pytorch_model.bin").write_bytes(b"")
-    refused(r"pytorch_model.bin is a pickle file.*save_pretrained")
+    expect_error(r"pytorch_model.bin is a pickle file.*save_pretrained")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": "one.safetensors"}}))
-    refused("one.safetensors is missing")
+    expect_error("one.safetensors is missing")
     for wrong in ({}, {"weight_map": {"transformer.wte.weight": "../one.safetensors"}}):
         index.write_text(json.dumps(wrong))
-        refused("weight_map must map every tensor to a file in the same folder")
+        expect_error("weight_map must map every tensor to a file in the same folder")
     (folder / "config.json").write_text("{")
-    refused("config.json is not JSON")
+    expect_error("config.json is not JSON")
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenizers
 
 
-def test_ids_that_the_tokenizer_has_beyond_the_tables_get_rows_and_the_others_stay(folder: Path) -> None:
+def test_extra_token_ids_get_new_rows_and_old_rows_are_kept(folder: Path) -> None:
     bare = read_base(folder)
     assert (bare.settings.vocab_size, bare.num_ids, bare.added_rows) == (V, V, 0)
-    write_tokenizer(folder, V)  # all rows are taken, and padding wants one more
+    write_tokenizer(folder, V)  # no row is left for the padding id
     base = read_base(folder)
     assert (base.settings.vocab_size, base.num_ids, base.added_rows) == (V + 1, V + 1, 1)
     assert torch.equal(base.tensors["embedding.weight"][:V], bare.tensors["embedding.weight"])
-    write_tokenizer(folder, V - 10)  # the tables have been made larger than the tokenizer
+    write_tokenizer(folder, V - 10)  # the tables are larger than the tokenizer
     base = read_base(folder)
     assert (base.settings.vocab_size, base.num_ids, base.added_rows) == (V, V - 9, 0)
     assert verify(base)[0] < 1e-5
 
 
-def test_an_added_row_is_no_likelier_than_one_of_all_whatever_the_stream_is() -> None:
+def test_an_added_row_is_never_likelier_than_the_average() -> None:
     torch.manual_seed(0)
     table = torch.randn(50, 8) * 5 - 20
     for stream in torch.randn(100, 8) * 10:
@@ -140,7 +140,7 @@ def test_an_added_row_is_no_likelier_than_one_of_all_whatever_the_stream_is() ->
         assert probabilities[-1] <= (1 + 1e-5) / 51
 
 
-def test_logits_that_are_not_those_of_transformers_are_refused(folder: Path) -> None:
+def test_logits_that_differ_from_transformers_are_rejected(folder: Path) -> None:
     base = read_base(folder)
     assert verify(base)[0] < 1e-5
     base.tensors["attention.1.block.o_proj.bias"][3] += 0.5

@@ -1,4 +1,4 @@
-"""The cached decoder gives the logits of the whole forward pass, whatever it has dropped, kept or batched."""
+"""The cached decoder gives the logits of a full forward pass, after dropping context, removing rows and batching."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +22,11 @@ from tests.retro.small_model import one_thread as one_thread  # an autouse fixtu
 FLOAT32 = choose_placement("cpu", "float32")
 FLOAT16 = Placement(torch.device("cpu"), torch.float16)
 BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
-LENGTHS = (1, M - 1, M, M + 1, 2 * M, 3 * M - 1, 5 * M)  # shorter and longer than a chunk, and at its borders
+LENGTHS = (1, M - 1, M, M + 1, 2 * M, 3 * M - 1, 5 * M)  # shorter and longer than a chunk, and at chunk boundaries
 
 
 def retriever(k: int, asked: list[list[int]] | None = None) -> RetrieveNeighbors | None:
-    """Random neighbors of any length, none included, that depend on the chunk alone."""
+    """RetrieveNeighbors random neighbors of any length, possibly 0, that depend only on the chunk."""
 
     def retrieve(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if asked is not None:
@@ -45,7 +45,7 @@ def rows(*lengths: int) -> list[np.ndarray]:
 
 @torch.no_grad()
 def uncached(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | None, context: int = T * 4) -> Tensor:
-    """The logits after some tokens from one forward pass over all that is in sight."""
+    """Logits after some tokens, from one forward pass over the context without a cache."""
     block = max(M, context // 4 // M * M)
     tokens = tokens[max(0, -(-(len(tokens) - context) // block) * block) :]
     full, found = len(tokens) // M, {}
@@ -58,7 +58,7 @@ def uncached(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | Non
 def check_steps(
     decoder: Decoder, expected: Callable[[np.ndarray], Tensor], prompts: list[np.ndarray], steps: int, keep_at: int = -1
 ) -> None:
-    """The logits of the prompts and of each of some steps are the expected ones; at one of them every other row ends."""
+    """Assert the logits of the prompts and of each following step; after step `keep_at` every other row is removed."""
     rng, rows = np.random.default_rng(1), prompts
     logits = decoder.read(prompts)
     for step in range(steps):
@@ -73,10 +73,10 @@ def check_steps(
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 @every_scheme
-def test_every_step_gives_the_logits_of_the_whole_forward_pass(
+def test_every_step_gives_the_logits_of_a_full_forward_pass(
     scheme: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "KEY_STEP", 3 * M)  # some steps read a longer run of keys than the one before
+    monkeypatch.setattr(decoding, "KEY_STEP", 3 * M)  # some steps read a longer run of keys than the previous ones
     model, retrieve = cached_model(scheme), retriever(k)
     decoder = Decoder(model, FLOAT32, 4 * T, retrieve)
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(*LENGTHS), 2 * M + 2, keep_at=M)
@@ -92,12 +92,12 @@ def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme
         own = next(each for each, prompt in zip(given, prompts, strict=True) if prompt[0] == row[0])
         return uncached(model, row, lambda chunks: tuple(np.stack([part] * len(chunks)) for part in own))
 
-    def unasked(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def no_retrieval(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         raise AssertionError("nothing is to be looked for")
 
     for number, prompt in enumerate(prompts):
         prompt[0] = number
-    check_steps(Decoder(model, FLOAT32, 4 * T, unasked, given), expected, prompts, 2 * M + 2, keep_at=M)
+    check_steps(Decoder(model, FLOAT32, 4 * T, no_retrieval, given), expected, prompts, 2 * M + 2, keep_at=M)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme
         },
     ],
 )
-def test_other_architectures_are_cached_too(changes: dict) -> None:
+def test_other_architectures_are_cached(changes: dict) -> None:
     model, retrieve = build(**{"scheme": "smeared", **changes}), retriever(2)
     decoder = Decoder(model, FLOAT32, 4 * T, retrieve)
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(2, M, 2 * M + 1), M + 1)
@@ -131,7 +131,7 @@ def test_other_architectures_are_cached_too(changes: dict) -> None:
 
 @pytest.mark.parametrize("adapter", ["prefix", "prompt"])
 @every_scheme
-def test_virtual_tokens_are_in_the_cache_also_after_a_full_context(scheme: str, adapter: Any) -> None:
+def test_virtual_tokens_are_cached_even_after_a_full_context(scheme: str, adapter: Any) -> None:
     model, retrieve, context = build(scheme), retriever(2), 3 * M
     add_adapter(model, TuningSettings(adapter=adapter, virtual_tokens=3))
     decoder = Decoder(model.eval(), FLOAT32, context, retrieve)
@@ -141,35 +141,35 @@ def test_virtual_tokens_are_in_the_cache_also_after_a_full_context(scheme: str, 
 
 @pytest.mark.parametrize("context", [M, 2 * M, 8 * M])
 @every_scheme
-def test_a_full_context_is_read_again_from_what_is_left(scheme: str, context: int) -> None:
+def test_a_full_context_is_recomputed_from_its_remaining_tokens(scheme: str, context: int) -> None:
     model, retrieve = cached_model(scheme), retriever(2)
     decoder = Decoder(model, FLOAT32, context, retrieve)
     prompts = rows(3, context - 1, context, context + 1, 3 * context + 2)
     check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 3 * M)
 
 
-def test_a_context_longer_than_the_table_of_positions_is_refused() -> None:
+def test_a_context_longer_than_the_position_table_is_rejected() -> None:
     with pytest.raises(InputError, match=r"model\.attention\.max_positions is 64: set it to 68 or more"):
         Decoder(cached_model("learned"), FLOAT32, 4 * T + M)
 
 
-def test_a_quarter_of_the_context_is_dropped_at_once_and_at_least_a_chunk() -> None:
-    def in_sight(context: int, length: int) -> int:
+def test_a_full_context_drops_a_quarter_but_at_least_a_chunk() -> None:
+    def remaining_length(context: int, length: int) -> int:
         decoder = Decoder(cached_model("rope"), FLOAT32, context)
         decoder.read(rows(length))
         return len(decoder.rows[0].tokens)
 
-    assert [in_sight(16 * M, length) for length in (16 * M, 16 * M + 1, 20 * M, 20 * M + 1)] == [
+    assert [remaining_length(16 * M, length) for length in (16 * M, 16 * M + 1, 20 * M, 20 * M + 1)] == [
         16 * M,
         12 * M + 1,
         16 * M,
         12 * M + 1,
     ]
-    assert in_sight(2 * M, 2 * M + 1) == M + 1
+    assert remaining_length(2 * M, 2 * M + 1) == M + 1
 
 
 @every_scheme
-def test_a_row_depends_on_no_other_row(scheme: str) -> None:
+def test_rows_are_independent(scheme: str) -> None:
     model, prompts = cached_model(scheme), rows(*LENGTHS)
     together = Decoder(model, FLOAT32, 4 * M, retriever(2))
     alone = [Decoder(model, FLOAT32, 4 * M, retriever(2)) for _ in prompts]
@@ -183,19 +183,19 @@ def test_a_row_depends_on_no_other_row(scheme: str) -> None:
         new = rows(*[1] * len(alone))
 
 
-def test_a_step_passes_one_token_of_each_row_through_the_layers() -> None:
+def test_a_step_computes_one_token_per_row() -> None:
     model, seen = build("rope"), []
     model.feed_forward["0"].register_forward_pre_hook(lambda block, inputs: seen.append(tuple(inputs[0].shape[:2])))
     decoder = Decoder(model, FLOAT32, 4 * T, retriever(2))
     decoder.read(rows(2 * M, M + 1))
-    assert seen == [(2, M - 1), (2, M), (1, 1)]  # windows; of the last one the longer row alone has a token
+    assert seen == [(2, M - 1), (2, M), (1, 1)]  # windows; the last one has a token of the longer row only
     seen.clear()
     for _ in range(2 * M):
         decoder.read(rows(1, 1))
     assert seen == [(2, 1)] * 2 * M
 
 
-def test_attention_meets_few_numbers_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_reads_few_different_numbers_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, attend = set(), attention.dot_product_attention
     monkeypatch.setattr(
         attention, "dot_product_attention", lambda q, k, *rest: (lengths.add(k.shape[2]), attend(q, k, *rest))[1]
@@ -206,7 +206,7 @@ def test_attention_meets_few_numbers_of_keys(monkeypatch: pytest.MonkeyPatch) ->
     assert lengths == {KEY_STEP, 2 * KEY_STEP, 2 * KEY_STEP + 3 * M}
 
 
-def test_neighbors_of_every_complete_chunk_in_sight_are_asked_for_once() -> None:
+def test_every_complete_chunk_in_the_context_is_searched_once() -> None:
     asked: list[list[int]] = []
     decoder = Decoder(cached_model("rope"), FLOAT32, 4 * M, retriever(2, asked))
     first, second = rows(2 * M + 1, 6 * M)
@@ -225,7 +225,7 @@ def test_neighbors_of_every_complete_chunk_in_sight_are_asked_for_once() -> None
     ("scheme", "reduced", "rounding"),
     [("rope", BFLOAT16, 0.2), ("alibi", BFLOAT16, 0.2), ("learned", BFLOAT16, 0.2), ("rope", FLOAT16, 0.025)],
 )
-def test_a_reduced_precision_differs_by_its_rounding_alone(scheme: str, reduced: Placement, rounding: float) -> None:
+def test_reduced_precision_differs_only_by_rounding(scheme: str, reduced: Placement, rounding: float) -> None:
     model, retrieve = cached_model(scheme), retriever(2)
     decoder, plain = Decoder(model, reduced, 4 * T, retrieve), Decoder(model, FLOAT32, 4 * T, retrieve)
     new, difference = rows(M, 3), 0.0
@@ -236,7 +236,7 @@ def test_a_reduced_precision_differs_by_its_rounding_alone(scheme: str, reduced:
 
 
 @every_scheme
-def test_cast_weights_give_what_autocast_gives(scheme: str) -> None:
+def test_cast_weights_equal_autocast(scheme: str) -> None:
     model = build(scheme, tied_embeddings=False, shared_embeddings=True)
     tokens, neighbors = torch.from_numpy(np.stack(rows(T, T))), torch.arange(2 * 4 * 2 * R).view(2, 4, 2, R) % V
 

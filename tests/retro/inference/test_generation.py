@@ -1,4 +1,4 @@
-"""Generation: the same seed, the same text; neighbors are asked for at chunk boundaries and nowhere else."""
+"""Generation is reproducible by seed and searches neighbors only at chunk boundaries."""
 
 import numpy as np
 import pytest
@@ -33,8 +33,10 @@ def model() -> Retro:
     ).eval()
 
 
-def pieces(model: Retro, prompts, retrieve=None, context=64, eos_id=-1, **settings) -> list[list[GeneratedToken]]:
-    """The pieces of each of some prompts."""
+def generate_pieces(
+    model: Retro, prompts, retrieve=None, context=64, eos_id=-1, **settings
+) -> list[list[GeneratedToken]]:
+    """The generated pieces of each prompt."""
     settings = GenerationSettings(**{"max_tokens": 12, **settings})
     decoder, rows = Decoder(model, FLOAT32, context, retrieve), [[] for _ in prompts]
     steps = generate(decoder, [np.array(prompt) for prompt in prompts], settings, decode=decode, eos_id=eos_id)
@@ -46,18 +48,18 @@ def pieces(model: Retro, prompts, retrieve=None, context=64, eos_id=-1, **settin
     return rows
 
 
-def run(model: Retro, prompt=(1, 5, 6), **options) -> list[int]:
-    """The tokens that continue one prompt."""
-    return [piece.token for piece in pieces(model, [prompt], **options)[0]]
+def continue_prompt(model: Retro, prompt=(1, 5, 6), **options) -> list[int]:
+    """The generated tokens of one prompt."""
+    return [piece.token for piece in generate_pieces(model, [prompt], **options)[0]]
 
 
 def decode(tokens) -> str:
-    """A letter for each token."""
+    """One letter per token."""
     return "".join(chr(ord("A") + token) for token in tokens)
 
 
-class Retrieve:
-    """Answers every chunk with neighbors that hold one token, and remembers what it was asked."""
+class RecordingRetrieve:
+    """Returns neighbors filled with one token and records the requested chunks."""
 
     def __init__(self, token: int) -> None:
         self.token, self.asked = token, []
@@ -67,47 +69,55 @@ class Retrieve:
         return np.full((len(chunks), 2, 2 * M), self.token), np.full((len(chunks), 2), 2 * M)
 
 
-def test_the_same_seed_gives_the_same_tokens_and_another_one_others(model: Retro) -> None:
-    assert run(model, seed=1) == run(model, seed=1)
-    assert run(model, seed=1, max_tokens=30) != run(model, seed=2, max_tokens=30)
+def test_equal_seeds_give_equal_tokens_and_other_seeds_others(model: Retro) -> None:
+    assert continue_prompt(model, seed=1) == continue_prompt(model, seed=1)
+    assert continue_prompt(model, seed=1, max_tokens=30) != continue_prompt(model, seed=2, max_tokens=30)
 
 
-def test_temperature_zero_takes_the_likeliest_token_as_does_top_k_one(model: Retro) -> None:
+def test_temperature_zero_and_top_k_one_take_the_likeliest_token(model: Retro) -> None:
     tokens = [1, 5, 6]
-    for token in run(model, temperature=0):
+    for token in continue_prompt(model, temperature=0):
         with torch.no_grad():
             assert token == int(model(torch.tensor([tokens]))[0, -1].argmax())
         tokens.append(token)
-    assert run(model, temperature=0) == run(model, temperature=1.0, top_k=1) == run(model, temperature=1.0, top_p=1e-6)
+    assert (
+        continue_prompt(model, temperature=0)
+        == continue_prompt(model, temperature=1.0, top_k=1)
+        == continue_prompt(model, temperature=1.0, top_p=1e-6)
+    )
 
 
-def test_every_full_chunk_asks_once_with_its_own_tokens(model: Retro) -> None:
-    retrieve = Retrieve(7)
-    tokens = [1, 5, 6, *run(model, retrieve=retrieve)]
-    full = (len(tokens) - 1) // M  # the last token is not read again
+def test_every_full_chunk_is_searched_once(model: Retro) -> None:
+    retrieve = RecordingRetrieve(7)
+    tokens = [1, 5, 6, *continue_prompt(model, retrieve=retrieve)]
+    full = (len(tokens) - 1) // M  # the last token is not read
     assert retrieve.asked == [tokens[u * M : (u + 1) * M] for u in range(full)]
 
 
-def test_neighbors_change_the_distribution_only_after_their_chunk_is_full(model: Retro) -> None:
-    first, second = (run(model, retrieve=Retrieve(token), max_tokens=1, prompt=(1, 2, 3)) for token in (7, 20))
+def test_neighbors_affect_tokens_only_after_their_chunk_is_full(model: Retro) -> None:
+    first, second = (
+        continue_prompt(model, retrieve=RecordingRetrieve(token), max_tokens=1, prompt=(1, 2, 3)) for token in (7, 20)
+    )
     assert first == second
-    draws = {token: run(model, retrieve=Retrieve(token), max_tokens=40, seed=3) for token in (7, 20)}
+    draws = {
+        token: continue_prompt(model, retrieve=RecordingRetrieve(token), max_tokens=40, seed=3) for token in (7, 20)
+    }
     assert draws[7][0] == draws[20][0]
     assert draws[7] != draws[20]
 
 
-def test_a_full_context_drops_whole_chunks_and_goes_on(model: Retro) -> None:
-    retrieve = Retrieve(7)
-    assert len(run(model, retrieve=retrieve, context=2 * M, max_tokens=25)) == 25
+def test_a_full_context_drops_whole_chunks_and_continues(model: Retro) -> None:
+    retrieve = RecordingRetrieve(7)
+    assert len(continue_prompt(model, retrieve=retrieve, context=2 * M, max_tokens=25)) == 25
     assert len(retrieve.asked) == (3 + 24) // M
 
 
-def test_the_end_of_the_document_ends_the_text(model: Retro) -> None:
-    free = run(model, temperature=0)
-    assert run(model, temperature=0, eos_id=free[3]) == free[: free.index(free[3]) + 1]
+def test_the_end_of_document_token_ends_the_text(model: Retro) -> None:
+    free = continue_prompt(model, temperature=0)
+    assert continue_prompt(model, temperature=0, eos_id=free[3]) == free[: free.index(free[3]) + 1]
 
 
-def test_impossible_settings_are_refused(model: Retro) -> None:
+def test_invalid_settings_are_rejected(model: Retro) -> None:
     with pytest.raises(InputError, match="max_tokens"):
         GenerationSettings(max_tokens=0)
     for setting, value in (
@@ -124,17 +134,19 @@ def test_impossible_settings_are_refused(model: Retro) -> None:
 PROMPTS = [(1,), (1, 5, 6, 7, 8, 2, 3), (1, 2, 3), (1, 9, 9, 9), (1, 5, 6)]
 
 
-def test_a_prompt_goes_on_alone_as_it_does_among_others(model: Retro) -> None:
+def test_a_prompt_continues_alone_as_in_a_batch(model: Retro) -> None:
     for options in ({"seed": 4}, {"temperature": 0}, {"seed": 5, "context": 2 * M, "max_tokens": 20}):
-        together = pieces(model, PROMPTS, retrieve=Retrieve(7), **options)
+        together = generate_pieces(model, PROMPTS, retrieve=RecordingRetrieve(7), **options)
         for prompt, row in zip(PROMPTS, together, strict=True):
-            assert [piece.token for piece in row] == run(model, prompt, retrieve=Retrieve(7), **options)
+            assert [piece.token for piece in row] == continue_prompt(
+                model, prompt, retrieve=RecordingRetrieve(7), **options
+            )
 
 
-def test_rows_end_at_different_times_and_say_why(model: Retro) -> None:
-    free = pieces(model, PROMPTS, seed=1)
+def test_rows_stop_independently_with_a_reason(model: Retro) -> None:
+    free = generate_pieces(model, PROMPTS, seed=1)
     eos_id = free[1][4].token
-    rows = pieces(model, PROMPTS, seed=1, eos_id=eos_id)
+    rows = generate_pieces(model, PROMPTS, seed=1, eos_id=eos_id)
     assert len({len(row) for row in rows}) > 1
     for row, whole in zip(rows, free, strict=True):
         tokens = [piece.token for piece in whole]
@@ -145,19 +157,19 @@ def test_rows_end_at_different_times_and_say_why(model: Retro) -> None:
         assert "".join(piece.text for piece in row) == decode(token for token in tokens[: len(row) - ends])
 
 
-def test_a_stop_string_ends_its_row_and_is_never_shown(model: Retro) -> None:
-    free = [decode(piece.token for piece in row) for row in pieces(model, PROMPTS, seed=2)]
+def test_a_stop_string_ends_its_row_and_is_not_returned(model: Retro) -> None:
+    free = [decode(piece.token for piece in row) for row in generate_pieces(model, PROMPTS, seed=2)]
     stop = free[0][5:7]
-    for row, text in zip(pieces(model, PROMPTS, seed=2, stop=(stop, "never")), free, strict=True):
+    for row, text in zip(generate_pieces(model, PROMPTS, seed=2, stop=(stop, "never")), free, strict=True):
         place = text.find(stop)
         assert "".join(piece.text for piece in row) == (text if place < 0 else text[:place])
         assert row[-1].finish_reason == ("length" if place < 0 else "stop")
         assert len(row) == (len(text) if place < 0 else place + len(stop))
 
 
-def test_log_probabilities_are_of_the_distribution_before_temperature_and_cuts(model: Retro) -> None:
+def test_log_probabilities_ignore_temperature_top_k_and_top_p(model: Retro) -> None:
     tokens = [1, 5, 6]
-    for piece in pieces(model, [tokens], temperature=0.3, top_k=2, logprobs=3)[0]:
+    for piece in generate_pieces(model, [tokens], temperature=0.3, top_k=2, logprobs=3)[0]:
         with torch.no_grad():
             log_p = model(torch.tensor([tokens]))[0, -1].log_softmax(0)
         assert piece.log_probability == pytest.approx(float(log_p[piece.token]), abs=1e-4)
@@ -177,7 +189,7 @@ def test_log_probabilities_are_of_the_distribution_before_temperature_and_cuts(m
         ({"top_k": 0, "top_p": 1, "temperature": 1e-320}, [1, 0, 0, 0]),
     ],
 )
-def test_tokens_are_drawn_as_often_as_their_probability_says(settings: dict, expected: list[float]) -> None:
+def test_sampling_frequencies_match_the_probabilities(settings: dict, expected: list[float]) -> None:
     random, logits = torch.Generator().manual_seed(0), torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4000, -1)
     drawn = draw(logits, GenerationSettings(**{"temperature": 1.0, **settings}), [random] * 4000)
     shares = np.bincount([token for token, _, _ in drawn], minlength=4) / 4000
@@ -186,4 +198,4 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(settings: dict, exp
 
 
 def test_no_prompts_give_no_pieces(model: Retro) -> None:
-    assert pieces(model, []) == []
+    assert generate_pieces(model, []) == []

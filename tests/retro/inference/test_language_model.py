@@ -1,4 +1,4 @@
-"""A checkpoint with its datastore: opened in every way, it scores and generates, with retrieval ON and OFF."""
+"""A checkpoint with its datastore scores and generates text, with retrieval ON and OFF."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.conftest import tiny_config
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
-    """Of a few steps on `tiny_datastore`."""
+    """A checkpoint after a few steps on `tiny_datastore`."""
     config = tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus)
     settings = replace(config.train, steps=4, eval_every=0, precision="float32")
     return train(config.run, replace(config, datastore=tiny_datastore.folder, train=settings).run_settings).checkpoint
@@ -33,12 +33,12 @@ def language_model(checkpoint: Path) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def texts(language_model: LanguageModel, tiny_datastore: Datastore) -> list[np.ndarray]:
-    """A document of several windows, and a short text."""
+    """A document of several windows and a short text."""
     tokenizer, document = language_model.tokenizer, tiny_datastore.valid.tokens.read(0, 7).ravel()
     return [document, np.append(tokenizer.bos_id, tokenizer.encode("the index of the model"))]
 
 
-def test_it_opens_with_its_datastore_another_or_an_open_one_and_without(
+def test_it_opens_with_its_own_or_a_given_datastore_or_retriever_or_none(
     checkpoint: Path, language_model: LanguageModel, tiny_datastore: Datastore, texts: list[np.ndarray]
 ) -> None:
     retriever = Retriever.open(tiny_datastore.folder)
@@ -57,7 +57,7 @@ def test_it_opens_with_its_datastore_another_or_an_open_one_and_without(
         _check_fits(open_checkpoint(checkpoint), language_model.tokenizer, longer, "another")
 
 
-def test_scores_are_log_probabilities_that_retrieval_changes_after_the_first_chunk(
+def test_scores_are_log_probabilities_affected_by_retrieval_after_the_first_chunk(
     language_model: LanguageModel, texts: list[np.ndarray]
 ) -> None:
     m = language_model.model.settings.chunk_length
@@ -71,7 +71,9 @@ def test_scores_are_log_probabilities_that_retrieval_changes_after_the_first_chu
     assert likeliest.likeliest.shape == likeliest.likeliest_log_probabilities.shape == (len(texts[0]) - 1, 5)
 
 
-def test_what_is_generated_scores_as_it_was_drawn(language_model: LanguageModel, texts: list[np.ndarray]) -> None:
+def test_scores_of_generated_tokens_equal_their_log_probabilities(
+    language_model: LanguageModel, texts: list[np.ndarray]
+) -> None:
     prompts = [texts[0][:20], texts[1]]
     for k in (0, 2):
         tokens, log_p = [list(prompt) for prompt in prompts], [[], []]
@@ -84,7 +86,7 @@ def test_what_is_generated_scores_as_it_was_drawn(language_model: LanguageModel,
             assert drawn == pytest.approx(scored[len(prompt) - 1 :].tolist(), abs=1e-3)
 
 
-def test_its_text_is_what_its_tokens_decode_to(language_model: LanguageModel, texts: list[np.ndarray]) -> None:
+def test_generated_text_equals_the_decoded_tokens(language_model: LanguageModel, texts: list[np.ndarray]) -> None:
     pieces = [step[0] for step in language_model.generate([texts[1]], GenerationSettings(max_tokens=60, seed=3), 2)]
     new = [piece.token for piece in pieces]
     whole = language_model.tokenizer.decode([*texts[1], *new])
@@ -101,7 +103,7 @@ def test_its_text_is_what_its_tokens_decode_to(language_model: LanguageModel, te
         ([0.5], "must be integers"),
     ],
 )
-def test_invalid_token_rows_raise_at_once(language_model: LanguageModel, tokens: list, words: str) -> None:
+def test_invalid_token_rows_are_rejected_immediately(language_model: LanguageModel, tokens: list, words: str) -> None:
     for call in (language_model.score, lambda rows: language_model.generate(rows, GenerationSettings())):
         with pytest.raises(InputError, match=words):
             call([np.array([1, 2]), np.array(tokens)])

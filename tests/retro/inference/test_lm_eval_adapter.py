@@ -1,4 +1,4 @@
-"""lm-eval runs local tasks end to end, through the registered model and through the HTTP API, and both agree."""
+"""lm-eval runs local tasks with the registered model and with the HTTP API, and both agree."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when lm-eval's data sets are imported: nothing here is downloaded
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # lm-eval reads it when imported; nothing is downloaded
 
 pytest.importorskip("lm_eval")
 
@@ -31,12 +31,12 @@ from tests.conftest import tiny_config, wait_until
 WORDS = ("index", "chunk", "token", "neighbor", "vector", "search")
 TASKS = ("retro_choice", "retro_text", "retro_generate")
 FLOAT32 = 1e-4
-"""Of a sum of log-probabilities: batches are multiplied in another order."""
+"""Tolerance for a sum of log-probabilities: batches of other shapes round differently."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
-    """A few steps of training, so that retrieval changes what the model says."""
+    """A few steps of training, so that retrieval affects the output."""
     config = tiny_config(tmp_path_factory.mktemp("adapter"), tiny_corpus)
     settings = replace(config.train, precision="float32")
     train(config.run, replace(config, datastore=tiny_datastore.folder, train=settings).run_settings)
@@ -50,7 +50,7 @@ def language_model(run: Path) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with three tasks over one file: multiple choice, the likelihood of whole texts, generation."""
+    """A folder with three tasks on one file: multiple choice, likelihood of whole texts, generation."""
     folder = tmp_path_factory.mktemp("tasks")
     rows = [
         {
@@ -93,8 +93,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(language_model: LanguageModel) -> Iterator[str]:
-    """Where `retro serve` listens for this model, with a token."""
+def server_url(language_model: LanguageModel) -> Iterator[str]:
+    """URL of `retro serve` with this model and a token."""
     import uvicorn
 
     from retro.server.app import make_app
@@ -125,14 +125,14 @@ def responses(results: dict[str, Any], task: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("retrieval", ["on", "off"])
-def test_both_adapters_give_the_same(
-    run: Path, language_model: LanguageModel, tasks: Path, address: str, retrieval: str, monkeypatch
+def test_registered_model_and_http_api_agree(
+    run: Path, language_model: LanguageModel, tasks: Path, server_url: str, retrieval: str, monkeypatch
 ) -> None:
     arguments = f"checkpoint={run},retrieval={retrieval},k=2"
     ours = evaluate("retro", tasks, model_args=arguments, device="cpu", batch_size=4)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     name = "tiny" if retrieval == "on" else "tiny:off"
-    client = f"model={name},base_url={address},tokenizer_backend=remote,auth_token=secret,max_length={language_model.context}"
+    client = f"model={name},base_url={server_url},tokenizer_backend=remote,auth_token=secret,max_length={language_model.context}"
     theirs = evaluate("local-completions", tasks, model_args=client, batch_size=3)
 
     for task in TASKS:
@@ -151,7 +151,7 @@ def test_both_adapters_give_the_same(
     assert (fingerprints["datastore"] is None) == (retrieval == "off")
 
 
-def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+def make_requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
 
 
@@ -161,7 +161,7 @@ def adapters(run: Path) -> dict[str, RetroLM]:
 
 
 @pytest.mark.parametrize("retrieval", ["on", "off"])
-def test_a_continuation_is_scored_after_its_context_in_a_document_of_its_own(
+def test_a_continuation_is_scored_after_its_context_in_a_new_document(
     adapters: dict[str, RetroLM], language_model: LanguageModel, retrieval: str
 ) -> None:
     model, k = adapters[retrieval], 2 if retrieval == "on" else 0
@@ -169,20 +169,20 @@ def test_a_continuation_is_scored_after_its_context_in_a_document_of_its_own(
     whole = [model.prefix_token_id, *model.tok_encode(context + continuation)]
     start = 1 + len(model.tok_encode(context.rstrip()))
     (scores,) = language_model.score([np.array(whole)], k)
-    ((found, greedy),) = model.loglikelihood(requests("loglikelihood", (context, continuation)), disable_tqdm=True)
+    ((found, greedy),) = model.loglikelihood(make_requests("loglikelihood", (context, continuation)), disable_tqdm=True)
     assert found == pytest.approx(scores[start - 1 :].sum(), abs=FLOAT32)
     assert not greedy
     pairs = [("", "the index"), (context * 9, continuation), (context, continuation)]  # the second is too long
-    empty, long, again = model.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    empty, long, again = model.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)
     first = language_model.score([np.array([model.prefix_token_id, *model.tok_encode("the index")])], k)[0]
     assert empty[0] == pytest.approx(first.sum(), abs=FLOAT32)
     assert again[0] == pytest.approx(found, abs=FLOAT32)
     assert long[0] < 0
 
 
-def test_what_the_model_itself_goes_on_with_is_greedy(adapters: dict[str, RetroLM]) -> None:
+def test_the_models_own_continuation_is_greedy(adapters: dict[str, RetroLM]) -> None:
     context = "# Document 3\n\nthe index of"
-    (text,) = adapters["on"].generate_until(requests("generate_until", (context, {"max_gen_toks": 6})), True)
+    (text,) = adapters["on"].generate_until(make_requests("generate_until", (context, {"max_gen_toks": 6})), True)
     tokens = adapters["on"].tok_encode(context)
     continued = adapters["on"].tok_encode(context + text)[len(tokens) :]
     ((_, greedy),) = adapters["on"]._loglikelihood_tokens([(None, tokens, continued[:3])], disable_tqdm=True)
@@ -191,10 +191,10 @@ def test_what_the_model_itself_goes_on_with_is_greedy(adapters: dict[str, RetroL
     assert not other
 
 
-def test_retrieval_changes_what_complete_chunks_are_followed_by_and_nothing_before(
+def test_retrieval_affects_only_tokens_after_complete_chunks(
     adapters: dict[str, RetroLM],
 ) -> None:
-    asked = requests("loglikelihood", ("# Document", " 3"), ("# Document 3\n\nthe index of a chunk" * 3, " is"))
+    asked = make_requests("loglikelihood", ("# Document", " 3"), ("# Document 3\n\nthe index of a chunk" * 3, " is"))
     (short, long), (short_off, long_off) = (
         adapters[each].loglikelihood(asked, disable_tqdm=True) for each in ("on", "off")
     )
@@ -210,46 +210,48 @@ def test_every_token_of_a_long_text_is_scored_once(adapters: dict[str, RetroLM],
     assert len(windows) > 2
     assert [token for _, _, scored in windows for token in scored] == model.tok_encode(long)
     assert max(len(context) + len(scored) for _, context, scored in windows) < model.language_model.context
-    found = model.loglikelihood_rolling(requests("loglikelihood_rolling", (short,), (long,), ("",)), disable_tqdm=True)
-    ((plain, _),) = model.loglikelihood(requests("loglikelihood", ("", short)), disable_tqdm=True)
+    found = model.loglikelihood_rolling(
+        make_requests("loglikelihood_rolling", (short,), (long,), ("",)), disable_tqdm=True
+    )
+    ((plain, _),) = model.loglikelihood(make_requests("loglikelihood", ("", short)), disable_tqdm=True)
     assert found[0] == pytest.approx(plain, abs=FLOAT32)
     assert found[1] < found[0]
     assert found[2] == 0
 
 
-def test_generation_keeps_the_order_stops_and_is_greedy_unless_it_samples(adapters: dict[str, RetroLM]) -> None:
+def test_generation_keeps_the_order_stops_and_is_greedy_by_default(adapters: dict[str, RetroLM]) -> None:
     contexts = ["# Document 3\n\nthe index of", "the", "# Document 12\n\na chunk of the index and"]
     asked = [(each, {"until": "zzz", "max_gen_toks": 5}) for each in contexts]
     model = adapters["on"]
-    together = model.generate_until(requests("generate_until", *asked), disable_tqdm=True)
-    alone = [model.generate_until(requests("generate_until", each), disable_tqdm=True)[0] for each in asked]
+    together = model.generate_until(make_requests("generate_until", *asked), disable_tqdm=True)
+    alone = [model.generate_until(make_requests("generate_until", each), disable_tqdm=True)[0] for each in asked]
     assert together == alone
     stop = together[0][1:3]
     (stopped,) = model.generate_until(
-        requests("generate_until", (contexts[0], {"until": [stop], "max_gen_toks": 5})), disable_tqdm=True
+        make_requests("generate_until", (contexts[0], {"until": [stop], "max_gen_toks": 5})), disable_tqdm=True
     )
     assert stopped == together[0][: together[0].index(stop)]
     sampled = [
         model.generate_until(
-            requests("generate_until", (contexts[0], {"do_sample": True, "temperature": 2.0, "seed": seed})), True
+            make_requests("generate_until", (contexts[0], {"do_sample": True, "temperature": 2.0, "seed": seed})), True
         )[0]
         for seed in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_what_is_not_accepted_is_refused(run: Path, adapters: dict[str, RetroLM]) -> None:
+def test_unsupported_arguments_are_rejected(run: Path, adapters: dict[str, RetroLM]) -> None:
     with pytest.raises(InputError, match="retrieval = 'maybe': accepted are on and off"):
         RetroLM(str(run), retrieval="maybe")
     with pytest.raises(InputError, match="k = 0"):
         RetroLM(str(run), k=0)
     for given, words in (({"num_beams": 4}, "'num_beams'"), ({"max_gen_toks": 500}, "no room for a prompt")):
         with pytest.raises(InputError, match=words):
-            adapters["off"].generate_until(requests("generate_until", ("x", given)), disable_tqdm=True)
+            adapters["off"].generate_until(make_requests("generate_until", ("x", given)), disable_tqdm=True)
 
 
 @pytest.mark.slow
-def test_the_verb_prints_a_table_and_writes_fingerprints(run: Path, tasks: Path, tmp_path: Path, capsys) -> None:
+def test_the_command_prints_a_table_and_writes_fingerprints(run: Path, tasks: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
     arguments = ["--include-path", str(tasks), "--limit", "2", "--output", str(out), "--device", "cpu"]
     assert main(["eval", "harness", str(run), "--tasks", "retro_choice", "retro_t*", *arguments]) == 0
@@ -262,8 +264,8 @@ def test_the_verb_prints_a_table_and_writes_fingerprints(run: Path, tasks: Path,
     assert "no_such_task: lm-eval has no such task" in capsys.readouterr().err
 
 
-def test_the_datastore_may_be_named(run: Path, tiny_datastore: Datastore) -> None:
-    # lm-eval's command line says cuda:0 where nobody has named a device.
+def test_the_datastore_can_be_given(run: Path, tiny_datastore: Datastore) -> None:
+    # lm-eval's command line passes cuda:0 when no device is given.
     model = RetroLM(str(run), datastore=str(tiny_datastore.folder), device="cuda:0", batch_size="auto")
     assert isinstance(model.language_model.retriever, Retriever)
     assert model.get_model_info()["fingerprints"]["datastore"] == tiny_datastore.fingerprint

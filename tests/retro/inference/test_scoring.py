@@ -1,4 +1,4 @@
-"""Scores of sequences: those of the plain forward pass, each token once, whatever is batched with what."""
+"""Scores of sequences equal those of a plain forward pass, each token once, in any batch."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ CONTEXT = 4 * M
 
 
 @torch.no_grad()
-def plain(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | None) -> np.ndarray:
-    """Log-probabilities of all tokens but the first, from one forward pass over all."""
+def plain_log_probabilities(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | None) -> np.ndarray:
+    """Log-probabilities of all tokens but the first, from one forward pass."""
     full, found = len(tokens) // M, {}
     if full and retrieve is not None:
         neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
@@ -28,66 +28,68 @@ def plain(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | None) 
     return model(torch.from_numpy(tokens[None]), **found)[0, :-1].log_softmax(-1).numpy()
 
 
-def scored(model: Retro, sequences: list[np.ndarray], k: int = 2, **options) -> list[Scores]:
+def score_with(model: Retro, sequences: list[np.ndarray], k: int = 2, **options) -> list[Scores]:
     return score(model, sequences, FLOAT32, context=CONTEXT, retrieve=retriever(k), **options)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 @every_scheme
-def test_each_token_has_the_log_probability_of_the_plain_forward_pass(scheme: str, k: int) -> None:
+def test_log_probabilities_equal_those_of_a_forward_pass(scheme: str, k: int) -> None:
     model, sequences = cached_model(scheme), rows(1, 2, M, M + 1, CONTEXT - 1, CONTEXT, 3, 2 * M)
-    for tokens, scores in zip(sequences, scored(model, sequences, k), strict=True):
-        expected = plain(model, tokens, retriever(k))
+    for tokens, scores in zip(sequences, score_with(model, sequences, k), strict=True):
+        expected = plain_log_probabilities(model, tokens, retriever(k))
         expected = np.take_along_axis(expected, tokens[1:, None], 1)[:, 0]
         np.testing.assert_allclose(scores.log_probabilities, expected, atol=1e-4)
 
 
 @every_scheme
-def test_what_is_longer_than_the_context_is_scored_by_windows_that_overlap_by_half(scheme: str) -> None:
+def test_long_sequences_are_scored_in_windows_that_overlap_by_half(scheme: str) -> None:
     model, stride = cached_model(scheme), CONTEXT // 2
     for length in (CONTEXT + 1, CONTEXT + stride, CONTEXT + stride + 1, 5 * CONTEXT - 1):
         (tokens,) = rows(length)
-        (scores,) = scored(model, [tokens])
+        (scores,) = score_with(model, [tokens])
         assert len(scores.log_probabilities) == length - 1
         for token in range(1, length):
-            start = max(0, -(-(token + 1 - CONTEXT) // stride)) * stride  # of the first window that holds the token
-            expected = plain(model, tokens[start : start + CONTEXT], retriever(2))[token - start - 1, tokens[token]]
+            start = max(0, -(-(token + 1 - CONTEXT) // stride)) * stride  # of the first window with the token
+            expected = plain_log_probabilities(model, tokens[start : start + CONTEXT], retriever(2))[
+                token - start - 1, tokens[token]
+            ]
             assert scores.log_probabilities[token - 1] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_sequence_scores_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sequences = cached_model("rope"), rows(3, 2 * M + 1, 3 * CONTEXT, M, CONTEXT, CONTEXT + 3)
-    together = scored(model, sequences)
+    together = score_with(model, sequences)
     monkeypatch.setattr(scoring, "_BATCH_TOKENS", 1)
-    for alone, scores in zip([scored(model, [each])[0] for each in sequences], together, strict=True):
+    for alone, scores in zip([score_with(model, [each])[0] for each in sequences], together, strict=True):
         np.testing.assert_allclose(alone.log_probabilities, scores.log_probabilities, atol=1e-5)
 
 
-def test_chunks_are_searched_once_and_only_where_a_token_follows_them() -> None:
+def test_chunks_are_searched_once_if_a_token_follows() -> None:
     asked: list[list[int]] = []
     long, whole, short = rows(3 * CONTEXT + 1, 2 * M, M - 1)
     score(cached_model("rope"), [long, whole, short], FLOAT32, context=CONTEXT, retrieve=retriever(2, asked))
     assert asked == [*long[:-1].reshape(-1, M).tolist(), whole[:M].tolist()]
 
 
-def test_the_likeliest_tokens_are_those_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_likeliest_tokens_are_the_top_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "_BLOCK", 3)
     model, sequences = cached_model("rope"), rows(2 * M + 2, 1, 5)
-    for tokens, scores in zip(sequences, scored(model, sequences, top=4), strict=True):
-        expected = torch.from_numpy(plain(model, tokens, retriever(2))).topk(4)
+    for tokens, scores in zip(sequences, score_with(model, sequences, top=4), strict=True):
+        expected = torch.from_numpy(plain_log_probabilities(model, tokens, retriever(2))).topk(4)
         assert scores.likeliest.tolist() == expected.indices.tolist()
         np.testing.assert_allclose(scores.likeliest_log_probabilities, expected.values.numpy(), atol=1e-4)
-    (all_tokens,) = scored(model, [sequences[0]], top=V + 1)
+    (all_tokens,) = score_with(model, [sequences[0]], top=V + 1)
     assert np.exp(all_tokens.likeliest_log_probabilities).sum(1) == pytest.approx(1)
 
 
-def test_a_context_of_one_chunk_has_no_windows() -> None:
+def test_a_context_of_one_chunk_cannot_be_windowed() -> None:
     with pytest.raises(InputError, match=f"a sequence has {M + 1} tokens"):
         score(cached_model("rope"), rows(M + 1), FLOAT32, context=M)
     assert score(cached_model("rope"), [], FLOAT32, context=M) == []
 
 
-def test_batches_are_limited_by_the_tokens_of_neighbors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbor_tokens_also_limit_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sequences = cached_model("rope"), rows(*[CONTEXT] * 8)
     sizes: list[int] = []
 
@@ -97,21 +99,21 @@ def test_batches_are_limited_by_the_tokens_of_neighbors_too(monkeypatch: pytest.
 
     made = scoring._batch
     monkeypatch.setattr(scoring, "_batch", batch)
-    few = scored(model, sequences, k=1)
+    few = score_with(model, sequences, k=1)
     assert sizes == [8]
     length = retriever(1)(sequences[0][:M][None])[0].shape[2]
     for k in (1, 2):
-        monkeypatch.setattr(scoring, "_BATCH_NEIGHBOR_TOKENS", 4 * CONTEXT // M * length)  # of four windows with k = 1
+        monkeypatch.setattr(scoring, "_BATCH_NEIGHBOR_TOKENS", 4 * CONTEXT // M * length)  # four windows with k = 1
         sizes.clear()
-        again = scored(model, sequences, k=k)
+        again = score_with(model, sequences, k=k)
         assert sizes == [4 // k] * 2 * k
         if k == 1:
             for one, other in zip(few, again, strict=True):
                 np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=1e-5)
 
 
-def test_sequences_that_nobody_waits_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_BATCH_TOKENS", CONTEXT)  # a window at a time
+def test_unwanted_sequences_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_BATCH_TOKENS", CONTEXT)  # one window at a time
     model, sequences = cached_model("rope"), rows(3 * CONTEXT, CONTEXT)
     asked: list[int] = []
 
@@ -119,6 +121,6 @@ def test_sequences_that_nobody_waits_for_are_left_out(monkeypatch: pytest.Monkey
         asked.append(sequence)
         return sequence == 1 or asked.count(0) <= 2
 
-    gone, stays = scored(model, sequences, wanted=wanted)
-    np.testing.assert_array_equal(stays.log_probabilities, scored(model, sequences[1:])[0].log_probabilities)
+    gone, stays = score_with(model, sequences, wanted=wanted)
+    np.testing.assert_array_equal(stays.log_probabilities, score_with(model, sequences[1:])[0].log_probabilities)
     assert (gone.log_probabilities != 0).sum() == CONTEXT - 1 + CONTEXT // 2  # two windows of five

@@ -1,4 +1,4 @@
-"""Text that grows: everything is shown in the end, nothing is shown that a later token changes or a stop string holds."""
+"""Text streaming: all text is shown, and nothing that a later token changes or that belongs to a stop string."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,13 +11,13 @@ texts = st.text("ab檢🙂\ufffd ", max_size=12)
 
 
 def decode(tokens) -> str:
-    """Tokens 0 to 255 are bytes, one that is no character each a U+FFFD; larger ones stand for two letters."""
+    """Tokens 0 to 255 are bytes, invalid bytes become U+FFFD, and larger tokens are two letters."""
     data = b"".join(bytes([token]) if token < 256 else b"ab" for token in tokens)
     return data.decode(errors="replace")
 
 
-def shown(tokens: list[int], prompt: list[int] = (), stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    """What each token shows and what comes at the end, and whether a stop string was found; no token follows one."""
+def stream_text(tokens: list[int], prompt: list[int] = (), stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    """The text shown after each token and at the end, and whether a stop string was found."""
     stream, pieces = TextStream(decode, prompt, stop), []
     for token in tokens:
         pieces.append(stream.add(token))
@@ -28,17 +28,17 @@ def shown(tokens: list[int], prompt: list[int] = (), stop: tuple[str, ...] = ())
 
 @few
 @given(texts, st.binary(max_size=6))
-def test_all_that_is_shown_is_the_text(text: str, junk: bytes) -> None:
+def test_the_whole_text_is_shown(text: str, junk: bytes) -> None:
     tokens = list(text.encode() + junk + text.encode())
-    pieces, stopped = shown(tokens)
+    pieces, stopped = stream_text(tokens)
     assert "".join(pieces) == decode(tokens)
     assert not stopped
 
 
 @few
 @given(texts, texts.filter(lambda stop: stop), texts.filter(lambda stop: stop))
-def test_what_is_shown_ends_where_the_first_stop_string_begins(text: str, one: str, other: str) -> None:
-    pieces, stopped = shown(list(text.encode()), stop=(one, other))
+def test_text_ends_before_the_first_stop_string(text: str, one: str, other: str) -> None:
+    pieces, stopped = stream_text(list(text.encode()), stop=(one, other))
     whole = "".join(pieces)
     assert stopped == (one in text or other in text)
     if stopped:
@@ -50,24 +50,24 @@ def test_what_is_shown_ends_where_the_first_stop_string_begins(text: str, one: s
         assert whole == text
 
 
-def test_half_a_character_waits_for_the_rest() -> None:
-    assert shown(list("a檢🙂".encode()))[0] == ["a", "", "", "檢", "", "", "", "🙂", ""]
-    assert shown(list("檢".encode()[:2]))[0] == ["", "", decode("檢".encode()[:2])]
+def test_an_incomplete_character_is_held_back() -> None:
+    assert stream_text(list("a檢🙂".encode()))[0] == ["a", "", "", "檢", "", "", "", "🙂", ""]
+    assert stream_text(list("檢".encode()[:2]))[0] == ["", "", decode("檢".encode()[:2])]
 
 
-def test_a_character_that_the_prompt_began_is_shown_whole() -> None:
+def test_a_character_started_by_the_prompt_is_shown_whole() -> None:
     first, *rest = "檢".encode()
-    assert shown(rest, prompt=[97, first])[0] == ["", "檢", ""]
+    assert stream_text(rest, prompt=[97, first])[0] == ["", "檢", ""]
 
 
-def test_what_may_begin_a_stop_string_waits_and_a_stop_string_may_lie_across_tokens() -> None:
-    assert shown(list(b"xaby"), stop=("abc",))[0] == ["x", "", "", "aby", ""]
-    assert shown([120, 256, 99, 120], stop=("bc",)) == (["x", "a", "", ""], True)
-    assert shown([256, 256], stop=("ba",)) == (["a", "", ""], True)
+def test_a_possible_stop_string_is_held_back_and_may_span_tokens() -> None:
+    assert stream_text(list(b"xaby"), stop=("abc",))[0] == ["x", "", "", "aby", ""]
+    assert stream_text([120, 256, 99, 120], stop=("bc",)) == (["x", "a", "", ""], True)
+    assert stream_text([256, 256], stop=("ba",)) == (["a", "", ""], True)
 
 
-def test_a_stop_string_of_the_prompt_does_not_count() -> None:
-    assert shown(list(b"cd"), prompt=list(b"ab"), stop=("ab", "bc")) == (["c", "d", ""], False)
+def test_stop_strings_in_the_prompt_are_ignored() -> None:
+    assert stream_text(list(b"cd"), prompt=list(b"ab"), stop=("ab", "bc")) == (["c", "d", ""], False)
 
 
 def test_old_tokens_are_not_decoded_again() -> None:
@@ -83,9 +83,9 @@ def test_old_tokens_are_not_decoded_again() -> None:
     assert longest <= 12
 
 
-def test_a_blank_that_depends_on_what_stands_before_is_right() -> None:
+def test_a_space_that_depends_on_the_previous_token_is_kept() -> None:
     def sentence(tokens) -> str:
-        return " ".join("word" for _ in tokens)  # as tokenizers that drop the first blank
+        return " ".join("word" for _ in tokens)  # like tokenizers that drop the first space
 
     stream = TextStream(sentence, [1])
     assert [stream.add(1) for _ in range(9)] == [" word"] * 9
@@ -93,6 +93,6 @@ def test_a_blank_that_depends_on_what_stands_before_is_right() -> None:
 
 
 @pytest.mark.parametrize("stop", [("檢",), ("\ufffd",)])
-def test_a_stop_string_is_not_found_in_half_a_character(stop: tuple[str, ...]) -> None:
-    pieces, stopped = shown([*"🙂".encode(), 97], stop=stop)
+def test_a_stop_string_does_not_match_an_incomplete_character(stop: tuple[str, ...]) -> None:
+    pieces, stopped = stream_text([*"🙂".encode(), 97], stop=stop)
     assert ("".join(pieces), stopped) == ("🙂a", False)
