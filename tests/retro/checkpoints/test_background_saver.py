@@ -1,4 +1,4 @@
-"""The saver: what is written is what was there when the loop handed it over, and no failure is lost."""
+"""The background saver writes a snapshot of the tensors at the time of the call and raises every write error."""
 
 import threading
 from pathlib import Path
@@ -27,7 +27,7 @@ STATE = {
 }
 
 
-def trained() -> tuple[Retro, torch.optim.Optimizer]:
+def train_one_step() -> tuple[Retro, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Retro(
         ModelSettings(
@@ -54,19 +54,19 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_bytes_are_those_of_a_save_without_a_thread_although_training_goes_on(tmp_path: Path) -> None:
-    model, optimizer = trained()
+def test_a_background_save_equals_a_foreground_save_while_training_continues(tmp_path: Path) -> None:
+    model, optimizer = train_one_step()
     saver, goes_on = Saver(), threading.Event()
     saver.prepare(training_state.tensors_of(model, optimizer))
     for number in (3, 4):
         state = {**STATE, "step": number}
         checkpoints.write(tmp_path / "plain", state, training_state.tensors_of(model, optimizer))
 
-        def late(copies: TensorFiles, state=state) -> None:
+        def delayed_write(copies: TensorFiles, state=state) -> None:
             goes_on.wait()
             checkpoints.write(tmp_path / "threaded", state, copies)
 
-        saver.save(training_state.tensors_of(model, optimizer), late)
+        saver.save(training_state.tensors_of(model, optimizer), delayed_write)
         step(model, optimizer)
         goes_on.set()
     saver.close()
@@ -74,7 +74,7 @@ def test_the_bytes_are_those_of_a_save_without_a_thread_although_training_goes_o
     assert len(files(tmp_path / "plain")) == 8
 
 
-def test_a_second_save_waits_for_the_first_and_uses_the_same_memory() -> None:
+def test_a_second_save_waits_for_the_first_and_reuses_its_memory() -> None:
     tensors = {"file": {"a": torch.arange(5.0)}}
     saver, seen = Saver(), []
 
@@ -91,9 +91,9 @@ def test_a_second_save_waits_for_the_first_and_uses_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize("end", ["save", "close"])
-def test_what_the_writer_raises_is_raised_in_the_loop_once(tmp_path: Path, end: str) -> None:
+def test_a_write_error_is_raised_once_in_the_training_loop(tmp_path: Path, end: str) -> None:
     (tmp_path / "checkpoints").write_text("a file where a folder belongs")
-    model, optimizer = trained()
+    model, optimizer = train_one_step()
     saver = Saver()
     tensors = training_state.tensors_of(model, optimizer)
     write = lambda copies: checkpoints.write(tmp_path, STATE, copies)  # noqa: E731
@@ -105,7 +105,7 @@ def test_what_the_writer_raises_is_raised_in_the_loop_once(tmp_path: Path, end: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_copies_of_cuda_tensors_are_pinned_and_hold_what_was_there(tmp_path: Path) -> None:
+def test_copies_of_cuda_tensors_are_pinned_snapshots(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cuda", (1,))
@@ -113,12 +113,12 @@ def test_copies_of_cuda_tensors_are_pinned_and_hold_what_was_there(tmp_path: Pat
         tensors = {"file": {"plain": plain, "sharded": DTensor.from_local(plain.clone(), mesh, [Shard(0)])}}
         saver, seen = Saver(), []
 
-        def look(copies: TensorFiles) -> None:
+        def record_copies(copies: TensorFiles) -> None:
             for copy in copies["file"].values():
                 local = copy.to_local() if isinstance(copy, DTensor) else copy
                 seen.append((local.is_pinned(), local.clone()))
 
-        saver.save(tensors, look)
+        saver.save(tensors, record_copies)
         for tensor in tensors["file"].values():
             tensor.zero_()
         saver.close()

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, and nothing in them is ever unpickled."""
+"""Checkpoints are complete or rejected, and contain no pickle."""
 
 import json
 import random
@@ -27,14 +27,14 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datast
     return config.run
 
 
-def test_the_newest_one_stands_for_the_run_and_holds_no_pickle(run: Path) -> None:
+def test_a_run_opens_its_newest_checkpoint_without_pickles(run: Path) -> None:
     opened = checkpoints.open_checkpoint(run)
     assert (opened.step, opened.tokens) == (8, 8 * 2 * 64)
     assert {path.suffix for path in opened.path.iterdir()} == {".safetensors", ".json"}
     assert checkpoints.open_checkpoint(opened.path) == opened
 
 
-def test_a_loaded_model_computes_what_was_saved(run: Path, tmp_path: Path) -> None:
+def test_a_model_loads_equally_twice_in_evaluation_mode(run: Path, tmp_path: Path) -> None:
     opened = checkpoints.open_checkpoint(run)
     model = checkpoints.load_model(opened, torch.device("cpu"))
     tokens = torch.arange(32)[None]
@@ -48,12 +48,12 @@ FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.j
 
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run to be damaged."""
+    """A copy of the run that tests may damage."""
     return Path(shutil.copytree(run, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_is_refused_by_name(copy: Path, name: str) -> None:
+def test_a_truncated_file_is_rejected_by_name(copy: Path, name: str) -> None:
     file = copy / "checkpoints" / "00000008" / name
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(InputError, match=name.replace(".", r"\.")):
@@ -61,8 +61,8 @@ def test_a_truncated_file_is_refused_by_name(copy: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_refused(copy: Path, name: str) -> None:
-    """Wherever it is, but for the manifest's counts, which nothing reads, and its blanks."""
+def test_a_flipped_bit_is_rejected(copy: Path, name: str) -> None:
+    """Anywhere except in whitespace and in the manifest's counts, which are not read."""
     file, draw = copy / "checkpoints" / "00000008" / name, random.Random(name)
     whole = file.read_bytes()
     counts = range(whole.find(b'"counts"'), whole.find(b'"files"'))
@@ -75,19 +75,19 @@ def test_a_flipped_bit_is_refused(copy: Path, name: str) -> None:
             checkpoints.open_checkpoint(copy)
 
 
-def test_an_unfinished_folder_is_not_seen_and_without_the_newest_the_one_before_stands_for_the_run(copy: Path) -> None:
+def test_unfinished_checkpoints_are_ignored_and_the_newest_finished_one_is_opened(copy: Path) -> None:
     (copy / "checkpoints" / ".00000009.tmp").mkdir()
     assert checkpoints.open_checkpoint(copy).step == 8
     shutil.rmtree(copy / "checkpoints" / "00000008")
     assert checkpoints.open_checkpoint(copy).step == 4
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="retro train"):
         checkpoints.open_checkpoint(tmp_path)
 
 
-# --- one file ------------------------------------------------------------------------------------------------------
+# --- exported file ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -96,7 +96,9 @@ def exported(run: Path, tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_an_exported_file_says_and_computes_what_its_checkpoint_does(run: Path, exported: Path, tmp_path: Path) -> None:
+def test_an_exported_file_has_the_metadata_and_weights_of_its_checkpoint(
+    run: Path, exported: Path, tmp_path: Path
+) -> None:
     there, here = checkpoints.open_checkpoint(run), checkpoints.open_checkpoint(exported)
     for key in ("fingerprint", "step", "tokens", "model", "settings", "datastores"):
         assert getattr(here, key) == getattr(there, key), key
@@ -108,7 +110,7 @@ def test_an_exported_file_says_and_computes_what_its_checkpoint_does(run: Path, 
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "again.safetensors"}
 
 
-def test_a_stranger_reads_the_metadata_with_safetensors_alone(run: Path, exported: Path) -> None:
+def test_metadata_is_readable_with_safetensors_alone(run: Path, exported: Path) -> None:
     with safe_open(exported, "pt") as file:
         facts = json.loads(file.metadata()["retro"])
     opened = checkpoints.open_checkpoint(run)
@@ -116,7 +118,7 @@ def test_a_stranger_reads_the_metadata_with_safetensors_alone(run: Path, exporte
     assert facts["settings"]["model"]["d_model"] == opened.model.d_model
 
 
-def test_a_damaged_exported_file_is_refused(exported: Path) -> None:
+def test_a_damaged_exported_file_is_rejected(exported: Path) -> None:
     whole, draw = exported.read_bytes(), random.Random(0)
     for cut in (1, 5000, len(whole) - 3, len(whole)):
         exported.write_bytes(whole[:-cut])
@@ -132,7 +134,7 @@ def test_a_damaged_exported_file_is_refused(exported: Path) -> None:
                 checkpoints.open_checkpoint(exported)
 
 
-def test_tensors_without_a_model_another_ending_and_another_version_are_refused(
+def test_foreign_files_other_suffixes_and_other_versions_are_rejected(
     run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "foreign.safetensors")
@@ -147,12 +149,12 @@ def test_tensors_without_a_model_another_ending_and_another_version_are_refused(
             checkpoints.open_checkpoint(path)
 
 
-def test_files_have_the_permissions_of_any_new_file(run: Path, exported: Path, tmp_path: Path) -> None:
+def test_files_have_default_permissions(run: Path, exported: Path, tmp_path: Path) -> None:
     (tmp_path / "any").touch()
     written = [exported, *checkpoints.open_checkpoint(run).path.iterdir()]
     assert {file.stat().st_mode for file in written} == {(tmp_path / "any").stat().st_mode}
 
 
-def test_a_full_disk_or_a_missing_folder_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_a_missing_folder_raises_oserror(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         save_tensors({"a": torch.zeros(3)}, tmp_path / "nowhere" / "a.safetensors")

@@ -1,4 +1,4 @@
-"""Rows for new pieces: old rows, hidden states and logits stay to the bit, new rows are the mean of those of their parts."""
+"""Extended vocabularies: old rows, hidden states and logits stay bit-equal; new rows are means of their parts' rows."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,8 +18,8 @@ from tests.retro.small_model import SCHEMES, V, batch, build, logits, one_thread
 CUTS = [[3], [1, 2, 4], [7, 7], [V - 1, 0]]
 
 
-def stored(model: Retro, folder: Path, num_ids: int = 0, datastores: list[str] | None = None) -> Checkpoint:
-    """A checkpoint of a model, as `retro export` writes it."""
+def write_checkpoint(model: Retro, folder: Path, num_ids: int = 0, datastores: list[str] | None = None) -> Checkpoint:
+    """Write a checkpoint of a model as `retro export` does."""
     sections: dict[str, Any] = {"data": {"datastores": []}, "train": {"precision": "float32"}}
     state = {
         "step": 5,
@@ -34,7 +34,7 @@ def stored(model: Retro, folder: Path, num_ids: int = 0, datastores: list[str] |
     return open_checkpoint(folder / "old.safetensors")
 
 
-def extended(checkpoint: Checkpoint, first_id: int, folder: Path) -> Checkpoint:
+def extend(checkpoint: Checkpoint, first_id: int, folder: Path) -> Checkpoint:
     extend_tables(checkpoint, first_id, CUTS, folder / "new.safetensors")
     return open_checkpoint(folder / "new.safetensors")
 
@@ -49,9 +49,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_old_ids_keep_rows_hidden_states_and_logits(tmp_path, options):
+def test_old_ids_keep_their_rows_hidden_states_and_logits(tmp_path, options):
     model = build(**options)
-    larger = load_model(extended(stored(model, tmp_path), V, tmp_path), torch.device("cpu"))
+    larger = load_model(extend(write_checkpoint(model, tmp_path), V, tmp_path), torch.device("cpu"))
     assert larger.settings == replace(model.settings, vocab_size=V + len(CUTS))
     old, new = model.state_dict(), larger.state_dict()
     names = tables(model.settings)
@@ -66,14 +66,14 @@ def test_old_ids_keep_rows_hidden_states_and_logits(tmp_path, options):
     for inputs in ((tokens,), (tokens, None, *neighbors)):
         before, after = logits(model, *inputs), logits(larger, *inputs)
         assert torch.equal(before, after[..., :V])
-        # An output row that is a mean gives the mean of the logits.
+        # If an output row is a mean, its logit is the mean of the logits.
         assert torch.allclose(after[..., V + 1], before[..., [1, 2, 4]].mean(-1), atol=1e-4)
 
 
-def test_rows_that_padded_tables_have_are_used_first(tmp_path):
+def test_padding_rows_are_used_first(tmp_path):
     model, ids = build(), V - 6
-    checkpoint = stored(model, tmp_path, num_ids=ids)
-    larger = extended(checkpoint, ids, tmp_path)
+    checkpoint = write_checkpoint(model, tmp_path, num_ids=ids)
+    larger = extend(checkpoint, ids, tmp_path)
     assert (larger.model.vocab_size, larger.num_ids) == (V, ids + len(CUTS))
     old, new = model.embedding.weight, load_model(larger, torch.device("cpu")).embedding.weight
     assert torch.equal(old[:ids], new[:ids])
@@ -81,10 +81,10 @@ def test_rows_that_padded_tables_have_are_used_first(tmp_path):
     assert torch.allclose(new[ids + 1], old[[1, 2, 4]].mean(0), atol=1e-6)
 
 
-def test_an_id_without_a_row_gets_the_mean_of_all(tmp_path):
-    """Padding of a model of others: its tokenizer has got an id for it, its table has no row."""
+def test_an_id_without_a_row_gets_the_mean_of_all_rows(tmp_path):
+    """The padding id of an imported model: its tokenizer has the id, its table has no row."""
     model = build("rope", tied_embeddings=False)
-    larger = load_model(extended(stored(model, tmp_path), V + 1, tmp_path), torch.device("cpu"))
+    larger = load_model(extend(write_checkpoint(model, tmp_path), V + 1, tmp_path), torch.device("cpu"))
     assert model.head is not None
     assert larger.head is not None
     assert larger.head.weight.shape == (V + 1 + len(CUTS), model.settings.d_model)
@@ -92,10 +92,10 @@ def test_an_id_without_a_row_gets_the_mean_of_all(tmp_path):
     assert torch.equal(larger.head.weight[:V], model.head.weight)
 
 
-def test_the_file_keeps_its_number_type_and_names_no_datastore(tmp_path):
+def test_the_file_keeps_its_dtype_and_names_no_datastore(tmp_path):
     model = build().to(torch.bfloat16)
-    checkpoint = stored(model, tmp_path, datastores=["1" * 16])
-    larger = extended(checkpoint, V, tmp_path)
+    checkpoint = write_checkpoint(model, tmp_path, datastores=["1" * 16])
+    larger = extend(checkpoint, V, tmp_path)
     assert load_model(larger, torch.device("cpu")).settings.vocab_size == V + len(CUTS)
     from retro.checkpoints.tensor_files import index
 
@@ -107,8 +107,8 @@ def test_the_file_keeps_its_number_type_and_names_no_datastore(tmp_path):
         larger.folders  # noqa: B018
 
 
-def test_a_run_can_start_from_it(tmp_path):
-    larger = extended(stored(build(), tmp_path), V, tmp_path)
+def test_a_run_can_start_from_the_extended_model(tmp_path):
+    larger = extend(write_checkpoint(build(), tmp_path), V, tmp_path)
     torch.manual_seed(1)
     model = Retro(larger.model)
     load_initial_weights(larger, model, [])
@@ -116,7 +116,7 @@ def test_a_run_can_start_from_it(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_tables_are_what_has_a_row_for_each_id(scheme):
+def test_tables_are_the_parameters_with_a_row_per_id(scheme):
     settings = replace(build(scheme).settings, tied_embeddings=False)
     assert set(tables(settings)) == {"embedding.weight", "head.weight", "encoder.embedding.weight"}
 
@@ -126,8 +126,8 @@ def test_tables_are_what_has_a_row_for_each_id(scheme):
     [(["1" * 16], V, V, True), (["1" * 16], V - 1, V - 1, False), (["1" * 16], V + 1, V, False),
      ([], V, V, True), ([], V + 1, V, True), ([], V - 9, V - 9, True), ([], V + 2, V + 1, False)],
 )  # fmt: skip
-def test_a_tokenizer_of_another_size_is_refused(tmp_path, datastores, num_ids, num_model_tokens, fits):
-    checkpoint = stored(build(), tmp_path, datastores=datastores)
+def test_a_tokenizer_of_another_size_is_rejected(tmp_path, datastores, num_ids, num_model_tokens, fits):
+    checkpoint = write_checkpoint(build(), tmp_path, datastores=datastores)
     if fits:
         check_tables(checkpoint, num_ids, num_model_tokens)
     else:
@@ -135,8 +135,8 @@ def test_a_tokenizer_of_another_size_is_refused(tmp_path, datastores, num_ids, n
             check_tables(checkpoint, num_ids, num_model_tokens)
 
 
-def test_many_more_rows_than_ids_are_of_another_model(tmp_path):
-    checkpoint = stored(build("rope", vocab_size=2000), tmp_path)
+def test_far_more_rows_than_ids_are_rejected(tmp_path):
+    checkpoint = write_checkpoint(build("rope", vocab_size=2000), tmp_path)
     check_tables(checkpoint, 1500, 1500)
     with pytest.raises(InputError, match="Name the tokenizer of this model"):
         check_tables(checkpoint, 900, 900)

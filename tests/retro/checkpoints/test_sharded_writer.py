@@ -1,6 +1,6 @@
-"""Checkpoints of several processes: whole or not there, the same in all of them, and read however tensors are shared out.
+"""Checkpoints of several processes are complete or rejected, equal on all processes, and readable with any sharding.
 
-Four processes are started once and do every case in turn, as a start of PyTorch takes longer than most of them.
+Four processes start once and execute all cases in turn, because starting PyTorch takes longer than most cases.
 """
 
 import json
@@ -46,7 +46,7 @@ from tests.conftest import PATIENCE, forkserver
 from tests.retro.small_model import SETTINGS, batch
 
 WORLD = 4
-# Two heads and a vocabulary of 50: some shards are uneven, some are empty.
+# With two heads and a vocabulary of 50 some shards are uneven and some are empty.
 MODEL = updated(
     SETTINGS,
     {
@@ -70,22 +70,22 @@ STATE: dict[str, Any] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- what every case uses
+# ------------------------------------------------------------------------------------------------- shared by all cases
 
 
 @dataclass
 class Case:
-    """What one of the processes has.
+    """State of one process.
 
     Attributes:
         rank: its number.
-        folder: of all of them.
-        group: of their talk about checkpoints.
-        mesh: all four in a row.
-        model: trained for a step, sharded over all four.
-        optimizer: of its parameters.
-        held: its weights and the optimizer's state, what is here of them.
-        whole: all of them.
+        folder: shared by all processes.
+        group: process group for checkpoints.
+        mesh: all four processes in one dimension.
+        model: trained for a step, sharded over all four processes.
+        optimizer: of the model's parameters.
+        held: this process's shards of weights and optimizer state.
+        whole: whole weights and optimizer state.
     """
 
     rank: int
@@ -121,8 +121,8 @@ def shard(model: Retro, mesh: DeviceMesh) -> Retro:
     return fully_shard(model, mesh=mesh)
 
 
-def share_out_and_shard(model: Retro, mesh: DeviceMesh) -> Retro:
-    """Tensor parallel in the inner dimension, FSDP in the outer one: both cut the same rows of some matrices."""
+def parallelize_and_shard(model: Retro, mesh: DeviceMesh) -> Retro:
+    """Tensor parallel in the inner dimension, FSDP in the outer one: both divide the rows of some matrices."""
     for block in model.feed_forward.values():
         parallelize_module(
             block, mesh["tensor"], {"block.up_proj": ColwiseParallel(), "block.down_proj": RowwiseParallel()}
@@ -138,23 +138,23 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole(model: checkpoints.Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and the optimizer's state, each tensor whole: many collectives, so `held` is better where it will do."""
+    """Whole weights and optimizer state. Needs many collectives, so prefer `held`."""
     return {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in named(model, optimizer)
+        for name, tensor in named_tensors(model, optimizer)
     }
 
 
 def held(model: checkpoints.Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What this process holds of weights and optimizer state."""
+    """This process's shards of weights and optimizer state."""
     return {
         name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
-        for name, tensor in named(model, optimizer)
+        for name, tensor in named_tensors(model, optimizer)
     }
 
 
 @torch.no_grad()
-def named(model: checkpoints.Model, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+def named_tensors(model: checkpoints.Model, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     files = training_state.tensors_of(model, optimizer).values()
     return [(name, tensor) for file in files for name, tensor in file.items() if not name.startswith("rng.")]
 
@@ -169,11 +169,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# --------------------------------------------------------------------------------------- cases that four processes do
+# --------------------------------------------------------------------------------------- cases on four processes
 
 
-def resumed_by_four(case: Case) -> None:
-    """Another model, without a step: weights, moments and random states are those that were saved, and so is what follows."""
+def four_processes_resume(case: Case) -> None:
+    """A new model gets the saved weights, moments and random state, and its next step is the same."""
     model = shard(new_model(seed=1), case.mesh)
     optimizer = new_optimizer(model)
     training_state.restore(checkpoints.open_checkpoint(case.run), model, optimizer, case.group, mesh_dims=LAYOUT)
@@ -182,7 +182,7 @@ def resumed_by_four(case: Case) -> None:
     step(model, optimizer)
     step(case.model, case.optimizer)
     assert_equal(held(model, optimizer), held(case.model, case.optimizer))
-    training_state.restore(checkpoints.open_checkpoint(case.run), case.model, case.optimizer, case.group)  # back again
+    training_state.restore(checkpoints.open_checkpoint(case.run), case.model, case.optimizer, case.group)  # reset
     assert_equal(held(case.model, case.optimizer), case.held)
 
 
@@ -190,7 +190,7 @@ def random_state(rank: int) -> Tensor:
     return torch.Generator().manual_seed(100 + rank).get_state()
 
 
-def resumed_by_two(case: Case) -> None:
+def two_processes_resume(case: Case) -> None:
     mesh, group = DeviceMesh("cpu", [0, 1]), dist.new_group([0, 1], backend="gloo")
     if case.rank < 2:
         model = shard(new_model(seed=1), mesh)
@@ -199,8 +199,8 @@ def resumed_by_two(case: Case) -> None:
         assert_equal(whole(model, optimizer), case.whole)
 
 
-def resumed_by_four_whole(case: Case) -> None:
-    """As data parallel does: everyone has everything, and it is written once."""
+def four_data_parallel_processes_resume(case: Case) -> None:
+    """Every process holds all tensors, and each tensor is written once."""
     model = new_model(seed=1)
     optimizer = new_optimizer(model)
     training_state.restore(checkpoints.open_checkpoint(case.run), model, optimizer, case.group)
@@ -212,8 +212,8 @@ def resumed_by_four_whole(case: Case) -> None:
     assert len(list(written.glob("model-*"))) == WORLD
 
 
-def resumed_with_tensor_parallel(case: Case) -> None:
-    model = share_out_and_shard(new_model(seed=1), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+def tensor_parallel_processes_resume(case: Case) -> None:
+    model = parallelize_and_shard(new_model(seed=1), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
     optimizer = new_optimizer(model)
     training_state.restore(checkpoints.open_checkpoint(case.run), model, optimizer, case.group)
     assert_equal(whole(model, optimizer), case.whole)
@@ -221,7 +221,7 @@ def resumed_with_tensor_parallel(case: Case) -> None:
     checkpoints.write(case.folder / "tensor-parallel", STATE, tensors, case.group)
 
 
-def resumed_from_one_process(case: Case) -> None:
+def four_processes_resume_from_one(case: Case) -> None:
     one = new_model(seed=2)
     its_optimizer = new_optimizer(one)
     step(one, its_optimizer)
@@ -234,8 +234,8 @@ def resumed_from_one_process(case: Case) -> None:
     assert_equal(whole(model, optimizer), whole(one, its_optimizer))
 
 
-def stages_that_share_a_table(case: Case) -> None:
-    """Pipeline parallel: processes hold layers, the first and the last one the same embeddings, saved once."""
+def pipeline_stages_resume(case: Case) -> None:
+    """Processes hold layers; the first and the last share the embeddings, which are saved once."""
     source = new_model(seed=2)
     its_optimizer = new_optimizer(source)
     step(source, its_optimizer)
@@ -258,22 +258,22 @@ def stages_that_share_a_table(case: Case) -> None:
 
 
 def stage(model: Retro, rank: int) -> list[nn.Module]:
-    """Modules of one pipeline stage, under the names that they have in the model."""
+    """Modules of one pipeline stage under their names in the model."""
     first = ("embedding", "attention.0", "feed_forward.0")
     second = ("attention.1", "encoder", "cross.2", "feed_forward.1")
     names = [first, second, ("attention.2", "feed_forward.2"), ("norm", "embedding")][rank]
-    return [nested(name, model.get_submodule(name)) for name in names]
+    return [nest(name, model.get_submodule(name)) for name in names]
 
 
-def nested(name: str, module: nn.Module) -> nn.Module:
-    """A module at a place."""
+def nest(name: str, module: nn.Module) -> nn.Module:
+    """A module nested under a dotted name."""
     for key in reversed(name.split(".")):
         module = nn.ModuleDict({key: module})
     return module
 
 
-def weights_of_a_baseline(case: Case) -> None:
-    """`train.init_from` into a sharded model, from a checkpoint in parts."""
+def sharded_model_starts_from_a_baseline(case: Case) -> None:
+    """`train.init_from` with a sharded model and a sharded checkpoint."""
     model = shard(new_model(seed=1), case.mesh)
     drawn = whole(model, new_optimizer(model))
     baseline = new_model(seed=2, **{"retrieval.cca_layers": ()})
@@ -290,19 +290,19 @@ def weights_of_a_baseline(case: Case) -> None:
     assert_equal(whole(model, new_optimizer(model)), drawn | silent | dict(baseline.state_dict()))
 
 
-def saved_in_the_background(case: Case) -> None:
-    """Training and its collectives go on while two saves in a row are written; what was there is written."""
+def background_saves_are_snapshots(case: Case) -> None:
+    """Training and its collectives continue while two saves in a row are written."""
     saver, goes_on, states = Saver(), threading.Event(), []
     saver.prepare(training_state.tensors_of(case.model, case.optimizer, case.rank))
     run = case.folder / "background"
 
-    def late(number: int, copies: checkpoints.TensorFiles) -> None:
+    def delayed_write(number: int, copies: checkpoints.TensorFiles) -> None:
         assert goes_on.wait(PATIENCE)
         checkpoints.publish(run, {**STATE, "step": number}, copies, keep=2, group=case.group)
 
     for number in (1, 2):
         states.append(held(case.model, case.optimizer))
-        saver.save(training_state.tensors_of(case.model, case.optimizer, case.rank), partial(late, number))
+        saver.save(training_state.tensors_of(case.model, case.optimizer, case.rank), partial(delayed_write, number))
         step(case.model, case.optimizer)
         assert goes_on.is_set() == (number == 2)
         assert checkpoints.latest(run) is None or number == 2
@@ -316,8 +316,8 @@ def saved_in_the_background(case: Case) -> None:
         assert_equal(held(model, optimizer), expected)
 
 
-def saved_after_an_evaluation(case: Case) -> None:
-    """FSDP leaves the outermost parameters whole after a forward pass without a backward pass."""
+def evaluation_leaves_the_shards_unchanged(case: Case) -> None:
+    """FSDP leaves the outermost parameters gathered after a forward pass without a backward pass."""
     before = held(case.model, case.optimizer)
     tokens, neighbors, lengths = batch()
     with torch.no_grad():
@@ -326,7 +326,7 @@ def saved_after_an_evaluation(case: Case) -> None:
     assert_equal(held(case.model, case.optimizer), before)
 
 
-def rotated(case: Case) -> None:
+def rotation_keeps_the_newest_and_the_best(case: Case) -> None:
     run, best = case.folder / "rotated", {"step": 1, "metric": "bits_per_byte", "value": 2.0}
     tensors = training_state.tensors_of(case.model, case.optimizer, case.rank)
     for number in range(1, 5):
@@ -338,7 +338,7 @@ def rotated(case: Case) -> None:
     dist.barrier(case.group)
 
 
-def damaged_is_put_aside_and_all_agree(case: Case) -> None:
+def damaged_checkpoints_are_moved_aside_on_all_processes(case: Case) -> None:
     run = case.folder / "damaged"
     tensors = training_state.tensors_of(case.model, case.optimizer, case.rank)
     for number in (1, 2):
@@ -363,18 +363,18 @@ def flip_a_bit(file: Path, place: int = -100) -> None:
     file.write_bytes(changed)
 
 
-def a_failed_write_fails_on_all(case: Case) -> None:
-    """On one process, in its part; or on the first one, which makes the folder; nothing stays, and the next one works."""
+def a_failed_write_fails_on_all_processes(case: Case) -> None:
+    """A write fails on one process or on rank 0, which makes the folder; nothing remains, and the next write works."""
     run = case.folder / "failed"
     tensors = training_state.tensors_of(case.model, case.optimizer, case.rank)
     saver = Saver()
 
-    def full(*_: object) -> None:
+    def fail_with_full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device", "part")
 
     write = lambda copies: checkpoints.publish(run, STATE, copies, keep=1, group=case.group)  # noqa: E731
     before = parts.save_tensors
-    parts.save_tensors = full if case.rank == 2 else before  # type: ignore[assignment]
+    parts.save_tensors = fail_with_full_disk if case.rank == 2 else before  # type: ignore[assignment]
     saver.save(tensors, write)
     with pytest.raises(OSError, match="No space left"):
         saver.wait()
@@ -393,7 +393,7 @@ def a_failed_write_fails_on_all(case: Case) -> None:
         checkpoints.write(blocked, STATE, tensors, case.group)
 
 
-def an_error_of_one_is_an_error_of_all(case: Case) -> None:
+def an_error_on_one_process_is_raised_on_all(case: Case) -> None:
     def fails() -> int:
         if case.rank == 3:
             raise InputError("a wrong key")
@@ -415,8 +415,8 @@ def pytorchs_own_reader_reads_the_weights(case: Case) -> None:
     assert_equal(weights, {name: case.whole[name] for name in weights})
 
 
-def killed_while_writing(case: Case) -> None:
-    """The first process dies in its part, the worst one to lose: the others learn of it and end."""
+def rank_0_is_killed_while_writing(case: Case) -> None:
+    """Losing rank 0 is the worst case: the other processes detect it and stop."""
     tensors = training_state.tensors_of(case.model, case.optimizer, case.rank)
 
     def die(*_: object) -> None:
@@ -429,26 +429,26 @@ def killed_while_writing(case: Case) -> None:
 
 
 CASES: list[Callable[[Case], None]] = [
-    resumed_by_four,
-    resumed_by_two,
-    resumed_by_four_whole,
-    resumed_with_tensor_parallel,
-    resumed_from_one_process,
-    stages_that_share_a_table,
-    weights_of_a_baseline,
-    saved_after_an_evaluation,
-    rotated,
-    damaged_is_put_aside_and_all_agree,
-    a_failed_write_fails_on_all,
-    an_error_of_one_is_an_error_of_all,
+    four_processes_resume,
+    two_processes_resume,
+    four_data_parallel_processes_resume,
+    tensor_parallel_processes_resume,
+    four_processes_resume_from_one,
+    pipeline_stages_resume,
+    sharded_model_starts_from_a_baseline,
+    evaluation_leaves_the_shards_unchanged,
+    rotation_keeps_the_newest_and_the_best,
+    damaged_checkpoints_are_moved_aside_on_all_processes,
+    a_failed_write_fails_on_all_processes,
+    an_error_on_one_process_is_raised_on_all,
     pytorchs_own_reader_reads_the_weights,
-    saved_in_the_background,
-    killed_while_writing,  # the last one
+    background_saves_are_snapshots,
+    rank_0_is_killed_while_writing,  # must be last
 ]
 
 
-def process(rank: int, folder: Path) -> None:
-    """One of the four: every case in turn, and what went wrong in it as `CASE.RANK`."""
+def run_process(rank: int, folder: Path) -> None:
+    """Execute every case on one of the four processes and write its error to `CASE.RANK`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
     mesh, group = init_device_mesh("cpu", (WORLD,)), open_group()
@@ -470,7 +470,7 @@ def process(rank: int, folder: Path) -> None:
             problem = traceback.format_exc()
         (folder / f"{act.__name__}.{rank}").write_text(problem)
         if problem:
-            os._exit(1)  # what the others wait for will not come
+            os._exit(1)  # the others would wait for this process forever
 
 
 # ----------------------------------------------------------------------------------------------------------- the tests
@@ -478,10 +478,10 @@ def process(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the four have been."""
+    """The folder with the results of the four processes."""
     folder = tmp_path_factory.mktemp("sharded")
     context = forkserver()
-    processes = [context.Process(target=process, args=(rank, folder)) for rank in range(WORLD)]
+    processes = [context.Process(target=run_process, args=(rank, folder)) for rank in range(WORLD)]
     for one in processes:
         one.start()
     end = time.monotonic() + PATIENCE
@@ -493,7 +493,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_on_four_processes(folder: Path, case: Callable[[Case], None]) -> None:
-    killed = range(1) if case is killed_while_writing else range(0)
+    killed = range(1) if case is rank_0_is_killed_while_writing else range(0)
     for rank in set(range(WORLD)) - set(killed):
         file = folder / f"{case.__name__}.{rank}"
         problem = file.read_text() if file.exists() else "it did not come so far"
@@ -502,11 +502,11 @@ def test_on_four_processes(folder: Path, case: Callable[[Case], None]) -> None:
 
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
-    """A copy of the run of the four."""
+    """A copy of the run of four processes."""
     return Path(shutil.copytree(folder / "run", tmp_path / "run"))
 
 
-def test_one_process_reads_what_four_have_written(folder: Path, tmp_path: Path) -> None:
+def test_one_process_reads_a_checkpoint_of_four(folder: Path, tmp_path: Path) -> None:
     expected = load_file(folder / "whole.safetensors")
     weights = {name: tensor for name, tensor in expected.items() if "/" not in name}
     for run in ("run", "tensor-parallel"):
@@ -521,7 +521,7 @@ def test_one_process_reads_what_four_have_written(folder: Path, tmp_path: Path) 
         assert_equal(dict(checkpoints.load_model(exported, torch.device("cpu")).state_dict()), weights)
 
 
-def test_where_work_is_shared_out_otherwise_processes_are_seeded_from_seed_step_and_stream(folder: Path) -> None:
+def test_with_another_mesh_the_random_state_depends_on_seed_step_and_stream(folder: Path) -> None:
     opened = checkpoints.open_checkpoint(folder / "run")
     model, states = new_model(seed=1), []
     for stream, step_number in ((0, 1), (0, 1), (1, 1), (0, 2)):
@@ -535,17 +535,17 @@ def test_where_work_is_shared_out_otherwise_processes_are_seeded_from_seed_step_
     assert not torch.equal(states[0], random_state(0))
 
 
-def test_equal_tensors_give_equal_bytes_no_pickle_among_them(folder: Path) -> None:
+def test_equal_tensors_give_equal_files_without_pickles(folder: Path) -> None:
     one, other = (checkpoints.open_checkpoint(folder / run).path for run in ("run", "again"))
     assert files(one) == files(other)
     parts = {f"{stem}-{number:05d}-of-00004.safetensors" for stem in ("model", "optimizer") for number in range(1, 5)}
     assert set(files(one)) == parts | {"state.json", "manifest.json"}
-    for stem in ("model", "optimizer"):  # everyone writes about as much
+    for stem in ("model", "optimizer"):  # processes write about equal amounts
         sizes = [len(whole) for name, whole in files(one).items() if name.startswith(stem)]
         assert max(sizes) < 1.5 * min(sizes)
 
 
-def test_a_flipped_bit_and_a_missing_part_are_refused_by_name(copy: Path) -> None:
+def test_flipped_bits_and_missing_parts_are_rejected_by_name(copy: Path) -> None:
     folder, draw = copy / "checkpoints" / "00000001", random.Random(0)
     for file in sorted(folder.glob("*.safetensors")):
         before = file.read_bytes()
@@ -561,7 +561,7 @@ def test_a_flipped_bit_and_a_missing_part_are_refused_by_name(copy: Path) -> Non
     assert checkpoints.open_checkpoint(copy).step == 1
 
 
-def test_what_a_kill_leaves_is_no_checkpoint_and_goes_with_the_next_one(folder: Path, copy: Path) -> None:
+def test_leftovers_of_a_kill_are_ignored_and_removed_with_the_next_checkpoint(folder: Path, copy: Path) -> None:
     (left,) = (copy / "checkpoints").glob(".00000007.*.tmp")
     assert not (left / "manifest.json").exists()
     opened = checkpoints.open_checkpoint(copy)
