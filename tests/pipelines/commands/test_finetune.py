@@ -12,14 +12,14 @@ from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.finetuning.settings import FinetuneSettings
 from tests.conftest import tiny_config
-from tests.retro.finetuning.examples import INSTRUCTIONS, write
+from tests.retro.finetuning.examples import INSTRUCTIONS, write_lines
 
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, tiny_run: Path) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
     train = replace(config.train, init_from=str(tiny_run), steps=4, eval_every=2)
-    examples = write(tmp_path / "examples.jsonl", INSTRUCTIONS)
+    examples = write_lines(tmp_path / "examples.jsonl", INSTRUCTIONS)
     data = replace(config.data, sequence_length=128)
     return replace(config, train=train, data=data, finetune=FinetuneSettings((examples,), held_out=0.3))
 
@@ -52,7 +52,7 @@ def test_finetuned_model_is_evaluated_and_answers_chat_prompts(
 
 def test_finetuning_on_questions_accepts_rows_that_end_inside_a_chunk(config: Config, tmp_path: Path, capsys) -> None:
     rows = [{"question": f"which of {n}?", "answers": [f"the {n}"], "positive_ids": [f"doc-{n}"]} for n in range(8)]
-    path = write(tmp_path / "questions.jsonl", rows)
+    path = write_lines(tmp_path / "questions.jsonl", rows)
     finetuning = FinetuneSettings((path,), format="questions", positives_first=True, held_out=0.3)
     config = replace(config, data=replace(config.data, sequence_length=40, k=3), finetune=finetuning)
     assert main(["finetune", saved(config, tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""Batches: the rule that decides whether a result is true, and an order that needs no state."""
+"""Batches contain no neighbor from their own documents, and the data order needs no state."""
 
 import pickle
 from pathlib import Path
@@ -21,8 +21,8 @@ def data(tiny_datastore: Datastore) -> TrainingData:
     return TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, k=3), retrieval=True)
 
 
-def test_no_neighbor_comes_from_any_document_of_its_sequence(data: TrainingData) -> None:
-    """By id: what the batch holds is exactly the first stored neighbors whose documents are none of the sequence's."""
+def test_no_neighbor_comes_from_a_document_of_its_sequence(data: TrainingData) -> None:
+    """A batch contains exactly the first stored neighbors whose documents are not in the sequence."""
     train, crowded = data.datastores[0].train, 0
     for sample in range(80):
         _, (first, stop) = data.locate(sample)
@@ -38,17 +38,17 @@ def test_no_neighbor_comes_from_any_document_of_its_sequence(data: TrainingData)
         assert batch.neighbor_lengths is not None
         assert np.array_equal(batch.neighbors[0].reshape(tokens.shape), tokens)
         assert np.array_equal(batch.neighbor_lengths[0].ravel(), lengths)
-    assert crowded > 5  # sequences of several documents were among them
+    assert crowded > 5  # includes sequences of several documents
 
 
-def of_row(batch: Batch, row: int) -> list[list]:
-    """Everything that a batch says about one row."""
+def arrays_of_row(batch: Batch, row: int) -> list[list]:
+    """All arrays of one row of a batch."""
     arrays = (batch.tokens, batch.labels, batch.neighbors, batch.neighbor_lengths)
     return [array[row].tolist() for array in arrays if array is not None]
 
 
-def test_a_row_of_a_batch_does_not_depend_on_the_others(tiny_datastore: Datastore) -> None:
-    """Any number of processes may read: batches of 8 hold what batches of 4 and of 1 hold, whatever is asked for."""
+def test_rows_do_not_depend_on_the_batch(tiny_datastore: Datastore) -> None:
+    """Any number of processes can read the data: batches of 8 equal those of 4 and of 1 for all neighbor settings."""
     for changes in (
         {},
         {"neighbor_source": "random"},
@@ -60,11 +60,11 @@ def test_a_row_of_a_batch_does_not_depend_on_the_others(tiny_datastore: Datastor
         whole = two.batch(range(8))
         for size in (1, 4):
             parts = [two.batch(range(start, start + size)) for start in range(0, 8, size)]
-            rows = [of_row(part, row) for part in parts for row in range(size)]
-            assert [of_row(whole, row) for row in range(8)] == rows
+            rows = [arrays_of_row(part, row) for part in parts for row in range(size)]
+            assert [arrays_of_row(whole, row) for row in range(8)] == rows
 
 
-def test_the_number_of_neighbors_is_drawn_for_each_batch_by_its_first_sample(tiny_datastore: Datastore) -> None:
+def test_the_first_sample_of_a_batch_determines_its_number_of_neighbors(tiny_datastore: Datastore) -> None:
     options = DataSettings(sequence_length=64, k=1, k_choices=(0, 1, 3))
     data, again = (TrainingData([tiny_datastore.folder], options, retrieval=True) for _ in range(2))
     shapes = []
@@ -80,7 +80,7 @@ def test_the_number_of_neighbors_is_drawn_for_each_batch_by_its_first_sample(tin
     assert TrainingData([tiny_datastore.folder], options, retrieval=False).batch(range(2)).neighbors is None
 
 
-def test_labels_are_the_next_token_of_the_same_document(data: TrainingData) -> None:
+def test_labels_are_the_next_tokens_of_the_same_document(data: TrainingData) -> None:
     for sample in range(20):
         batch = data.batch(range(sample, sample + 1))
         tokens, labels = batch.tokens[0], batch.labels[0]
@@ -94,7 +94,7 @@ def test_labels_are_the_next_token_of_the_same_document(data: TrainingData) -> N
         assert np.array_equal(batch.lengths[0], train.lengths.read(first, stop))
 
 
-def test_an_epoch_sees_every_sequence_once_and_the_next_one_cuts_elsewhere(data: TrainingData) -> None:
+def test_an_epoch_reads_every_sequence_once_and_epochs_differ_in_order(data: TrainingData) -> None:
     total = data.datastores[0].train.num_chunks
     per_epoch = total // data.num_chunks
     epochs = [sorted(data.locate(epoch * per_epoch + i)[1] for i in range(per_epoch)) for epoch in range(2)]
@@ -104,8 +104,8 @@ def test_an_epoch_sees_every_sequence_once_and_the_next_one_cuts_elsewhere(data:
     assert [data.locate(i) for i in range(20)] != [data.locate(per_epoch + i) for i in range(20)]
 
 
-def test_no_epoch_of_a_seed_has_the_order_of_an_epoch_of_another(tiny_datastore: Datastore) -> None:
-    """So that runs of several epochs with seeds 0, 1, 2 … are independent."""
+def test_epochs_of_different_seeds_have_different_orders(tiny_datastore: Datastore) -> None:
+    """Runs of several epochs with seeds 0, 1, 2 … are independent."""
     orders = set()
     for seed in range(4):
         one = TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, seed=seed), retrieval=False)
@@ -116,7 +116,7 @@ def test_no_epoch_of_a_seed_has_the_order_of_an_epoch_of_another(tiny_datastore:
     assert len(orders) == 16
 
 
-def test_random_neighbors_differ_from_epoch_to_epoch_and_not_with_the_batch(tiny_datastore: Datastore) -> None:
+def test_random_neighbors_depend_on_the_epoch_and_not_on_the_batch(tiny_datastore: Datastore) -> None:
     options = DataSettings(sequence_length=16, k=3, neighbor_source="random")
     data = TrainingData([tiny_datastore.folder], options, retrieval=True)
     per_epoch = data.datastores[0].train.num_chunks
@@ -129,31 +129,31 @@ def test_random_neighbors_differ_from_epoch_to_epoch_and_not_with_the_batch(tiny
         assert one.neighbors is not None
         assert np.array_equal(one.tokens[0], now.tokens[row])
         assert not np.array_equal(one.neighbors[0], now.neighbors[row])
-    across = data.batch(range(per_epoch - 4, per_epoch + 4))  # of the last of one epoch and the first of the next
+    across = data.batch(range(per_epoch - 4, per_epoch + 4))  # the end of one epoch and the start of the next
     assert across.neighbors is not None
     assert np.array_equal(across.neighbors[4:], now.neighbors[:4])
 
 
-def test_a_batch_depends_on_its_sample_numbers_alone(tiny_datastore: Datastore, data: TrainingData) -> None:
+def test_a_batch_depends_only_on_its_sample_numbers(tiny_datastore: Datastore, data: TrainingData) -> None:
     again = TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, k=3), retrieval=True)
     for name in ("tokens", "labels", "neighbors", "neighbor_lengths"):
         assert np.array_equal(getattr(data.batch(range(10, 14)), name), getattr(again.batch(range(10, 14)), name))
 
 
-def test_pickled_data_is_opened_again_and_carries_no_arrays(data: TrainingData) -> None:
+def test_pickled_data_contains_no_arrays_and_reopens_the_datastore(data: TrainingData) -> None:
     data.batch(range(4))
     packed = pickle.dumps(data)
     assert len(packed) < 2000
     assert np.array_equal(pickle.loads(packed).batch(range(4)).neighbors, data.batch(range(4)).neighbors)
 
 
-def test_retrieval_is_dropped_for_about_the_share_asked_for(data: TrainingData) -> None:
+def test_retrieval_dropout_drops_the_given_ratio_of_sequences(data: TrainingData) -> None:
     batch = data.batch(range(200), retrieval_dropout=0.3)
     without = (batch.neighbor_lengths == 0).all(axis=(1, 2))
     assert 0.15 < without.mean() < 0.45
 
 
-def test_every_token_after_the_first_is_scored_once_by_windows(tiny_datastore: Datastore) -> None:
+def test_evaluation_windows_score_every_token_after_the_first_once(tiny_datastore: Datastore) -> None:
     valid = tiny_datastore.valid
     wanted = list(document_windows(valid, 4, 2))
     assert max(window.stop - window.start for window in wanted) == 4
@@ -162,10 +162,10 @@ def test_every_token_after_the_first_is_scored_once_by_windows(tiny_datastore: D
         assert len(group) == len(batch.tokens)
         scored += (batch.labels != IGNORED_LABEL).sum()
     total = int(valid.lengths.read(0, valid.num_chunks).sum())
-    assert scored == total - valid.num_documents  # the first token of a document, bos, has nothing before it
+    assert scored == total - valid.num_documents  # nothing precedes BOS, the first token of a document
 
 
-def test_datastores_that_do_not_fit_are_refused(tiny_datastore: Datastore) -> None:
+def test_invalid_data_settings_are_rejected_with_their_key(tiny_datastore: Datastore) -> None:
     with pytest.raises(InputError, match=r"data\.sequence_length = 50"):
         TrainingData([tiny_datastore.folder], DataSettings(sequence_length=50), retrieval=True)
     with pytest.raises(InputError, match=r"data\.k = 7"):
@@ -186,7 +186,7 @@ def test_datastores_that_do_not_fit_are_refused(tiny_datastore: Datastore) -> No
         DataSettings(datastores=(Path("a"),), temperature=2, token_budgets=(5,))
 
 
-def test_budgets_decide_the_shares_and_refuse_a_longer_run(tiny_datastore: Datastore) -> None:
+def test_token_budgets_determine_the_mixture_and_reject_a_longer_run(tiny_datastore: Datastore) -> None:
     folder = tiny_datastore.folder
     options = DataSettings(datastores=(folder, folder), sequence_length=64, token_budgets=(64_000, 16_000))
     data = TrainingData([folder, folder], options, retrieval=False)
@@ -199,7 +199,7 @@ def test_budgets_decide_the_shares_and_refuse_a_longer_run(tiny_datastore: Datas
         data.plan(1251)
 
 
-def test_batches_of_several_datastores_keep_the_order_of_their_samples(tiny_datastore: Datastore) -> None:
+def test_batches_of_several_datastores_keep_the_sample_order(tiny_datastore: Datastore) -> None:
     data = TrainingData([tiny_datastore.folder] * 3, DataSettings(sequence_length=64, k=2), retrieval=True)
     located = [data.locate(sample) for sample in range(24)]
     assert len({chosen for chosen, _ in located}) == 3

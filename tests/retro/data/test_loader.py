@@ -1,4 +1,4 @@
-"""Batches from worker processes are those made here, in the same order, wherever one begins."""
+"""Worker processes yield the same batches in the same order as this process, from any first batch."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def batches(folder: Path, numbers: range, workers: int) -> list[TensorBatch]:
     )
 
 
-def equal(first: TensorBatch, second: TensorBatch) -> bool:
+def equal_batches(first: TensorBatch, second: TensorBatch) -> bool:
     return first.keys() == second.keys() and all(
         (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
         for one, other in zip(first.values(), second.values(), strict=True)
@@ -37,16 +37,16 @@ def equal(first: TensorBatch, second: TensorBatch) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores are meant
-def test_the_order_does_not_depend_on_the_number_of_workers(tiny_datastore: Datastore) -> None:
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # intended
+def test_batches_do_not_depend_on_the_number_of_workers(tiny_datastore: Datastore) -> None:
     here = batches(tiny_datastore.folder, range(7), workers=0)
     for workers in (1, 3):
         there = batches(tiny_datastore.folder, range(7), workers)
-        assert all(equal(*pair) for pair in zip(here, there, strict=True))
+        assert all(equal_batches(*pair) for pair in zip(here, there, strict=True))
 
 
-def test_going_on_at_a_batch_gives_the_rest(tiny_datastore: Datastore) -> None:
+def test_loading_can_start_at_any_batch(tiny_datastore: Datastore) -> None:
     whole = batches(tiny_datastore.folder, range(6), workers=0)
     rest = batches(tiny_datastore.folder, range(4, 6), workers=0)
-    assert [equal(*pair) for pair in zip(whole[4:], rest, strict=True)] == [True, True]
-    assert not equal(whole[0], whole[1])
+    assert [equal_batches(*pair) for pair in zip(whole[4:], rest, strict=True)] == [True, True]
+    assert not equal_batches(whole[0], whole[1])

@@ -1,4 +1,4 @@
-"""Which neighbors a chunk is given: never of its own documents, no copies where asked, or random ones as a control."""
+"""Choice of neighbors: none from a chunk's own documents, no copies above max_overlap, random ones as a control."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def queries_of(split: Split, first: int, stop: int, *, exclude: bool) -> Queries
     k=st.integers(1, 7),
     own=st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted),
 )
-def test_the_first_k_outside_the_sequence_are_used(stored, k: int, own) -> None:
+def test_the_first_k_neighbors_outside_the_sequence_are_used(stored, k: int, own) -> None:
     used = first_present(outside(np.array(stored), np.array([own] * len(stored))), k)
     for row, kept in zip(stored, used, strict=True):
         allowed = [i for i in row if i >= 0 and not own[0] <= i < own[1]][:k]
@@ -40,9 +40,7 @@ def test_the_first_k_outside_the_sequence_are_used(stored, k: int, own) -> None:
 
 
 @pytest.mark.parametrize("max_overlap", [0.0, 0.3, 0.7])
-def test_copies_of_a_chunk_or_of_the_next_one_are_skipped_and_the_next_stored_used(
-    tiny_datastore: Datastore, max_overlap: float
-) -> None:
+def test_near_copies_of_a_chunk_or_the_next_one_are_skipped(tiny_datastore: Datastore, max_overlap: float) -> None:
     train, skipped, only_by_the_next = tiny_datastore.train, 0, 0
     for first in range(0, 120, 8):
         queries = queries_of(train, first, first + 8, exclude=True)
@@ -68,7 +66,7 @@ def test_copies_of_a_chunk_or_of_the_next_one_are_skipped_and_the_next_stored_us
     assert only_by_the_next > 0 or max_overlap == 0
 
 
-def test_random_numbers_are_uniform_and_a_function_of_seed_epoch_chunk_and_place() -> None:
+def test_random_numbers_are_uniform_and_reproducible() -> None:
     ids = np.arange(2000)
     drawn = random_numbers(ids, 50, 10, seed=1)
     counts = np.bincount(drawn.ravel(), minlength=50)
@@ -78,12 +76,12 @@ def test_random_numbers_are_uniform_and_a_function_of_seed_epoch_chunk_and_place
     assert not np.array_equal(random_numbers(ids, 50, 10, seed=2), drawn)
     assert random_numbers(ids[:1], 10**12, 20, seed=0).max() > 2**32
     later = random_numbers(ids, 50, 10, seed=1, epochs=np.arange(2000) % 2)
-    assert np.array_equal(later[::2], drawn[::2])  # in epoch 0
+    assert np.array_equal(later[::2], drawn[::2])  # epoch 0
     assert 0.01 < (later[1::2] == drawn[1::2]).mean() < 0.03
 
 
 @pytest.mark.parametrize("split_name", ["train", "valid"])
-def test_random_neighbors_come_from_outside_the_sequence_and_fill_every_place(
+def test_random_neighbors_are_outside_the_sequence_and_never_missing(
     tiny_datastore: Datastore, split_name: str
 ) -> None:
     train, split = tiny_datastore.train, tiny_datastore.split(split_name)
@@ -95,7 +93,7 @@ def test_random_neighbors_come_from_outside_the_sequence_and_fill_every_place(
         assert (used >= 0).all()
         assert (used < train.num_chunks).all()
         assert not ((used >= queries.excluded[:, :1]) & (used < queries.excluded[:, 1:])).any()
-        # Another sequence around the same chunk gives it the same neighbors, as far as they are not of its documents.
+        # Without exclusions the draw is the same; excluded neighbors are skipped.
         alone = replace(queries, excluded=0 * queries.excluded)
         drawn = choose_neighbors(
             split, RetrievalSet.of(tiny_datastore), alone, NeighborUse(21, source="random", seed=3)

@@ -1,4 +1,4 @@
-"""An order of the data that needs no state: permutations and mixtures as functions of a number."""
+"""A stateless data order: permutations and mixtures are functions of the sample number."""
 
 from collections import Counter
 
@@ -17,8 +17,8 @@ def test_permuted_is_a_permutation(size: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 5, 8, 16, 64, 300])
-def test_every_element_is_as_likely_at_every_position_and_after_every_other(size: int) -> None:
-    """By the chi-squared statistic over its degrees of freedom, which is 1 of a fair shuffle."""
+def test_positions_and_successors_are_uniformly_distributed(size: int) -> None:
+    """Measured by chi-squared per degree of freedom, which is 1 for a uniform shuffle."""
     seeds = 20_000 // size
     rows = np.array([[permuted(position, size, mix(seed)) for position in range(size)] for seed in range(seeds)])
     places, pairs = np.zeros((2, size, size))
@@ -37,7 +37,7 @@ def test_permuted_depends_on_the_seed_and_handles_any_size() -> None:
 
 @given(weights=st.lists(st.floats(0.05, 1), min_size=1, max_size=4).map(tuple), seed=st.integers(0, 100))
 @settings(max_examples=20, deadline=None)
-def test_mixture_follows_its_weights_and_numbers_each_source_without_gaps(
+def test_a_mixture_follows_its_weights_and_numbers_each_source_consecutively(
     weights: tuple[float, ...], seed: int
 ) -> None:
     drawn = [mixture(sample, weights, seed) for sample in range(1500)]
@@ -48,7 +48,7 @@ def test_mixture_follows_its_weights_and_numbers_each_source_without_gaps(
         assert abs(in_first_block - 1024 * weight / sum(weights)) <= 1
 
 
-def test_a_sample_is_the_same_whichever_was_asked_for_before() -> None:
+def test_a_sample_does_not_depend_on_previous_requests() -> None:
     asked = [5, 4000, 3, 2**40, 1023, 1024, 5]
     alone = [mixture(sample, (1.0, 2.0), 7) for sample in asked]
     assert [mixture(sample, (1.0, 2.0), 7) for sample in reversed(asked)] == alone[::-1]

@@ -1,4 +1,4 @@
-"""Batches are the same however they are read: memory-mapped, by ranges of bytes, or with materialized neighbors."""
+"""Batches are equal with memory mapping, with ranged reads and with materialized neighbors."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ WAYS = ({"reading": "pread"}, {"materialized": True}, {"reading": "pread", "mate
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Config:
-    """The tiny datastore with three of its six stored neighbors materialized. Read only."""
+    """The tiny datastore with three of six stored neighbors materialized. Do not modify."""
     config = tiny_config(tmp_path_factory.mktemp("materialized"), tiny_corpus)
     config = replace(config, neighbors=replace(config.neighbors, materialized=3))
     build_local(config)
@@ -32,8 +32,8 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Confi
 
 
 @pytest.fixture(scope="module")
-def starved(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A smaller one with near copies left out of the stored neighbors, so that many are missing. Read only."""
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A smaller datastore whose max_overlap leaves many neighbors missing. Do not modify."""
     folder = tmp_path_factory.mktemp("starved")
     config = tiny_config(folder, write_corpus(folder / "corpus.jsonl", 40))
     config = replace(config, neighbors=replace(config.neighbors, materialized=3, max_overlap=0.05))
@@ -41,7 +41,7 @@ def starved(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
-def same(one: Batch, other: Batch) -> bool:
+def batches_are_equal(one: Batch, other: Batch) -> bool:
     pairs = [(getattr(one, name), getattr(other, name)) for name in vars(one)]
     return all((a is None and b is None) or (a.dtype == b.dtype and np.array_equal(a, b)) for a, b in pairs)
 
@@ -58,27 +58,29 @@ def same(one: Batch, other: Batch) -> bool:
         {"k": 2, "neighbor_source": "random", "max_overlap": 0.3},
     ],
 )
-def test_batches_are_equal_in_every_way_of_reading(config: Config, starved: Config, changes: dict) -> None:
+def test_batches_are_equal_for_every_way_of_reading(config: Config, sparse: Config, changes: dict) -> None:
     settings = DataSettings(sequence_length=64, **changes)
-    for folders in ([config.datastore] * 2, [starved.datastore]):
+    for folders in ([config.datastore] * 2, [sparse.datastore]):
         mapped = TrainingData(folders, settings, retrieval=True)
         for way in WAYS:
             other = TrainingData(folders, replace(settings, **way), retrieval=True)
             for first in range(0, 80, 8):
                 samples = range(first, first + 8)
-                assert same(mapped.batch(samples, retrieval_dropout=0.2), other.batch(samples, retrieval_dropout=0.2))
+                assert batches_are_equal(
+                    mapped.batch(samples, retrieval_dropout=0.2), other.batch(samples, retrieval_dropout=0.2)
+                )
 
 
-def test_held_out_documents_have_materialized_neighbors_too(config: Config) -> None:
+def test_held_out_documents_have_materialized_neighbors(config: Config) -> None:
     datastore = Datastore.open(config.datastore)
     wanted, retrieval = list(document_windows(datastore.valid, 4, 2)), RetrievalSet.of(datastore)
     uses = [NeighborUse(4, materialized=materialized) for materialized in (False, True)]
     batches = [list(window_batches(datastore.valid, retrieval, wanted, 3, use)) for use in uses]
-    assert all(same(one[1], other[1]) for one, other in zip(*batches, strict=True))
+    assert all(batches_are_equal(one[1], other[1]) for one, other in zip(*batches, strict=True))
 
 
-def test_what_is_materialized_are_the_first_stored_neighbors(starved: Config) -> None:
-    train = Datastore.open(starved.datastore).train
+def test_the_first_stored_neighbors_are_materialized(sparse: Config) -> None:
+    train = Datastore.open(sparse.datastore).train
     ids = train.neighbor_ids.read(0, train.num_chunks)[:, :3]
     assert 0 < (ids < 0).mean() < 1  # some are missing
     tokens, lengths = train.with_continuation(ids.ravel())
@@ -87,8 +89,8 @@ def test_what_is_materialized_are_the_first_stored_neighbors(starved: Config) ->
     assert train.materialized_tokens.shard(0).dtype == train.tokens.shard(0).dtype
 
 
-def test_few_neighbors_are_read_from_where_they_lie(config: Config, monkeypatch) -> None:
-    """What training gains by it: nearly all text of neighbors comes from beside the chunk."""
+def test_materialization_avoids_most_random_reads(config: Config, monkeypatch) -> None:
+    """Nearly all neighbor text is read from next to the chunk."""
     settings = DataSettings(sequence_length=2048, k=2, materialized=True)
     data, elsewhere = TrainingData([config.datastore], settings, retrieval=True), []
     read = RetrievalSet.with_continuation
@@ -103,9 +105,9 @@ def test_few_neighbors_are_read_from_where_they_lie(config: Config, monkeypatch)
     assert 0 < sum(elsewhere) < 0.15 * (lengths > 0).sum()
 
 
-def test_materializing_changes_nothing_else(config: Config, tiny_datastore: Datastore) -> None:
+def test_materialization_changes_no_other_file(config: Config, tiny_datastore: Datastore) -> None:
     datastore = Datastore.open(config.datastore)
-    assert datastore.fingerprint == tiny_datastore.fingerprint  # a run goes on with it or without
+    assert datastore.fingerprint == tiny_datastore.fingerprint  # a run may resume with or without it
     stages = {**datastore.manifest["fingerprints"]}
     assert stages.pop("materialize")
     assert stages == tiny_datastore.manifest["fingerprints"]
@@ -113,11 +115,11 @@ def test_materializing_changes_nothing_else(config: Config, tiny_datastore: Data
         assert path.read_bytes() == (config.datastore / path.relative_to(tiny_datastore.folder)).read_bytes()
 
 
-def test_another_number_of_them_is_refused_by_name_and_none_is_asked_for_by_name(config: Config, tiny_corpus) -> None:
+def test_changing_the_number_of_materialized_neighbors_is_rejected(config: Config, tiny_corpus) -> None:
     with pytest.raises(InputError, match=r"neighbors\.materialized was 3, now 2(.|\n)*--stage materialize --rebuild"):
         build_local(replace(config, neighbors=replace(config.neighbors, materialized=2)))
     none = replace(config, neighbors=replace(config.neighbors, materialized=0))
-    build_local(none)  # those that are there stay
+    build_local(none)  # keeps the existing ones
     assert Datastore.open(config.datastore).has("materialize")
     with pytest.raises(InputError, match=r"neighbors\.materialized = 0"):
         build_local(none, only="materialize")
@@ -127,14 +129,14 @@ def test_another_number_of_them_is_refused_by_name_and_none_is_asked_for_by_name
         replace(config.neighbors, materialized=9)
 
 
-def test_without_materialized_neighbors_they_are_refused_by_name(tiny_datastore: Datastore) -> None:
+def test_reading_missing_materialized_neighbors_is_rejected(tiny_datastore: Datastore) -> None:
     settings = DataSettings(sequence_length=64, materialized=True)
     with pytest.raises(InputError, match=r"data\.materialized.*neighbors\.materialized.*--stage materialize"):
         TrainingData([tiny_datastore.folder], settings, retrieval=True)
-    TrainingData([tiny_datastore.folder], settings, retrieval=False)  # a baseline reads none
+    TrainingData([tiny_datastore.folder], settings, retrieval=False)  # a baseline reads no neighbors
 
 
-def test_neighbors_that_are_searched_again_take_the_materialized_ones_with_them(tmp_path, tiny_corpus) -> None:
+def test_rebuilding_neighbors_removes_materialized_ones(tmp_path, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     config = replace(config, neighbors=replace(config.neighbors, materialized=2))
     build_local(config)
@@ -148,7 +150,7 @@ def test_neighbors_that_are_searched_again_take_the_materialized_ones_with_them(
     assert manifest["counts"]["train"]["chunks"] == Datastore.open(config.datastore).train.chunk_rows[0]
 
 
-def test_every_way_of_reading_needs_torch_and_numpy_alone(config: Config) -> None:
+def test_reading_imports_only_torch_and_numpy(config: Config) -> None:
     program = f"""
 import sys
 class Blocked:

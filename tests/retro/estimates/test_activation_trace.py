@@ -1,4 +1,4 @@
-"""What is predicted of activations is what real tensors take: storages that autograd's hooks see, with real checkpoints too."""
+"""Predicted activation memory equals that of real tensors, measured by autograd's hooks and with real checkpointing."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 
 
 def forward(model: Retro, run: Pass) -> Tensor:
-    """The loss of a batch of zeros."""
+    """The loss on a batch of zeros."""
     m = model.settings.chunk_length
     num_chunks = run.sequence_length // m
     tokens = torch.zeros(run.num_sequences, run.sequence_length, dtype=torch.int64)
@@ -42,7 +42,7 @@ def forward(model: Retro, run: Pass) -> Tensor:
 
 
 def hooked_bytes(model: Retro, run: Pass) -> int:
-    """Distinct storages that autograd is told to keep, weights not counted."""
+    """Bytes of the distinct storages that autograd saves, without weights."""
     kept: dict[int, Any] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], Pass]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fake_tensors_tell_what_real_ones_keep(name: str) -> None:
+def test_fake_tensors_predict_the_saved_bytes(name: str) -> None:
     changes, run = CASES[name]
     settings = updated(WIDER, changes)
     model = Retro(settings).train()
@@ -78,17 +78,17 @@ def test_fake_tensors_tell_what_real_ones_keep(name: str) -> None:
         assert predicted.kept(checkpointing) == ours.kept(checkpointing)
 
 
-def test_full_checkpointing_keeps_what_a_real_checkpoint_keeps() -> None:
+def test_full_checkpointing_equals_a_real_checkpoint() -> None:
     model = Retro(WIDER).train()
     for block in [module for module in model.modules() if isinstance(module, Residual)]:
         checkpoint(block)
-    # What is given to a checkpoint it keeps without telling autograd, weights' copies it does not keep.
+    # A real checkpoint keeps its inputs without autograd's hooks and does not keep copies of weights.
     predicted = trace(WIDER, ON_CPU)
     assert resident_bytes(model, ON_CPU) == pytest.approx(predicted.kept("full"), rel=0.1)
     assert predicted.kept("full") < predicted.kept("selective") < predicted.kept("none")
 
 
-def test_selective_checkpointing_keeps_what_a_real_one_keeps() -> None:
+def test_selective_checkpointing_equals_a_real_checkpoint() -> None:
     kept = {
         torch.ops.aten.mm.default,
         torch.ops.aten.bmm.default,
@@ -105,17 +105,17 @@ def test_selective_checkpointing_keeps_what_a_real_one_keeps() -> None:
 
 
 def resident_bytes(model: Retro, run: Pass) -> int:
-    """Bytes of tensors that torch has made for a forward pass and not freed at its end."""
+    """Bytes allocated during a forward pass and not freed at its end."""
     from torch.profiler import ProfilerActivity, profile
 
-    forward(model, run)  # what is made once is made
+    forward(model, run)  # creates everything that is created only once
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         value = forward(model, run)
     assert value.requires_grad
     return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
 
 
-def test_the_largest_block_is_recomputed_and_a_plain_decoder_has_no_neighbors() -> None:
+def test_checkpointing_recomputes_blocks_and_a_plain_decoder_has_no_retrieval() -> None:
     seen = trace(WIDER, ON_CPU)
     assert seen.recomputed("none") == 0
     assert 0 < seen.recomputed("selective") < seen.recomputed("full") < seen.kept("none")
@@ -123,20 +123,20 @@ def test_the_largest_block_is_recomputed_and_a_plain_decoder_has_no_neighbors() 
     assert not any(storage.block.startswith(("encoder", "cross")) for storage in plain.storages)
 
 
-def test_bytes_grow_with_the_batch_and_a_gpu_keeps_no_scores() -> None:
+def test_bytes_grow_with_the_batch_and_a_gpu_saves_no_attention_scores() -> None:
     one, two = (trace(WIDER, replace(ON_CPU, num_sequences=count)) for count in (1, 2))
     copies = sum(one.copies.values())
-    table = 4 * WIDER.vocab_size * WIDER.d_model  # the loss makes its gradient in the forward pass
+    table = 4 * WIDER.vocab_size * WIDER.d_model  # the loss computes its gradient in the forward pass
     assert two.kept("none") - copies - table == pytest.approx(2 * (one.kept("none") - copies - table), rel=0.02)
     longer = replace(ON_CPU, sequence_length=256, documents=False)
     scores = (
         4 * 2 * 256 * 256 * WIDER.attention.num_heads
-    )  # bytes of the smallest thing with a number for each pair of tokens
+    )  # bytes of the smallest tensor with a number per pair of tokens
     assert trace(WIDER, longer).kept("none") - trace(WIDER, replace(longer, gpu=True)).kept("none") > scores
 
 
 @pytest.mark.parametrize("positions", ["rope", "transformer-xl"])
-def test_tensor_parallelism_divides_the_stream_of_the_decoder_alone(positions: str) -> None:
+def test_sequence_parallelism_divides_only_the_decoders_residual_stream(positions: str) -> None:
     settings: ModelSettings = updated(WIDER, {"attention.positions": positions})  # type: ignore[arg-type]
     seen = trace(settings, ON_CPU)
     stream = {s.number: s.bytes for s in seen.storages if s.by_token and s.kind == "input"}

@@ -1,4 +1,4 @@
-"""Operations by formula equal those that torch counts."""
+"""FLOPs by formula equal those that PyTorch counts."""
 
 from dataclasses import replace
 from typing import Any
@@ -39,14 +39,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_the_formula_counts_what_torch_counts(option: str, k: int) -> None:
+def test_the_formula_equals_pytorchs_count(option: str, k: int) -> None:
     settings = updated(SETTINGS, OPTIONS[option])
     model = Retro(settings)
     tokens = torch.zeros(1, 12, dtype=torch.int64)
     neighbors = torch.zeros(1, 3, k, 8, dtype=torch.int64) if k else None
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, neighbors=neighbors)
-    # Transformer-XL's projections of distances, made once for a batch, are left out of the formula.
+    # The formula omits Transformer-XL's projections of distances, which are computed once per batch.
     decoder, encoder, asking = 3 * 23 * 32 * 24, 2 * 15 * 24 * 12 + 11 * 24 * 12, 2 * 11 * 32 * 24
     left_out = 2 * (decoder + (encoder + asking if k else 0)) if option == "transformer-xl" else 0
     assert forward_flops(settings, 12, k) + left_out == counter.get_total_flops()
@@ -54,8 +54,8 @@ def test_the_formula_counts_what_torch_counts(option: str, k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("weights", ["all", "retrieval"])
-def test_of_training_the_gradients_that_there_are_are_counted(weights: Any, k: int) -> None:
-    """Those of a frozen decoder end at its first cross-attention, here in the fourth of six layers."""
+def test_only_computed_gradients_are_counted(weights: Any, k: int) -> None:
+    """Gradients of a frozen decoder stop at its first cross-attention, here in the fourth of six layers."""
     settings, tuning = (
         updated(SETTINGS, {"num_layers": 6, "retrieval.cca_layers": (4, 5)}),
         TuningSettings(weights=weights),
@@ -72,8 +72,8 @@ def test_of_training_the_gradients_that_there_are_are_counted(weights: Any, k: i
 
 
 @pytest.mark.parametrize("experts_per_token", [1, 2])
-def test_of_experts_those_that_a_token_asks_are_counted(experts_per_token: int) -> None:
-    """In training with a capacity factor of 1 their queues have as many places."""
+def test_only_the_experts_of_a_token_are_counted(experts_per_token: int) -> None:
+    """With a capacity factor of 1 the queues in training have as many slots."""
     settings = updated(
         SETTINGS,
         {
@@ -89,28 +89,28 @@ def test_of_experts_those_that_a_token_asks_are_counted(experts_per_token: int) 
     assert forward_flops(settings, 12, 0) == counter.get_total_flops()
 
 
-def test_of_large_models_it_is_about_two_for_each_parameter() -> None:
+def test_a_large_model_needs_about_two_flops_per_parameter() -> None:
     settings = replace(PRESETS["7.5b"], vocab_size=128_000, chunk_length=64)
     per_token = forward_flops(settings, 2048, 0) / 2048
     assert per_token == pytest.approx(2 * 6.5e9 + 2 * 128_000 * 4096, rel=0.15)
 
 
 @pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the products that are measured, in place of measuring them."""
+def measured_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the matrix products that would be measured."""
     found: list[int] = []
     monkeypatch.setattr("retro.estimates.flops.measured_flops", lambda _, size: found.append(size) or 1.0)
     return found
 
 
 @pytest.mark.parametrize("has", [True, False])
-def test_a_cpu_measures_a_large_product_only_in_types_that_it_multiplies_fast(
-    sizes: list[int], monkeypatch: pytest.MonkeyPatch, has: bool
+def test_a_cpu_measures_large_products_only_in_fast_types(
+    measured_sizes: list[int], monkeypatch: pytest.MonkeyPatch, has: bool
 ) -> None:
     monkeypatch.setattr("retro.estimates.flops.has_bfloat16", lambda _: has)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         peak_flops(Placement(torch.device("cpu"), dtype))
-    assert sizes == [2048, 2048 if has else 256, 256]
+    assert measured_sizes == [2048, 2048 if has else 256, 256]
 
 
 @pytest.mark.parametrize(
@@ -127,16 +127,16 @@ def test_a_cpu_measures_a_large_product_only_in_types_that_it_multiplies_fast(
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
-def test_a_gpu_has_the_peak_of_its_exact_name_or_is_measured(
-    sizes: list[int], monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
+def test_a_gpu_with_a_known_name_has_its_peak_and_others_are_measured(
+    measured_sizes: list[int], monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: name)
     assert peak_flops(Placement(torch.device("cuda"), torch.bfloat16)) == (peak or 1.0)
-    assert bool(sizes) == (peak is None)
+    assert bool(measured_sizes) == (peak is None)
     assert peak_flops(Placement(torch.device("cuda"), torch.float32)) == 1.0
 
 
-def test_the_peak_of_a_device_without_a_data_sheet_is_measured() -> None:
+def test_the_peak_of_a_cpu_is_measured() -> None:
     placement = Placement(torch.device("cpu"), torch.float32)
     assert 1e8 < peak_flops(placement) < 1e14
     assert measured_flops(placement, size=64, repeats=1) > 0

@@ -1,4 +1,4 @@
-"""Memory by mode: parameters, gradients and moments to the byte of what tensors take, and how modes compare."""
+"""Memory by parallel configuration: parameters, gradients and moments are exact; modes compare as expected."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ def tensor_bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def test_whole_states_are_what_a_real_step_leaves() -> None:
+def test_unsharded_states_equal_those_of_a_real_step() -> None:
     model = build()
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     neighbors = torch.zeros(1, 4, 2, 8, dtype=torch.int64)
@@ -39,7 +39,7 @@ def test_whole_states_are_what_a_real_step_leaves() -> None:
 
 
 def part_bytes(model: nn.Module, num_processes: int) -> int:
-    """What the first of several processes holds when every tensor is cut into rows."""
+    """Bytes on the first of several processes if every tensor is split by rows."""
     return tensor_bytes(torch.chunk(parameter.detach(), num_processes)[0] for parameter in model.parameters())
 
 
@@ -54,7 +54,7 @@ def test_zero_divides_moments_then_gradients_then_parameters_by_rows(num_process
         assert state_bytes(units, parallel, accumulation=2)[1] == (whole if zero == 1 else part)
 
 
-def test_tensor_parallelism_divides_what_the_blocks_hold_and_nothing_else() -> None:
+def test_tensor_parallelism_divides_only_the_blocks() -> None:
     model, halves = build("smeared"), Retro(divided(updated(SETTINGS, {"attention.smeared_keys": True}), 2))
     for (name, whole), half in zip(model.named_parameters(), halves.parameters(), strict=True):
         is_divided = ".block." in name
@@ -71,19 +71,19 @@ def test_tensor_parallelism_divides_what_the_blocks_hold_and_nothing_else() -> N
         {"tied_embeddings": False},
     ],
 )
-def test_a_process_of_a_pipeline_holds_what_its_stages_hold(schedule: str, changes: dict[str, Any]) -> None:
+def test_a_pipeline_process_holds_the_parameters_of_its_stages(schedule: str, changes: dict[str, Any]) -> None:
     settings = updated(SETTINGS, changes)
     parallel = ParallelSettings(pipeline=2, pipeline_schedule=schedule)  # type: ignore[arg-type]
     alone, rounds = Processes(ParallelSettings(), torch.device("cpu")), 1 if schedule == "1f1b" else 2
     for process in range(2):
         stages = [Stage(Retro(settings), process + 2 * r, 2 * rounds, alone) for r in range(rounds)]
-        # Two stages that both read the decoder's table share it.
+        # Two stages that both use the decoder's embeddings share them.
         found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
         units = parameter_units(settings, parallel, process)
         assert sum(shape.numel() for unit in units.values() for shape in unit) == sum(p.numel() for p in found.values())
 
 
-def test_shared_experts_are_divided_by_themselves_and_zero_divides_what_is_left() -> None:
+def test_expert_parallelism_divides_experts_and_zero_divides_the_rest() -> None:
     settings = updated(SETTINGS, {"experts.num_experts": 8})
     named = dict(Retro(settings).named_parameters())
     experts = tensor_bytes(parameter for name, parameter in named.items() if ".experts." in name)
@@ -98,39 +98,39 @@ def test_shared_experts_are_divided_by_themselves_and_zero_divides_what_is_left(
     )
     zero = replace(shared, zero=3)
     assert state_bytes(parameter_units(settings, zero), zero)[0] == parts
-    # Two processes hold the same experts, four the same of all else.
+    # Two processes hold the same experts, four hold the same other parameters.
     assert sent_bytes(settings, shared) == round(2 * (rest * 3 / 4 + experts / 2 / 2))
     apart, together = (memory_of(settings, RUN, each) for each in (ParallelSettings(4), shared))
-    assert together.activations < apart.activations  # copies of weights; queues take the same
+    assert together.activations < apart.activations  # weight copies; the queues take the same
     with pytest.raises(InputError, match=r"num_experts is 8: set it to a multiple of parallel\.expert = 3"):
         memory_of(settings, replace(RUN, num_sequences=9), ParallelSettings(3, expert=3))
 
 
-def of(**changes: Any) -> Memory:
+def estimate(**changes: Any) -> Memory:
     return memory_of(SETTINGS, RUN, ParallelSettings(**{"data": 4, **changes}))
 
 
-def test_each_stage_of_zero_and_each_checkpointing_takes_less() -> None:
-    stages = [of(zero=zero) for zero in (1, 2, 3)]
-    assert of().states > stages[0].states == stages[2].states
+def test_every_zero_stage_and_checkpointing_mode_saves_memory() -> None:
+    stages = [estimate(zero=zero) for zero in (1, 2, 3)]
+    assert estimate().states > stages[0].states == stages[2].states
     assert stages[1].gathered > stages[2].gathered
-    assert [of(activation_checkpointing=how).activations for how in ("none", "selective", "full")] == sorted(
-        (of(activation_checkpointing=how).activations for how in ("none", "selective", "full")), reverse=True
+    assert [estimate(activation_checkpointing=how).activations for how in ("none", "selective", "full")] == sorted(
+        (estimate(activation_checkpointing=how).activations for how in ("none", "selective", "full")), reverse=True
     )
-    offloaded = of(zero=3, cpu_offload=True)
+    offloaded = estimate(zero=3, cpu_offload=True)
     assert offloaded.host == stages[2].states
     assert offloaded.device == stages[2].device - stages[2].states
     assert stages[2].host == 0
 
 
-def test_activations_follow_the_sequences_that_a_process_has() -> None:
+def test_activations_scale_with_the_sequences_of_a_process() -> None:
     run = replace(RUN, num_sequences=32)
     alone, four = memory_of(SETTINGS, run, ParallelSettings()), memory_of(SETTINGS, run, ParallelSettings(4))
-    assert 3 < alone.activations / four.activations < 4  # copies of weights and the loss's gradient stay
+    assert 3 < alone.activations / four.activations < 4  # weight copies and the loss's gradient do not shrink
     assert alone.gathered == 0
 
 
-def test_a_pipeline_keeps_most_in_its_first_process_and_interleaving_takes_more() -> None:
+def test_microbatches_save_memory_in_a_pipeline_and_interleaving_needs_more() -> None:
     run = replace(RUN, num_sequences=16)
     decoder = updated(SETTINGS, {"retrieval.cca_layers": ()})
     plain = memory_of(decoder, run, ParallelSettings(pipeline=2, microbatches=8, activation_checkpointing="full"))
@@ -138,12 +138,12 @@ def test_a_pipeline_keeps_most_in_its_first_process_and_interleaving_takes_more(
         pipeline=2, microbatches=8, activation_checkpointing="full", pipeline_schedule="interleaved"
     )
     assert memory_of(decoder, run, interleaved).activations > plain.activations
-    # Two microbatches are under way at most, so more of them, and smaller, take less.
+    # At most two microbatches are in flight, so more and smaller ones need less memory.
     fewer = ParallelSettings(pipeline=2, microbatches=4, activation_checkpointing="full")
     assert memory_of(decoder, run, fewer).activations > plain.activations
 
 
-def test_what_is_sent_is_two_or_three_times_the_parameters() -> None:
+def test_communication_is_two_or_three_times_the_parameters() -> None:
     whole = tensor_bytes(build().parameters())
     sent = [sent_bytes(SETTINGS, ParallelSettings(4, zero)) for zero in (0, 1, 2, 3)]  # type: ignore[arg-type]
     assert sent == [round(times * whole * 3 / 4) for times in (2, 2, 2, 3)]
@@ -165,6 +165,6 @@ def test_what_is_sent_is_two_or_three_times_the_parameters() -> None:
         (ParallelSettings(tensor=3), "parallel.tensor = 3: model.attention.num_heads = 2"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(parallel: ParallelSettings, told: str) -> None:
+def test_indivisible_configurations_are_rejected(parallel: ParallelSettings, told: str) -> None:
     with pytest.raises(InputError, match=told):
         memory_of(SETTINGS, RUN, parallel)

@@ -1,4 +1,4 @@
-"""Bits per byte: what a slow hand computation says, over exactly the bytes of the text."""
+"""Bits per byte equals a slow computation over exactly the bytes of the text."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> SetRe
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_bits_per_byte_is_what_one_forward_pass_over_each_document_says(
+def test_bits_per_byte_equals_a_forward_pass_over_each_document(
     tiny_model: Retro, tiny_datastore: Datastore, k: int
 ) -> None:
     valid, train = tiny_datastore.valid, tiny_datastore.train
@@ -57,10 +57,8 @@ def test_bits_per_byte_is_what_one_forward_pass_over_each_document_says(
     assert result.perplexity == pytest.approx(math.exp(nats / result.tokens), rel=1e-5)
 
 
-def test_a_blank_that_the_tokenizer_puts_before_a_text_is_not_counted_as_its_text(
-    tmp_path: Path, tiny_corpus: Path
-) -> None:
-    """As Llama 2's does."""
+def test_a_space_prepended_by_the_tokenizer_is_not_counted(tmp_path: Path, tiny_corpus: Path) -> None:
+    """Llama 2's tokenizer prepends a space."""
     options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     path = foreign_model(tmp_path / "their.model", vocab_size=600, **options)
     tokenizer = TokenizerSettings(kind="sentencepiece", path=str(path))
@@ -74,7 +72,7 @@ def test_a_blank_that_the_tokenizer_puts_before_a_text_is_not_counted_as_its_tex
     assert read_meta(datastore.folder / "tokenizer").added_bytes == 1
 
 
-def test_every_stride_and_batch_size_scores_the_same_tokens(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+def test_stride_and_batch_size_do_not_change_the_scored_tokens(tiny_model: Retro, tiny_datastore: Datastore) -> None:
     results = [
         measure(tiny_model, tiny_datastore, stride=stride, batch_size=size)
         for stride, size in ((16, 3), (32, 8), (48, 5))
@@ -83,12 +81,12 @@ def test_every_stride_and_batch_size_scores_the_same_tokens(tiny_model: Retro, t
     assert len({result.bytes for result in results}) == 1
 
 
-def test_withheld_neighbors_change_nothing_when_off(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+def test_results_off_are_reproducible_and_differ_from_on(tiny_model: Retro, tiny_datastore: Datastore) -> None:
     assert measure(tiny_model, tiny_datastore).bits_per_byte != measure(tiny_model, tiny_datastore, k=2).bits_per_byte
     assert measure(tiny_model, tiny_datastore).bits_per_byte == measure(tiny_model, tiny_datastore).bits_per_byte
 
 
-def test_the_number_of_tokens_is_limited_and_the_mode_of_the_model_put_back(
+def test_max_tokens_limits_the_evaluation_and_the_training_mode_is_restored(
     tiny_model: Retro, tiny_datastore: Datastore
 ) -> None:
     tiny_model.train()
@@ -97,7 +95,7 @@ def test_the_number_of_tokens_is_limited_and_the_mode_of_the_model_put_back(
     assert tiny_model.training
 
 
-def test_comparing_a_measurement_with_itself_gives_zero(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+def test_comparing_a_result_with_itself_gives_zero(tiny_model: Retro, tiny_datastore: Datastore) -> None:
     result = measure(tiny_model, tiny_datastore)
     assert compare(result, result) == (0, 0, 0)
     worse = replace(result, nats_by_document=result.nats_by_document * 1.1)
@@ -107,7 +105,9 @@ def test_comparing_a_measurement_with_itself_gives_zero(tiny_model: Retro, tiny_
     assert high >= change - 1e-9
 
 
-def test_the_bootstrap_is_the_same_in_pieces(tiny_model: Retro, tiny_datastore: Datastore, monkeypatch) -> None:
+def test_bootstrapping_in_blocks_gives_the_same_interval(
+    tiny_model: Retro, tiny_datastore: Datastore, monkeypatch
+) -> None:
     off, on = measure(tiny_model, tiny_datastore), measure(tiny_model, tiny_datastore, k=2)
     whole = compare(on, off)
     monkeypatch.setattr(evaluation, "_BUFFERED_DRAWS", 1)
@@ -117,6 +117,6 @@ def test_the_bootstrap_is_the_same_in_pieces(tiny_model: Retro, tiny_datastore: 
 
 
 @pytest.mark.parametrize("change", [{"window": 50}, {"window": 32, "stride": 32}, {"stride": 10}])
-def test_a_window_that_cuts_chunks_is_refused(tiny_model: Retro, tiny_datastore: Datastore, change) -> None:
+def test_a_window_that_splits_chunks_is_rejected(tiny_model: Retro, tiny_datastore: Datastore, change) -> None:
     with pytest.raises(InputError, match=r"evaluation\.window"):
         measure(tiny_model, tiny_datastore, **change)

@@ -38,8 +38,8 @@ def documents_of(part: PartialDatastore, held_out: EvaluationSet) -> set[int]:
     return set(held_out.datastore.train.documents_of(part.found[part.found >= 0])[0].tolist())
 
 
-def exact_in(held_out: EvaluationSet, chunks: np.ndarray, k: int) -> np.ndarray:
-    """Distances [n, k] of the nearest among some chunks, by hand."""
+def exact_distances(held_out: EvaluationSet, chunks: np.ndarray, k: int) -> np.ndarray:
+    """Distances [n, k] of the nearest of the given chunks, by brute force."""
     vectors = held_out.datastore.train.embeddings.gather(chunks).astype(np.float32)
     queries = held_out.split.embeddings.read(0, held_out.split.num_chunks).astype(np.float32)
     return np.sort(((queries[:, None] - vectors) ** 2).sum(2), axis=1)[:, :k]
@@ -63,16 +63,16 @@ def test_each_fraction_is_searched_like_a_whole_datastore(
         assert part.chunks == len(chunks)
         assert part.documents == len(set(train.documents_of(chunks)[0].tolist()))
         assert np.isin(part.found, chunks).all()
-        assert np.allclose(distances_of(held_out, part.found), exact_in(held_out, chunks, 4), atol=1e-3)
+        assert np.allclose(distances_of(held_out, part.found), exact_distances(held_out, chunks, 4), atol=1e-3)
 
 
-def test_the_whole_datastore_gives_what_is_stored(held_out: EvaluationSet, parts: list[PartialDatastore]) -> None:
+def test_the_whole_datastore_gives_the_stored_neighbors(held_out: EvaluationSet, parts: list[PartialDatastore]) -> None:
     stored = held_out.split.neighbor_ids.read(0, held_out.split.num_chunks)[:, :4]
     assert parts[-1].chunks == held_out.datastore.train.num_chunks
     assert np.allclose(distances_of(held_out, parts[-1].found), distances_of(held_out, stored), atol=1e-5)
 
 
-def test_larger_fractions_hold_the_smaller_ones_and_other_seeds_hold_other_documents(held_out: EvaluationSet) -> None:
+def test_larger_fractions_include_smaller_ones_and_seeds_are_independent(held_out: EvaluationSet) -> None:
     numbers = np.arange(50_000)
     points = points_of(numbers, 0, 0)
     assert points.min() >= 0
@@ -86,7 +86,9 @@ def test_larger_fractions_hold_the_smaller_ones_and_other_seeds_hold_other_docum
     assert (alone.documents, alone.chunks) == (among.documents, among.chunks)
 
 
-def test_blocks_change_nothing(held_out: EvaluationSet, parts: list[PartialDatastore], monkeypatch) -> None:
+def test_the_block_size_does_not_change_results(
+    held_out: EvaluationSet, parts: list[PartialDatastore], monkeypatch
+) -> None:
     monkeypatch.setattr(datastore_fractions, "_BLOCK_CHUNKS", 400)
     monkeypatch.setattr(datastore_fractions, "_BLOCK_QUERIES", 20)
     for part, again in zip(parts, search_fractions(held_out, 50, 4, FRACTIONS), strict=True):
@@ -94,7 +96,7 @@ def test_blocks_change_nothing(held_out: EvaluationSet, parts: list[PartialDatas
         assert np.allclose(distances_of(held_out, part.found[:50]), distances_of(held_out, again.found), atol=1e-5)
 
 
-def test_what_has_been_deleted_is_in_no_fraction(held_out: EvaluationSet, tmp_path: Path) -> None:
+def test_deleted_documents_are_in_no_fraction(held_out: EvaluationSet, tmp_path: Path) -> None:
     copy = EvaluationSet("copy", Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "copy")))
     train = copy.datastore.train
     gone = [train.chunk_range(number) for number in range(0, train.num_documents, 2)]
@@ -104,7 +106,7 @@ def test_what_has_been_deleted_is_in_no_fraction(held_out: EvaluationSet, tmp_pa
     assert all(number % 2 for number in documents_of(part, copy))
 
 
-def test_near_copies_that_the_datastore_leaves_out_are_left_out(held_out: EvaluationSet, tmp_path: Path) -> None:
+def test_the_datastores_max_overlap_is_applied(held_out: EvaluationSet, tmp_path: Path) -> None:
     copy = Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "copy"))
     path = copy.folder / "neighbors" / "00000" / "manifest.json"
     manifest = read_json(path)
@@ -119,7 +121,7 @@ def test_near_copies_that_the_datastore_leaves_out_are_left_out(held_out: Evalua
     )
 
 
-def test_given_neighbors_are_read_in_place_of_the_stored_ones(tiny_model: Retro, held_out: EvaluationSet) -> None:
+def test_given_neighbors_replace_the_stored_ones(tiny_model: Retro, held_out: EvaluationSet) -> None:
     def bits(use: NeighborUse) -> float:
         settings = EvaluationSettings(max_tokens=500)
         return evaluate(

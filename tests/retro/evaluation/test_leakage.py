@@ -1,4 +1,4 @@
-"""Leakage: r of a chunk, and bits-per-byte over the chunks that leak little."""
+"""Leakage of a chunk, and bits per byte over the chunks below a leakage threshold."""
 
 import math
 import shutil
@@ -41,7 +41,7 @@ def measure(model: Retro, held_out: EvaluationSet, k: int = 0, **settings) -> Se
 
 
 def longest_run(chunk: list[int], neighbor: list[int]) -> int:
-    """The textbook way."""
+    """The textbook algorithm."""
     best = 0
     for first in range(len(chunk)):
         for second in range(len(neighbor)):
@@ -52,7 +52,7 @@ def longest_run(chunk: list[int], neighbor: list[int]) -> int:
     return best
 
 
-def test_leakage_is_the_longest_run_shared_with_a_stored_neighbor_and_its_continuation(
+def test_leakage_is_the_longest_run_shared_with_a_neighbor_or_its_continuation(
     held_out: EvaluationSet,
 ) -> None:
     split, train = held_out.split, held_out.datastore.train
@@ -65,7 +65,7 @@ def test_leakage_is_the_longest_run_shared_with_a_stored_neighbor_and_its_contin
         assert found == pytest.approx(max(longest_run(chunk, row) for row in rows) / length)
 
 
-def test_a_chunk_copied_from_a_training_document_leaks_wholly(tiny_datastore: Datastore, tmp_path: Path) -> None:
+def test_a_chunk_copied_from_training_has_leakage_1(tiny_datastore: Datastore, tmp_path: Path) -> None:
     copy = EvaluationSet("copy", Datastore.open(shutil.copytree(tiny_datastore.folder, tmp_path / "copy")))
     rows = copy.datastore.folder / "chunks" / "00000" / "valid"
     tokens, lengths = np.load(rows / "tokens.npy"), np.load(rows / "lengths.npy")
@@ -77,11 +77,11 @@ def test_a_chunk_copied_from_a_training_document_leaks_wholly(tiny_datastore: Da
     np.save(rows / "tokens.npy", tokens)
     ids = np.array([full])
     assert leakage_of(EvaluationSet("copy", copy.datastore), ids, 10)[0] == 1
-    assert leakage_of(EvaluationSet("copy", copy.datastore), ids, 2)[0] < 1  # the third neighbor does not count
+    assert leakage_of(EvaluationSet("copy", copy.datastore), ids, 2)[0] < 1  # the third neighbor is not read
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_over_all_chunks_it_is_the_plain_figure(tiny_model: Retro, held_out: EvaluationSet, k: int) -> None:
+def test_the_threshold_1_gives_the_plain_result(tiny_model: Retro, held_out: EvaluationSet, k: int) -> None:
     result = measure(tiny_model, held_out, k)
     assert result.chunks is not None
     leakage = leakage_of(held_out, result.chunks.ids, 10)
@@ -94,7 +94,7 @@ def test_over_all_chunks_it_is_the_plain_figure(tiny_model: Retro, held_out: Eva
     assert np.array_equal(whole.result.bytes_by_document, result.bytes_by_document)
 
 
-def test_thresholds_let_in_ever_more_chunks_and_their_bits_and_bytes_are_summed(
+def test_higher_thresholds_include_more_chunks_and_sum_their_bits_and_bytes(
     tiny_model: Retro, held_out: EvaluationSet
 ) -> None:
     result = measure(tiny_model, held_out)
@@ -113,7 +113,7 @@ def test_thresholds_let_in_ever_more_chunks_and_their_bits_and_bytes_are_summed(
         assert level.result.bits_per_byte == pytest.approx(bits / chunks.bytes[kept].sum())
 
 
-def test_a_token_counts_for_the_chunk_it_lies_in(tiny_model: Retro, held_out: EvaluationSet) -> None:
+def test_a_token_is_counted_for_its_chunk(tiny_model: Retro, held_out: EvaluationSet) -> None:
     split, sizes = held_out.split, held_out.token_bytes
     result = measure(tiny_model, held_out, stride=16)
     chunks = result.chunks
@@ -123,7 +123,7 @@ def test_a_token_counts_for_the_chunk_it_lies_in(tiny_model: Retro, held_out: Ev
     _, first, _ = split.documents_of(chunks.ids)
     assert np.array_equal(
         chunks.tokens, lengths - (first == chunks.ids)
-    )  # but the first of a document, which nothing predicts
+    )  # except the first token of a document, which is not predicted
     real = np.arange(split.chunk_length) < lengths[:, None]
     assert np.array_equal(chunks.bytes, (sizes[split.tokens.gather(chunks.ids)] * real).sum(1))
     wide = measure(tiny_model, held_out, stride=48, batch_size=3).chunks
@@ -131,7 +131,7 @@ def test_a_token_counts_for_the_chunk_it_lies_in(tiny_model: Retro, held_out: Ev
     assert np.array_equal(wide.tokens, chunks.tokens)
 
 
-def test_chunks_are_measured_where_only_some_documents_are(tiny_model: Retro, held_out: EvaluationSet) -> None:
+def test_chunks_are_measured_if_only_some_documents_are(tiny_model: Retro, held_out: EvaluationSet) -> None:
     result = measure(tiny_model, held_out, max_tokens=200)
     assert result.chunks is not None
     assert result.chunks.tokens.sum() == result.tokens
@@ -140,9 +140,7 @@ def test_chunks_are_measured_where_only_some_documents_are(tiny_model: Retro, he
     assert np.allclose(by_document, result.nats_by_document)
 
 
-def test_another_datastore_of_the_same_chunks_may_say_what_leaks_and_one_of_others_not(
-    held_out: EvaluationSet, tmp_path: Path
-) -> None:
+def test_leakage_can_use_another_datastore_of_the_same_chunks_only(held_out: EvaluationSet, tmp_path: Path) -> None:
     other = Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "other"))
     ids = np.arange(20)
     assert np.array_equal(leakage_of(held_out, ids, 4, source=other), leakage_of(held_out, ids, 4))
@@ -156,7 +154,9 @@ def test_another_datastore_of_the_same_chunks_may_say_what_leaks_and_one_of_othe
         leakage_of(held_out, ids, 4, source=Datastore.open(other.folder))
 
 
-def test_a_datastore_that_hides_its_leaks_says_so(held_out: EvaluationSet, tmp_path: Path, caplog) -> None:
+def test_a_datastore_that_excludes_near_copies_causes_a_warning(
+    held_out: EvaluationSet, tmp_path: Path, caplog
+) -> None:
     other = Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "other"))
     path = other.folder / "neighbors" / "00000" / "manifest.json"
     manifest = read_json(path)

@@ -1,4 +1,4 @@
-"""Overlap statistics: what a count by hand says."""
+"""Overlap statistics equal direct computations."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ from retro.evaluation.sets import EvaluationSet
 
 @pytest.fixture(scope="module")
 def sourced(tiny_datastore: Datastore, tmp_path_factory: pytest.TempPathFactory) -> EvaluationSet:
-    """The tiny datastore with a source for every document: `even` or `odd`, by the number in its id."""
+    """The tiny datastore with source `even` or `odd` for each document, by the number in its id."""
     folder = shutil.copytree(tiny_datastore.folder, tmp_path_factory.mktemp("sourced") / "datastore")
     for path in folder.glob("chunks/*/*/documents.parquet"):
         table = pyarrow.parquet.read_table(path)
@@ -27,7 +27,7 @@ def sourced(tiny_datastore: Datastore, tmp_path_factory: pytest.TempPathFactory)
     return EvaluationSet("valid", Datastore.open(folder))
 
 
-def test_the_distribution_is_that_of_the_chunks(sourced: EvaluationSet) -> None:
+def test_the_distribution_equals_that_of_the_chunks(sourced: EvaluationSet) -> None:
     ids = np.arange(sourced.split.num_chunks)
     leakage = leakage_of(sourced, ids, 3)
     found = overlap_statistics(sourced, ids, leakage, 3)
@@ -62,7 +62,7 @@ def test_sources_are_compared_by_document(sourced: EvaluationSet, block: int, mo
     assert 0 < found.nearest_of_same_source < found.any_of_same_source
 
 
-def test_chunks_without_neighbors_are_counted_and_files_stand_in_for_sources(
+def test_missing_neighbors_are_counted_and_files_replace_missing_sources(
     tiny_datastore: Datastore, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_datastore.folder, tmp_path / "datastore"))

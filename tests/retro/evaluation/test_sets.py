@@ -1,4 +1,4 @@
-"""Evaluation sets: which documents are scored, under what name, and what is refused."""
+"""Evaluation sets: scored documents, names and rejected settings."""
 
 import shutil
 from dataclasses import replace
@@ -28,11 +28,11 @@ def settings(tiny_datastore: Datastore, tmp_path: Path) -> ModelSettings:
 
 @pytest.fixture
 def copied(tiny_datastore: Datastore, tmp_path: Path) -> Path:
-    """A datastore that a test may change."""
+    """A copy of the datastore that tests may change."""
     return Path(shutil.copytree(tiny_datastore.folder, tmp_path / "other" / "datastore"))
 
 
-def named(sets: list[EvaluationSet]) -> list[tuple[str, Path, str]]:
+def describe(sets: list[EvaluationSet]) -> list[tuple[str, Path, str]]:
     return [(each.name, each.datastore.folder, each.split_name) for each in sets]
 
 
@@ -46,7 +46,7 @@ def named(sets: list[EvaluationSet]) -> list[tuple[str, Path, str]]:
         ("a.b-c=x=y:valid", ("a.b-c", "x=y", "valid")),
     ],
 )
-def test_an_entry_is_a_name_a_datastore_and_a_split(entry: str, parsed: tuple[str, str, str]) -> None:
+def test_an_entry_has_a_name_a_datastore_and_a_split(entry: str, parsed: tuple[str, str, str]) -> None:
     assert parse_set(entry) == parsed
 
 
@@ -62,25 +62,23 @@ def test_an_entry_is_a_name_a_datastore_and_a_split(entry: str, parsed: tuple[st
         (("a=x", "a=y"), ["'a' more than once"]),
     ],
 )
-def test_what_is_no_set_is_refused_by_key(sets: tuple[str, ...], words: list[str]) -> None:
+def test_invalid_sets_are_rejected_with_their_key(sets: tuple[str, ...], words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         EvaluationSettings(sets=sets)
     assert str(caught.value).startswith("evaluation.sets has ")
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_without_entries_every_training_datastore_is_scored_by_its_name(
+def test_without_entries_every_training_datastore_is_a_set(
     tiny_datastore: Datastore, copied: Path, settings: ModelSettings
 ) -> None:
     first = tiny_datastore.folder
-    assert named(open_sets((), [first], settings, 2)) == [("valid", first, "valid")]
+    assert describe(open_sets((), [first], settings, 2)) == [("valid", first, "valid")]
     two = open_sets((), [first, copied, first], settings, 2)
-    assert named(two) == [(first.parent.name, first, "valid"), ("other", copied, "valid")]
+    assert describe(two) == [(first.parent.name, first, "valid"), ("other", copied, "valid")]
 
 
-def test_a_datastore_that_holds_nothing_out_is_skipped_unless_it_is_named(
-    copied: Path, settings: ModelSettings
-) -> None:
+def test_a_datastore_without_held_out_documents_is_skipped_unless_named(copied: Path, settings: ModelSettings) -> None:
     manifest = read_json(copied / "manifest.json")
     manifest["splits"]["valid"] = {key: [0] * len(rows) for key, rows in manifest["splits"]["valid"].items()}
     write_checked(copied / "manifest.json", manifest)
@@ -89,11 +87,11 @@ def test_a_datastore_that_holds_nothing_out_is_skipped_unless_it_is_named(
         open_sets(("valid",), [copied], settings, 2)
 
 
-def test_entries_name_splits_of_the_first_datastore_and_other_datastores(
+def test_entries_select_splits_of_the_first_datastore_or_other_datastores(
     tiny_datastore: Datastore, copied: Path, settings: ModelSettings
 ) -> None:
     sets = open_sets(("valid", f"copy={copied}:valid"), [tiny_datastore.folder], settings, 2)
-    assert named(sets) == [("valid", tiny_datastore.folder, "valid"), ("copy", copied, "valid")]
+    assert describe(sets) == [("valid", tiny_datastore.folder, "valid"), ("copy", copied, "valid")]
 
 
 def test_each_set_is_measured_on_and_off_under_its_name(
@@ -114,24 +112,24 @@ def test_each_set_is_measured_on_and_off_under_its_name(
     assert baseline == {"valid_bits_per_byte_off": metrics["valid_bits_per_byte_off"]}
 
 
-def test_a_set_that_does_not_fit_the_model_is_refused_by_name(
+def test_a_set_that_does_not_fit_the_model_is_rejected_by_name(
     tiny_datastore: Datastore, copied: Path, settings: ModelSettings, tmp_path: Path
 ) -> None:
-    def refused(entry: str, words: str, k: int = 2, model: ModelSettings = settings) -> None:
+    def expect_error(entry: str, words: str, k: int = 2, model: ModelSettings = settings) -> None:
         with pytest.raises(InputError, match=words):
             open_sets((entry,), [tiny_datastore.folder], model, k)
 
-    refused(f"web={tmp_path}", r"evaluation\.sets has 'web=.*is not a datastore")
-    refused(f"web={copied}", r"evaluation\.k = 7 .*evaluation set 'web'.* stores 6", k=7)
-    refused(f"web={copied}", r"evaluation set 'web'.*vocab_size", model=replace(settings, vocab_size=99))
-    refused(f"web={copied}", r"evaluation set 'web'.*chunk_length", model=replace(settings, chunk_length=32))
+    expect_error(f"web={tmp_path}", r"evaluation\.sets has 'web=.*is not a datastore")
+    expect_error(f"web={copied}", r"evaluation\.k = 7 .*evaluation set 'web'.* stores 6", k=7)
+    expect_error(f"web={copied}", r"evaluation set 'web'.*vocab_size", model=replace(settings, vocab_size=99))
+    expect_error(f"web={copied}", r"evaluation set 'web'.*chunk_length", model=replace(settings, chunk_length=32))
     manifest = read_json(copied / "tokenizer" / "manifest.json")
     manifest["files"]["token_bytes.npy"]["checksum"] = "other"
     write_checked(copied / "tokenizer" / "manifest.json", manifest)
-    refused(f"web={copied}", r"evaluation\.sets has 'web=.*different tokenizers")
+    expect_error(f"web={copied}", r"evaluation\.sets has 'web=.*different tokenizers")
 
 
-def test_training_logs_every_set_by_name_and_refuses_a_wrong_one_before_it_leaves_anything(
+def test_training_logs_every_set_and_rejects_an_invalid_one_before_it_starts(
     tiny_datastore: Datastore, copied: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(tmp_path, tmp_path)
@@ -156,5 +154,5 @@ def test_training_logs_every_set_by_name_and_refuses_a_wrong_one_before_it_leave
         (["/x", "/a/x"], ["x", "a"]),
     ],
 )
-def test_short_names_tell_folders_apart(folders: list[str], names: list[str]) -> None:
+def test_short_names_are_unique(folders: list[str], names: list[str]) -> None:
     assert short_names([Path(folder) for folder in folders]) == names

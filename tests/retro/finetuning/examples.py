@@ -1,4 +1,4 @@
-"""Files of examples for tests, and settings that read them."""
+"""Example files for tests, and settings that read them."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ INSTRUCTIONS = [
 ] + [{"instruction": "说出第二个索引的名字", "output": "这是第二个索引"}]  # fmt: skip
 
 
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
 

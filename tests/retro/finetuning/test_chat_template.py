@@ -1,4 +1,4 @@
-"""Which tokens are answers: exactly what the assistant says and the ends of its turns, in every template and language."""
+"""Answer tokens are exactly the assistant's messages and end tokens, in every template and language."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-BRACKETS = (  # as of Llama 2: the beginning and the end of a document around each turn
+BRACKETS = (  # like Llama 2: BOS and EOS around each turn
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
     "{% elif m.role == 'assistant' %}{% generation %}{{ ' ' + m.content + ' ' + eos_token }}{% endgeneration %}"
     "{% else %}{{ raise_exception('no system message here') }}{% endif %}{% endfor %}"
@@ -38,7 +38,7 @@ def sentencepiece(tiny_datastore: Datastore) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def huggingface(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Bytes as tokens, and control tokens; it has no beginning of a document of its own."""
+    """Byte tokens and control tokens, without a BOS token."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Fast
 
@@ -54,31 +54,31 @@ def huggingface(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.open(folder / "installed")
 
 
-def answers(tokenizer: Tokenizer, written: Written) -> list[str]:
-    """The text of each run of answers."""
+def answer_texts(tokenizer: Tokenizer, written: Written) -> list[str]:
+    """The text of each run of answer tokens."""
     borders = np.flatnonzero(np.diff(written.is_answer.astype(int))) + 1
     runs = zip(np.split(written.tokens, borders), np.split(written.is_answer, borders), strict=True)
     return [tokenizer.decode(tokens) for tokens, wanted in runs if wanted[0]]
 
 
-def said(conversation: Conversation) -> list[str]:
+def assistant_texts(conversation: Conversation) -> list[str]:
     return [message.content for message in conversation if message.role == "assistant"]
 
 
 @pytest.mark.parametrize("conversation", [ENGLISH, CHINESE, ENGLISH[1:]], ids=["english", "chinese", "without system"])
 @pytest.mark.parametrize("source", ["", CHATML, BRACKETS], ids=["plain", "chatml", "brackets"])
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
-def test_labels_are_what_the_assistant_says_and_the_ends_of_its_turns(
+def test_labels_are_the_assistants_messages_and_their_end_tokens(
     kind: str, source: str, conversation: Conversation, request: pytest.FixtureRequest
 ) -> None:
     if source == BRACKETS and conversation is ENGLISH:
         pytest.skip("it takes no system message")
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     written = ChatTemplate(tokenizer, source).write(conversation)
-    found = answers(tokenizer, written)
-    if kind == "sentencepiece" and source == CHATML:  # it has no such control token, so they are letters
+    found = answer_texts(tokenizer, written)
+    if kind == "sentencepiece" and source == CHATML:  # it has no such control token and encodes letters
         found = [text.removesuffix("<|im_end|>") for text in found]
-    assert [text.strip(" ") for text in found] == said(conversation)
+    assert [text.strip(" ") for text in found] == assistant_texts(conversation)
     assert (written.tokens[0], written.is_answer[0]) == (tokenizer.bos_id, False)
     assert (written.tokens[-1], written.is_answer[-1]) == (tokenizer.eos_id, True)
     ends = np.flatnonzero(np.diff(written.is_answer.astype(int), append=0) == -1)
@@ -88,12 +88,12 @@ def test_labels_are_what_the_assistant_says_and_the_ends_of_its_turns(
         assert end in written.tokens[ends[-1] - 1 :]
 
 
-def test_a_document_begins_once(huggingface: Tokenizer) -> None:
+def test_bos_is_not_repeated_at_the_start(huggingface: Tokenizer) -> None:
     assert ChatTemplate(huggingface, BRACKETS).write(CHINESE).tokens.tolist().count(huggingface.bos_id) == 2
     assert huggingface.bos_id == huggingface.eos_id
 
 
-def test_plain_words_are_those_of_the_language(sentencepiece: Tokenizer) -> None:
+def test_plain_labels_follow_the_language(sentencepiece: Tokenizer) -> None:
     def text(conversation: Conversation, language="auto") -> str:
         return sentencepiece.decode(ChatTemplate(sentencepiece, "", language).write(conversation).tokens)
 
@@ -105,28 +105,28 @@ def test_plain_words_are_those_of_the_language(sentencepiece: Tokenizer) -> None
     assert text(CHINESE, "en") == "User: 今天怎么样？\nAssistant: 很好，谢谢。"
 
 
-def test_control_tokens_are_read_in_the_words_of_the_template_alone(huggingface: Tokenizer) -> None:
+def test_control_tokens_in_messages_are_plain_text(huggingface: Tokenizer) -> None:
     tokens = ChatTemplate(huggingface, CHATML).write(ENGLISH).tokens.tolist()
     assert tokens.count(huggingface.control_tokens["<|im_start|>"]) == len(ENGLISH)
     assert tokens.count(huggingface.control_tokens["<|im_end|>"]) == len(ENGLISH)
 
 
 @pytest.mark.parametrize("source", ["", CHATML], ids=["plain", "chatml"])
-def test_a_prompt_is_what_stands_before_the_answer(huggingface: Tokenizer, source: str) -> None:
+def test_a_prompt_is_the_text_before_the_answer(huggingface: Tokenizer, source: str) -> None:
     template = ChatTemplate(huggingface, source)
     prompt, written = template.prompt(ENGLISH[:-1]), template.write(ENGLISH)
     assert prompt.tolist() == written.tokens[: len(prompt)].tolist()
     assert huggingface.decode(written.tokens[len(prompt) :]).strip() == ENGLISH[-1].content
 
 
-def test_chatml_is_what_transformers_makes_of_it(huggingface: Tokenizer) -> None:
+def test_chatml_equals_transformers(huggingface: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     plain = tuple(message._replace(content=message.content.replace("<|im_end|>", "").strip()) for message in ENGLISH)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=huggingface._model.tokenizer, chat_template=CHATML)
     fast.backend_tokenizer.encode_special_tokens = False
     whole = fast.apply_chat_template([message._asdict() for message in plain], tokenize=True, return_dict=False)
     ours = ChatTemplate(huggingface, CHATML).write(plain).tokens.tolist()
-    assert ours[1:-1] == whole[:-1]  # ours in a document of its own, and without the line end after the last turn
+    assert ours[1:-1] == whole[:-1]  # ours adds BOS and EOS and omits the newline after the last turn
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ def test_chatml_is_what_transformers_makes_of_it(huggingface: Tokenizer) -> None
         ("{{ messages[0].content }}", "leaves out a message"),
     ],
 )
-def test_what_a_template_cannot_write_is_refused(sentencepiece: Tokenizer, source: str, words: str) -> None:
+def test_invalid_templates_are_rejected(sentencepiece: Tokenizer, source: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         ChatTemplate(sentencepiece, source).write(ENGLISH)
 
 
-def test_a_template_is_a_file_or_that_of_a_tokenizer(tmp_path: Path) -> None:
+def test_a_template_is_read_from_a_file_or_a_tokenizer_folder(tmp_path: Path) -> None:
     assert read_template("") == ""
     (tmp_path / "mine.jinja").write_text("words")
     assert read_template(str(tmp_path / "mine.jinja")) == "words"

@@ -1,4 +1,4 @@
-"""Instruction data: both kinds of lines, in one file, and what is no example is refused by file and line."""
+"""Instruction data: both formats may be mixed in a file; invalid lines are rejected with file and line."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_lines_are_conversations(tmp_path: Path) -> None:
+def test_lines_are_parsed_into_conversations(tmp_path: Path) -> None:
     path = tmp_path / "examples.jsonl.zst"
     path.write_bytes(zstandard.compress("\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()))
     assert list(read_conversations(path)) == [
@@ -42,13 +42,13 @@ def test_lines_are_conversations(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": "a"}]}', r"the last message is of 'user'"),
     ],
 )
-def test_what_is_no_example_is_refused_by_line(tmp_path: Path, row: str, words: str) -> None:
+def test_invalid_lines_are_rejected_with_their_number(tmp_path: Path, row: str, words: str) -> None:
     path = tmp_path / "examples.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + row)
     with pytest.raises(InputError, match=rf"examples\.jsonl:2:? {words}"):
         list(read_conversations(path))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere\.jsonl cannot be read"):
         list(read_conversations(tmp_path / "nowhere.jsonl"))

@@ -1,4 +1,4 @@
-"""Prepared examples as batches: what is learned of each, what it reads, and that rows may hold any others."""
+"""Batches of prepared examples: labels, neighbors, and independence of examples packed into one row."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from retro.model.retro import Retro
 from retro.question_answering.neighbor_prompts import QuestionFormat, find_passages
 from retro.question_answering.question_sets import Question
 from tests.conftest import contents
-from tests.retro.finetuning.examples import INSTRUCTIONS, write
+from tests.retro.finetuning.examples import INSTRUCTIONS, write_lines
 
 M, K = 16, 2
 
@@ -43,7 +43,7 @@ def tokenizer(retriever: Retriever) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> FinetuneSettings:
-    return FinetuneSettings((write(tmp_path_factory.mktemp("examples") / "examples.jsonl", INSTRUCTIONS),))
+    return FinetuneSettings((write_lines(tmp_path_factory.mktemp("examples") / "examples.jsonl", INSTRUCTIONS),))
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,13 @@ def rows_of(prepared: Prepared, length: int, *, packed: bool) -> Rows:
 
 
 def losses_by_label(model: Retro, batch: Batch) -> dict[tuple[int, int], float]:
-    """The loss of every label, by its example (of one) and place among those: rows are matched by their sorted labels."""
+    """The loss of every label, by (row, position)."""
     nats = _token_losses(model, choose_placement("cpu", "float32"), as_tensors(batch))
     scored = batch.labels != IGNORED_LABEL
     return {(row, at): float(nats[row, at]) for row, at in zip(*np.nonzero(scored), strict=True)}
 
 
-def test_examples_come_back_as_they_were_with_their_answers_as_labels(prepared: Prepared, tokenizer: Tokenizer) -> None:
+def test_examples_are_restored_with_their_answers_as_labels(prepared: Prepared, tokenizer: Tokenizer) -> None:
     batch = rows_of(prepared, 128, packed=False).batch(range(len(INSTRUCTIONS)), 0)
     for row, example in enumerate(INSTRUCTIONS):
         labels = batch.labels[row]
@@ -74,12 +74,10 @@ def test_examples_come_back_as_they_were_with_their_answers_as_labels(prepared: 
         tokens = batch.tokens[row, : prepared.lengths[row]]
         assert tokenizer.decode(tokens) == text
         at = np.flatnonzero(labels != IGNORED_LABEL)
-        assert np.array_equal(labels[at[:-1]], batch.tokens[row, at[:-1] + 1])  # each is the token that follows
+        assert np.array_equal(labels[at[:-1]], batch.tokens[row, at[:-1] + 1])  # labels are the next tokens
 
 
-def test_chunks_read_what_they_find_and_the_last_of_an_example_nothing(
-    prepared: Prepared, retriever: Retriever
-) -> None:
+def test_complete_chunks_read_their_neighbors_and_the_last_chunk_none(prepared: Prepared, retriever: Retriever) -> None:
     batch = rows_of(prepared, 128, packed=False).batch(range(len(INSTRUCTIONS)), K)
     assert batch.neighbors is not None
     assert batch.neighbor_lengths is not None
@@ -92,10 +90,10 @@ def test_chunks_read_what_they_find_and_the_last_of_an_example_nothing(
         assert np.array_equal(batch.neighbors[row, :complete][real], tokens[real])
 
 
-def test_packed_rows_have_the_losses_of_rows_of_one(prepared: Prepared, tiny_model: Retro) -> None:
+def test_packing_does_not_change_the_loss(prepared: Prepared, tiny_model: Retro) -> None:
     nats_of = lambda batch: _token_losses(tiny_model.eval(), choose_placement("cpu", "float32"), batch)  # noqa: E731
     single = rows_of(prepared, 128, packed=False)
-    for length in (256, 250):  # 250: no whole chunks
+    for length in (256, 250):  # 250 is not a multiple of the chunk length
         packed = rows_of(prepared, length, packed=True)
         assert len(packed) < len(single) / 2
         batch = packed.batch(range(len(packed)), K)
@@ -107,7 +105,9 @@ def test_packed_rows_have_the_losses_of_rows_of_one(prepared: Prepared, tiny_mod
             assert given[0] == pytest.approx(given[1], rel=1e-5)
 
 
-def test_an_example_reads_neither_others_of_its_row_nor_their_neighbors(prepared: Prepared, tiny_model: Retro) -> None:
+def test_a_packed_example_reads_neither_other_examples_nor_their_neighbors(
+    prepared: Prepared, tiny_model: Retro
+) -> None:
     rows = rows_of(prepared, 256, packed=True)
     number = max(range(len(rows)), key=lambda number: len(rows.rows[number]))
     batch = rows.batch([number], K)
@@ -127,7 +127,7 @@ def test_an_example_reads_neither_others_of_its_row_nor_their_neighbors(prepared
     assert all(before[key] == after[key] for key in set(before) - own)
 
 
-def test_an_epoch_goes_through_all_rows_in_an_order_of_its_own(
+def test_an_epoch_reads_every_row_once_and_epochs_differ_in_order(
     prepared: Prepared, settings: FinetuneSettings, tiny_datastore: Datastore
 ) -> None:
     data = ExampleData(
@@ -149,9 +149,7 @@ def test_an_epoch_goes_through_all_rows_in_an_order_of_its_own(
     assert not dropped.neighbor_lengths.any()
 
 
-def test_no_epoch_of_a_seed_has_the_order_of_an_epoch_of_another(
-    prepared: Prepared, settings: FinetuneSettings
-) -> None:
+def test_epochs_of_different_seeds_have_different_orders(prepared: Prepared, settings: FinetuneSettings) -> None:
     orders = set()
     for seed in range(3):
         data = ExampleData(
@@ -166,7 +164,7 @@ def test_no_epoch_of_a_seed_has_the_order_of_an_epoch_of_another(
 
 
 @pytest.mark.parametrize("length", [128, 250])
-def test_a_row_says_which_of_its_tokens_are_padding(prepared: Prepared, length: int) -> None:
+def test_a_row_marks_its_padding(prepared: Prepared, length: int) -> None:
     rows = rows_of(prepared, length, packed=True)
     batch = rows.batch(range(len(rows)), 0)
     real = (np.arange(M) < batch.lengths[..., None]).reshape(len(rows), -1)[:, :length]
@@ -178,7 +176,7 @@ def test_a_row_says_which_of_its_tokens_are_padding(prepared: Prepared, length: 
         assert not real[row, len(expected) :].any()
 
 
-def test_too_long_examples_lose_their_ends_and_what_has_no_answer_left_is_not_learned(prepared: Prepared) -> None:
+def test_too_long_examples_are_cut_and_dropped_if_no_answer_is_left(prepared: Prepared) -> None:
     rows = rows_of(prepared, 32, packed=True)
     numbers = sorted(example for row in rows.rows for example in row)
     assert numbers == np.flatnonzero(prepared.first_labels < 32).tolist()
@@ -190,7 +188,7 @@ def test_too_long_examples_lose_their_ends_and_what_has_no_answer_left_is_not_le
         rows_of(prepared, 2, packed=True)
 
 
-def test_what_was_finished_before_a_kill_is_not_made_again(
+def test_preparation_resumes_after_a_kill_without_repeating_finished_shards(
     tmp_path: Path,
     retriever: Retriever,
     settings: FinetuneSettings,
@@ -211,7 +209,7 @@ def test_what_was_finished_before_a_kill_is_not_made_again(
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path, datastores, settings, K)
     folder = prepare(tmp_path, datastores, settings, K)
-    assert searches[0] == 4  # one before the kill, one that was killed, and the two shards that were missing
+    assert searches[0] == 4  # one before the kill, the killed one, and the two missing shards
     before = contents(folder)
     assert prepare(tmp_path, datastores, settings, K) == folder
     assert searches[0] == 4
@@ -223,11 +221,11 @@ def test_what_was_finished_before_a_kill_is_not_made_again(
     assert np.array_equal(one.neighbors[real_tokens], several.neighbors[real_tokens])  # type: ignore[index]
 
 
-def test_passages_of_a_question_are_read_by_its_chunks_and_equal_questions_are_held_out_together(
+def test_chunks_of_a_question_read_its_passages_and_equal_questions_are_held_out_together(
     tmp_path: Path, retriever: Retriever, tokenizer: Tokenizer
 ) -> None:
     asked = ["which index is the first?", "层的第一个在哪里？"]
-    path = write(tmp_path / "q.jsonl", [{"question": asked[n % 2], "answers": [f"number {n}"]} for n in range(6)])
+    path = write_lines(tmp_path / "q.jsonl", [{"question": asked[n % 2], "answers": [f"number {n}"]} for n in range(6)])
     settings = FinetuneSettings((path,), format="questions")
     prepared = Prepared(prepare(tmp_path, [retriever.datastore.folder], settings, 3))
     rows = rows_of(prepared, 4 * M, packed=False)
@@ -250,8 +248,8 @@ def test_passages_of_a_question_are_read_by_its_chunks_and_equal_questions_are_h
     assert len(set(prepared.places.tolist())) == 2
 
 
-def test_a_question_without_an_answer_is_refused_by_line(tmp_path: Path, tiny_datastore: Datastore) -> None:
-    path = write(tmp_path / "q.jsonl", [{"question": "a", "answers": ["b"]}, {"question": "c", "answers": []}])
+def test_a_question_without_answers_is_rejected_with_its_line(tmp_path: Path, tiny_datastore: Datastore) -> None:
+    path = write_lines(tmp_path / "q.jsonl", [{"question": "a", "answers": ["b"]}, {"question": "c", "answers": []}])
     with pytest.raises(InputError, match=r'q\.jsonl:2 has no "answers"'):
         prepare(tmp_path, [tiny_datastore.folder], FinetuneSettings((path,), format="questions"), 0)
     assert not list((tmp_path / "examples").glob("*/*"))

@@ -1,4 +1,4 @@
-"""Packed rows hold every example once, from a chunk on, none beyond a row's end, and leave little room."""
+"""Packed rows contain every example once, aligned to chunks and inside the row, with little padding."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_every_example_is_in_one_row_and_fits(lengths: list[int], row_length: in
             at = -(-end // M) * M
 
 
-def test_rows_are_full_where_examples_are_short() -> None:
+def test_rows_of_short_examples_are_almost_full() -> None:
     lengths = np.random.default_rng(0).integers(1, 16, 500)
     rows = pack(lengths, 32, M, seed=0)
     chunks = (-(-lengths // M)).sum()

@@ -1,4 +1,4 @@
-"""Fine-tuning: answers are learned, also such as stand in passages alone; stopped runs go on; what does not fit is refused."""
+"""Fine-tuning learns answers, also from passages, resumes bit for bit, and rejects incompatible settings."""
 
 import math
 from collections.abc import Callable
@@ -29,14 +29,14 @@ from retro.question_answering.neighbor_prompts import Passage, QuestionFormat
 from retro.training.trainer import Outcome, train
 from retro.tuning.settings import Adapter, TuningSettings
 from tests.conftest import tiny_config
-from tests.retro.finetuning.examples import INSTRUCTIONS, run, with_finetune, write
+from tests.retro.finetuning.examples import INSTRUCTIONS, run, with_finetune, write_lines
 
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
-    """Eight steps on instructions, in packed rows."""
+    """Eight steps on instructions in packed rows."""
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
-    examples = write(tmp_path / "examples.jsonl", INSTRUCTIONS)
+    examples = write_lines(tmp_path / "examples.jsonl", INSTRUCTIONS)
     return replace(
         config,
         model=replace(config.model, dropout=0.1),
@@ -68,7 +68,7 @@ def interrupt_after(tokens: int) -> Callable[[int], None]:
     return advance
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit(config: Config, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(config: Config, tmp_path: Path) -> None:
     straight = run(config)
     stopped = replace(config, run=tmp_path / "stopped")
     with pytest.raises(KeyboardInterrupt):
@@ -77,7 +77,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(config: Config, tmp_path: Pat
     resumed = run(stopped)
     assert weights(resumed) == weights(straight)
     assert losses(resumed) == losses(straight)
-    # Held-out answers are measured ON and OFF, and the best checkpoint is that with the lowest loss ON.
+    # Held-out answers are scored ON and OFF; the best checkpoint has the lowest loss ON.
     measured = {line["step"]: line for line in straight.metrics if "held_out_loss_on" in line}
     assert list(measured) == [4, 8]
     for line in measured.values():
@@ -87,7 +87,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(config: Config, tmp_path: Pat
     assert open_checkpoint(Path(f"{config.run}@best")).step == best
 
 
-def test_epochs_are_steps(config: Config) -> None:
+def test_epochs_determine_the_number_of_steps(config: Config) -> None:
     config = with_finetune(with_train(config, batch_size=2, warmup_steps=0), epochs=1.5, packed=False, held_out=0.0)
     outcome = run(config)
     assert outcome.metrics[-1]["step"] == math.ceil(1.5 * len(INSTRUCTIONS) / 2)
@@ -101,13 +101,13 @@ def test_epochs_are_steps(config: Config) -> None:
         (lambda c: with_train(c, lr=1e-5), r"train\.lr was"),
     ],
 )
-def test_a_run_with_other_settings_is_refused_by_name(config: Config, change, words: str) -> None:
+def test_changed_settings_are_rejected_with_their_key(config: Config, change, words: str) -> None:
     run(with_train(config, steps=2, warmup_steps=1))
     with pytest.raises(InputError, match=words):
         run(with_train(change(config), steps=2, warmup_steps=1))
 
 
-def test_a_run_is_of_its_examples_and_of_its_verb(config: Config) -> None:
+def test_a_run_resumes_only_with_the_same_examples_and_command(config: Config) -> None:
     config = with_train(config, steps=2, warmup_steps=1)
     first = run(config)
     (path,) = config.finetune.examples
@@ -116,7 +116,7 @@ def test_a_run_is_of_its_examples_and_of_its_verb(config: Config) -> None:
     assert weights(run(again)) == weights(first)
     with pytest.raises(InputError, match=r"it was one of `retro finetune`"):
         train(config.run, config.run_settings)
-    write(moved, INSTRUCTIONS[1:])
+    write_lines(moved, INSTRUCTIONS[1:])
     with pytest.raises(InputError, match=r"the datastore has changed, or the examples"):
         run(again)
 
@@ -134,14 +134,14 @@ def test_a_run_is_of_its_examples_and_of_its_verb(config: Config) -> None:
         ("model", {"chunk_length": 8}, r"model\.chunk_length = 8, but .* has chunk_length = 16"),
     ],
 )
-def test_what_does_not_fit_is_refused(config: Config, section: str, change, words: str) -> None:
+def test_incompatible_settings_are_rejected_with_their_key(config: Config, section: str, change, words: str) -> None:
     with pytest.raises(InputError, match=words):
         run(replace(config, **{section: replace(getattr(config, section), **change)}))
     assert not (config.run / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("adapter", ["lora", "prompt"])
-def test_an_adapter_alone_is_tuned_beside_the_base(config: Config, tiny_run: Path, adapter: Adapter) -> None:
+def test_training_an_adapter_keeps_the_base(config: Config, tiny_run: Path, adapter: Adapter) -> None:
     pytest.importorskip("peft")
     config = with_train(config, steps=2, warmup_steps=1, init_from=str(tiny_run), lr=1e-2)
     config = replace(config, model=ModelSettings(preset="base", chunk_length=16))
@@ -151,10 +151,10 @@ def test_an_adapter_alone_is_tuned_beside_the_base(config: Config, tiny_run: Pat
     assert set(before) < set(after)
 
 
-def answers(
+def generate_answers(
     outcome: Outcome, prompts: list[np.ndarray], tokenizer: Tokenizer, given: tuple[np.ndarray, np.ndarray] | None
 ) -> list[str]:
-    """What a trained model writes greedily after prompts, each of whose chunks reads the neighbors given to it."""
+    """Greedy answers of a trained model to prompts; each chunk of a prompt reads the neighbors given for it."""
     model = load_model(open_checkpoint(outcome.checkpoint), torch.device("cpu"))
     texts = []
     for row, prompt in enumerate(prompts):
@@ -170,7 +170,7 @@ def answers(
     return texts
 
 
-def test_a_few_instructions_are_learned_by_heart(config: Config, tmp_path: Path, tiny_datastore: Datastore) -> None:
+def test_a_few_instructions_are_memorized(config: Config, tmp_path: Path, tiny_datastore: Datastore) -> None:
     examples = [
         {"messages": [{"role": "user", "content": "left?"}, {"role": "assistant", "content": "right"}, {"role": "user", "content": "up?"}, {"role": "assistant", "content": "down"}]},
         {"instruction": "first?", "output": "last"},
@@ -178,7 +178,7 @@ def test_a_few_instructions_are_learned_by_heart(config: Config, tmp_path: Path,
     ]  # fmt: skip
     config = with_train(config, steps=80, lr=1e-2, warmup_steps=5, eval_every=0, batch_size=1, checkpoint_every=80)
     config = replace(config, model=updated(config.model, {"dropout": 0.0, "num_layers": 2, "retrieval.cca_layers": ()}))
-    outcome = run(with_finetune(config, examples=(write(tmp_path / "few.jsonl", examples),), held_out=0.0))
+    outcome = run(with_finetune(config, examples=(write_lines(tmp_path / "few.jsonl", examples),), held_out=0.0))
     tokenizer = Tokenizer.open(tiny_datastore.folder / "tokenizer")
     asked = [
         [Message("user", "left?"), Message("assistant", "right"), Message("user", "up?")],
@@ -186,17 +186,17 @@ def test_a_few_instructions_are_learned_by_heart(config: Config, tmp_path: Path,
         [Message("user", "第一？")],
     ]
     prompts = [ChatTemplate(tokenizer).prompt(messages) for messages in asked]
-    assert answers(outcome, prompts, tokenizer, None) == ["down", "last", "第二"]
+    assert generate_answers(outcome, prompts, tokenizer, None) == ["down", "last", "第二"]
 
 
-def test_answers_that_stand_in_passages_alone_are_read_from_them(
+def test_answers_found_only_in_passages_are_read_from_them(
     config: Config, tmp_path: Path, tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One question, whose right answer depends on the passage beside it: nothing else tells the examples apart."""
+    """All examples have the same question, so only the passage determines the answer."""
     words = ["model", "layer", "token", "index"]
     passages = [[Passage("Answers", f"it is the {word}")] for word in words]
     monkeypatch.setattr(preparing, "find_passages", lambda retriever, questions, k, **options: passages)
-    path = write(tmp_path / "q.jsonl", [{"question": "which?", "answers": [word]} for word in words])
+    path = write_lines(tmp_path / "q.jsonl", [{"question": "which?", "answers": [word]} for word in words])
     config = with_train(config, steps=60, lr=1e-2, warmup_steps=5, eval_every=0, batch_size=4, checkpoint_every=60)
     config = with_train(config, precision="float32")
     model = updated(config.model, {"dropout": 0.0, "num_layers": 2, "retrieval.cca_layers": (1, 2)})
@@ -208,5 +208,5 @@ def test_answers_that_stand_in_passages_alone_are_read_from_them(
     given = [form.neighbors(each, 1) for each in passages[::-1]]
     prompts = [form.prompt("which?")] * 4
     both = np.stack([tokens for tokens, _ in given]), np.stack([lengths for _, lengths in given])
-    assert answers(outcome, prompts, tokenizer, both) == words[::-1]
-    assert len(set(answers(outcome, prompts, tokenizer, None))) == 1
+    assert generate_answers(outcome, prompts, tokenizer, both) == words[::-1]
+    assert len(set(generate_answers(outcome, prompts, tokenizer, None))) == 1

@@ -1,4 +1,4 @@
-"""Right answers: what SQuAD's and CMRC 2018's own scripts count."""
+"""Answer metrics equal those of SQuAD's and CMRC 2018's own scripts."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from retro.question_answering.answer_metrics import exact_match, f1, language_of
         ("", ["October"], 0),
     ],
 )
-def test_english_answers_match_but_for_case_punctuation_and_articles(answer, right, same) -> None:
+def test_english_exact_match_ignores_case_punctuation_and_articles(answer, right, same) -> None:
     assert exact_match(answer, right, "en") == same
 
 
@@ -35,7 +35,7 @@ def test_english_answers_match_but_for_case_punctuation_and_articles(answer, rig
         ("", ["October"], 0),
     ],
 )
-def test_english_f1_is_over_words(answer, right, value) -> None:
+def test_english_f1_counts_words(answer, right, value) -> None:
     assert f1(answer, right, "en") == pytest.approx(value)
 
 
@@ -48,7 +48,7 @@ def test_english_f1_is_over_words(answer, right, value) -> None:
         ("红楼", ["红楼梦"], 0),
     ],
 )
-def test_chinese_answers_match_but_for_punctuation_and_case(answer, right, same) -> None:
+def test_chinese_exact_match_ignores_punctuation_and_case(answer, right, same) -> None:
     assert exact_match(answer, right, "zh") == same
 
 
@@ -57,30 +57,30 @@ def test_chinese_answers_match_but_for_punctuation_and_case(answer, right, same)
     [
         ("红楼梦", ["红楼梦"], 1),
         ("红楼", ["红楼梦"], 2 * 2 / 5),
-        ("梦红楼", ["红楼梦"], 2 * 2 / 6),  # only the longest run common to both counts, not single characters
+        ("梦红楼", ["红楼梦"], 2 * 2 / 6),  # only the longest common run counts, not single characters
         ("308分", ["308"], 2 * 1 / 3),  # a number is one word
         ("windows操作系统", ["Windows 操作系统"], 1),
         ("三国", ["红楼梦"], 0),
         ("。", ["红楼梦"], 0),
     ],
 )
-def test_chinese_f1_is_over_the_longest_common_run(answer, right, value) -> None:
+def test_chinese_f1_counts_the_longest_common_run(answer, right, value) -> None:
     assert f1(answer, right, "zh") == pytest.approx(value)
 
 
-def test_the_language_is_that_of_the_characters() -> None:
+def test_the_language_is_detected_from_characters() -> None:
     assert language_of(["When did the oil crisis begin?", "谁?"]) == "en"
     assert language_of(["黑豹队的防守丢了多少分？", "Windows 2000 的发行日期"]) == "zh"
     assert language_of([]) == "en"
 
 
-def test_a_question_without_answers_is_refused() -> None:
+def test_a_question_without_answers_is_rejected() -> None:
     for measure in (exact_match, f1):
         with pytest.raises(InputError, match="no answers"):
             measure("x", [], "en")
 
 
-def test_the_interval_holds_the_mean_and_narrows_with_more_questions() -> None:
+def test_the_interval_contains_the_mean_and_narrows_with_more_questions() -> None:
     few = mean_with_interval(np.array([0.0, 1.0] * 10))
     many = mean_with_interval(np.array([0.0, 1.0] * 1000))
     for mean, low, high in (few, many):

@@ -1,4 +1,4 @@
-"""Questions end a chunk, passages are neighbors of r tokens, and those that a question names stand first where asked for."""
+"""Questions end with a chunk, passages are neighbors of r tokens, and positives come first on request."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def tokenizer(retriever: Retriever) -> Tokenizer:
 @pytest.mark.parametrize(
     ("language", "words"), [("en", "question: {}\nanswer:"), ("zh", "问题：{}\n答案：")], ids=["en", "zh"]
 )
-def test_the_answer_begins_a_chunk_and_goes_on_where_the_prompt_ends(
+def test_a_prompt_fills_whole_chunks_and_the_answer_follows_it(
     tokenizer: Tokenizer, language: Language, words: str, question: str
 ) -> None:
     form = QuestionFormat(tokenizer, M, language)
@@ -36,7 +36,7 @@ def test_the_answer_begins_a_chunk_and_goes_on_where_the_prompt_ends(
     assert len(prompt) % M == 0
     text = tokenizer.decode(prompt)
     assert text.lstrip("\n") == words.format(question)
-    assert len(prompt) - len(tokenizer.encode(text.lstrip("\n"))) <= M  # no chunk of padding alone
+    assert len(prompt) - len(tokenizer.encode(text.lstrip("\n"))) <= M  # no chunk consists of padding only
     answer = form.answer("the second 第二")
     assert answer[-1] == tokenizer.eos_id
     assert tokenizer.decode(answer) == ("" if language == "zh" else " ") + "the second 第二"
@@ -52,7 +52,7 @@ def test_passages_are_cut_to_two_chunks_and_missing_ones_are_empty(tokenizer: To
     assert tokenizer.decode(chinese[0, :length]) == "标题：书，来源：文"
 
 
-def test_passages_are_the_chunks_found_and_named_documents_stand_first_in_whole(retriever: Retriever) -> None:
+def test_passages_are_the_retrieved_chunks_with_whole_positive_documents_first(retriever: Retriever) -> None:
     split = retriever.retrieval.own
     (row,) = split.metadata([40])
     question = Question("q", "model layers and the training of an index", (), (row["id"],))

@@ -1,4 +1,4 @@
-"""Question sets: read from plain and packed lines, and refused by file and line."""
+"""Question sets are read from plain and compressed files; invalid lines are rejected with file and line."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ ROWS = [
     ("name", "pack"),
     [("q.jsonl", bytes), ("q.jsonl.gz", gzip.compress), ("q.JSONL.zst", zstandard.ZstdCompressor().compress)],
 )
-def test_lines_are_questions(tmp_path: Path, name: str, pack) -> None:
+def test_lines_are_parsed_into_questions(tmp_path: Path, name: str, pack) -> None:
     path = tmp_path / name
     path.write_bytes(pack("\n\n".join(json.dumps(row) for row in ROWS).encode()))
     assert read_questions(path) == [Question("a", "Who?", ("me", "I"), ("p/1",)), Question("3", "谁？", (), ())]
@@ -36,14 +36,14 @@ def test_lines_are_questions(tmp_path: Path, name: str, pack) -> None:
         (b"\n", r"q\.jsonl has no questions"),
     ],
 )
-def test_what_is_no_question_is_refused_by_line(tmp_path: Path, content: bytes, words: str) -> None:
+def test_invalid_lines_are_rejected_with_their_number(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "q.jsonl"
     path.write_bytes(content)
     with pytest.raises(InputError, match=words):
         read_questions(path)
 
 
-def test_a_file_that_is_missing_or_cut_off_is_refused(tmp_path: Path) -> None:
+def test_missing_or_truncated_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere\.jsonl cannot be read"):
         read_questions(tmp_path / "nowhere.jsonl")
     path = tmp_path / "cut.jsonl.gz"

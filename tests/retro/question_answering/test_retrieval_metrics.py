@@ -1,4 +1,4 @@
-"""hit@k, recall@k and MRR: over documents, each at its best chunk."""
+"""hit@k, recall@k and MRR over documents, each ranked by its best chunk."""
 
 import numpy as np
 import pytest
@@ -17,12 +17,12 @@ def retriever(tiny_datastore: Datastore) -> Retriever:
     return Retriever.open(tiny_datastore.folder)
 
 
-def test_a_document_ranks_where_its_best_chunk_stands() -> None:
+def test_a_document_is_ranked_by_its_best_chunk() -> None:
     ranks = ranks_of(np.array([7, 7, 3, 7, 9, 3]), np.array([9, 7, 4]))
     assert ranks.tolist() == [3, 1, np.inf]
 
 
-def test_figures_are_means_over_questions() -> None:
+def test_metrics_are_means_over_questions() -> None:
     ranks = [np.array([1.0, 4.0]), np.array([2.0]), np.array([np.inf, np.inf])]
     result = summarize("bm25", ranks, (1, 2, 5))
     assert result.hit == pytest.approx({1: 1 / 3, 2: 2 / 3, 5: 2 / 3})
@@ -31,7 +31,7 @@ def test_figures_are_means_over_questions() -> None:
     assert (result.rerank, result.num_questions) == ("bm25", 3)
 
 
-def test_right_documents_are_found_by_id_in_every_datastore(retriever: Retriever) -> None:
+def test_positive_documents_are_found_by_id(retriever: Retriever) -> None:
     split = retriever.retrieval.own
     rows = split.metadata(range(split.num_documents))
     asked = [
@@ -51,13 +51,13 @@ def test_right_documents_are_found_by_id_in_every_datastore(retriever: Retriever
         ((), "question 'q' has no \"positive_ids\""),
     ],
 )
-def test_questions_about_other_documents_are_refused(retriever: Retriever, positive_ids, words: str) -> None:
+def test_questions_without_positive_documents_are_rejected(retriever: Retriever, positive_ids, words: str) -> None:
     with pytest.raises(InputError, match=words):
         right_documents(retriever.retrieval, [Question("q", "?", (), positive_ids)])
 
 
 @pytest.mark.parametrize("rerank", ["embeddings", "bm25", "hybrid"])
-def test_documents_are_found_by_their_own_text_and_not_by_that_of_others(retriever: Retriever, rerank: Rerank) -> None:
+def test_documents_are_found_by_their_own_text_only(retriever: Retriever, rerank: Rerank) -> None:
     split = retriever.retrieval.own
     numbers = list(range(0, split.num_documents, 9))
     rows = split.metadata(numbers)
@@ -83,6 +83,6 @@ def test_documents_are_found_by_their_own_text_and_not_by_that_of_others(retriev
         ({"rerank": ()}, "at least one"),
     ],
 )
-def test_settings_that_measure_nothing_are_refused(settings, words: str) -> None:
+def test_empty_or_inconsistent_settings_are_rejected(settings, words: str) -> None:
     with pytest.raises(InputError, match=words):
         RetrievalSettings(**settings)

@@ -1,4 +1,4 @@
-"""Prompts of whole chunks, what is cut where they are too long, and greedy answers up to the end of a line."""
+"""Text prompts fill whole chunks, are cut when too long, and are answered greedily up to the end of a line."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,16 +33,16 @@ def text_of(tokenizer: Tokenizer, language="en", shots=(), tokens=1024, question
     assert len(row) % M == 0
     assert len(row) <= tokens
     text = tokenizer.decode(row)
-    assert text.startswith("\n" * (M - 1)) is False  # no more padding than one chunk takes
+    assert text.startswith("\n" * (M - 1)) is False  # less than a chunk of padding
     return text.lstrip("\n")
 
 
-def test_a_prompt_ends_with_the_question_and_a_chunk(tokenizer: Tokenizer) -> None:
+def test_a_prompt_ends_with_the_question_at_the_end_of_a_chunk(tokenizer: Tokenizer) -> None:
     assert text_of(tokenizer) == "Question: which index is it?\nAnswer:"
     assert text_of(tokenizer, "zh") == "问题：which index is it?\n回答："
 
 
-def test_passages_come_first_a_line_each_then_solved_questions(tokenizer: Tokenizer) -> None:
+def test_passages_come_first_then_solved_questions(tokenizer: Tokenizer) -> None:
     assert text_of(tokenizer, shots=SHOTS, passages=PASSAGES) == (
         "Passage: the first passage of the index\nPassage: the second passage\n"
         "Question: what is a chunk?\nAnswer: a token\nQuestion: what is a layer?\nAnswer: a head\n"
@@ -51,7 +51,7 @@ def test_passages_come_first_a_line_each_then_solved_questions(tokenizer: Tokeni
     assert "段落：the second passage\n" in text_of(tokenizer, "zh", passages=PASSAGES)
 
 
-def test_what_is_too_long_loses_passages_then_solved_questions(tokenizer: Tokenizer) -> None:
+def test_long_prompts_lose_passages_first_then_solved_questions(tokenizer: Tokenizer) -> None:
     whole = len(tokenizer.encode(text_of(tokenizer, shots=SHOTS)))
     cut = text_of(tokenizer, shots=SHOTS, tokens=whole // M * M + 2 * M, passages=PASSAGES)
     passage, line_end, rest = cut.partition("\n")
@@ -67,8 +67,8 @@ def test_what_is_too_long_loses_passages_then_solved_questions(tokenizer: Tokeni
 
 
 @dataclass
-class Speaker:
-    """Stands in for a language model: continues each prompt with pieces of the text that belongs to its length."""
+class FakeLanguageModel:
+    """Continues each prompt with the pieces of text listed for the prompt's length."""
 
     spoken: dict[int, list[str]]
     context: int = 64
@@ -93,8 +93,8 @@ class Speaker:
                 yield pieces
 
 
-def test_answers_keep_the_order_of_the_prompts_and_lose_blanks() -> None:
-    speaker, advanced = Speaker({16: [" a", " b"], 32: [" c"], 48: []}), []
+def test_answers_keep_the_order_of_prompts_and_are_stripped() -> None:
+    speaker, advanced = FakeLanguageModel({16: [" a", " b"], 32: [" c"], 48: []}), []
     prompts = [np.zeros(length, dtype=np.int64) for length in (32, 16, 48, 16)]
     answers = answer(speaker, prompts, k=2, max_tokens=3, batch_size=3, advance=advanced.append)  # type: ignore[arg-type]
     assert answers == ["c", "a b", "", "a b"]
@@ -104,9 +104,9 @@ def test_answers_keep_the_order_of_the_prompts_and_lose_blanks() -> None:
     assert again == answers
 
 
-def test_room_for_prompts_is_whole_chunks_less_the_answer() -> None:
-    assert room_for_prompts(Speaker({}), 8) == 48  # type: ignore[arg-type]
-    assert room_for_prompts(Speaker({}), 16) == 48  # type: ignore[arg-type]
-    assert room_for_prompts(Speaker({}), 17) == 32  # type: ignore[arg-type]
+def test_room_for_prompts_is_in_whole_chunks_and_excludes_the_answer() -> None:
+    assert room_for_prompts(FakeLanguageModel({}), 8) == 48  # type: ignore[arg-type]
+    assert room_for_prompts(FakeLanguageModel({}), 16) == 48  # type: ignore[arg-type]
+    assert room_for_prompts(FakeLanguageModel({}), 17) == 32  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"max_tokens = 60: an answer of this length leaves no room .*16 tokens"):
-        room_for_prompts(Speaker({}), 60)  # type: ignore[arg-type]
+        room_for_prompts(FakeLanguageModel({}), 60)  # type: ignore[arg-type]

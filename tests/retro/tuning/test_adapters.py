@@ -1,4 +1,4 @@
-"""What is trained changes, what is frozen stays to the bit, and adapters move neither chunks nor documents."""
+"""Trained weights change, frozen weights stay bit-equal, and adapters respect chunks and documents."""
 
 from collections.abc import Iterator
 from itertools import repeat
@@ -33,8 +33,8 @@ METHODS: dict[str, dict[str, Any]] = {
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
-def tuned(scheme: str = "rope", trained: bool = False, **settings: Any) -> Retro:
-    """A small model with an adapter; if it is to be a trained one, LoRA's products are not 0."""
+def build_tuned(scheme: str = "rope", trained: bool = False, **settings: Any) -> Retro:
+    """A small model with an adapter. With `trained`, adapter weights are random instead of their initial values."""
     model = build(scheme)
     tuning = TuningSettings(**{"rank": 2, "virtual_tokens": 3, **settings})
     add_adapter(model, tuning)
@@ -53,8 +53,8 @@ def tensors(off: bool = False) -> TensorBatch:
     return {"tokens": tokens, "labels": labels, "documents": None, **found}
 
 
-def steps(model: Retro, count: int, data: TensorBatch, lr: float = 1e-2) -> list[float]:
-    """The losses of a few steps on one batch."""
+def train_steps(model: Retro, count: int, data: TensorBatch, lr: float = 1e-2) -> list[float]:
+    """The losses of a few training steps on one batch."""
     settings = TrainSettings(steps=count, warmup_steps=0, lr_schedule="constant", lr=lr, monitor_every=1)
     optimizer = make_optimizer([model.train()], TrainSettings(lr=lr))
     batches: Iterator[TensorBatch] = (dict(each) for each in repeat(data))
@@ -68,14 +68,14 @@ def weights(model: Retro) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-# ------------------------------------------------------------------------------------------------------ what is trained
+# ------------------------------------------------------------------------------------------------------ trained weights
 
 
 @every_method
-def test_exactly_what_is_named_is_trained_and_it_learns(method: str) -> None:
-    model = tuned(**METHODS[method])
+def test_exactly_the_selected_weights_are_trained(method: str) -> None:
+    model = build_tuned(**METHODS[method])
     before = weights(model)
-    losses = steps(model, 12, tensors())
+    losses = train_steps(model, 12, tensors())
     assert losses[-1] < losses[0] - 0.02
     after = weights(model)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -83,27 +83,27 @@ def test_exactly_what_is_named_is_trained_and_it_learns(method: str) -> None:
     assert changed == {name for name in before if is_adapter(name) or name.startswith(whole)}
 
 
-def test_retrieval_off_stays_bit_equal_to_the_base_and_on_does_not() -> None:
-    model = tuned(weights="retrieval")
+def test_retrieval_off_stays_bit_equal_to_the_base() -> None:
+    model = build_tuned(weights="retrieval")
     tokens, neighbors, lengths = batch()
     off, on = logits(model, tokens), logits(model, tokens, None, neighbors, lengths)
-    steps(model, 3, tensors())
+    train_steps(model, 3, tensors())
     assert torch.equal(logits(model, tokens), off)
     assert not torch.allclose(logits(model, tokens, None, neighbors, lengths), on, atol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["retrieval", "retrieval and prefix"])
-def test_a_batch_without_neighbors_teaches_a_frozen_decoder_nothing_and_an_adapter_something(method: str) -> None:
-    model = tuned(**METHODS[method])
+def test_a_batch_without_neighbors_trains_adapters_only(method: str) -> None:
+    model = build_tuned(**METHODS[method])
     before = weights(model)
-    losses = steps(model, 3, tensors(off=True))
+    losses = train_steps(model, 3, tensors(off=True))
     after = weights(model)
     changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
     assert changed == ({"virtual_tokens"} if "prefix" in method else set())
     assert (losses[0] == losses[-1]) == ("prefix" not in method)
 
 
-def test_below_the_first_cross_attention_a_frozen_decoder_keeps_nothing_for_a_backward_pass() -> None:
+def test_a_frozen_decoder_saves_no_activations_below_the_first_cross_attention() -> None:
     whole, frozen = build().train(), build().train()
     train_only(frozen, TuningSettings(weights="retrieval"))
     run = Pass(B, T, k=2, narrow=False)
@@ -122,7 +122,7 @@ def test_below_the_first_cross_attention_a_frozen_decoder_keeps_nothing_for_a_ba
     assert frozen_kept["feed_forward.1"] < all_kept["feed_forward.1"]
 
 
-def test_settings_that_say_nothing_are_refused_by_name() -> None:
+def test_settings_without_effect_are_rejected_with_their_key() -> None:
     for settings, words in [
         ({"weights": "none"}, r"tuning\.weights = 'none'.*tuning\.adapter"),
         ({"weights": "some"}, r"tuning\.weights = 'some': accepted are all, retrieval, none"),
@@ -149,12 +149,14 @@ def test_settings_that_say_nothing_are_refused_by_name() -> None:
 
 
 @every_scheme
-def test_lora_begins_as_the_base_to_the_bit_and_merged_is_what_it_was_but_for_rounding(scheme: str) -> None:
+def test_lora_starts_bit_equal_to_the_base_and_merging_keeps_its_logits(scheme: str) -> None:
     tokens, neighbors, lengths = batch()
     base = logits(build(scheme), tokens, None, neighbors, lengths)
     targets = ("attention", "feed_forward", "cross", "encoder")
-    assert torch.equal(logits(tuned(scheme, adapter="lora", targets=targets), tokens, None, neighbors, lengths), base)
-    model = tuned(scheme, adapter="lora", targets=targets, trained=True)
+    assert torch.equal(
+        logits(build_tuned(scheme, adapter="lora", targets=targets), tokens, None, neighbors, lengths), base
+    )
+    model = build_tuned(scheme, adapter="lora", targets=targets, trained=True)
     adapted = logits(model, tokens, None, neighbors, lengths)
     assert not torch.allclose(adapted, base, atol=0.1)
     merge(model)
@@ -162,9 +164,11 @@ def test_lora_begins_as_the_base_to_the_bit_and_merged_is_what_it_was_but_for_ro
     torch.testing.assert_close(logits(model, tokens, None, neighbors, lengths), adapted, rtol=1e-4, atol=1e-5)
 
 
-def test_targets_are_named_by_module_and_what_is_not_there_is_refused_with_what_is() -> None:
+def test_targets_select_modules_and_unknown_ones_are_rejected_with_the_accepted() -> None:
     def adapted(*targets: str) -> set[str]:
-        names = [name for name, _ in tuned(adapter="lora", targets=targets).named_parameters() if is_adapter(name)]
+        names = [
+            name for name, _ in build_tuned(adapter="lora", targets=targets).named_parameters() if is_adapter(name)
+        ]
         return {name.split(".lora_")[0] for name in names}
 
     assert adapted("attention.q_proj") == {f"attention.{layer}.block.q_proj" for layer in range(4)}
@@ -189,8 +193,8 @@ def test_targets_are_named_by_module_and_what_is_not_there_is_refused_with_what_
 
 @pytest.mark.parametrize("adapter", VIRTUAL)
 @every_scheme
-def test_virtual_tokens_change_what_is_said_and_leave_causality_chunks_and_documents(scheme: str, adapter: str) -> None:
-    """Which logits change with a token or with a neighbor is the same with an adapter as without."""
+def test_virtual_tokens_change_logits_and_respect_causality_chunks_and_documents(scheme: str, adapter: str) -> None:
+    """The set of logits that a token or a neighbor affects is the same with and without an adapter."""
     tokens, neighbors, lengths = batch()
     documents = torch.tensor([[0, 0, 1, 1]]).expand(B, U)
 
@@ -199,7 +203,7 @@ def test_virtual_tokens_change_what_is_said_and_leave_causality_chunks_and_docum
         with torch.no_grad():
             return (model(**{**inputs, **changed}) != model(**inputs)).any(-1)  # [B, T]
 
-    base, model = build(scheme), tuned(scheme, adapter=adapter)
+    base, model = build(scheme), build_tuned(scheme, adapter=adapter)
     without, with_adapter = (logits(each, tokens, documents, neighbors, lengths) for each in (base, model))
     assert (without != with_adapter).any(-1).all()
     for place in (0, M - 1, 2 * M - 1, 2 * M + 1):
@@ -213,9 +217,9 @@ def test_virtual_tokens_change_what_is_said_and_leave_causality_chunks_and_docum
 
 
 @pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
-def test_a_prompt_of_real_tokens_is_those_tokens_before_the_sequence(scheme: str) -> None:
+def test_a_prompt_of_token_embeddings_equals_those_tokens_before_the_sequence(scheme: str) -> None:
     tokens, first = batch()[0], torch.tensor([7, 1, 9])
-    base, model = build(scheme), tuned(scheme, adapter="prompt")
+    base, model = build(scheme), build_tuned(scheme, adapter="prompt")
     with torch.no_grad():
         model.virtual_tokens.prompt.embedding.weight.copy_(base.embedding.weight[first])
     expected = logits(base, torch.cat((first.expand(B, -1), tokens), dim=1))[:, 3:]
@@ -224,17 +228,17 @@ def test_a_prompt_of_real_tokens_is_those_tokens_before_the_sequence(scheme: str
     torch.testing.assert_close(logits(model, tokens, documents), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_prefix_begins_as_a_prompt_and_then_every_layer_has_its_own() -> None:
+def test_a_prefix_starts_equal_to_a_prompt_and_has_parameters_per_layer() -> None:
     tokens = batch()[0]
-    prompt = logits(tuned(adapter="prompt"), tokens)
-    prefix = tuned(adapter="prefix")
+    prompt = logits(build_tuned(adapter="prompt"), tokens)
+    prefix = build_tuned(adapter="prefix")
     torch.testing.assert_close(logits(prefix, tokens), prompt)
     settings = prefix.settings
     shape = (3, settings.num_layers * 2 * settings.attention.kv_heads * settings.attention.head_dim)
     assert [tuple(each.shape) for name, each in prefix.named_parameters() if is_adapter(name)] == [shape]
 
 
-def test_experts_pass_a_prompt_on() -> None:
+def test_experts_work_with_a_prompt() -> None:
     model = build(**{"experts.num_experts": 4})
     add_adapter(model, TuningSettings(adapter="prompt", virtual_tokens=3))
     assert torch.isfinite(logits(model, batch()[0])).all()
