@@ -1,4 +1,4 @@
-"""Documents → chunks → documents."""
+"""Documents cut into chunks can be restored from the chunks."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_tokens_survive_chunking(documents: list[list[int]], m: int) -> None:
         assert (lengths[first : stop - 1] == m).all()
 
 
-def test_documents_come_back_from_the_datastore_as_they_were(tiny_datastore: Datastore, tiny_corpus) -> None:
+def test_documents_read_from_the_datastore_equal_the_corpus(tiny_datastore: Datastore, tiny_corpus) -> None:
     tokenizer = Tokenizer.open(tiny_datastore.folder / "tokenizer")
     texts = {}
     for split in (tiny_datastore.train, tiny_datastore.valid, tiny_datastore.test):
@@ -43,7 +43,7 @@ def test_documents_come_back_from_the_datastore_as_they_were(tiny_datastore: Dat
     assert texts == {document["id"]: document["text"] for document in corpus}
 
 
-def test_metadata_counts_what_is_in_the_chunks(tiny_datastore: Datastore) -> None:
+def test_metadata_counts_match_the_chunks(tiny_datastore: Datastore) -> None:
     train = tiny_datastore.train
     for number, row in enumerate(train.metadata(range(train.num_documents))):
         first, stop = train.chunk_range(number)
@@ -52,6 +52,6 @@ def test_metadata_counts_what_is_in_the_chunks(tiny_datastore: Datastore) -> Non
         assert row["title"] == row["id"].replace("doc-", "Title ")
 
 
-def test_a_chunk_of_impossible_length_is_refused_by_name() -> None:
+def test_invalid_chunk_length_is_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"chunks\.chunk_length = 1"):
         ChunkSettings(chunk_length=1)

@@ -1,4 +1,4 @@
-"""Megatron tokens reach the datastore unchanged, and errors name incomplete pairs."""
+"""Megatron tokens are stored unchanged in the datastore, and errors name incomplete pairs of files."""
 
 import hashlib
 import itertools
@@ -86,7 +86,7 @@ def existing(tokenizer_folder: Path) -> TokenizerSettings:
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_documents_are_their_sequences_joined_in_any_type(tmp_path, dtype):
+def test_documents_are_joined_sequences_for_every_dtype(tmp_path, dtype):
     path = write_megatron(tmp_path / "x.bin", [[[1, 2], [3]], [[127]], [[], [4, 5], []]], dtype)
     documents, problems = read(path)
     assert tokens_of(documents) == [[1, 2, 3], [127], [4, 5]]
@@ -94,7 +94,7 @@ def test_documents_are_their_sequences_joined_in_any_type(tmp_path, dtype):
     assert not problems
 
 
-def test_documents_without_a_token_are_reported_by_their_number(tmp_path):
+def test_empty_documents_are_reported_with_their_number(tmp_path):
     path = write_megatron(tmp_path / "x.bin", [[], [[]], [[7]], [], [[9]], [[9], [9]], []])
     documents, problems = read(path, boundary_ids=(9,))
     assert [(document.id, document.record) for document in documents] == [("x.bin:3", 2)]
@@ -102,7 +102,7 @@ def test_documents_without_a_token_are_reported_by_their_number(tmp_path):
     assert read(write_megatron(tmp_path / "none.bin", [])) == ([], [])
 
 
-def test_one_boundary_id_is_taken_off_each_end_and_none_from_the_middle(tmp_path):
+def test_one_boundary_id_is_removed_at_each_end_and_none_inside(tmp_path):
     path = write_megatron(tmp_path / "x.bin", [[[1, 5, 2, 6, 2]], [[2, 2, 5]], [[5, 6]], [[5, 1], [2]]])
     assert tokens_of(read(path, boundary_ids=(1, 2))[0]) == [[5, 2, 6], [2, 5], [5, 6], [5, 1]]
     assert tokens_of(read(path)[0]) == [[1, 5, 2, 6, 2], [2, 2, 5], [5, 6], [5, 1, 2]]
@@ -113,7 +113,7 @@ documents_of_sequences = st.lists(st.lists(st.lists(st.integers(0, 399), max_siz
 
 @settings(max_examples=40, deadline=None)
 @given(documents=documents_of_sequences, shard_bytes=st.integers(1, 90), dtype=st.sampled_from(["uint16", "int32"]))
-def test_pieces_joined_are_the_whole_file(tmp_path_factory, documents, shard_bytes, dtype):
+def test_joined_slices_equal_the_whole_file(tmp_path_factory, documents, shard_bytes, dtype):
     folder = tmp_path_factory.mktemp("pieces")
     file = only_file(write_megatron(folder / "x.bin", documents, dtype))
     corpus = CorpusSettings(shard_bytes=shard_bytes)
@@ -128,7 +128,7 @@ def test_pieces_joined_are_the_whole_file(tmp_path_factory, documents, shard_byt
     assert scan.text_bytes == sum(document.size for document in parts) == 4 * sum(map(len, joined))
 
 
-def test_positions_are_the_same_whatever_block_they_are_asked_in(tmp_path):
+def test_positions_do_not_depend_on_the_requested_block(tmp_path):
     path = write_megatron(tmp_path / "x.bin", [[[1] * (n % 4)] * (n % 3) for n in range(50)])
     index = open_index(str(path), path.stat().st_size)
     whole = index.positions(0, 50)
@@ -141,7 +141,7 @@ def test_positions_are_the_same_whatever_block_they_are_asked_in(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["", "*", "**/*.bin", "*.idx", "x.bin", "x.idx"])
-def test_a_pair_is_one_file_however_it_is_named(tmp_path, given):
+def test_pair_is_listed_as_one_file_for_every_way_to_name_it(tmp_path, given):
     write_megatron(tmp_path / "x.bin", [[[1]]])
     (file,) = list_files(CorpusSettings(paths=(str(tmp_path / given), str(tmp_path / "x.idx"))))
     assert (file.path, file.name) == (str(tmp_path / "x.bin"), "x.bin")
@@ -149,7 +149,7 @@ def test_a_pair_is_one_file_however_it_is_named(tmp_path, given):
 
 
 @pytest.mark.parametrize("kept", [".bin", ".idx"])
-def test_half_a_pair_is_refused_by_name_and_reported_in_a_folder(tmp_path, kept):
+def test_incomplete_pair_is_refused_by_name_and_reported_in_a_folder(tmp_path, kept):
     path = write_megatron(tmp_path / "x.bin", [[[1]]])
     (missing,) = {".bin", ".idx"} - {kept}
     path.with_suffix(missing).unlink()
@@ -164,7 +164,7 @@ def test_half_a_pair_is_refused_by_name_and_reported_in_a_folder(tmp_path, kept)
     assert str(path.with_suffix(missing)) in scans["x.bin"].examples[0].detail
 
 
-def test_the_checksum_and_what_tells_of_a_change_are_of_both_files(tmp_path):
+def test_checksum_and_change_detection_cover_both_files(tmp_path):
     path = write_megatron(tmp_path / "x.bin", [[[1, 2]], [[3]]])
     before = only_file(path)
     stored = path.with_suffix(".idx").read_bytes() + path.read_bytes()
@@ -180,7 +180,7 @@ def memory_url() -> Iterator[str]:
     fsspec.filesystem("memory").rm(folder, recursive=True)
 
 
-def test_a_pair_behind_any_fsspec_url_is_read(tmp_path, memory_url):
+def test_pair_at_any_fsspec_url_is_read(tmp_path, memory_url):
     documents = [[[n, n + 1]] for n in range(300)]
     path = write_megatron(tmp_path / "x.bin", documents)
     with fsspec.open(f"{memory_url}/all.zip", "wb") as file, zipfile.ZipFile(file, "w") as archive:
@@ -222,7 +222,7 @@ def edited(data: bytes, at: int, new: bytes) -> bytes:
         (".idx", lambda data: edited(data, 38, b"\xff" * 4), ["sequence 2 has -1 tokens"]),
     ],
 )  # fmt: skip
-def test_a_damaged_pair_is_refused_with_what_was_found_and_what_is_accepted(tmp_path, suffix, edit, words):
+def test_damaged_pair_is_refused_with_found_and_accepted_values(tmp_path, suffix, edit, words):
     path = write_megatron(
         tmp_path / "x.bin", [[[1, 2], [3, 4]], [[5]]]
     )  # lengths at 34, pointers at 46, documents at 70
@@ -235,7 +235,7 @@ def test_a_damaged_pair_is_refused_with_what_was_found_and_what_is_accepted(tmp_
 
 
 @pytest.mark.parametrize(("token", "found"), [(400, "400"), (-1, "-1")])
-def test_a_token_outside_the_vocabulary_is_refused_by_file_and_document(tmp_path, existing, token, found):
+def test_token_outside_the_vocabulary_is_refused_with_file_and_document(tmp_path, existing, token, found):
     path = write_megatron(tmp_path / "x.bin", [[[7, 8]], [[9], [token]]], "int32")
     config = tiny_config(tmp_path, path, tokenizer=existing)
     with pytest.raises(
@@ -245,7 +245,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_file_and_document(tmp_path
     assert not list((config.datastore / "chunks").iterdir())
 
 
-def test_an_id_that_was_added_for_padding_is_none_of_the_model(tmp_path):
+def test_id_added_for_padding_is_refused_as_a_token(tmp_path):
     import tokenizers
 
     words = {"a": 0, "b": 1, "[UNK]": 2}
@@ -257,7 +257,7 @@ def test_an_id_that_was_added_for_padding_is_none_of_the_model(tmp_path):
         build_local(config, only="chunk")
 
 
-def test_training_a_tokenizer_on_tokens_is_refused_with_the_setting_to_give(tmp_path, tiny_corpus):
+def test_training_a_tokenizer_on_tokens_is_refused_with_the_setting_to_change(tmp_path, tiny_corpus):
     path = write_megatron(tmp_path / "x.bin", [[[1, 2]]])
     corpus = CorpusSettings(paths=(str(path), str(tiny_corpus)))
     with pytest.raises(InputError, match=r"tokenizer\.kind = 'bpe'.*x\.bin holds tokens.*tokenizer\.path"):
@@ -274,7 +274,7 @@ def arrays(folders: list[Path], split: str, name: str) -> np.ndarray:
 
 @settings(max_examples=30, deadline=None)
 @given(documents=documents_of_sequences, shard_bytes=st.integers(20, 400))
-def test_no_token_is_lost_on_the_way_into_a_datastore_and_out_again(
+def test_tokens_read_from_a_datastore_equal_the_megatron_tokens(
     tmp_path_factory, tokenizer_folder, documents, shard_bytes
 ):
     folder = tmp_path_factory.mktemp("round")
@@ -307,7 +307,7 @@ def test_no_token_is_lost_on_the_way_into_a_datastore_and_out_again(
 
 
 @pytest.mark.parametrize(("dtype", "boundary"), [("uint16", ()), ("int32", (399,))])
-def test_a_megatron_file_gives_the_same_chunks_as_the_text_it_was_made_of(
+def test_megatron_file_gives_the_same_chunks_as_its_text(
     tmp_path, tiny_corpus, tokenizer_folder, existing, dtype, boundary
 ):
     tokenizer = Tokenizer.open(tokenizer_folder)
@@ -323,10 +323,10 @@ def test_a_megatron_file_gives_the_same_chunks_as_the_text_it_was_made_of(
         assert made[0].split(split).num_documents > 0
         for name in ("tokens", "lengths", "documents"):
             assert (text / split / f"{name}.npy").read_bytes() == (tokens / split / f"{name}.npy").read_bytes()
-    assert made[0].manifest["splits"] == made[1].manifest["splits"]  # bytes of text too
+    assert made[0].manifest["splits"] == made[1].manifest["splits"]  # includes the bytes of text
 
 
-def test_megatron_and_text_files_make_one_datastore_in_several_shards(tmp_path, tokenizer_folder, existing):
+def test_megatron_and_text_files_form_one_datastore_of_several_shards(tmp_path, tokenizer_folder, existing):
     tokenizer = Tokenizer.open(tokenizer_folder)
     texts = [json.loads(line)["text"] for line in write_corpus(tmp_path / "in.txt", 60).read_text().splitlines()]
     (tmp_path / "in.txt").unlink()

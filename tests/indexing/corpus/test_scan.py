@@ -1,4 +1,4 @@
-"""Every format gives the same documents; every loss is reported; slices join to the whole file."""
+"""Every format gives the same documents, every problem is reported, and joined slices equal the whole file."""
 
 import dataclasses
 import gzip
@@ -99,12 +99,12 @@ def memory_url() -> Iterator[str]:
         *(("metadata_keys", ("title", name)) for name in ("id", "file", "bytes", "tokens", "chunks", "title")),
     ],
 )
-def test_settings_name_the_field_that_is_wrong(field, value):
+def test_invalid_setting_is_refused_with_its_key(field, value):
     with pytest.raises(InputError, match=f"corpus.{field}|and corpus.{field}"):
         CorpusSettings(**{field: value})
 
 
-def test_folders_are_walked_without_hidden_and_unknown_files(tmp_path):
+def test_hidden_and_unknown_files_in_folders_are_skipped(tmp_path):
     for name in (
         "b.md",
         "a/z.py",
@@ -121,7 +121,7 @@ def test_folders_are_walked_without_hidden_and_unknown_files(tmp_path):
     assert dataclasses.replace(files[3], modified="") == CorpusFile(str(tmp_path / "b.md"), "b.md", 1)
 
 
-def test_files_are_listed_once_and_in_the_same_order_however_they_are_named(tmp_path):
+def test_files_are_listed_once_and_in_the_same_order_for_every_pattern(tmp_path):
     for name in ("data/b.txt", "data/a.txt", "data/deep/er/c.txt"):
         write(tmp_path / name, name.encode())
     folder, recursive, flat = str(tmp_path / "data"), str(tmp_path / "data/**/*.txt"), str(tmp_path / "data/*.txt")
@@ -132,7 +132,7 @@ def test_files_are_listed_once_and_in_the_same_order_however_they_are_named(tmp_
     assert [file.name for file in list_files(CorpusSettings(paths=(flat,)))] == ["a.txt", "b.txt"]
 
 
-def test_a_file_is_listed_once_whatever_its_paths(tmp_path, monkeypatch):
+def test_file_with_several_paths_is_listed_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write(tmp_path / "sub/a.txt", b"text")
     (tmp_path / "link.txt").symlink_to(path)
@@ -143,7 +143,7 @@ def test_a_file_is_listed_once_whatever_its_paths(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["data", "data/**/*.txt", "data/**"])
-def test_links_are_followed_and_those_that_lead_back_up_end(tmp_path, monkeypatch, given):
+def test_links_are_followed_and_cycles_end(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     for name in ("data/z/a.txt", "data/b.txt", "elsewhere/deep/c.txt"):
         write(tmp_path / name, name.encode())
@@ -157,25 +157,25 @@ def test_links_are_followed_and_those_that_lead_back_up_end(tmp_path, monkeypatc
         (tmp_path / "data" / link).symlink_to(target)
     write(tmp_path / "elsewhere/d.txt", b"d")
     names = [file.name for file in list_files(CorpusSettings(paths=(given,)))]
-    # Of several paths to a file the one without a link counts.
+    # If several paths lead to a file, the path without links counts.
     assert names == ["b.txt", "d.txt", "far/deep/c.txt", "z/a.txt"]
     assert [file.name for file in list_files(CorpusSettings(paths=("data/*/*.txt",)))] == ["far/d.txt", "z/a.txt"]
 
 
-def test_a_link_to_nothing_is_reported(tmp_path):
+def test_broken_link_is_reported(tmp_path):
     (tmp_path / "gone.txt").symlink_to("nowhere")
     assert scan_file(only_file(tmp_path), SETTINGS).problems == {"unreadable file": 1}
 
 
 @pytest.mark.parametrize("given", ["a::b.txt", "x::y", "x::y/*.txt", "*::*.txt", "x::y/**/c::d.txt"])
-def test_a_local_name_with_two_colons_is_no_chained_url(tmp_path, monkeypatch, given):
+def test_local_name_with_two_colons_is_read_as_a_path(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a::b.txt", b"text")
     write(tmp_path / "x::y/c::d.txt", b"text")
     assert [document.text for document in read(given)[0]] == ["text"]
 
 
-def test_a_file_name_with_glob_characters_or_bytes_that_are_not_unicode_can_be_read(tmp_path):
+def test_file_names_with_glob_characters_or_invalid_unicode_are_read(tmp_path):
     path = write(tmp_path / "[draft] what?.txt", b"text")
     assert [document.id for document in read(path)[0]] == ["[draft] what?.txt"]
     write(tmp_path / "odd" / b"caf\xe9.txt".decode(errors="surrogateescape"), b"text")
@@ -189,7 +189,7 @@ def test_a_file_name_with_glob_characters_or_bytes_that_are_not_unicode_can_be_r
     [("missing", "does not exist"), ("*.txt", "no file of a known kind"), ("photo.png", r"Accepted suffixes: \.jsonl"),
      ("empty", "no file of a known kind"), ("nosuch://x", "cannot be opened")],
 )  # fmt: skip
-def test_a_path_that_gives_nothing_is_an_error(tmp_path, path, message):
+def test_path_without_documents_is_refused(tmp_path, path, message):
     write(tmp_path / "photo.png", b"x")
     write(tmp_path / "empty/photo.png", b"x")
     with pytest.raises(InputError, match=message):
@@ -203,7 +203,7 @@ def test_a_path_that_gives_nothing_is_an_error(tmp_path, path, message):
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("kind", [".txt", ".md", ".py", ".TXT"])
-def test_a_text_file_is_one_document_and_its_text_is_not_changed(tmp_path, kind, suffix):
+def test_text_file_is_one_document_with_unchanged_text(tmp_path, kind, suffix):
     text = "\r\n a\tb \r\rc\u2028d\x00\x1c第\r\n\n"
     write(tmp_path / f"in/it{kind}{suffix}", compress(text.encode(), suffix))
     documents, problems = read(tmp_path / "in")
@@ -213,7 +213,7 @@ def test_a_text_file_is_one_document_and_its_text_is_not_changed(tmp_path, kind,
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("kind", [".jsonl", ".ndjson"])
-def test_json_lines_give_one_document_a_line(tmp_path, kind, suffix):
+def test_json_lines_give_one_document_per_line(tmp_path, kind, suffix):
     path = write(tmp_path / f"d{kind}{suffix}", compress(lines(*ROWS), suffix))
     documents, problems = read(path)
     assert [document.text for document in documents] == [row["text"] for row in ROWS]
@@ -223,7 +223,7 @@ def test_json_lines_give_one_document_a_line(tmp_path, kind, suffix):
 
 
 @pytest.mark.parametrize("text_type", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_parquet_gives_one_document_a_row_across_row_groups(tmp_path, text_type):
+def test_parquet_gives_one_document_per_row_across_row_groups(tmp_path, text_type):
     columns = {"id": pa.array(["a", "7", None]), "meta": [{"url": "u", "n": 1}, None, {"url": None, "n": 2}]}
     texts = pa.array([str(row["text"]) for row in ROWS], pa.string()).cast(text_type)
     pq.write_table(pa.table({"text": texts, **columns}), tmp_path / "d.parquet", row_group_size=2)
@@ -239,7 +239,7 @@ def test_parquet_gives_one_document_a_row_across_row_groups(tmp_path, text_type)
     assert not problems
 
 
-def test_keys_with_dots_lead_into_nested_objects_and_a_key_that_has_the_dot_itself_comes_first(tmp_path):
+def test_key_with_dots_matches_that_exact_key_before_nested_objects(tmp_path):
     path = write(
         tmp_path / "d.jsonl",
         lines({"doc": {"body": "B", "n": 3}, "meta": {"url": "x", "tags": ["t"]}, "meta.url": "y"}),
@@ -261,7 +261,7 @@ def test_any_fsspec_url_can_be_read(memory_url):
     assert [document.text for document in read(f"zip://in/*.txt::{memory_url}/all.zip")[0]] == ["zipped"]
 
 
-def test_zstd_of_several_frames_is_read_to_its_end(tmp_path):
+def test_zstd_file_of_several_frames_is_read_to_its_end(tmp_path):
     skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"skip"
     data = b"".join(zstandard.compress(lines({"text": f"text {i}"})) + skippable for i in range(2000))
     documents, problems = read(write(tmp_path / "d.jsonl.zst", data))
@@ -269,7 +269,7 @@ def test_zstd_of_several_frames_is_read_to_its_end(tmp_path):
     assert not problems
 
 
-def test_a_byte_order_mark_is_not_text(tmp_path):
+def test_byte_order_mark_is_not_part_of_the_text(tmp_path):
     assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello"))[0][0].text == "hello"
     assert read(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "hello"}'))[0][0].text == "hello"
 
@@ -277,7 +277,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
 # --- problems
 
 
-def test_every_problem_of_json_lines_is_reported_with_its_line(tmp_path):
+def test_problems_of_json_lines_are_reported_with_their_line(tmp_path):
     data = lines(
         {"text": "good"}, b"", b"  ", b"{broken", [1], {"body": "x"}, {"text": 5}, {"text": " \n"}, {"text": None},
         b'{"text": "bad \xff\xfe bytes"}', {"text": f"x{LONE_SURROGATE}y"}, b"[" * 100_000,
@@ -297,14 +297,14 @@ def test_every_problem_of_json_lines_is_reported_with_its_line(tmp_path):
     json.dumps([dataclasses.asdict(problem) for problem in problems], ensure_ascii=False).encode()
 
 
-def test_undecodable_bytes_of_a_text_file_are_replaced_and_reported_by_line(tmp_path):
+def test_undecodable_bytes_are_replaced_and_reported_with_their_line(tmp_path):
     documents, problems = read(write(tmp_path / "a.txt", "good \ufffd\nbad: ".encode() + b"\xff \xe4\xb8\n"))
     assert documents[0].text == "good \ufffd\nbad: \ufffd \ufffd\n"
     assert kinds(problems) == [("undecodable bytes", 2)]
     assert problems[0].detail == "2 replaced by U+FFFD, the first is 0xff"
 
 
-def test_an_empty_file_holds_no_document(tmp_path):
+def test_empty_file_contains_no_document(tmp_path):
     for name, suffix in (("a.txt", ""), ("b.md.gz", ".gz"), ("c.rst.zst", ".zst")):
         documents, problems = read(write(tmp_path / name, compress(b" \n", suffix)))
         assert (documents, kinds(problems)) == ([], [("empty document", 1)])
@@ -312,7 +312,7 @@ def test_an_empty_file_holds_no_document(tmp_path):
         assert read(write(tmp_path / name, b"")) == ([], [])
 
 
-def test_problems_of_parquet_are_reported_by_row(tmp_path):
+def test_problems_of_parquet_are_reported_with_their_row(tmp_path):
     texts = pa.array([b"good", b"bad \xff", None, b" "], pa.binary())
     pq.write_table(pa.table({"text": texts}), tmp_path / "d.parquet")
     documents, problems = read(tmp_path / "d.parquet")
@@ -327,7 +327,7 @@ def test_problems_of_parquet_are_reported_by_row(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_of_a_truncated_file_what_was_read_stays_and_the_rest_is_reported(tmp_path, suffix):
+def test_truncated_file_keeps_its_readable_documents_and_is_reported(tmp_path, suffix):
     generator = np.random.default_rng(0)
     rows = [
         {"text": generator.bytes(300).hex()} for _ in range(2000)
@@ -350,7 +350,7 @@ def test_of_a_truncated_file_what_was_read_stays_and_the_rest_is_reported(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst", "a.parquet"])
-def test_a_file_that_is_not_what_its_name_says_is_reported(tmp_path, name):
+def test_file_whose_content_contradicts_its_name_is_reported(tmp_path, name):
     path = write(tmp_path / name, b"\x00\xff neither packed nor text " * 10)
     documents, problems = read(path)
     assert not documents
@@ -360,7 +360,7 @@ def test_a_file_that_is_not_what_its_name_says_is_reported(tmp_path, name):
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])
 @pytest.mark.parametrize(("suffix", "real"), [(".gz", ""), (".zst", ""), ("", ".gz"), ("", ".zst"), (".gz", ".zst")])
-def test_the_first_bytes_tell_the_compression_and_a_wrong_suffix_is_reported(tmp_path, kind, suffix, real):
+def test_compression_is_detected_by_the_first_bytes_and_wrong_suffixes_are_reported(tmp_path, kind, suffix, real):
     data = lines(*ROWS) if kind == ".jsonl" else "第一篇文章。 ".encode() * 1000
     path = write(tmp_path / f"d{kind}{suffix}", compress(data, real))
     documents, problems = read(path)
@@ -388,13 +388,13 @@ def test_corrupt_parquet_pages_are_reported_and_do_not_stop_the_run(tmp_path, co
     assert kinds(problems) == [("truncated file", len(documents) + 1)]
 
 
-def test_a_file_that_vanished_is_reported(tmp_path):
+def test_missing_file_is_reported(tmp_path):
     file = CorpusFile(str(tmp_path / "gone.txt"), "gone.txt", 3)
     scan = scan_file(file, SETTINGS)
     assert (scan.documents, scan.checksum, scan.problems) == (0, "", {"unreadable file": 1})
 
 
-def test_strict_stops_at_the_first_problem(tmp_path):
+def test_strict_mode_stops_at_the_first_problem(tmp_path):
     file = only_file(write(tmp_path / "d.jsonl", lines({"text": "good"}, b"{")))
     with pytest.raises(InputError, match=r"d\.jsonl:2: broken JSON: .*corpus\.strict"):
         scan_file(file, CorpusSettings(strict=True))
@@ -403,7 +403,7 @@ def test_strict_stops_at_the_first_problem(tmp_path):
     assert scan_file(file, SETTINGS).problems == {"broken JSON": 1}
 
 
-# --- scans, pieces, shards
+# --- scans, slices, shards
 
 records = st.lists(
     st.one_of(
@@ -416,7 +416,7 @@ records = st.lists(
 
 @hypothesis_settings(max_examples=40, deadline=None)
 @given(rows=records, shard_bytes=st.integers(1, 60), suffix=st.sampled_from(["", ".gz", ".zst"]), bom=st.booleans())
-def test_pieces_joined_are_the_whole_file(tmp_path_factory, rows, shard_bytes, suffix, bom):
+def test_joined_slices_equal_the_whole_file(tmp_path_factory, rows, shard_bytes, suffix, bom):
     data = compress((b"\xef\xbb\xbf" if bom else b"") + lines(*rows), suffix)
     file = only_file(write(tmp_path_factory.mktemp("pieces") / f"d.jsonl{suffix}", data))
     seen: list[Document] = []
@@ -434,13 +434,13 @@ def test_pieces_joined_are_the_whole_file(tmp_path_factory, rows, shard_bytes, s
         part = list(read_slice(FileSlice(file, cut.start, cut.stop, cut.offset), SETTINGS, problems.append))
         sizes = [len(document.text.encode()) for document in part]
         assert sum(sizes) == cut.text_bytes
-        assert sum(sizes[:-1]) < shard_bytes  # a piece ends with the first document that fills it
+        assert sum(sizes[:-1]) < shard_bytes  # a slice ends with the document that fills it
         assert part == list(read_documents(file, SETTINGS, start=cut.start, stop=cut.stop, on_problem=problems.append))
         parts += part
     assert parts == whole
 
 
-def test_a_window_of_parquet_skips_row_groups(tmp_path):
+def test_slice_of_parquet_equals_the_same_rows_of_the_whole_file(tmp_path):
     pq.write_table(pa.table({"text": [f"text {i}" for i in range(1000)]}), tmp_path / "d.parquet", row_group_size=70)
     file = only_file(tmp_path / "d.parquet")
     for start, stop in [(0, 0), (0, 70), (69, 71), (140, 600), (999, None), (1000, None), (5000, 6000)]:
@@ -449,7 +449,7 @@ def test_a_window_of_parquet_skips_row_groups(tmp_path):
         assert [document.record for document in documents] == list(range(1000))[start:stop]
 
 
-def test_the_checksum_is_of_the_stored_bytes(tmp_path):
+def test_checksum_covers_the_stored_bytes(tmp_path):
     pq.write_table(pa.table({"text": ["x"] * 100}), tmp_path / "c.parquet")
     write(tmp_path / "a.txt", b"text")
     write(tmp_path / "b.jsonl.zst", zstandard.compress(lines(*ROWS)) + b"garbage")
@@ -458,7 +458,7 @@ def test_the_checksum_is_of_the_stored_bytes(tmp_path):
         assert scan_file(file, SETTINGS).checksum == expected
 
 
-def test_only_the_first_problems_are_kept_and_all_are_counted(tmp_path):
+def test_all_problems_are_counted_and_the_first_ones_are_kept(tmp_path):
     scan = scan_file(only_file(write(tmp_path / "d.jsonl", b"{\n" * 250)), SETTINGS)
     assert scan.problems == {"broken JSON": 250}
     assert [problem.line for problem in scan.examples] == list(range(1, 101))
@@ -474,7 +474,7 @@ def scan_of(cuts: list[Cut]) -> FileScan:
         st.lists(st.one_of(st.integers(1, 50), st.integers(50, 150), st.integers(150, 900)), max_size=8), max_size=8
     )
 )
-def test_shards_hold_every_piece_once_in_order_and_are_near_the_budget(sizes):
+def test_shards_contain_every_slice_once_in_order_and_have_about_the_requested_size(sizes):
     files = [CorpusFile(f"/{i}", str(i), 0) for i in range(len(sizes))]
     scans = [scan_of([Cut(10 * k, 10 * k + 10, size, k) for k, size in enumerate(row)]) for row in sizes]
     shards = plan_shards(files, scans, 100)
@@ -496,7 +496,7 @@ def test_shards_hold_every_piece_once_in_order_and_are_near_the_budget(sizes):
             assert sum(parts) >= 50 or following > 100
 
 
-def test_duplicate_ids_are_found_over_all_files_and_name_the_first(tmp_path):
+def test_duplicate_ids_are_found_across_files_and_name_the_first_occurrence(tmp_path):
     rows = [{"id": name, "text": name} for name in ("a", "b", "a", "c")]
     write(tmp_path / "1.jsonl", lines(*rows))
     write(tmp_path / "2.jsonl", lines({"text": "no id"}, b"", {"id": "c", "text": "other"}, {"id": "a", "text": "x"}))
@@ -520,14 +520,14 @@ def members(weights: tuple[int, int, int], split: str) -> set[str]:
 
 
 @pytest.mark.parametrize("weights", [(950, 30, 20), (8, 1, 1), (1, 0, 0), (3, 0, 4), (1, 10**9, 10**9)])
-def test_every_split_gets_its_share(weights):
+def test_split_sizes_follow_the_weights(weights):
     for split, weight in zip(SPLITS, weights, strict=True):
         share = len(members(weights, split)) / len(TEXTS)
         expected = weight / sum(weights)
         assert abs(share - expected) <= 4 * (expected * (1 - expected) / len(TEXTS)) ** 0.5
 
 
-def test_the_documents_held_out_are_those_that_thousandths_of_the_hash_would_hold_out():
+def test_held_out_documents_are_chosen_by_thousandths_of_the_hash():
     def thousandth(text: str) -> int:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 1000
 
@@ -535,7 +535,7 @@ def test_the_documents_held_out_are_those_that_thousandths_of_the_hash_would_hol
     assert members((970, 20, 10), "test") == {text for text in TEXTS if thousandth(text) >= 990}
 
 
-def test_a_larger_share_only_takes_documents_from_train_and_weights_count_by_their_ratios():
+def test_larger_held_out_weights_take_documents_only_from_train():
     valid, test = members((980, 20, 0), "valid"), members((970, 20, 10), "test")
     assert members((970, 20, 10), "valid") == valid
     assert members((95, 3, 2), "valid") > valid

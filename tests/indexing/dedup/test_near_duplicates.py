@@ -1,4 +1,4 @@
-"""Near copies: the later of two near documents is removed, never a held-out one, and none below the threshold."""
+"""Near duplicates: of two similar documents the later one is removed. Held-out documents are never removed."""
 
 import io
 import itertools
@@ -28,19 +28,19 @@ WITHIN = DedupSettings(within=True, ngram=3)
 
 
 def text_of(seed: int, length: int = 120) -> list[str]:
-    """Words. Two seeds share no run of them."""
+    """`length` words. Texts of different seeds share no n-gram."""
     return [f"w{number}" for number in np.random.default_rng(seed).integers(0, 10**9, length)]
 
 
 def like(words: list[str], changed: int, seed: int = 99) -> list[str]:
-    """A copy with other words at its end: 3-gram Jaccard (n - 2 - c) / (n - 2 + c) for c changed of n."""
+    """A copy with other words at its end. If c of n words change, the 3-gram Jaccard is (n - 2 - c) / (n - 2 + c)."""
     return words[: len(words) - changed] + text_of(seed, changed)
 
 
 def removed(
     folder: Path, shards: list[list[tuple[int, list[str]]]], settings: DedupSettings
 ) -> list[tuple[int, int, float]]:
-    """Sign, compare and decide documents given as kind and words, by shard. Numbers count over all shards."""
+    """Removed documents as (document, near document, similarity), numbered over all shards of (kind, words)."""
     import pyarrow
     import pyarrow.parquet
 
@@ -70,7 +70,7 @@ def removed(
     return found
 
 
-def test_of_a_cluster_the_first_stays_and_every_other_is_near_to_it(tmp_path) -> None:
+def test_first_document_of_a_cluster_is_kept_and_named_by_the_others(tmp_path) -> None:
     first = text_of(0)
     documents = [(TRAIN, words) for words in (text_of(1), first, text_of(2), like(first, 5), first, text_of(3))]
     found = removed(tmp_path, [documents[:3], documents[3:]], WITHIN)
@@ -79,8 +79,8 @@ def test_of_a_cluster_the_first_stays_and_every_other_is_near_to_it(tmp_path) ->
     assert found[1][2] == 1
 
 
-def test_what_is_near_only_to_something_removed_stays(tmp_path) -> None:
-    """A ~ B ~ C, but not A ~ C: B is removed, and C is near to no document that stays."""
+def test_document_near_only_a_removed_one_is_kept(tmp_path) -> None:
+    """A ~ B ~ C, but not A ~ C: B is removed. C stays, because no remaining document is near it."""
     first = text_of(0)
     second = like(first, 10)
     third = text_of(8, 9) + second[9:]
@@ -91,29 +91,29 @@ def test_what_is_near_only_to_something_removed_stays(tmp_path) -> None:
     assert [(document, near) for document, near, _ in found] == [(1, 0)]
 
 
-def test_a_pair_below_the_threshold_stays_even_if_it_shares_bands(tmp_path) -> None:
+def test_pair_below_the_threshold_is_kept_even_if_it_shares_bands(tmp_path) -> None:
     first = text_of(0)
     pair = [(TRAIN, first), (TRAIN, like(first, 14))]  # 104 / 132 = 0.788
     assert removed(tmp_path / "a", [pair], replace(WITHIN, threshold=0.79)) == []
     assert len(removed(tmp_path / "b", [pair], replace(WITHIN, threshold=0.78))) == 1
 
 
-def test_a_pair_exactly_at_the_threshold_is_near(tmp_path) -> None:
+def test_pair_exactly_at_the_threshold_is_near(tmp_path) -> None:
     first = text_of(0, 12)  # 10 grams
-    second = first[:11]  # 9 of them
+    second = first[:11]  # 9 of these grams
     settings = replace(WITHIN, threshold=0.9)
     assert [row[2] for row in removed(tmp_path, [[(TRAIN, first), (TRAIN, second)]], settings)] == [0.9]
 
 
 @pytest.mark.parametrize("kind", [VALID, TEST, EVALUATION])
-def test_training_documents_near_to_the_evaluation_go_and_those_of_the_evaluation_stay(tmp_path, kind: int) -> None:
+def test_training_documents_near_held_out_ones_are_removed_and_held_out_ones_are_kept(tmp_path, kind: int) -> None:
     secret = text_of(0)
     documents = [(TRAIN, secret), (TRAIN, text_of(1)), (kind, secret), (TRAIN, like(secret, 4)), (kind, secret)]
     found = removed(tmp_path, [documents], DedupSettings(held_out=True, ngram=3))
     assert [(document, near) for document, near, _ in found] == [(0, 2), (3, 2)]
 
 
-def test_held_out_documents_are_compared_with_only_if_asked_for_and_never_among_themselves(tmp_path) -> None:
+def test_held_out_documents_are_compared_only_on_request_and_never_with_each_other(tmp_path) -> None:
     secret = text_of(0)
     documents = [(VALID, secret), (TEST, secret), (TRAIN, secret), (VALID, secret)]
     assert removed(tmp_path / "a", [documents], WITHIN) == []
@@ -121,7 +121,7 @@ def test_held_out_documents_are_compared_with_only_if_asked_for_and_never_among_
     assert [document for document, _, _ in found] == [2]
 
 
-def test_copies_of_a_document_that_is_in_the_evaluation_are_listed_as_such(tmp_path) -> None:
+def test_copies_of_an_evaluation_document_are_listed_with_that_reason(tmp_path) -> None:
     """The reported reason is the held-out document, not the other copy."""
     secret = text_of(0)
     documents = [(TRAIN, secret), (TRAIN, secret), (EVALUATION, secret)]
@@ -133,16 +133,16 @@ def test_copies_of_a_document_that_is_in_the_evaluation_are_listed_as_such(tmp_p
     assert np.load(tmp_path / "list" / "0.npy").tolist() == [0, 1]
 
 
-def test_texts_without_a_word_are_never_near(tmp_path) -> None:
+def test_texts_without_words_are_never_near(tmp_path) -> None:
     assert removed(tmp_path, [[(TRAIN, ["…"]), (TRAIN, ["…"]), (EVALUATION, ["…"])]], WITHIN) == []
 
 
-def test_nothing_to_compare_is_no_mistake(tmp_path) -> None:
+def test_single_document_and_empty_shard_remove_nothing(tmp_path) -> None:
     assert removed(tmp_path, [[(TRAIN, text_of(0))], []], WITHIN) == []
 
 
 def test_a_thousand_copies_take_a_thousand_comparisons(tmp_path, monkeypatch) -> None:
-    """Each copy is compared with the kept document only, not with half a million others."""
+    """Each copy is compared only with the kept document, not with all other copies."""
     calls = 0
 
     def counted(first: np.ndarray, second: np.ndarray) -> float:
@@ -176,7 +176,7 @@ def test_chinese_documents_are_compared_by_characters(tmp_path) -> None:
         ({"paths": ("",)}, r"dedup\.paths"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(change, message) -> None:
+def test_invalid_settings_are_refused_by_name(change, message) -> None:
     with pytest.raises(InputError, match=message):
         DedupSettings(**change)
 
@@ -196,8 +196,8 @@ def read(name: str) -> list[dict]:
         ("zh_laws/laws", "zh_laws/neardup_pairs", 400),
     ],
 )
-def test_what_is_removed_agrees_with_the_ground_truth(tmp_path, documents: str, pairs: str, limit: int) -> None:
-    """5-grams and 0.8, as the lists have it. Pairs within 0.01 of the threshold may go either way: digits are cut otherwise."""
+def test_removed_documents_agree_with_the_ground_truth(tmp_path, documents: str, pairs: str, limit: int) -> None:
+    """The lists use 5-grams and 0.8. They split digits differently, so pairs within 0.01 of 0.8 may go either way."""
     rows = read(documents)
     listed = read(pairs)
     in_pairs = {row[key] for row in listed for key in "ab"}

@@ -1,4 +1,4 @@
-"""Units, gram sets, exact similarities, and MinHash bands that find similar sets."""
+"""Units of text, n-gram sets, exact similarities, and MinHash bands that find similar sets."""
 
 import numpy as np
 import pytest
@@ -12,19 +12,19 @@ def words(number: int, seed: int) -> list[str]:
     return [f"w{n}" for n in np.random.default_rng(seed).integers(0, 10**9, number)]
 
 
-def test_a_unit_is_a_word_or_a_character_of_a_script_without_spaces() -> None:
+def test_units_are_words_or_characters_of_scripts_without_spaces() -> None:
     text = "Don't retrain: 2024年 中华、カナ ภา 한국어 naïve_x"
     expected = ["don", "t", "retrain", "2024", "年", "中", "华", "カ", "ナ", "ภ", "า", "한국어", "naïve_x"]
     assert np.array_equal(units(text), np.concatenate([units(word) for word in expected]))
 
 
-def test_punctuation_blanks_and_case_do_not_count() -> None:
+def test_punctuation_spaces_and_case_are_ignored() -> None:
     assert np.array_equal(units("The END — (of) it.\n"), units("the end of IT"))
     assert np.array_equal(units(CHINESE), units(CHINESE.replace("，", "\n").replace("。", "")))
     assert len(units(" ,.。—\n")) == 0
 
 
-def test_gram_sets_are_those_of_the_definition() -> None:
+def test_gram_sets_follow_the_definition() -> None:
     text = "a b c a b c d"
     assert len(gram_set(text, 3)) == 4  # abc bca cab bcd
     assert len(gram_set(text, 1)) == 4
@@ -32,7 +32,7 @@ def test_gram_sets_are_those_of_the_definition() -> None:
     assert (np.diff(gram_set(" ".join(words(500, 0)), 13).astype(object)) > 0).all()
 
 
-def test_a_short_text_is_one_gram_and_equals_only_itself() -> None:
+def test_short_text_is_one_gram_and_equals_only_itself() -> None:
     assert len(gram_set("just four words here", 13)) == 1
     assert jaccard(gram_set("four words", 13), gram_set("Four words!", 13)) == 1
     assert jaccard(gram_set("four words", 13), gram_set("words four", 13)) == 0
@@ -40,7 +40,7 @@ def test_a_short_text_is_one_gram_and_equals_only_itself() -> None:
     assert jaccard(gram_set("…", 13), gram_set("…", 13)) == 0
 
 
-def test_order_within_a_gram_matters() -> None:
+def test_grams_depend_on_the_order_of_units() -> None:
     assert jaccard(gram_set("a b c", 2), gram_set("c b a", 2)) == 0
 
 
@@ -51,7 +51,7 @@ def test_hashes_are_the_same_in_every_process() -> None:
 
 
 @pytest.mark.parametrize(("threshold", "permutations"), [(0.5, 64), (0.8, 64), (0.8, 128), (0.8, 256), (0.95, 128)])
-def test_the_shape_of_bands_misses_one_in_a_hundred_at_the_threshold_at_most(threshold, permutations) -> None:
+def test_bands_miss_at_most_one_percent_of_pairs_at_the_threshold(threshold, permutations) -> None:
     shape = banding(threshold, permutations)
     assert shape is not None
     bands, rows = shape
@@ -60,11 +60,11 @@ def test_the_shape_of_bands_misses_one_in_a_hundred_at_the_threshold_at_most(thr
     assert (1 - threshold ** (rows + 1)) ** (permutations // (rows + 1)) > 0.01
 
 
-def test_too_few_permutations_for_a_threshold_have_no_shape() -> None:
+def test_banding_is_none_for_too_few_permutations() -> None:
     assert banding(0.1, 16) is None
 
 
-def test_near_sets_share_a_band_and_far_ones_do_not() -> None:
+def test_similar_sets_share_a_band_and_dissimilar_ones_do_not() -> None:
     bands, rows = banding(0.8, 128) or (0, 0)
     sketch = Sketch(bands, rows)
     rng = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def test_near_sets_share_a_band_and_far_ones_do_not() -> None:
     assert met[0.2] <= 3
 
 
-def test_bands_do_not_depend_on_how_many_grams_are_permuted_at_once(monkeypatch) -> None:
+def test_bands_do_not_depend_on_the_block_size_of_permutation(monkeypatch) -> None:
     grams = np.unique(np.random.default_rng(0).integers(0, 2**64, 10_000, dtype=np.uint64))
     whole = Sketch(4, 3)(grams)
     monkeypatch.setattr("indexing.dedup.ngrams._BLOCK_GRAMS", 7)

@@ -1,4 +1,4 @@
-"""Index keys, recall, and searches over several shards."""
+"""Index keys, recall, and searches across several shards."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_reranked_search_over_shards_finds_the_exact_neighbors(tmp_path, key: st
     np.testing.assert_allclose(((queries - found) ** 2).sum(1), distances[:, 0], atol=1e-4)
 
 
-def test_exact_search_agrees_with_brute_force_and_keeps_excluded_ids_out(tmp_path) -> None:
+def test_exact_search_equals_brute_force_and_omits_excluded_ids(tmp_path) -> None:
     vectors = clustered(40)
     _, embeddings = build(tmp_path, vectors, "Flat")
     queries = vectors[:5].astype(np.float32)
@@ -64,7 +64,7 @@ def test_exact_search_agrees_with_brute_force_and_keeps_excluded_ids_out(tmp_pat
     np.testing.assert_allclose(distances, np.sort(full, axis=1)[:, :4], atol=1e-4)
 
 
-def test_fewer_vectors_than_asked_for_gives_minus_one(tmp_path) -> None:
+def test_missing_results_are_minus_one(tmp_path) -> None:
     index, embeddings = build(tmp_path, clustered(5), "Flat", num_shards=2)
     distances, ids = rerank(clustered(1, 1).astype(np.float32), index.search(clustered(1, 1), 8), embeddings)
     assert sorted(ids[0, :5].tolist()) == [0, 1, 2, 3, 4]
@@ -78,8 +78,8 @@ def test_equal_distances_are_ordered_by_id() -> None:
     assert distances.tolist() == [[0.5, 1.0, 1.0, np.inf]]
 
 
-def test_what_is_asked_by_a_few_queries_leaves_the_threads_of_the_process_alone() -> None:
-    """A server searches from several threads at once, and torch's number of threads is shared by all."""
+def test_reranking_few_queries_does_not_change_the_number_of_threads() -> None:
+    """A server searches from several threads at once, and all of them share torch's number of threads."""
     before, seen = torch.get_num_threads(), []
     vectors = clustered(40)
 
@@ -105,7 +105,7 @@ def test_training_twice_gives_the_same_bytes(tmp_path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes(), path
 
 
-def test_tuning_takes_the_smallest_nprobe_that_reaches_the_target(tmp_path) -> None:
+def test_tuning_selects_the_smallest_nprobe_that_reaches_the_target(tmp_path) -> None:
     index, embeddings = build(tmp_path, clustered(5000), "IVF64,Flat")
     queries = clustered(200, seed=1).astype(np.float32)
     tuned = tune(tmp_path, index, tmp_path / "trained", queries, embeddings, 64, IndexSettings(recall_target=0.9))
@@ -119,18 +119,18 @@ def test_tuning_takes_the_smallest_nprobe_that_reaches_the_target(tmp_path) -> N
     ("chunks", "expected"),
     [(10, r"Flat"), (19_999, r"Flat"), (60_000, r"IVF\d+,PQ128x4"), (10_000_000, r"IVF\d+_HNSW32,PQ128x4")],
 )
-def test_key_for_a_size(chunks: int, expected: str) -> None:
+def test_key_follows_from_the_number_of_chunks(chunks: int, expected: str) -> None:
     import re
 
     assert re.fullmatch(expected, choose_key(chunks, 256, IndexSettings()))
 
 
-def test_key_of_the_user_wins_and_autofaiss_codes_are_a_setting() -> None:
+def test_factory_setting_overrides_the_key_and_codes_select_autofaiss() -> None:
     assert choose_key(10, 256, IndexSettings(factory="IVF4,SQ8")) == "IVF4,SQ8"
     assert choose_key(100_000, 256, IndexSettings(codes="pq")).startswith("OPQ")
 
 
-def test_what_fits_into_no_memory_and_what_is_no_key_is_refused(tmp_path) -> None:
+def test_too_little_memory_unknown_key_and_too_few_vectors_are_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"index\.memory = 1MB"):
         choose_key(10_000_000, 256, IndexSettings(memory="1MB"))
     with pytest.raises(InputError, match=r"index\.factory = 'IVF4,Nonsense'"):
@@ -140,12 +140,12 @@ def test_what_fits_into_no_memory_and_what_is_no_key_is_refused(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("key", ["IDMap,Flat", "Flat,IDMap", "IVF16,Flat,IDMap2"])
-def test_a_key_with_ids_of_its_own_is_refused_before_any_work(key: str) -> None:
+def test_key_with_idmap_is_refused_before_any_work(key: str) -> None:
     with pytest.raises(InputError, match=r"index\.factory = .*remove IDMap"):
         IndexSettings(factory=key)
 
 
-def test_an_index_that_takes_no_ids_is_refused_when_it_is_trained(tmp_path) -> None:
+def test_index_without_add_with_ids_is_refused_before_training(tmp_path) -> None:
     key = "IVF16,Flat,RFlat"
     with pytest.raises(InputError, match=r"index\.factory = 'IVF16,Flat,RFlat'.*add_with_ids"):
         train(tmp_path, key, clustered(1000).astype(np.float32), IndexSettings(factory=key))

@@ -1,4 +1,4 @@
-"""One code path for Faiss with and without GPUs. GPU tests need `faiss-gpu`: pip install '.[gpu]'."""
+"""Faiss uses the same code with and without GPUs. GPU tests need `faiss-gpu`: pip install '.[gpu]'."""
 
 import logging
 
@@ -15,7 +15,7 @@ needs_gpu = pytest.mark.skipif(num_gpus() == 0, reason="no GPU that Faiss can us
 
 
 @pytest.mark.skipif(num_gpus() > 0, reason="Faiss has a GPU")
-def test_without_a_gpu_an_index_stays_where_it_is_which_is_logged(caplog) -> None:
+def test_without_a_gpu_the_index_stays_on_the_cpu_and_this_is_logged(caplog) -> None:
     index = faiss.IndexFlatL2(D)
     with caplog.at_level(logging.INFO, "retro"):
         assert on_gpus(index, f"a purpose of {__name__}") is index
@@ -26,7 +26,7 @@ def test_without_a_gpu_an_index_stays_where_it_is_which_is_logged(caplog) -> Non
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("key", ["Flat", "IVF16,Flat", "IVF16,SQfp16", "OPQ8_32,IVF16,PQ8"])
-def test_on_gpus_training_adding_and_searching_find_the_exact_neighbors(tmp_path, key: str) -> None:
+def test_index_trained_and_searched_on_gpus_finds_the_exact_neighbors(tmp_path, key: str) -> None:
     vectors = clustered(6000)
     index, embeddings = build(tmp_path, vectors, key)
     assert index.max_nprobe == (1 if key == "Flat" else 16)
@@ -37,12 +37,12 @@ def test_on_gpus_training_adding_and_searching_find_the_exact_neighbors(tmp_path
         distances, _ = rerank(queries, index.search(queries, 128, nprobe=nprobe), embeddings)
         found[nprobe] = recall(distances[:, :10], exact)
     assert found[16] > 0.95
-    assert found[1] < found[16] or key == "Flat"  # so nprobe has reached the GPU
+    assert found[1] < found[16] or key == "Flat"  # nprobe has an effect on the GPU
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_an_index_without_a_gpu_form_is_searched_on_the_cpu() -> None:
+def test_index_without_a_gpu_implementation_is_searched_on_the_cpu() -> None:
     packed = faiss.index_factory(D, "IVF16,PQ8x4fs")
     packed.train(clustered(2000).astype(np.float32))
     assert on_gpus(packed, "searching") is packed
@@ -50,7 +50,7 @@ def test_an_index_without_a_gpu_form_is_searched_on_the_cpu() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_nprobe_of_an_index_divided_among_gpus() -> None:
+def test_nprobe_applies_to_every_part_of_an_index_on_several_gpus() -> None:
     index = faiss.index_factory(D, "IVF16,Flat")
     index.train(clustered(2000).astype(np.float32))
     vectors = clustered(2000).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The merged index finds what the shards find, with its lists on disk, also after a move."""
+"""The merged index, with its lists on disk, finds the same neighbors as the shards, also after its folder moves."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.indexing.index.test_build import build, clustered
 
 
 @pytest.mark.parametrize("key", ["IVF16,PQ8x4", "IVF16,Flat", "OPQ8_32,IVF16,PQ8"])
-def test_merged_lists_give_the_same_answers_as_the_shards(tmp_path, key: str) -> None:
+def test_merged_lists_give_the_same_results_as_the_shards(tmp_path, key: str) -> None:
     vectors = clustered(1500)
     index, _ = build(tmp_path / "index", vectors, key)
     shards = [tmp_path / "index" / f"{number:05d}" for number in range(3)]
@@ -22,7 +22,7 @@ def test_merged_lists_give_the_same_answers_as_the_shards(tmp_path, key: str) ->
     queries = clustered(50, seed=1).astype(np.float32)
     ours, theirs = merged.search(queries, 20), index.search(queries, 20, nprobe=16)
     same = [len(set(a) & set(b)) / 20 for a, b in zip(ours, theirs, strict=True)]
-    assert np.mean(same) > 0.95  # packed four-bit codes round their tables
+    assert np.mean(same) > 0.95  # packed four-bit codes round their lookup tables
 
 
 def test_fast_scan_lists_and_indexes_without_lists_are_refused(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Shards of an index are searched as one: merged and packed if Faiss can, with the same candidates either way."""
+"""Shards of an index are searched as one index. Merged, packed or separate, they give the same candidates."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +14,7 @@ _DIMENSION = 32
 
 
 def written(folder: Path, key: str, shards: int = 3, rows: int = 400) -> np.ndarray:
-    """An index of this key in some shards; returns queries [50, d]."""
+    """Write an index with this key in several shards; returns queries [50, d]."""
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((shards * rows, _DIMENSION), dtype=np.float32)
     index = faiss.index_factory(_DIMENSION, key)
@@ -29,7 +29,7 @@ def written(folder: Path, key: str, shards: int = 3, rows: int = 400) -> np.ndar
 
 
 @pytest.mark.parametrize("key", ["IVF8,PQ16x4", "OPQ16_32,IVF8,PQ16x4", "IVF8,SQ8", "IVF8,PQ16x4fs"])
-def test_the_inverted_lists_of_an_index_are_told_by_their_own_type(key: str) -> None:
+def test_inverted_lists_are_returned_with_their_own_type(key: str) -> None:
     index = faiss.index_factory(_DIMENSION, key)
     wanted = {"PQ16x4": faiss.IndexIVFPQ, "SQ8": faiss.IndexIVFScalarQuantizer, "PQ16x4fs": faiss.IndexIVFPQFastScan}
     assert type(ivf_of(index)) is wanted[key.rpartition(",")[2]]
@@ -37,9 +37,9 @@ def test_the_inverted_lists_of_an_index_are_told_by_their_own_type(key: str) -> 
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-def test_nprobe_of_a_search_reaches_every_part_of_a_divided_index(rotated: bool) -> None:
+def test_nprobe_of_a_search_applies_to_every_part_of_a_divided_index(rotated: bool) -> None:
     vectors = np.random.default_rng(0).standard_normal((1200, _DIMENSION), dtype=np.float32)
-    divided = faiss.IndexShards(_DIMENSION)  # several GPUs divide an index in this way
+    divided = faiss.IndexShards(_DIMENSION)  # an index on several GPUs is divided in this way
     parts = [faiss.index_factory(_DIMENSION, "IVF8,Flat") for _ in range(2)]
     for part in parts:
         part.train(vectors)
@@ -57,7 +57,7 @@ def test_nprobe_of_a_search_reaches_every_part_of_a_divided_index(rotated: bool)
     assert np.array_equal(found[1], expected[1])
 
 
-def test_an_index_without_lists_ignores_nprobe() -> None:
+def test_index_without_lists_ignores_nprobe() -> None:
     flat = faiss.IndexIDMap2(faiss.IndexFlatL2(_DIMENSION))
     vectors = np.eye(_DIMENSION, dtype=np.float32)
     flat.add_with_ids(vectors, np.arange(_DIMENSION))
@@ -66,7 +66,7 @@ def test_an_index_without_lists_ignores_nprobe() -> None:
 
 
 @pytest.mark.parametrize("key", ["IVF8,SQ8", "IVF8,PQ16x4", "OPQ16_32,IVF8,PQ16x4fs", "IVF8_HNSW8,Flat"])
-def test_threads_that_share_an_index_search_with_their_own_nprobe(tmp_path, key: str) -> None:
+def test_threads_can_search_a_shared_index_with_different_nprobe(tmp_path, key: str) -> None:
     queries = written(tmp_path, key)
     index = ShardedIndex.open(tmp_path, range(3))
     alone = {nprobe: index.search(queries, 20, nprobe=nprobe) for nprobe in (1, 8)}
@@ -74,7 +74,7 @@ def test_threads_that_share_an_index_search_with_their_own_nprobe(tmp_path, key:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda nprobe: (nprobe, index.search(queries, 20, nprobe=nprobe)), [1, 8] * 20))
     assert all(np.array_equal(ids, alone[nprobe]) for nprobe, ids in found)
-    assert np.array_equal(index.search(queries, 20), alone[1])  # the index's own nprobe has not changed
+    assert np.array_equal(index.search(queries, 20), alone[1])  # the nprobe of the index itself is unchanged
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_shards_of_plain_four_bit_codes_are_merged_and_packed(tmp_path) -> None:
     assert only.ntotal == 1200
 
 
-def test_groups_that_do_not_fit_into_memory_find_the_same(tmp_path) -> None:
+def test_index_loaded_in_groups_finds_the_same_neighbors(tmp_path) -> None:
     queries = written(tmp_path, "IVF8,SQ8")
     together, apart = (ShardedIndex.open(tmp_path, range(3), memory) for memory in (10**9, 1))
     assert len(list(together.each())) == 1
@@ -94,8 +94,8 @@ def test_groups_that_do_not_fit_into_memory_find_the_same(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("key", ["IVF8,SQ8", "IVF8,PQ16x4", "OPQ16_32,IVF8,Flat"])
-def test_list_by_list_finds_the_same(tmp_path, key: str) -> None:
+def test_search_list_by_list_finds_the_same_neighbors(tmp_path, key: str) -> None:
     queries = written(tmp_path, key)
     usual, big = ShardedIndex.open(tmp_path, range(3)), ShardedIndex.open(tmp_path, range(3), big_batch=True)
     same = usual.search(queries, 5, nprobe=4) == big.search(queries, 5, nprobe=4)
-    assert same[:, 0].mean() > (0.9 if "PQ" in key else 0.99)  # packed tables are rounded
+    assert same[:, 0].mean() > (0.9 if "PQ" in key else 0.99)  # packed lookup tables are rounded

@@ -1,4 +1,4 @@
-"""A search list by list finds the same as Faiss in the same lists, excludes own documents, and does not depend on threads or blocks."""
+"""Search list by list finds the neighbors of Faiss in the same lists and excludes own documents, for any block size."""
 
 from pathlib import Path
 
@@ -21,14 +21,14 @@ D, LISTS = 32, 16
 
 @pytest.fixture
 def embeddings(tmp_path, request) -> ShardedArray:
-    """Unit vectors around some centers in three files; lists differ in length."""
+    """Unit vectors around several centers in three files, so lists differ in length."""
     rng, total = np.random.default_rng(0), getattr(request, "param", 5000)
     centers = rng.standard_normal((9, D))
     return stored(tmp_path, centers[(9 * rng.random(total) ** 2).astype(int)] + rng.standard_normal((total, D)))
 
 
 def written(folder: Path, embeddings: ShardedArray, key: str = f"IVF{LISTS},Flat", nprobe: int = 4) -> faiss.Index:
-    """The index of a datastore, in shards; returns one with all chunks."""
+    """Write the index of a datastore in shards; returns one index of all chunks."""
     index = faiss.index_factory(D, key)
     index.train(embeddings.read(0, min(1000, len(embeddings))).astype(np.float32))
     for name in ("trained", "tuned", *map(shard_name, range(3))):
@@ -59,9 +59,9 @@ PLAIN, CODED = ("{},Flat", "{}_HNSW8,Flat"), ("OPQ8_32,{},PQ8x4", "{},PQ8x4fs")
 @pytest.mark.parametrize(
     ("embeddings", "key"),
     [(size, key.format(f"IVF{LISTS}")) for size in (40, 1000, 5000) for key in (*PLAIN, *(CODED if size > 40 else ()))],
-    indirect=["embeddings"],  # codes cannot be trained on 40
+    indirect=["embeddings"],  # product quantizers cannot be trained on 40 vectors
 )
-def test_the_lists_of_the_index_are_searched_by_the_embeddings(tmp_path, embeddings: ShardedArray, key: str) -> None:
+def test_list_search_finds_the_exact_nearest_of_the_visited_lists(tmp_path, embeddings: ShardedArray, key: str) -> None:
     whole = written(tmp_path / "index", embeddings, key)
     queries = embeddings.read(0, min(300, len(embeddings))).astype(np.float32)
     index = opened(tmp_path / "index", embeddings)
@@ -77,11 +77,11 @@ def test_the_lists_of_the_index_are_searched_by_the_embeddings(tmp_path, embeddi
     distances = ((queries[:, None] - vectors) ** 2).sum(2)
     distances[~(lists == visited[:, :, None]).any(1)] = np.inf
     expected = np.sort(distances, axis=1)[:, :8]
-    assert recall(found[:, :8], expected) > 0.98  # bfloat16 may place a query into the list next to its own
+    assert recall(found[:, :8], expected) > 0.98  # bfloat16 can assign a query to an adjacent list
 
 
 @pytest.mark.parametrize("excluded", [5, 700])
-def test_with_all_lists_it_is_exhaustive_and_leaves_the_own_document_out(tmp_path, embeddings, excluded: int) -> None:
+def test_search_of_all_lists_is_exhaustive_and_excludes_the_own_document(tmp_path, embeddings, excluded: int) -> None:
     written(tmp_path / "index", embeddings)
     rows = np.arange(0, len(embeddings), 17)
     queries = embeddings.gather(rows).astype(np.float32)
@@ -96,14 +96,14 @@ def test_with_all_lists_it_is_exhaustive_and_leaves_the_own_document_out(tmp_pat
 
 
 @pytest.mark.parametrize("embeddings", [40], indirect=True)
-def test_what_there_is_too_little_of_is_none(tmp_path, embeddings: ShardedArray) -> None:
+def test_missing_neighbors_are_minus_one(tmp_path, embeddings: ShardedArray) -> None:
     written(tmp_path / "index", embeddings, nprobe=LISTS)
     queries = embeddings.read(0, 40).astype(np.float32)
     ids = opened(tmp_path / "index", embeddings).search(queries, 64, (np.zeros(40, int), np.full(40, 30)))
     assert np.array_equal(np.sort(ids, axis=1), np.tile(np.r_[[-1] * 54, 30:40], (40, 1)))
 
 
-def test_a_generation_is_searched_by_itself(tmp_path, embeddings: ShardedArray) -> None:
+def test_appended_shards_can_be_searched_separately(tmp_path, embeddings: ShardedArray) -> None:
     written(tmp_path / "index", embeddings, nprobe=LISTS)
     first, queries = int(embeddings.starts[1]), embeddings.read(0, 200).astype(np.float32)
     index = opened(tmp_path / "index", embeddings, shards=range(1, 3))
@@ -114,7 +114,7 @@ def test_a_generation_is_searched_by_itself(tmp_path, embeddings: ShardedArray) 
     assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact_search(queries, later, 8)[0]) > 0.99
 
 
-def test_parts_of_the_lists_and_blocks_of_queries_change_nothing(tmp_path, embeddings, monkeypatch) -> None:
+def test_results_do_not_depend_on_parts_of_lists_and_blocks_of_queries(tmp_path, embeddings, monkeypatch) -> None:
     written(tmp_path / "index", embeddings)
     queries = embeddings.read(0, 600).astype(np.float32)
     own = (np.arange(600) // 9 * 9, np.arange(600) // 9 * 9 + 9)
@@ -125,11 +125,11 @@ def test_parts_of_the_lists_and_blocks_of_queries_change_nothing(tmp_path, embed
     assert len(list(index._parts())) > 4
     parts = index.search(queries, 24, own)
     same = [len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]
-    assert np.mean(same) > 23.5  # but for ties in bfloat16
+    assert np.mean(same) > 23.5  # except for ties in bfloat16
 
 
-def test_queries_of_long_lists_are_looked_at_few_at_a_time(tmp_path, embeddings, monkeypatch) -> None:
-    """Text that the lists were not trained on was appended, so most chunks are in one list."""
+def test_queries_of_long_lists_are_searched_in_small_groups(tmp_path, embeddings, monkeypatch) -> None:
+    """Appended text differs from the text that the lists were trained on, so most chunks are in one list."""
     trained, lists = written(tmp_path / "index", embeddings), np.zeros(len(embeddings), dtype=np.int32)
     lists[:100] = np.arange(100) % LISTS
     queries = embeddings.read(0, 600).astype(np.float32)
@@ -146,7 +146,7 @@ def test_queries_of_long_lists_are_looked_at_few_at_a_time(tmp_path, embeddings,
     assert np.mean([len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]) > 15.5
 
 
-def test_the_number_of_threads_changes_nothing(tmp_path, embeddings: ShardedArray) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(tmp_path, embeddings: ShardedArray) -> None:
     written(tmp_path / "index", embeddings)
     queries = embeddings.read(0, 600).astype(np.float32)
     before, found = torch.get_num_threads(), []
@@ -170,17 +170,17 @@ def test_nprobe_is_the_smallest_that_reaches_the_recall(tmp_path, embeddings: Sh
     for target in (0.5, 0.9, 0.99):
         tuned = tune_lists(index, queries, ids, embeddings, target)
         assert tuned["nprobe"] == next(nprobe for nprobe, share in reached.items() if share >= target)
-        assert tuned["recall_at_10"] == pytest.approx(reached[tuned["nprobe"]], abs=0.005)  # but for equal distances
+        assert tuned["recall_at_10"] == pytest.approx(reached[tuned["nprobe"]], abs=0.005)  # except for equal distances
 
 
-def test_an_index_without_lists_has_none_to_search(tmp_path, embeddings: ShardedArray) -> None:
+def test_index_without_lists_has_no_list_search(tmp_path, embeddings: ShardedArray) -> None:
     (tmp_path / "index" / "tuned").mkdir(parents=True)
     write_json(tmp_path / "index" / "tuned" / "tuned.json", {"nprobe": 1})
     assert ListIndex.open(tmp_path / "index", embeddings, range(3)) is None
 
 
 @pytest.mark.gpu
-def test_a_gpu_finds_the_same(tmp_path, embeddings: ShardedArray) -> None:
+def test_gpu_finds_the_same_neighbors(tmp_path, embeddings: ShardedArray) -> None:
     written(tmp_path / "index", embeddings)
     queries = embeddings.read(0, 600).astype(np.float32)
     found = [

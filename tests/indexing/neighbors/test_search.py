@@ -1,4 +1,4 @@
-"""Stored neighbors: none from the own document, none excluded by position, none missing that exists."""
+"""Stored neighbors never come from the own document or excluded positions, and none is missing if it exists."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from indexing.store.errors import InputError
 from indexing.vectors.exact_search import exact_search, recall
 
 
-def test_no_neighbor_is_of_the_own_document(tiny_datastore: Datastore) -> None:
+def test_neighbors_never_come_from_the_own_document(tiny_datastore: Datastore) -> None:
     train = tiny_datastore.train
     ids = train.neighbor_ids.read(0, train.num_chunks)
     own, _, _ = train.documents_of(np.arange(train.num_chunks))
@@ -23,7 +23,7 @@ def test_no_neighbor_is_of_the_own_document(tiny_datastore: Datastore) -> None:
 
 
 @pytest.mark.parametrize("split_name", ["train", "valid"])
-def test_neighbors_are_sorted_distinct_and_the_exact_ones(tiny_datastore: Datastore, split_name: str) -> None:
+def test_neighbors_are_sorted_distinct_and_exact(tiny_datastore: Datastore, split_name: str) -> None:
     split, train = tiny_datastore.split(split_name), tiny_datastore.train
     ids = split.neighbor_ids.read(0, split.num_chunks)
     distances = split.neighbor_distances.read(0, split.num_chunks)
@@ -35,8 +35,8 @@ def test_neighbors_are_sorted_distinct_and_the_exact_ones(tiny_datastore: Datast
     assert recall(distances, exact) == 1
 
 
-def test_starved_queries_are_searched_deeper(tiny_datastore: Datastore) -> None:
-    """In a repetitive document almost all of six candidates are its own chunks. The search must still find enough neighbors."""
+def test_queries_with_too_few_neighbors_are_searched_again_with_more_candidates(tiny_datastore: Datastore) -> None:
+    """In a repetitive document almost all of six candidates are its own chunks. Further searches find enough others."""
     train = tiny_datastore.train
     index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
     settings = NeighborSettings(stored=6, candidates=6)
@@ -49,7 +49,7 @@ def test_starved_queries_are_searched_deeper(tiny_datastore: Datastore) -> None:
     assert (ids >= 0).all()
 
 
-def test_near_copies_are_left_out_where_asked(tiny_datastore: Datastore) -> None:
+def test_max_overlap_excludes_near_copies(tiny_datastore: Datastore) -> None:
     train, valid = tiny_datastore.train, tiny_datastore.valid
     index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
     queries = valid.embeddings.read(0, 60).astype(np.float32)
@@ -66,7 +66,7 @@ def test_near_copies_are_left_out_where_asked(tiny_datastore: Datastore) -> None
     assert worst(0.5) <= 0.5
 
 
-def test_without_reranking_the_index_order_stays(tiny_datastore: Datastore) -> None:
+def test_without_reranking_neighbors_keep_the_order_of_the_index(tiny_datastore: Datastore) -> None:
     train, valid = tiny_datastore.train, tiny_datastore.valid
     index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
     settings = replace(NeighborSettings(stored=6, candidates=24), rerank=False)
@@ -76,6 +76,6 @@ def test_without_reranking_the_index_order_stays(tiny_datastore: Datastore) -> N
     assert np.isfinite(distances).all()
 
 
-def test_fewer_candidates_than_neighbors_is_refused_by_name() -> None:
+def test_fewer_candidates_than_neighbors_are_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"neighbors\.candidates = 3"):
         NeighborSettings(stored=4, candidates=3)

@@ -1,4 +1,4 @@
-"""The cost model prefers what was measured to be faster (docs/results/indexing-speed.md)."""
+"""The cost model prefers the method that was measured to be faster (docs/results/indexing-speed.md)."""
 
 from dataclasses import replace
 
@@ -21,17 +21,17 @@ MINILM = SearchSize(
 LEXICAL = replace(MINILM, num_vectors=172_033, dimension=256, nprobe=1024, code_bytes=64, list_nprobe=900)
 
 
-def test_embeddings_that_cluster_are_searched_by_lists_and_others_exhaustively() -> None:
+def test_clustered_embeddings_are_searched_by_lists_and_others_exhaustively() -> None:
     assert cheapest(MINILM, "bfloat16") == "lists"
     assert cheapest(LEXICAL, "bfloat16") == "exact"
 
 
-def test_lists_that_few_queries_visit_at_a_time_are_searched_by_their_codes() -> None:
+def test_lists_visited_by_few_queries_are_searched_by_their_codes() -> None:
     drawn = replace(MINILM, num_vectors=5_000_000, dimension=64, nlist=16_384, nprobe=64, list_nprobe=64, code_bytes=16)
     assert cheapest(replace(drawn, centroids=compared_centroids(16_384, graph=True)), "bfloat16") == "index"
 
 
-def test_an_index_without_lists_is_searched_exhaustively_unless_codes_are_cheaper() -> None:
+def test_index_without_lists_is_searched_exhaustively_unless_codes_are_cheaper() -> None:
     flat = replace(
         MINILM, num_vectors=10_000, nlist=1, nprobe=1, centroids=1, list_nprobe=1, fast_scan=False, code_bytes=1536
     )
@@ -39,17 +39,17 @@ def test_an_index_without_lists_is_searched_exhaustively_unless_codes_are_cheape
     assert cheapest(replace(flat, num_vectors=10**7, code_bytes=1, fast_scan=True), "float32") == "index"
 
 
-def test_what_memory_does_not_hold_is_searched_by_its_codes() -> None:
+def test_embeddings_larger_than_memory_are_searched_by_their_codes() -> None:
     large = replace(MINILM, num_vectors=10**10, nlist=131_072, nprobe=256, list_nprobe=128)
     assert cheapest(large, "bfloat16") == "index"
 
 
 @pytest.mark.parametrize("hardware", ["bfloat16", "float32", "cuda"])
-def test_what_is_compared_with_more_costs_more(hardware) -> None:
+def test_cost_grows_with_the_number_of_comparisons(hardware) -> None:
     assert seconds_by_lists(MINILM, hardware) < seconds_by_lists(replace(MINILM, list_nprobe=96), hardware)
     assert seconds_exact(MINILM, hardware) < seconds_exact(replace(MINILM, num_vectors=10**6), hardware)
 
 
-def test_a_graph_of_centroids_is_not_searched_whole() -> None:
+def test_graph_of_centroids_is_not_compared_completely() -> None:
     assert compared_centroids(131_072, graph=True) < 10_000
     assert compared_centroids(131_072, graph=False) == 131_072

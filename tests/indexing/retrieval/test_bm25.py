@@ -1,4 +1,4 @@
-"""BM25: terms, fields, and scores equal to the formula's."""
+"""BM25: terms, statistics, and scores equal to the formula."""
 
 import math
 
@@ -31,11 +31,11 @@ def opened(tiny_datastore: Datastore) -> Opened:
         ("…?! _", []),
     ],
 )
-def test_terms_are_words_in_lower_case_and_characters_with_their_pairs(text: str, expected: list[str]) -> None:
+def test_terms_are_lowercase_words_and_characters_with_their_pairs(text: str, expected: list[str]) -> None:
     assert terms(text) == expected
 
 
-def test_scores_are_those_of_the_formula(opened: Opened) -> None:
+def test_scores_equal_the_formula(opened: Opened) -> None:
     retrieval, tokenizer, statistics = opened
     ids = np.array([[7, 40, 3, -1, 7]])
     scores, largest = bm25(["gradient of the title 检索 检索"], ids, retrieval, tokenizer, statistics)
@@ -68,7 +68,7 @@ def test_scores_are_those_of_the_formula(opened: Opened) -> None:
     assert scores.max() < largest[0]
 
 
-def test_statistics_count_every_chunk_of_a_small_datastore_once(opened: Opened) -> None:
+def test_statistics_of_a_small_datastore_count_every_chunk_once(opened: Opened) -> None:
     retrieval, tokenizer, statistics = opened
     tokens, lengths = retrieval.chunks(np.arange(retrieval.num_chunks))
     texts = [set(terms(tokenizer.decode(row[:length]))) for row, length in zip(tokens, lengths, strict=True)]
@@ -78,7 +78,7 @@ def test_statistics_count_every_chunk_of_a_small_datastore_once(opened: Opened) 
     assert statistics == sample_statistics(retrieval, tokenizer)
 
 
-def test_scores_do_not_depend_on_the_company_of_other_queries(opened: Opened) -> None:
+def test_scores_do_not_depend_on_other_queries_of_the_batch(opened: Opened) -> None:
     queries = [f"title {number} memory of a chunk" for number in range(40)]
     ids = np.random.default_rng(0).integers(0, opened[0].num_chunks, (40, 20))
     together = bm25(queries, ids, *opened)
@@ -88,7 +88,7 @@ def test_scores_do_not_depend_on_the_company_of_other_queries(opened: Opened) ->
         np.testing.assert_allclose(alone[1][0], together[1][row], rtol=1e-5)
 
 
-def test_a_query_without_terms_scores_nothing(opened: Opened) -> None:
+def test_query_without_terms_has_zero_scores(opened: Opened) -> None:
     scores, largest = bm25(["?!"], np.array([[1, 2]]), *opened)
     assert not scores.any()
     assert not largest.any()

@@ -1,4 +1,4 @@
-"""Candidates: the nearest chunks, as many as requested if there are as many, under any filter."""
+"""Candidates are the nearest chunks under any filter, as many as requested if there are enough."""
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ from indexing.vectors.floats import to_float32
 
 @pytest.fixture
 def no_exhaustive_search_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat the few hundred chunks of the tiny datastore as many."""
+    """Search the few hundred chunks of the tiny datastore like a large one."""
     monkeypatch.setattr(candidates, "_FEW_CHUNKS", 0)
 
 
 class Listed:
-    """An index that searches only a part of the chunks, like inverted lists, and counts its searches."""
+    """An index that searches only part of the chunks, like inverted lists, and counts its searches."""
 
     def __init__(self, split: Split, share: int) -> None:
         self.split, self.share, self.num_vectors = split, share, split.num_chunks
@@ -41,7 +41,7 @@ def ranges_of(split: Split, documents: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("share", [1, 5])
 @pytest.mark.parametrize("documents", [[3], [5, 60, 61, 120], list(range(0, 150, 2))])
-def test_a_filter_leaves_k_where_there_are_k_and_the_nearest(
+def test_filtered_search_returns_the_k_nearest_matching_chunks(
     tiny_datastore: Datastore, no_exhaustive_search_at_first: None, documents: list[int], share: int
 ) -> None:
     split = tiny_datastore.train
@@ -53,11 +53,11 @@ def test_a_filter_leaves_k_where_there_are_k_and_the_nearest(
     inside = (found.ids[..., None] >= among[:, 0]) & (found.ids[..., None] < among[:, 1])
     assert inside.any(axis=2)[found.ids >= 0].all()
     assert (np.diff(found.distances[:, :wanted], axis=1) >= 0).all()
-    if share == 1:  # an index that looks everywhere misses nothing
+    if share == 1:  # an index that searches all chunks misses none
         np.testing.assert_allclose(found.distances[:, :wanted], exact, atol=1e-5)
 
 
-def test_a_filter_that_matches_few_chunks_asks_no_index(tiny_datastore: Datastore) -> None:
+def test_filter_that_matches_few_chunks_searches_without_the_index(tiny_datastore: Datastore) -> None:
     split = tiny_datastore.train
     index = Listed(split, 1)
     among = ranges_of(split, [10, 20])
@@ -66,14 +66,14 @@ def test_a_filter_that_matches_few_chunks_asks_no_index(tiny_datastore: Datastor
     assert set(found.ids.ravel().tolist()) - {-1} == {chunk for start, stop in among for chunk in range(start, stop)}
 
 
-def test_a_filter_that_matches_nothing_finds_nothing(tiny_datastore: Datastore) -> None:
+def test_filter_without_matches_returns_no_candidates(tiny_datastore: Datastore) -> None:
     split = tiny_datastore.train
     found = find_candidates(vectors_of(split), Listed(split, 1), split, 64, 5, np.empty((0, 2), dtype=np.int64))
     assert (found.ids < 0).all()
     assert np.isinf(found.distances).all()
 
 
-def test_an_index_is_asked_for_more_in_proportion_to_what_is_thrown_away(
+def test_number_of_requested_candidates_grows_with_the_fraction_filtered_out(
     tiny_datastore: Datastore, no_exhaustive_search_at_first: None
 ) -> None:
     split = tiny_datastore.train
@@ -82,7 +82,7 @@ def test_an_index_is_asked_for_more_in_proportion_to_what_is_thrown_away(
     assert 80 <= index.asked[0] <= 84
 
 
-def test_exhaustive_search_among_scattered_ranges_is_that_among_all(tiny_datastore: Datastore) -> None:
+def test_exhaustive_search_among_ranges_equals_filtering_all_results(tiny_datastore: Datastore) -> None:
     split = tiny_datastore.train
     among = ranges_of(split, list(range(1, split.num_documents, 3)))
     distances, ids = exact_search(vectors_of(split), split.embeddings, split.num_chunks)
@@ -93,7 +93,7 @@ def test_exhaustive_search_among_scattered_ranges_is_that_among_all(tiny_datasto
     assert ((chosen[..., None] >= among[:, 0]) & (chosen[..., None] < among[:, 1])).any(axis=2).all()
 
 
-def test_parts_that_do_not_answer_are_named_and_the_others_are_used(tiny_datastore: Datastore) -> None:
+def test_missing_index_parts_are_named_and_the_others_are_used(tiny_datastore: Datastore) -> None:
     split = tiny_datastore.train
     whole = open_index(split)
 

@@ -1,4 +1,4 @@
-"""Filters: exactly the chunks of the documents that match."""
+"""Filters select exactly the chunks of the matching documents."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ def documents_in(datastore: Datastore, ranges: np.ndarray) -> list[str]:
     return [row["id"] for row in datastore.train.metadata(numbers)]
 
 
-def test_documents_match_by_value_by_list_and_by_every_column(tiny_datastore: Datastore) -> None:
+def test_filters_match_values_lists_and_several_columns(tiny_datastore: Datastore) -> None:
     split = tiny_datastore.train
     rows = split.metadata(range(split.num_documents))
     size = rows[20]["chunks"]
@@ -35,7 +35,7 @@ def test_documents_match_by_value_by_list_and_by_every_column(tiny_datastore: Da
     ):
         ranges = matching_chunks(split, filters)
         assert documents_in(tiny_datastore, ranges) == [row["id"] for row in expected]
-        assert (ranges[1:, 0] > ranges[:-1, 1]).all()  # neighboring documents are one range
+        assert (ranges[1:, 0] > ranges[:-1, 1]).all()  # adjacent documents form one range
     assert matching_chunks(split, {"file": ["corpus.jsonl"]}).tolist() == [[0, split.num_chunks]]
 
 
@@ -56,11 +56,11 @@ def test_deleted_documents_match_no_filter(tiny_datastore: Datastore, tmp_path: 
         ({"title": None}, r"filters\.title = None"),
     ],
 )
-def test_what_is_no_filter_is_refused(filters: dict, words: str) -> None:
+def test_invalid_filters_are_refused(filters: dict, words: str) -> None:
     with pytest.raises(InputError, match=words):
         check_filters(filters, ["id", "title"])
 
 
-def test_a_value_of_another_type_is_refused_by_column(tiny_datastore: Datastore) -> None:
+def test_value_of_another_type_is_refused_with_its_column(tiny_datastore: Datastore) -> None:
     with pytest.raises(InputError, match=r"filters\.chunks = \['many'\]: the column holds values of type int64"):
         matching_chunks(tiny_datastore.train, {"chunks": ["many"]})

@@ -1,4 +1,4 @@
-"""The retriever: one search for texts, tokens and vectors, over one datastore or several, by any order, from any thread."""
+"""The retriever searches by texts, tokens or vectors, in one or several datastores, by any ranking, from any thread."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ def retriever(tiny_datastore: Datastore) -> Retriever:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Datastore:
-    """Other documents with the same tokenizer and embedder, and one more column."""
+    """A datastore of other documents with the same tokenizer and embedder, and one more column."""
     folder = tmp_path_factory.mktemp("other")
     config = tiny_config(folder, write_corpus(folder / "corpus.jsonl", 60, seed=5))
     return build_local(
@@ -56,7 +56,7 @@ def chunk_ids(hits: list[Hit]) -> list[int]:
     return [hit.chunk_id for hit in hits]
 
 
-def test_texts_tokens_and_vectors_find_the_same(retriever: Retriever) -> None:
+def test_texts_tokens_and_vectors_find_the_same_chunks(retriever: Retriever) -> None:
     texts = [text_of(retriever, chunk) for chunk in (3, 77, 200)]
     by_text = retriever.search(texts, 4)
     rows = retriever.tokenizer.encode_batch(texts)
@@ -69,13 +69,13 @@ def test_texts_tokens_and_vectors_find_the_same(retriever: Retriever) -> None:
 
 
 @pytest.mark.parametrize("rerank", RERANKS)
-def test_hits_come_best_first_with_what_stands_in_the_datastore(retriever: Retriever, rerank: Rerank) -> None:
+def test_hits_are_sorted_by_score_and_contain_the_stored_text(retriever: Retriever, rerank: Rerank) -> None:
     split = retriever.retrieval.own
     query = text_of(retriever, 61)
     hits = retriever.search([query], 12, rerank=rerank).hits[0]
     assert len(hits) == 12
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
-    assert hits[0].text == query  # of this chunk, or of another that is the same
+    assert hits[0].text == query  # the text of this chunk, or of another with equal text
     for hit in hits:
         stored = retriever.chunk(hit.chunk_id)
         assert (hit.text, hit.continuation, hit.document) == (stored.text, stored.continuation, stored.document)
@@ -93,7 +93,7 @@ def test_scores_of_embeddings_are_cosines_and_the_nearest_is_first(retriever: Re
     np.testing.assert_allclose([[hit.score for hit in hits] for hits in found.hits], 1 - exact / 2, atol=1e-5)
 
 
-def test_words_decide_where_they_are_asked_to(retriever: Retriever) -> None:
+def test_bm25_ranks_by_words_within_a_filter(retriever: Retriever) -> None:
     """Only the first chunk contains the title, and the vectors of the others do not reflect it. BM25 still finds them."""
     hits = retriever.search(["title 42"], 5, rerank="bm25", filters={"title": ["Title 42", "Title 41"]}).hits[0]
     first = [hit.document_id for hit in hits].count("doc-42")
@@ -101,7 +101,7 @@ def test_words_decide_where_they_are_asked_to(retriever: Retriever) -> None:
     assert first >= 1
 
 
-def test_the_hybrid_lies_between_words_and_vectors(retriever: Retriever) -> None:
+def test_hybrid_scores_are_a_positive_mixture_of_bm25_and_embeddings(retriever: Retriever) -> None:
     query = [text_of(retriever, 61)[:30]]
     found = {rerank: retriever.rank(query, 256, rerank=rerank) for rerank in RERANKS}
     order = {
@@ -118,7 +118,7 @@ def test_the_hybrid_lies_between_words_and_vectors(retriever: Retriever) -> None
 
 
 @pytest.mark.parametrize("rerank", RERANKS)
-def test_a_filtered_search_finds_k_of_the_documents_that_match(retriever: Retriever, rerank: Rerank) -> None:
+def test_filtered_search_finds_k_chunks_of_the_matching_documents(retriever: Retriever, rerank: Rerank) -> None:
     split = retriever.retrieval.own
     row = max(split.metadata(range(split.num_documents)), key=lambda row: row["chunks"])
     hits = retriever.search(["数据 gradient"], 3, filters={"id": row["id"]}, rerank=rerank).hits[0]
@@ -128,7 +128,7 @@ def test_a_filtered_search_finds_k_of_the_documents_that_match(retriever: Retrie
     assert retriever.search(["x"], 3, filters={"id": "nobody"}, rerank=rerank).hits == [[]]
 
 
-def test_filters_follow_deletions(tiny_datastore: Datastore, tmp_path: Path) -> None:
+def test_filters_omit_deleted_documents(tiny_datastore: Datastore, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_datastore.folder, tmp_path / "copy")
     opened = Retriever.open(folder)
     filters = {"title": ["Title 8", "Title 9"]}
@@ -168,13 +168,13 @@ def test_several_datastores_are_searched_as_one(
     assert Retriever.open(tiny_datastore.folder, tiny_datastore.folder).retrieval == retriever.retrieval
 
 
-def test_datastores_that_do_not_fit_are_refused(tiny_datastore: Datastore, tmp_path: Path) -> None:
+def test_incompatible_datastores_are_refused(tiny_datastore: Datastore, tmp_path: Path) -> None:
     strange = build_local(tiny_config(tmp_path, write_corpus(tmp_path / "c.jsonl", 20, seed=9)))
     with pytest.raises(InputError, match=r"searching several datastores: .* different tokenizers"):
         Retriever.open(tiny_datastore.folder, strange.folder)
 
 
-def test_chunks_and_documents_by_id_are_the_text_in_order(retriever: Retriever) -> None:
+def test_chunks_and_documents_by_id_return_the_text_in_order(retriever: Retriever) -> None:
     split = retriever.retrieval.own
     number = int(np.argmax([row["chunks"] for row in split.metadata(range(split.num_documents))]))
     row = split.metadata([number])[0]
@@ -192,7 +192,7 @@ def test_chunks_and_documents_by_id_are_the_text_in_order(retriever: Retriever) 
 
 
 @pytest.mark.parametrize("chunk_id", [-1, 10**6, 1 << CHUNK_ID_BITS, 1 << 62])
-def test_an_id_of_no_chunk_is_not_found(retriever: Retriever, chunk_id: int) -> None:
+def test_unknown_chunk_id_is_not_found(retriever: Retriever, chunk_id: int) -> None:
     with pytest.raises(NotFound, match=f"no chunk {chunk_id}"):
         retriever.chunk(chunk_id)
 
@@ -215,17 +215,17 @@ def test_an_id_of_no_chunk_is_not_found(retriever: Retriever, chunk_id: int) -> 
         (["a"], {"filters": {"lang": "en"}}, "no column 'lang'; accepted are id, file, title"),
     ],
 )
-def test_bad_queries_are_refused_with_the_reason(retriever: Retriever, queries, options, words: str) -> None:
+def test_invalid_queries_are_refused_with_the_reason(retriever: Retriever, queries, options, words: str) -> None:
     with pytest.raises(InputError, match=words):
         retriever.search(queries, **options)
 
 
-def test_no_queries_find_nothing(retriever: Retriever) -> None:
+def test_empty_batch_of_queries_returns_no_hits(retriever: Retriever) -> None:
     for rerank in RERANKS:
         assert retriever.search([], 3, rerank=rerank).hits == []
 
 
-def test_a_batch_finds_what_its_queries_find_alone(retriever: Retriever) -> None:
+def test_batch_finds_the_same_hits_as_single_queries(retriever: Retriever) -> None:
     queries = [text_of(retriever, chunk) for chunk in range(0, 200, 7)]
     for rerank in RERANKS:
         together = retriever.search(queries, 5, rerank=rerank).hits
@@ -234,19 +234,17 @@ def test_a_batch_finds_what_its_queries_find_alone(retriever: Retriever) -> None
         ]
 
 
-def test_several_threads_may_search_at_once(tiny_datastore: Datastore, retriever: Retriever) -> None:
+def test_several_threads_can_search_at_once(tiny_datastore: Datastore, retriever: Retriever) -> None:
     queries = [text_of(retriever, chunk) for chunk in range(0, 96, 4)]
     options = [{"rerank": rerank, "filters": filters} for rerank in RERANKS for filters in (None, {"title": "Title 3"})]
     expected = [[retriever.search([query], 3, **each) for query in queries] for each in options]
-    fresh = Retriever.open(tiny_datastore.folder)  # nothing is kept yet
+    fresh = Retriever.open(tiny_datastore.folder)  # its caches are empty
     with ThreadPoolExecutor(8) as pool:
         found = [[pool.submit(fresh.search, [query], 3, **each) for query in queries] for each in options]
         assert [[future.result() for future in row] for row in found] == expected
 
 
-def test_parts_of_an_index_that_do_not_answer_are_named_in_the_results(
-    tiny_datastore: Datastore, retriever: Retriever
-) -> None:
+def test_missing_index_parts_are_named_in_the_results(tiny_datastore: Datastore, retriever: Retriever) -> None:
     class Partly:
         num_vectors = retriever.indexes[0].num_vectors
 
@@ -260,7 +258,7 @@ def test_parts_of_an_index_that_do_not_answer_are_named_in_the_results(
     assert all(hit.chunk_id < 50 for hit in results.hits[0])
 
 
-def test_one_long_text_does_not_pad_many_short_ones(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_padded_in_groups_of_similar_length(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["index " * 300, *("chunk " * number for number in range(1, 20)), "检索 " * 40]
     expected, padded = retriever.embed(texts), list[int]()
     embed = type(retriever.embedder).embed
@@ -272,5 +270,5 @@ def test_one_long_text_does_not_pad_many_short_ones(retriever: Retriever, monkey
     monkeypatch.setattr(type(retriever.embedder), "embed", counted)
     monkeypatch.setattr("indexing.retrieval.retriever._PADDED_TOKENS", 1000)
     np.testing.assert_allclose(retriever.embed(texts), expected, rtol=1e-6)
-    assert sum(padded) < 3000  # 300 and more for each of 21 texts, if all were as long as the longest
+    assert sum(padded) < 3000  # padding to the longest of 21 texts would give more than 300 for each
     assert len(padded) < 10
