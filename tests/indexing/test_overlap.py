@@ -38,10 +38,10 @@ def test_padding_never_counts_as_overlap() -> None:
     assert overlap(chunk, np.array([2]), np.array([[9, 1, 2, 7]]), np.array([4])).tolist() == [1]
 
 
-def test_runs_longer_than_a_byte_counts_are_counted() -> None:
+def test_runs_longer_than_255_tokens_are_counted() -> None:
     text = np.arange(600)[None]
     assert longest_common_substring(text, np.roll(text, 7)).tolist() == [593]
 
 
-def test_nothing_shares_nothing() -> None:
+def test_empty_input_gives_empty_overlap() -> None:
     assert longest_common_substring(np.empty((0, 4), int), np.empty((0, 8), int)).tolist() == []

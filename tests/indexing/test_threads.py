@@ -1,4 +1,4 @@
-"""Work on several threads, and torch's thread count afterwards."""
+"""Work on several threads, and torch's number of threads during and after it."""
 
 import threading
 
@@ -9,7 +9,7 @@ from indexing.threads import map_ahead, one_thread_each
 from tests.conftest import PATIENCE
 
 
-def test_each_item_is_worked_on_with_one_thread_and_torch_gets_its_own_back() -> None:
+def test_items_run_with_one_torch_thread_and_the_number_is_restored() -> None:
     before, seen = torch.get_num_threads(), []
     with one_thread_each(3) as run:
         run(lambda item: seen.append((item, torch.get_num_threads())), range(50))
@@ -17,13 +17,13 @@ def test_each_item_is_worked_on_with_one_thread_and_torch_gets_its_own_back() ->
     assert torch.get_num_threads() == before
 
 
-def test_two_that_overlap_give_back_what_there_was() -> None:
+def test_overlapping_users_restore_the_original_number_of_threads() -> None:
     before, entered, inside = torch.get_num_threads(), threading.Event(), threading.Event()
 
     def first() -> None:
         with one_thread_each(1):
             entered.set()
-            inside.wait(timeout=0.3)  # the second comes in here, if it is let
+            inside.wait(timeout=0.3)  # a second user could enter here if it were allowed to
 
     def second() -> None:
         assert entered.wait(timeout=PATIENCE)
@@ -43,14 +43,14 @@ def test_two_that_overlap_give_back_what_there_was() -> None:
     assert found == [before]
 
 
-def test_an_error_in_a_thread_arrives() -> None:
+def test_error_in_a_thread_is_raised_and_threads_are_restored() -> None:
     before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError), one_thread_each(2) as run:
         run(lambda item: 1 // item, [1, 0])
     assert torch.get_num_threads() == before
 
 
-def test_results_come_in_order_and_the_next_ones_are_made_while_one_is_used() -> None:
+def test_results_are_ordered_and_the_next_ones_are_computed_ahead() -> None:
     made = [threading.Event() for _ in range(5)]
 
     def make(number: int) -> int:
@@ -61,11 +61,11 @@ def test_results_come_in_order_and_the_next_ones_are_made_while_one_is_used() ->
     assert next(results) == 0
     assert made[1].wait(timeout=PATIENCE)
     assert made[2].wait(timeout=PATIENCE)
-    assert not made[4].is_set()  # nor is everything made at once
+    assert not made[4].is_set()  # the whole input is not computed at once
     assert list(results) == [1, 2, 3, 4]
 
 
-def test_an_error_comes_in_its_place() -> None:
+def test_error_is_raised_at_the_position_of_its_item() -> None:
     results = map_ahead(lambda item: 1 // item, [1, 0, 1], 2)
     assert next(results) == 1
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Artifacts: complete or absent, and rejected with a reason if they have another recipe."""
+"""Artifacts are complete or absent, and refused with the reason if their recipe differs."""
 
 import re
 
@@ -18,7 +18,7 @@ def make(folder, made_of: Recipe) -> None:
         counts["rows"] = 5
 
 
-def test_same_recipe_is_finished_and_keeps_its_counts(tmp_path) -> None:
+def test_artifact_with_the_same_recipe_is_finished_and_keeps_its_counts(tmp_path) -> None:
     assert not is_finished(tmp_path / "a", recipe())
     make(tmp_path / "a", recipe())
     assert is_finished(tmp_path / "a", recipe())
@@ -38,7 +38,7 @@ def test_changed_input_is_refused_by_its_name(tmp_path) -> None:
         is_finished(tmp_path / "a", Recipe("chunk", 1, recipe().settings, {"corpus": "4567"}))
 
 
-def test_failure_leaves_nothing_behind(tmp_path) -> None:
+def test_failed_artifact_leaves_no_files(tmp_path) -> None:
     def fail() -> None:
         with create(tmp_path / "a", recipe()) as (work, _):
             (work / "data.bin").write_bytes(b"1")
@@ -49,10 +49,10 @@ def test_failure_leaves_nothing_behind(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_leftovers_of_a_kill_are_replaced(tmp_path) -> None:
+def test_files_left_by_a_kill_are_replaced(tmp_path) -> None:
     (tmp_path / ".a.tmp").mkdir()
     (tmp_path / ".a.tmp" / "half").write_bytes(b"1")
-    (tmp_path / "a").mkdir()  # a removal that was interrupted after its manifest
+    (tmp_path / "a").mkdir()  # a removal that was interrupted after it deleted the manifest
     (tmp_path / "a" / "old").write_bytes(b"1")
     make(tmp_path / "a", recipe())
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["data.bin", "manifest.json"]
@@ -70,7 +70,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_artifact_is_refused_by_readers_and_made_again_by_its_maker(tmp_path, caplog, damage) -> None:
+def test_damaged_artifact_is_refused_by_readers_and_built_again(tmp_path, caplog, damage) -> None:
     folder = tmp_path / "a"
     make(folder, recipe())
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -83,14 +83,14 @@ def test_a_damaged_artifact_is_refused_by_readers_and_made_again_by_its_maker(tm
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
 
-def test_a_maker_that_was_thought_dead_cannot_touch_the_files_of_the_next(tmp_path) -> None:
-    """A worker on a disconnected node continues writing while its shard is made elsewhere."""
+def test_replaced_worker_cannot_change_the_files_of_its_successor(tmp_path) -> None:
+    """A worker on a disconnected node continues to write while another worker builds its shard."""
     folder = tmp_path / "a"
 
     def ghost() -> None:
         with create(folder, recipe()) as (work, _):
             (work / "data.bin").write_bytes(b"12")
-            make(folder, recipe())  # the next one comes, and finishes
+            make(folder, recipe())  # the next worker starts and finishes
 
     with pytest.raises(FileNotFoundError):
         ghost()
@@ -99,12 +99,12 @@ def test_a_maker_that_was_thought_dead_cannot_touch_the_files_of_the_next(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_of_two_makers_the_first_to_finish_counts(tmp_path) -> None:
+def test_first_finished_artifact_of_two_builders_is_kept(tmp_path) -> None:
     folder = tmp_path / "a"
     with create(folder, recipe()) as (work, counts):
         (work / "data.bin").write_bytes(b"12345")
         counts["rows"] = 5
-        other = tmp_path / "elsewhere"  # as another process would: its folder appears between our check and our rename
+        other = tmp_path / "elsewhere"  # another process's folder appears between our check and our rename
         make(other, recipe())
         other.rename(folder)
     assert verify(folder) == []
@@ -123,7 +123,7 @@ def test_removed_artifact_is_unfinished(tmp_path) -> None:
     assert not is_finished(tmp_path / "a", recipe())
 
 
-def test_fingerprint_does_not_depend_on_order_but_on_every_part() -> None:
+def test_fingerprint_depends_on_every_part_but_not_on_order() -> None:
     one = Recipe("embed", 1, {"a": 1, "b": (2, 3)}, {"x": "1"})
     assert one.fingerprint == Recipe("embed", 1, {"b": [2, 3], "a": 1}, {"x": "1"}).fingerprint
     others = [

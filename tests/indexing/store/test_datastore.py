@@ -1,4 +1,4 @@
-"""Reading across shards, and continuations that stay in their document."""
+"""Reads across shards equal reads of the whole array, and continuations stay within their document."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_truncated_shard_is_named(tmp_path) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(data=st.data())
-def test_a_continuation_is_the_next_chunk_of_the_same_document_or_padding(tiny_datastore: Datastore, data) -> None:
+def test_continuation_is_the_next_chunk_of_the_same_document_or_padding(tiny_datastore: Datastore, data) -> None:
     train, m = tiny_datastore.train, tiny_datastore.chunk_length
     chunk_id = data.draw(st.integers(0, train.num_chunks - 1))
     tokens, lengths = train.with_continuation(np.array([chunk_id, -1]))
@@ -57,12 +57,12 @@ def test_a_continuation_is_the_next_chunk_of_the_same_document_or_padding(tiny_d
     assert (tokens[1] == train.pad_id).all()
 
 
-def test_every_document_ends_without_a_continuation(tiny_datastore: Datastore) -> None:
+def test_last_chunk_of_a_document_has_no_continuation(tiny_datastore: Datastore) -> None:
     train, m = tiny_datastore.train, tiny_datastore.chunk_length
     last = np.array([train.chunk_range(number)[1] - 1 for number in range(train.num_documents)])
     assert (train.with_continuation(last)[1] <= m).all()
 
 
-def test_what_is_no_datastore_is_refused_with_the_command_that_makes_one(tmp_path) -> None:
+def test_other_folder_is_refused_with_the_command_that_builds_a_datastore(tmp_path) -> None:
     with pytest.raises(InputError, match="retro index"):
         Datastore.open(tmp_path)

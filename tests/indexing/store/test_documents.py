@@ -1,4 +1,4 @@
-"""Rows of documents.parquet by number: equal to the rows of the whole tables, with any cache."""
+"""Rows of documents.parquet by number equal the rows of the whole tables, with any cache."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ def rows() -> list[dict[str, object]]:
 
 @pytest.fixture
 def table(tmp_path: Path, rows: list[dict[str, object]]) -> DocumentTable:
-    """Three shards, one of them empty, with row groups of 40."""
+    """A table of three shards, one of them empty, with row groups of 40."""
     schema = pa.schema(
         [("id", pa.string()), ("title", pa.string()), ("size", pa.int64()), ("list", pa.list_(pa.int64()))]
     )
@@ -32,16 +32,16 @@ def table(tmp_path: Path, rows: list[dict[str, object]]) -> DocumentTable:
     return DocumentTable([tmp_path / f"{shard}.parquet" for shard in range(3)], np.diff(cuts).tolist())
 
 
-def test_rows_are_those_of_the_documents_asked_for(table: DocumentTable, rows: list[dict[str, object]]) -> None:
+def test_rows_are_those_of_the_requested_documents(table: DocumentTable, rows: list[dict[str, object]]) -> None:
     numbers = [249, 0, 100, 99, 0, 141]
-    for _ in range(2):  # read, and kept
+    for _ in range(2):  # first from the file, then from the cache
         assert table.take(numbers) == [rows[number] | {"list": None} for number in numbers]
     table.take([7])[0]["id"] = "changed by its owner"
     assert table.take([7])[0]["id"] == "d7"
     assert table.take([]) == []
 
 
-def test_what_is_kept_is_bounded_and_several_threads_may_read(
+def test_cache_is_bounded_and_several_threads_can_read(
     table: DocumentTable, rows: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "_ROWS_KEPT", 30)
@@ -55,8 +55,8 @@ def test_what_is_kept_is_bounded_and_several_threads_may_read(
     assert len(table._kept) <= 30
 
 
-def test_scans_and_finds_without_reading_other_columns(table: DocumentTable) -> None:
-    assert table.columns == ["id", "title", "size"]  # one value a document
+def test_scan_and_find_return_the_requested_column(table: DocumentTable) -> None:
+    assert table.columns == ["id", "title", "size"]  # columns with one value per document
     seen = [
         (first + row, name) for first, part in table.scan(["id"]) for row, name in enumerate(part["id"].to_pylist())
     ]
@@ -65,14 +65,14 @@ def test_scans_and_finds_without_reading_other_columns(table: DocumentTable) -> 
     assert list(table.find("d250")) == []
 
 
-def test_a_table_goes_to_another_process_without_what_it_keeps(table: DocumentTable) -> None:
+def test_pickled_table_omits_its_cache(table: DocumentTable) -> None:
     table.take(range(250))
     copy = pickle.loads(pickle.dumps(table))
     assert not copy._kept
     assert copy.take([100]) == table.take([100])
 
 
-def test_a_file_with_fewer_rows_than_the_manifest_says_is_refused(table: DocumentTable) -> None:
+def test_file_with_fewer_rows_than_in_the_manifest_is_refused(table: DocumentTable) -> None:
     short = DocumentTable(table.paths[:1], [101])
     with pytest.raises(InputError, match="100 rows, the datastore's manifest says 101"):
         short.take([3])

@@ -1,4 +1,4 @@
-"""Files: arrays that grow, JSON that is written atomically."""
+"""Files: arrays that grow, and JSON that is written atomically."""
 
 import json
 
@@ -27,13 +27,13 @@ def test_appended_rows_read_back_with_numpy(
     assert np.array_equal(loaded, rows)
 
 
-def test_written_array_can_be_memory_mapped(tmp_path) -> None:
+def test_written_array_can_be_memory_mapped_by_numpy(tmp_path) -> None:
     with NpyWriter(tmp_path / "x.npy", np.float16) as writer:
         writer.append(np.arange(7))
     assert np.load(tmp_path / "x.npy", mmap_mode="r")[3] == 3
 
 
-def test_failed_json_write_leaves_the_old_file(tmp_path) -> None:
+def test_failed_json_write_keeps_the_old_file(tmp_path) -> None:
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -45,13 +45,13 @@ def test_failed_json_write_leaves_the_old_file(tmp_path) -> None:
 VALUE = {"counts": {"documents": 12, "recall": 0.1}, "files": {"caf\udce9 文.npy": "0" * 32}, "extra_datastores": []}
 
 
-def test_a_checked_object_reads_back_and_any_other_byte_is_found(tmp_path) -> None:
+def test_checked_object_is_read_back_and_every_changed_byte_is_detected(tmp_path) -> None:
     path = tmp_path / "x.json"
     write_checked(path, VALUE)
     whole = path.read_bytes()
     assert read_checked(path) == VALUE
     assert json.loads(whole).keys() == {*VALUE, "checksum"}
-    write_checked(path, json.loads(whole))  # an old checksum does not count
+    write_checked(path, json.loads(whole))  # the old checksum is ignored
     assert path.read_bytes() == whole
     changed = [
         whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
@@ -64,7 +64,7 @@ def test_a_checked_object_reads_back_and_any_other_byte_is_found(tmp_path) -> No
             read_checked(path)
 
 
-def test_an_object_without_a_checksum_is_refused(tmp_path) -> None:
+def test_object_without_a_checksum_is_refused(tmp_path) -> None:
     write_json(tmp_path / "x.json", VALUE)
     with pytest.raises(ValueError, match="wrong checksum"):
         read_checked(tmp_path / "x.json")
@@ -77,7 +77,7 @@ def test_file_names_that_are_not_utf8_are_escaped_and_read_back(tmp_path) -> Non
     assert b"caf\\udce9" in path.read_bytes()
 
 
-def test_checksum_tells_one_changed_byte(tmp_path) -> None:
+def test_checksum_detects_one_changed_byte(tmp_path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 3_000_000)
     (tmp_path / "b").write_bytes(b"x" * 2_999_999 + b"y")
     assert checksum(tmp_path / "a") != checksum(tmp_path / "b")

@@ -1,4 +1,4 @@
-"""Reading by ranges of bytes: the rows of the memory map, in few reads, and an error if a file is incomplete."""
+"""Reading ranges of bytes gives the rows of the memory map, in few reads, and fails if a file is incomplete."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ def ranged(files: list[Path], gap_bytes: int) -> RangedArray:
 
 
 @given(ids=st.lists(st.integers(0, 99), max_size=60), gap_bytes=st.sampled_from([0, 6, 30, 10_000]))
-def test_gather_equals_indexing_the_whole_whatever_the_gap(files, ids: list[int], gap_bytes: int) -> None:
+def test_gather_equals_indexing_the_whole_for_every_gap(files, ids: list[int], gap_bytes: int) -> None:
     found = ranged(files, gap_bytes).gather(np.array(ids, dtype=np.int64))
     assert found.dtype == np.uint16
     assert np.array_equal(found, WHOLE[ids].reshape(-1, 3))
@@ -45,8 +45,8 @@ def test_read_equals_slicing_the_whole(files, bounds: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("gap_bytes", "reads"), [(5, 4), (6, 3), (18, 2), (1000, 2)])
-def test_rows_with_small_gaps_are_one_read_that_never_leaves_its_file(files, monkeypatch, gap_bytes, reads) -> None:
-    """Rows of 6 bytes: between 4 and 6 are 6 bytes, between 6 and 10 are 18, and 40 begins another file."""
+def test_rows_with_small_gaps_are_read_together_within_one_file(files, monkeypatch, gap_bytes, reads) -> None:
+    """Rows have 6 bytes. The gap between rows 4 and 6 is 6 bytes, between 6 and 10 18 bytes; row 40 is in another file."""
     array, asked, pread = ranged(files, gap_bytes), [], os.pread
     array.headers(range(4))
 
@@ -61,7 +61,7 @@ def test_rows_with_small_gaps_are_one_read_that_never_leaves_its_file(files, mon
     assert all(size <= (10 - 4 + 1) * 6 for _, size, _ in asked)
 
 
-def test_nothing_is_mapped(files: list[Path]) -> None:
+def test_ranged_reads_do_not_map_files_into_memory(files: list[Path]) -> None:
     def mapped() -> bool:
         return str(files[0].resolve()) in Path("/proc/self/maps").read_text()
 
@@ -72,10 +72,10 @@ def test_nothing_is_mapped(files: list[Path]) -> None:
     assert not mapped()
     by_map = ShardedArray(files, ROWS)
     by_map.gather(np.arange(3))
-    assert mapped()  # so that the test can fail
+    assert mapped()  # shows that the check can fail
 
 
-def test_both_ways_give_the_same_of_every_array(tiny_datastore: Datastore) -> None:
+def test_mmap_and_pread_return_the_same_rows_of_every_array(tiny_datastore: Datastore) -> None:
     ids = np.random.default_rng(1).integers(0, tiny_datastore.train.num_chunks, 200)
     mapped, read = (Datastore.open(tiny_datastore.folder, how).train for how in ("mmap", "pread"))
     for name in ("tokens", "lengths", "embeddings", "neighbor_ids", "neighbor_distances"):
@@ -86,7 +86,7 @@ def test_both_ways_give_the_same_of_every_array(tiny_datastore: Datastore) -> No
         assert np.array_equal(one, other)
 
 
-def test_more_files_than_are_kept_open(tmp_path) -> None:
+def test_number_of_open_files_is_bounded(tmp_path) -> None:
     paths = [tmp_path / f"{number}.npy" for number in range(150)]
     for number, path in enumerate(paths):
         np.save(path, np.full((2, 2), number))
@@ -98,7 +98,7 @@ def test_more_files_than_are_kept_open(tmp_path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_headers_of_numpy_are_understood_and_others_refused(tmp_path) -> None:
+def test_numpy_headers_of_row_arrays_are_read_and_others_refused(tmp_path) -> None:
     for array in (np.zeros(3, ">i4"), np.zeros((2, 5), np.float16), np.zeros((1, *[1] * 30), np.int8)):
         np.save(tmp_path / "x.npy", array)
         data = (tmp_path / "x.npy").read_bytes()
@@ -121,7 +121,7 @@ def test_headers_of_numpy_are_understood_and_others_refused(tmp_path) -> None:
         (128 + 8 * 90, "x.npy ends at byte 848"),
     ],
 )
-def test_a_file_that_is_not_whole_is_named(tmp_path, size: int, message: str) -> None:
+def test_incomplete_file_is_refused_by_name(tmp_path, size: int, message: str) -> None:
     path = tmp_path / "x.npy"
     np.save(path, np.zeros(100))
     data = path.read_bytes()
@@ -130,7 +130,7 @@ def test_a_file_that_is_not_whole_is_named(tmp_path, size: int, message: str) ->
         ShardedArray([path], [100], "pread").gather(np.arange(100))
 
 
-def test_a_file_with_too_few_rows_is_named(tmp_path) -> None:
+def test_file_with_too_few_rows_is_refused_by_name(tmp_path) -> None:
     np.save(tmp_path / "x.npy", np.zeros(99))
     with pytest.raises(InputError, match=r"x\.npy has 99 rows, the datastore's manifest says 100"):
         ShardedArray([tmp_path / "x.npy"], [100], "pread").gather(np.array([0]))

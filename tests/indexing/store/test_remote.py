@@ -1,4 +1,4 @@
-"""Artifacts at URLs: complete or absent on both sides, fetched once, checked, and dropped when they change."""
+"""Artifacts at URLs are complete or absent, here and there, fetched once, checked, and dropped when they change."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ ROWS = np.arange(4000, dtype=np.uint16).reshape(1000, 4)
 
 @pytest.fixture(params=["s3", "file", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, another_machine) -> str:
-    """Locations of a datastore: on a server, in a folder, or in this process's memory."""
+    """Locations of a datastore: on a server, in a folder, and in the memory of this process."""
     if request.param == "s3":
         return request.getfixturevalue("bucket") + "/some/wiki"
     return f"memory://{tmp_path.name}/wiki" if request.param == "memory" else f"file://{tmp_path}/away/wiki"
@@ -29,7 +29,7 @@ def recipe(**settings) -> Recipe:
 
 
 def make(url: str, made_of: Recipe | None = None, rows: np.ndarray = ROWS) -> Path:
-    """An artifact with two files, and its datastore's manifest; returns the artifact's local folder."""
+    """Build an artifact of two files and its datastore's manifest; returns the artifact's local folder."""
     folder = remote.local_folder(url)
     with create(folder / "chunks" / "00000", made_of or recipe()) as (work, counts):
         (work / "train").mkdir()
@@ -63,7 +63,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
         ("C:/data", None),
     ],
 )
-def test_a_path_carries_its_url_wherever_it_lies(monkeypatch, location: str, url: str | None) -> None:
+def test_url_is_recovered_from_local_paths(monkeypatch, location: str, url: str | None) -> None:
     monkeypatch.setenv("RETRO_CACHE", "/mnt/cache")
     assert remote.url_of(location) == remote.url_of(Path(location)) == url
     assert remote.absolute(Path(location)) == (url or str(Path(location).resolve()))
@@ -73,7 +73,7 @@ def test_a_path_carries_its_url_wherever_it_lies(monkeypatch, location: str, url
     assert remote.local_folder(folder) == folder
 
 
-def test_what_is_made_lies_at_the_url_and_another_machine_sees_that_it_is_finished(url, another_machine) -> None:
+def test_finished_artifact_is_at_the_url_and_visible_from_another_machine(url, another_machine) -> None:
     made = make(url)
     here = files_in(remote.local_folder(url))
     assert files_at(url) == here
@@ -84,12 +84,12 @@ def test_what_is_made_lies_at_the_url_and_another_machine_sees_that_it_is_finish
     assert not is_finished(folder, recipe())
     remote.pull(remote.local_folder(url))
     assert is_finished(folder, recipe())
-    assert list(files_in(folder)) == [MANIFEST]  # nothing else was fetched
+    assert list(files_in(folder)) == [MANIFEST]  # no other file was fetched
     with pytest.raises(InputError, match="epochs was 'not set', now 2"):
         is_finished(folder, recipe(epochs=2))
 
 
-def test_files_are_fetched_one_by_one_and_once(url, another_machine, monkeypatch) -> None:
+def test_each_file_is_fetched_once_when_needed(url, another_machine, monkeypatch) -> None:
     make(url)
     another_machine()
     folder = remote.local_folder(url) / "chunks" / "00000"
@@ -99,12 +99,12 @@ def test_files_are_fetched_one_by_one_and_once(url, another_machine, monkeypatch
     assert set(files_in(folder)) == {MANIFEST, "train/tokens.npy"}
     assert remote.present(folder) == folder
     assert set(files_in(folder)) == {MANIFEST, "train/tokens.npy", "documents.txt"}
-    monkeypatch.setattr(remote, "_asking", None)  # whoever asks again fails
+    monkeypatch.setattr(remote, "_asking", None)  # another request would fail
     assert remote.present(folder / "train" / "tokens.npy") == tokens
     assert remote.present(folder) == folder
 
 
-def test_many_at_once_fetch_a_file_that_is_whole(url, another_machine) -> None:
+def test_threads_that_fetch_the_same_file_all_read_it_completely(url, another_machine) -> None:
     make(url)
     another_machine()
     path = remote.local_folder(url) / "chunks" / "00000" / "train" / "tokens.npy"
@@ -113,7 +113,7 @@ def test_many_at_once_fetch_a_file_that_is_whole(url, another_machine) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"\x77"])
-def test_a_damaged_file_is_named_and_not_kept(url, another_machine, damage: Callable[[bytes], bytes]) -> None:
+def test_damaged_file_is_refused_by_name_and_not_cached(url, another_machine, damage: Callable[[bytes], bytes]) -> None:
     make(url)
     there = f"{url}/chunks/00000/train/tokens.npy"
     whole = files_at(url)["chunks/00000/train/tokens.npy"]
@@ -139,10 +139,10 @@ def test_ranges_are_read_without_fetching_the_file(url, another_machine) -> None
     assert not paths[0].exists()
     remote.present(paths[0])
     fsspec.core.url_to_fs(url)[0].rm(fsspec.core.url_to_fs(url)[1], recursive=True)
-    assert np.array_equal(array.gather(ids), ROWS[ids])  # from here, since it is here now
+    assert np.array_equal(array.gather(ids), ROWS[ids])  # read from the local copy
 
 
-def test_an_upload_that_fails_leaves_nothing_that_counts(url, another_machine, monkeypatch) -> None:
+def test_failed_upload_leaves_no_finished_artifact(url, another_machine, monkeypatch) -> None:
     put = remote._put
 
     def failing(file: Path, to: str) -> None:
@@ -160,7 +160,7 @@ def test_an_upload_that_fails_leaves_nothing_that_counts(url, another_machine, m
     assert files_at(url) == files_in(remote.local_folder(url))
 
 
-def test_what_was_removed_or_made_anew_elsewhere_is_dropped_here(url, another_machine, monkeypatch) -> None:
+def test_artifact_removed_or_rebuilt_elsewhere_is_dropped_from_the_cache(url, another_machine, monkeypatch) -> None:
     make(url)
     first = remote.local_folder(url)
     another_machine()
@@ -178,7 +178,7 @@ def test_what_was_removed_or_made_anew_elsewhere_is_dropped_here(url, another_ma
     assert files_in(first).items() <= files_in(other).items()
 
 
-def test_a_reader_drops_what_has_changed_and_keeps_the_rest(url, another_machine) -> None:
+def test_refresh_drops_changed_artifacts_and_keeps_the_others(url, another_machine) -> None:
     folder = remote.local_folder(url)
     for name in ("kept", "changed"):
         with create(folder / name, recipe(name=name)) as (work, _):
@@ -192,14 +192,14 @@ def test_a_reader_drops_what_has_changed_and_keeps_the_rest(url, another_machine
     filesystem, root = fsspec.core.url_to_fs(url)
     filesystem.pipe_file(f"{root}/changed/{MANIFEST}", b'{"files": {}}')
     remote.refresh(reader)
-    assert (reader / "changed" / "x").exists()  # the datastore's own manifest says that nothing is new
+    assert (reader / "changed" / "x").exists()  # the datastore's manifest is unchanged
     filesystem.pipe_file(f"{root}/{MANIFEST}", b'{"number": 2}')
     remote.refresh(reader)
     assert (reader / "kept" / "x").exists()
     assert not (reader / "changed").exists()
 
 
-def test_what_is_not_there_is_told_with_the_url(url) -> None:
+def test_missing_datastore_or_artifact_is_reported_with_its_url(url) -> None:
     with pytest.raises(InputError, match=r"wiki is not a datastore .*wiki/manifest\.json is missing"):
         Datastore.open(url)
     assert not remote.local_folder(url).exists()
@@ -208,14 +208,14 @@ def test_what_is_not_there_is_told_with_the_url(url) -> None:
         remote.present(remote.local_folder(url) / "embedder")
 
 
-def test_what_cannot_be_opened_is_told_with_the_url(another_machine, monkeypatch) -> None:
+def test_unreachable_url_is_reported(another_machine, monkeypatch) -> None:
     with pytest.raises(InputError, match=r"nonsense://a/b/manifest\.json: ValueError: Protocol not known.*pip install"):
         Datastore.open("nonsense://a/b")
     with pytest.raises(InputError, match=r"http://127\.0\.0\.1:9/wiki/manifest\.json: Client"):
         Datastore.open("http://127.0.0.1:9/wiki")
 
 
-def test_a_missing_bucket_is_not_made(bucket) -> None:
+def test_missing_bucket_is_refused_and_not_created(bucket) -> None:
     with pytest.raises(InputError, match="no-such-bucket"):
         make("s3://no-such-bucket/wiki")
     assert not fsspec.filesystem("s3").exists("no-such-bucket")

@@ -1,4 +1,4 @@
-"""Ids that name chunks of several datastores."""
+"""Ids that identify chunks of several datastores."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 
 
 @given(number=st.integers(0, 2**20), chunk_id=st.integers(0, 2**40 - 1))
-def test_an_id_holds_the_datastore_above_40_bits_and_the_chunk_below(number: int, chunk_id: int) -> None:
+def test_id_stores_the_datastore_above_40_bits_and_the_chunk_below(number: int, chunk_id: int) -> None:
     assert neighbor_ids(number, np.array([chunk_id, -1])).tolist() == [number * 2**40 + chunk_id, -1]
 
 
-def test_ids_of_the_datastore_itself_are_its_chunk_ids(tiny_datastore: Datastore) -> None:
+def test_ids_of_the_first_datastore_are_its_chunk_ids(tiny_datastore: Datastore) -> None:
     retrieval, train = RetrievalSet.of(tiny_datastore), tiny_datastore.train
     ids = np.array([5, -1, 0, train.num_chunks - 1])
     for ours, theirs in zip(retrieval.with_continuation(ids), train.with_continuation(ids), strict=True):
@@ -23,8 +23,8 @@ def test_ids_of_the_datastore_itself_are_its_chunk_ids(tiny_datastore: Datastore
     assert np.array_equal(retrieval.ids_at(np.arange(train.num_chunks)), np.arange(train.num_chunks))
 
 
-def test_rows_come_back_in_the_order_asked_for(tiny_datastore: Datastore) -> None:
-    """Two splits as two datastores: reading mixed ids gives the rows of each split."""
+def test_rows_are_returned_in_the_requested_order(tiny_datastore: Datastore) -> None:
+    """Two splits act as two datastores: reading mixed ids gives the rows of each split."""
     train, valid = tiny_datastore.train, tiny_datastore.valid
     retrieval = RetrievalSet((train, replace(valid)))
     places = np.array([train.num_chunks + 3, 2, train.num_chunks, 0])

@@ -1,4 +1,4 @@
-"""An extended tokenizer keeps old ids and other texts, uses its new pieces, and is lossless."""
+"""An extended tokenizer keeps old ids and the ids of other texts, uses its new pieces, and is lossless."""
 
 import json
 import logging
@@ -44,8 +44,8 @@ def ours(folder: Path, kind: str) -> Path:
     return folder / MODEL
 
 
-def of_others(folder: Path, kind: str, **changes: object) -> Path:
-    """With normalization, a blank before the text, and no token for padding."""
+def foreign(folder: Path, kind: str, **changes: object) -> Path:
+    """A foreign model: it normalizes text, adds a space before it, and has no padding token."""
     options = {"vocab_size": 400, "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2, **changes}
     folder.mkdir(parents=True)
     with open(folder / "tokenizer.model", "wb") as writer:
@@ -56,7 +56,7 @@ def of_others(folder: Path, kind: str, **changes: object) -> Path:
 
 
 def byte_level(folder: Path, split: str, added: list[str], **config: object) -> Path:
-    """GPT-2's kind, or Qwen's with a splitting expression: added tokens after the vocabulary."""
+    """A byte-level tokenizer like GPT-2's or, with a splitting expression, Qwen's. Added tokens follow the vocabulary."""
     folder.mkdir(parents=True)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,7 +76,7 @@ def byte_level(folder: Path, split: str, added: list[str], **config: object) -> 
 
 
 def llama(folder: Path) -> Path:
-    """▁ for blanks, tokens for bytes, no words; merges in the format of older tokenizers versions."""
+    """A tokenizer like Llama's: ▁ for spaces, byte tokens, no words, merges in the format of older `tokenizers`."""
     folder.mkdir(parents=True)
     characters = sorted({*"".join(ENGLISH).replace(" ", "▁"), "▁", "e"} - {"\n", "\t", "\r"})
     merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("▁", "a"), ("▁", "▁"), ("i", "n"), ("q", "u")]
@@ -100,7 +100,7 @@ QWEN = r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 BASES: dict[str, Callable[[Path], Path]] = {
     "bpe": lambda folder: ours(folder, "bpe"),
     "unigram": lambda folder: ours(folder, "unigram"),
-    "their bpe": lambda folder: of_others(folder, "bpe"),
+    "their bpe": lambda folder: foreign(folder, "bpe"),
     "gpt2": lambda folder: byte_level(folder, "", [END], eos_token=END, bos_token=END, pad_token=END),
     "qwen": lambda folder: byte_level(
         folder, QWEN, [END, "<|im_start|>"], eos_token={"__type": "AddedToken", "content": END}
@@ -120,7 +120,7 @@ def extension(base, tmp_path_factory) -> Extension:
 
 
 def text_of(extension: Extension, token: int) -> bytes:
-    """The bytes that an id adds to a text, by the vocabulary's alphabet."""
+    """The bytes that a token adds to a text, according to the vocabulary's alphabet."""
     piece = extension.pieces[token - extension.old.vocab_size]
     if extension.kind == "huggingface" and extension.old.meta.lossless:  # byte-level
         table = dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), BYTES, strict=True))
@@ -138,10 +138,10 @@ BYTES = [
 ]  # of the sorted alphabet
 
 
-# --- what stays
+# --- unchanged ids and texts
 
 
-def test_old_ids_stay_and_new_ones_come_after_them(extension):
+def test_old_ids_are_unchanged_and_new_ids_follow_them(extension):
     old, new = extension.old, extension.tokenizer
     assert (new.pad_id, new.bos_id, new.eos_id) == (old.pad_id, old.bos_id, old.eos_id)
     assert new.vocab_size == old.vocab_size + len(extension.pieces)
@@ -153,13 +153,13 @@ def test_old_ids_stay_and_new_ones_come_after_them(extension):
 
 @settings(max_examples=12, deadline=None)
 @given(text=st.one_of(ASCII_TEXT, st.sampled_from(ENGLISH)))
-def test_every_text_in_ascii_keeps_its_ids(extension, text):
+def test_ascii_texts_keep_their_ids(extension, text):
     assert extension.tokenizer.encode(text).tolist() == extension.old.encode(text).tolist()
 
 
 @settings(max_examples=12, deadline=None)
 @given(text=st.one_of(ANY_TEXT, MIXED_TEXT))
-def test_every_text_that_came_back_still_comes_back(extension, text):
+def test_extended_tokenizer_decodes_texts_like_its_base(extension, text):
     old, new = extension.old, extension.tokenizer
     assert new.meta.lossless == old.meta.lossless
     ids = new.encode(text)
@@ -170,14 +170,14 @@ def test_every_text_that_came_back_still_comes_back(extension, text):
         assert int(new.token_bytes[ids].sum()) == len(text.encode())
 
 
-def test_difficult_texts_come_back(extension):
+def test_difficult_texts_decode_like_with_the_base(extension):
     for text in [*_PROBES, *DIFFICULT, *CHINESE]:
         assert extension.tokenizer.decode(extension.tokenizer.encode(text)) == extension.old.decode(
             extension.old.encode(text)
         )
 
 
-def test_other_texts_that_are_kept_keep_their_ids(base, tmp_path):
+def test_kept_texts_keep_their_ids(base, tmp_path):
     kept = ["大会的人", "制度，制定。"]
     free, bound = (extend(open_base(base), CHINESE, texts, 10**4, tmp_path) for texts in ([], kept))
     assert compare(free, kept).unchanged < len(kept)
@@ -186,17 +186,17 @@ def test_other_texts_that_are_kept_keep_their_ids(base, tmp_path):
     assert compare(bound, CHINESE).new_tokens < compare(bound, CHINESE).old_tokens
 
 
-# --- what is new
+# --- new pieces
 
 
-def test_the_corpus_takes_fewer_tokens_and_the_new_pieces_are_used(extension):
+def test_corpus_takes_fewer_tokens_and_uses_the_new_pieces(extension):
     figures = compare(extension, CHINESE)
     assert figures.new_tokens < 0.7 * figures.old_tokens
-    assert figures.used > 0.3  # parts of characters and of pieces are what others are merged of
+    assert figures.used > 0.3  # the others are parts of characters and pieces, needed for merges
     assert figures.num_bytes == sum(len(text.encode()) for text in CHINESE)
 
 
-def test_a_piece_is_cut_into_the_old_ids_that_spell_it(extension):
+def test_cuts_of_a_piece_are_the_old_ids_of_its_text(extension):
     old, new = extension.old, extension.tokenizer
     assert len(extension.cuts) == len(extension.pieces)
     for number, cut in enumerate(extension.cuts):
@@ -207,7 +207,7 @@ def test_a_piece_is_cut_into_the_old_ids_that_spell_it(extension):
         assert int(old.token_bytes[cut].sum()) == len(text)
 
 
-def test_the_same_texts_give_the_same_bytes(base, extension, tmp_path):
+def test_same_texts_give_the_same_bytes(base, extension, tmp_path):
     again = extend(open_base(base), CHINESE, [], NEW, tmp_path)
     for file in sorted(tmp_path.iterdir()):
         other = extension.path / file.name if extension.path.is_dir() else extension.path
@@ -215,7 +215,7 @@ def test_the_same_texts_give_the_same_bytes(base, extension, tmp_path):
     assert again.cuts == extension.cuts
 
 
-def test_pieces_of_ascii_are_learned_where_they_are_asked_for(base, tmp_path):
+def test_ascii_pieces_are_learned_only_on_request(base, tmp_path):
     words = ["retrieval augmentation, "] * 40
     with pytest.raises(InputError, match="nothing new"):
         extend(open_base(base), words, [], NEW, tmp_path)
@@ -225,14 +225,14 @@ def test_pieces_of_ascii_are_learned_where_they_are_asked_for(base, tmp_path):
     assert figures.unchanged == 0
 
 
-def test_a_small_corpus_gives_fewer_pieces_and_says_so(base, tmp_path, caplog):
+def test_small_corpus_gives_fewer_pieces_and_a_warning(base, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="retro"):
         extension = extend(open_base(base), ["中文中文"] * 3, [], NEW, tmp_path)
     assert 0 < len(extension.pieces) < NEW
     assert f"gives {len(extension.pieces)} new pieces, not {NEW}" in caplog.text
 
 
-def test_an_extended_tokenizer_can_be_extended(extension, tmp_path):
+def test_extended_tokenizer_can_be_extended_again(extension, tmp_path):
     more = extend(open_base(extension.path), ["鸟兽虫鱼，花草树木。"] * 5, [], 12, tmp_path)
     assert not set(more.pieces) & set(extension.pieces)
     assert more.tokenizer.encode(CHINESE[0]).tolist() == extension.tokenizer.encode(CHINESE[0]).tolist()
@@ -240,8 +240,8 @@ def test_an_extended_tokenizer_can_be_extended(extension, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_base_without_bytes_learns_to_write_what_was_unknown_to_it(tmp_path, kind):
-    base = open_base(of_others(tmp_path / "base", kind, vocab_size=100, byte_fallback=False))
+def test_base_without_byte_tokens_learns_characters_unknown_to_it(tmp_path, kind):
+    base = open_base(foreign(tmp_path / "base", kind, vocab_size=100, byte_fallback=False))
     texts = [unicodedata.normalize("NFKC", re.sub("[0-9]", "", text)) for text in CHINESE[:27]]
     extension = extend(base, texts, [], 400, tmp_path)
     assert extension.old.decode(extension.old.encode(texts[0])) != texts[0]
@@ -253,7 +253,7 @@ def test_a_base_without_bytes_learns_to_write_what_was_unknown_to_it(tmp_path, k
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_sentencepiece_file_begins_with_its_base_and_is_read_as_the_library_reads_it(tmp_path, kind):
+def test_sentencepiece_file_begins_with_its_base_and_is_parsed_like_the_library(tmp_path, kind):
     file = ours(tmp_path / "base", kind)
     extension = extend(open_base(file), CHINESE, [], NEW, tmp_path)
     data = extension.path.read_bytes()
@@ -267,8 +267,8 @@ def test_a_sentencepiece_file_begins_with_its_base_and_is_read_as_the_library_re
         parse(data[:-1])
 
 
-def test_ids_that_were_given_to_special_tokens_become_pieces(tmp_path):
-    file = of_others(tmp_path / "base", "bpe")
+def test_added_special_tokens_keep_their_ids_as_pieces(tmp_path):
+    file = foreign(tmp_path / "base", "bpe")
     extension = extend(open_base(file), CHINESE, [], NEW, tmp_path)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(extension.path))
     assert processor.pad_id() == extension.old.pad_id == extension.old.vocab_size - 1 == extension.old.num_model_tokens
@@ -278,7 +278,7 @@ def test_ids_that_were_given_to_special_tokens_become_pieces(tmp_path):
     assert extension.tokenizer.pad_id == extension.old.pad_id == len(parse(taken).pieces)
 
 
-def test_a_tokenizer_of_a_datastore_keeps_the_special_tokens_that_only_the_datastore_knows(tmp_path):
+def test_tokenizer_of_a_datastore_keeps_its_special_tokens(tmp_path):
     source = BASES["gpt2"](tmp_path / "base")
     install_tokenizer(TokenizerSettings(kind="huggingface", path=str(source)), tmp_path / "datastore" / "tokenizer")
     extension = extend(open_base(tmp_path / "datastore"), CHINESE, [], NEW, tmp_path)
@@ -289,7 +289,7 @@ def test_a_tokenizer_of_a_datastore_keeps_the_special_tokens_that_only_the_datas
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen", "llama"])
-def test_transformers_reads_a_tokenizer_json_alike(tmp_path, name):
+def test_transformers_encodes_with_the_extended_tokenizer_json_alike(tmp_path, name):
     transformers = pytest.importorskip("transformers")
     extension = extend(open_base(BASES[name](tmp_path / "base")), CHINESE, [], NEW, tmp_path / "base" / "..")
     theirs = transformers.AutoTokenizer.from_pretrained(extension.path)
@@ -299,8 +299,8 @@ def test_transformers_reads_a_tokenizer_json_alike(tmp_path, name):
         assert theirs.encode(text, add_special_tokens=False) == extension.tokenizer.encode(text).tolist()
 
 
-def test_old_tokens_begin_and_end_where_they_did(tmp_path):
-    """Merges come after all old ones, so new tokens of a tokenizer.json are joined old ones."""
+def test_old_token_boundaries_are_kept(tmp_path):
+    """Merges come after all old ones, so every new token of a tokenizer.json is a sequence of old tokens."""
     extension = extend(open_base(BASES["qwen"](tmp_path / "base")), CHINESE, [], NEW, tmp_path)
     for text in CHINESE:
         joined: list[int] = []
@@ -312,7 +312,7 @@ def test_old_tokens_begin_and_end_where_they_did(tmp_path):
 # --- mistakes
 
 
-def test_what_cannot_be_extended_is_named(tmp_path):
+def test_unsupported_tokenizers_are_refused_with_the_reason(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     words.save(str(tmp_path / "words.json"))
     with open(tmp_path / "words.model", "wb") as writer:
@@ -333,7 +333,7 @@ def test_what_cannot_be_extended_is_named(tmp_path):
             open_base(tmp_path / name)
 
 
-def test_nothing_new_is_an_error(base, tmp_path):
+def test_extension_without_new_pieces_is_refused(base, tmp_path):
     with pytest.raises(InputError, match="nothing new"):
         extend(open_base(base), ENGLISH, [], NEW, tmp_path)
     with pytest.raises(InputError, match="nothing new"):

@@ -1,4 +1,4 @@
-"""Tokenizers are lossless; token sizes add up to the text; training is reproducible and works on any corpus."""
+"""Tokenizers are lossless, token sizes sum to the size of the text, and training is reproducible on any corpus."""
 
 import json
 import subprocess
@@ -64,7 +64,7 @@ def check_round_trip(tokenizer: Tokenizer, text: str) -> None:
 # --- trained models
 
 
-def test_difficult_texts_come_back_exactly(trained):
+def test_difficult_texts_round_trip_exactly(trained):
     assert trained.meta.lossless
     for text in [*DIFFICULT, *TEXTS]:
         check_round_trip(trained, text)
@@ -73,30 +73,30 @@ def test_difficult_texts_come_back_exactly(trained):
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.one_of(ANY_TEXT, TRICKY_TEXT))
-def test_any_text_comes_back_and_token_bytes_add_up(trained, text):
+def test_any_text_round_trips_and_token_bytes_sum_to_its_size(trained, text):
     check_round_trip(trained, text)
 
 
-def test_every_character_comes_back(trained):
+def test_every_character_round_trips(trained):
     characters = [chr(code) for code in range(0x30000) if not 0xD800 <= code < 0xE000]
     text = "".join(characters)
     assert trained.decode(trained.encode(text)) == text
 
 
-def test_a_batch_is_encoded_as_its_texts_one_by_one(trained):
+def test_encoding_a_batch_equals_encoding_each_text(trained):
     batch = trained.encode_batch([*DIFFICULT, *TEXTS])
     assert [ids.tolist() for ids in batch] == [trained.encode(text).tolist() for text in [*DIFFICULT, *TEXTS]]
     assert trained.encode_batch([]) == []
 
 
-def test_a_batch_is_decoded_as_its_rows_one_by_one(trained):
+def test_decoding_a_batch_equals_decoding_each_row(trained):
     rows = [trained.encode(text) for text in [*DIFFICULT, *TEXTS]]
     rows.append(np.array([trained.bos_id, *rows[0], trained.eos_id, trained.pad_id]))
     assert trained.decode_batch(rows) == [trained.decode(row) for row in rows]
     assert trained.decode_batch([]) == []
 
 
-def test_special_tokens_add_no_text(trained):
+def test_special_tokens_decode_to_no_text(trained):
     assert len({trained.pad_id, trained.bos_id, trained.eos_id}) == 3
     ids = [trained.bos_id, *trained.encode(" a ").tolist(), trained.eos_id, trained.pad_id, trained.pad_id]
     assert trained.decode(ids) == trained.decode(np.array(ids)) == " a "
@@ -105,18 +105,18 @@ def test_special_tokens_add_no_text(trained):
     assert trained.meta.added_bytes == 0
 
 
-def test_half_a_character_and_lone_surrogates_do_not_fail(trained):
+def test_partial_characters_and_lone_surrogates_decode_to_replacement_characters(trained):
     ids = trained.encode("\U0001f9ff")
     assert len(ids) == 4
     assert set(trained.decode(ids[:2])) == {"\ufffd"}
     assert trained.decode(trained.encode("a\ud800b")) == "a\ufffdb"
 
 
-def test_white_space_of_code_takes_few_tokens(tmp_path):
+def test_white_space_in_code_takes_few_tokens(tmp_path):
     tokenizer = train(tmp_path)
     for text in ("\n", "\n\n", "\n\n\n\n", "\t", "\t\t\t", "\r\n", "    ", "        "):
         assert len(tokenizer.encode(text)) == 1, repr(text)
-    assert len(tokenizer.encode("2024")) == 4  # digit by digit
+    assert len(tokenizer.encode("2024")) == 4  # one token per digit
 
 
 def test_training_gives_the_same_bytes_in_another_process(tmp_path, trained):
@@ -140,27 +140,27 @@ def test_training_gives_the_same_bytes_in_another_process(tmp_path, trained):
      ["x" * 5000], ["", "中文"], ["".join(map(chr, range(0x4E00, 0x6000)))]],
 )  # fmt: skip
 @pytest.mark.parametrize("vocab_size", [320, 8192])
-def test_any_corpus_however_small_gives_a_tokenizer(tmp_path, kind, texts, vocab_size):
+def test_tokenizer_can_be_trained_on_any_small_corpus(tmp_path, kind, texts, vocab_size):
     tokenizer = train(tmp_path, texts, kind=kind, vocab_size=vocab_size)
     assert 266 <= tokenizer.vocab_size <= vocab_size
     for text in DIFFICULT:
         check_round_trip(tokenizer, text)
 
 
-def test_a_corpus_without_text_is_an_error(tmp_path):
+def test_corpus_without_text_is_refused(tmp_path):
     for texts in ([], ["", ""]):
         with pytest.raises(InputError, match="no text"):
             train(tmp_path, texts)
 
 
-def test_characters_without_a_token_of_their_own_never_crowd_out_words(tmp_path):
+def test_rare_characters_do_not_take_the_vocabulary_of_words(tmp_path):
     rare = "".join(map(chr, range(0x4E00, 0x7000)))
     tokenizer = train(tmp_path, [*TEXTS, rare], vocab_size=400)
     assert tokenizer.vocab_size == 400
     check_round_trip(tokenizer, rare)
 
 
-def test_the_sample_is_uniform_repeatable_and_of_the_size_asked_for():
+def test_sample_is_uniform_reproducible_and_of_the_requested_size():
     texts = [f"{number:04d}" * 512 for number in range(1000)]  # two pieces each
     sample = sample_pieces(iter(texts), 100 * 1024, seed=1)
     assert sample == sample_pieces(iter(texts), 100 * 1024, seed=1) != sample_pieces(iter(texts), 100 * 1024, seed=2)
@@ -171,13 +171,13 @@ def test_the_sample_is_uniform_repeatable_and_of_the_size_asked_for():
     assert "".join(sample_pieces(["a" * 3000, "", "中"], 10**6, seed=0)) == "a" * 3000 + "中"
 
 
-def test_ids_need_two_bytes_up_to_65536_tokens(trained):
+def test_ids_take_two_bytes_up_to_65536_tokens(trained):
     assert trained.dtype == np.uint16
     for vocab_size, dtype in ((65536, np.uint16), (65537, np.uint32)):
         assert type(trained.meta)(**{**vars(trained.meta), "vocab_size": vocab_size}).dtype == dtype
 
 
-# --- models of others
+# --- models from other projects
 
 
 def foreign_model(path: Path, **options: object) -> Path:
@@ -188,7 +188,7 @@ def foreign_model(path: Path, **options: object) -> Path:
     return path
 
 
-def test_a_model_with_all_defaults_is_accepted_and_called_lossy(tmp_path):
+def test_sentencepiece_model_with_default_options_is_accepted_as_lossy(tmp_path):
     path = foreign_model(tmp_path / "tokenizer.model")  # nmt_nfkc, dummy prefix, no bytes, no pad
     install_tokenizer(TokenizerSettings(kind="sentencepiece", path=str(tmp_path)), tmp_path / "t")  # its folder
     tokenizer = Tokenizer.open(tmp_path / "t")
@@ -203,7 +203,7 @@ def test_a_model_with_all_defaults_is_accepted_and_called_lossy(tmp_path):
 
 
 @pytest.mark.parametrize(("bos", "eos", "expected"), [(-1, 1, (1, 1)), (1, -1, (1, 1)), (-1, -1, ("new", "new"))])
-def test_begin_and_end_stand_for_each_other_or_get_a_new_id(tmp_path, bos, eos, expected):
+def test_missing_begin_or_end_id_is_replaced_by_the_other_or_a_new_id(tmp_path, bos, eos, expected):
     path = foreign_model(tmp_path / "their.model", bos_id=bos, eos_id=eos)
     install_tokenizer(TokenizerSettings(kind="sentencepiece", path=str(path)), tmp_path / "t")
     meta = read_meta(tmp_path / "t")
@@ -213,7 +213,7 @@ def test_begin_and_end_stand_for_each_other_or_get_a_new_id(tmp_path, bos, eos, 
     assert len(read_token_bytes(tmp_path / "t")) == meta.vocab_size == size + 1 + expected.count("new") // 2
 
 
-def test_a_model_of_our_own_stays_lossless_when_it_is_installed_elsewhere(tmp_path):
+def test_own_model_installed_elsewhere_remains_lossless(tmp_path):
     first = train(tmp_path / "first")
     install_tokenizer(
         TokenizerSettings(kind="sentencepiece", path=str(tmp_path / "first" / MODEL)), tmp_path / "second"
@@ -247,27 +247,27 @@ def install_huggingface(source: Path, folder: Path) -> Tokenizer:
     return Tokenizer.open(folder)
 
 
-def test_a_byte_level_tokenizer_of_hugging_face_is_lossless(tmp_path):
+def test_hugging_face_byte_level_tokenizer_is_lossless(tmp_path):
     end = "<|endoftext|>"
     config = {"bos_token": end, "eos_token": {"content": end}, "pad_token": end}
     tokenizer = install_huggingface(byte_level(tmp_path / "hf", config), tmp_path / "t")
     assert tokenizer.meta.lossless
     assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 0)
-    assert tokenizer.pad_id == tokenizer.vocab_size - 1 == 400  # padding is never the end of a document
+    assert tokenizer.pad_id == tokenizer.vocab_size - 1 == 400  # the padding token is never the end token
     for text in [*DIFFICULT, *TEXTS, end]:
         check_round_trip(tokenizer, text)
     assert tokenizer.decode([0, *tokenizer.encode("a b"), 0, tokenizer.pad_id]) == "a b"
 
 
 @pytest.mark.parametrize(("ids", "expected"), [({"bos_token_id": 3, "eos_token_id": [5, 6]}, (3, 5)), ({}, (400, 400))])
-def test_begin_and_end_that_no_tokenizer_names_are_those_of_the_model_beside_it(tmp_path, ids, expected):
+def test_begin_and_end_missing_in_the_tokenizer_come_from_the_model_configuration(tmp_path, ids, expected):
     source = byte_level(tmp_path / "hf")
     (source / "config.json").write_text(json.dumps({"eos_token_id": 10**6} | ids))
     meta = install_huggingface(source, tmp_path / "t").meta
     assert (meta.bos_id, meta.eos_id) == expected
 
 
-def test_a_hugging_face_tokenizer_without_special_tokens_gets_new_ones(tmp_path):
+def test_hugging_face_tokenizer_without_special_tokens_gets_new_ones(tmp_path):
     tokenizer = install_huggingface(byte_level(tmp_path / "hf") / HUGGINGFACE_MODEL, tmp_path / "t")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (400, 400, 401, 402)
 
@@ -288,12 +288,12 @@ def test_metaspace_with_byte_tokens_counts_bytes(tmp_path):
     (tmp_path / "hf").mkdir()
     tokenizer.save(str(tmp_path / "hf" / HUGGINGFACE_MODEL))
     opened = install_huggingface(tmp_path / "hf", tmp_path / "t")
-    assert not opened.meta.lossless  # ▁ comes back as a blank
+    assert not opened.meta.lossless  # ▁ decodes to a space
     for text in (" a a中\n", "aa a"):
         check_round_trip(opened, text)
 
 
-def test_word_pieces_are_accepted_and_called_lossy(tmp_path):
+def test_word_pieces_are_accepted_as_lossy(tmp_path):
     vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3, "the": 4, "fox": 5, "##es": 6}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -318,12 +318,12 @@ def test_word_pieces_are_accepted_and_called_lossy(tmp_path):
      ({"path": "x.model"}, r"tokenizer\.path"), ({"vocab_size": 256}, r"tokenizer\.vocab_size"),
      ({"sample_bytes": 0}, "sample_bytes")],
 )  # fmt: skip
-def test_settings_name_the_field_that_is_wrong(options, message):
+def test_invalid_setting_is_refused_with_its_key(options, message):
     with pytest.raises(InputError, match=message):
         TokenizerSettings(**options)
 
 
-def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path):
+def test_file_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "bad.model").write_bytes(b"not a model")
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "other.json").write_text('{"vocab": 1}')
@@ -338,14 +338,14 @@ def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path):
         Tokenizer.open(tmp_path / "t")
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+def test_missing_package_is_reported_with_the_command_that_installs_it(tmp_path, monkeypatch):
     source = byte_level(tmp_path / "hf")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(InputError, match=r"pip install 'retro\[transformer\]'"):
         install_huggingface(source, tmp_path / "t")
 
 
-def test_settings_and_facts_need_no_heavy_package(tmp_path):
+def test_settings_and_metadata_are_read_without_optional_packages(tmp_path):
     vocab_size = train(tmp_path).vocab_size
     program = (
         "import sys\n"
@@ -367,7 +367,7 @@ DATA = Path(__file__).parents[4] / "shared" / "data"
 
 @pytest.mark.skipif(not DATA.exists(), reason="the shared data is not here")
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_real_documents_come_back_exactly(tmp_path, kind):
+def test_real_documents_round_trip_exactly(tmp_path, kind):
     texts = []
     for name in ("python_peps/peps", "zh_laws/laws", "msdocs_cpp/docs"):
         (file,) = list_files(CorpusSettings(paths=(str(DATA / f"{name}.jsonl.zst"),)))

@@ -5,7 +5,7 @@ import numpy as np
 from indexing.vectors.floats import to_float32
 
 
-def test_every_half_is_the_same_number_in_float32(tmp_path) -> None:
+def test_every_float16_converts_to_the_same_number_in_float32(tmp_path) -> None:
     halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
     np.save(tmp_path / "halves.npy", halves)
     wanted = halves.astype(np.float32)

@@ -1,4 +1,4 @@
-"""A search by products finds the same as exhaustive search, excludes own documents, and does not depend on threads."""
+"""Search by matrix products equals exhaustive search and excludes own documents, on any number of threads."""
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ D = 32
 
 @pytest.fixture
 def embeddings(tmp_path, request) -> ShardedArray:
-    """Unit vectors in three files; the test sets their number."""
+    """Unit vectors in three files. The test sets their number."""
     total = getattr(request, "param", 5000)
     return stored(tmp_path, np.random.default_rng(0).standard_normal((total, D)).astype(np.float32))
 
 
 @pytest.mark.parametrize("embeddings", [7, 1023, 1024, 5000], indirect=True)
-def test_reranked_products_are_the_exact_neighbors_outside_the_own_document(embeddings: ShardedArray) -> None:
+def test_reranked_product_search_finds_the_exact_neighbors_outside_the_own_document(embeddings: ShardedArray) -> None:
     rows = np.arange(0, len(embeddings), max(1, len(embeddings) // 300))
     queries = embeddings.gather(rows).astype(np.float32)
     excluded = (rows // 5 * 5, np.minimum(rows // 5 * 5 + 5, len(embeddings)))
@@ -33,29 +33,29 @@ def test_reranked_products_are_the_exact_neighbors_outside_the_own_document(embe
     assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact) > 0.99
 
 
-def test_blocks_of_columns_are_merged(embeddings: ShardedArray, monkeypatch) -> None:
+def test_results_of_column_blocks_are_merged(embeddings: ShardedArray, monkeypatch) -> None:
     queries = embeddings.read(0, 300).astype(np.float32)
     whole = ProductIndex(embeddings, "cpu").search(queries, 16)
     monkeypatch.setattr("indexing.vectors.product_search._COLUMNS", 2048)
     parts = ProductIndex(embeddings, "cpu").search(queries, 16)
     same = [len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]
-    assert np.mean(same) > 15.5  # but for ties in bfloat16
+    assert np.mean(same) > 15.5  # except for ties in bfloat16
 
 
-def test_only_the_named_chunks_are_searched_and_found_by_their_own_ids(embeddings: ShardedArray) -> None:
+def test_only_the_given_chunks_are_searched_and_found_by_their_ids(embeddings: ShardedArray) -> None:
     queries, chosen = embeddings.read(0, 300).astype(np.float32), np.arange(1, len(embeddings), 3)
     index = ProductIndex(embeddings, "cpu", ids=chosen)
     assert index.num_vectors == len(chosen)
     ids = index.search(queries, 16)
     assert np.isin(ids, chosen).all()
-    # Three files of vectors, of which every third chunk is compared by hand.
+    # Compare every third chunk of the three files directly.
     distances = ((queries[:, None] - embeddings.gather(chosen).astype(np.float32)) ** 2).sum(2)
     exact = np.sort(distances, axis=1)[:, :8]
     assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact) > 0.99
     assert (ProductIndex(embeddings, "cpu", ids=chosen[:5]).search(queries, 8) >= 0).sum() == 5 * len(queries)
 
 
-def test_the_number_of_threads_changes_nothing(embeddings: ShardedArray) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(embeddings: ShardedArray) -> None:
     queries = embeddings.read(0, 600).astype(np.float32)
     before, found = torch.get_num_threads(), []
     for threads in (1, 2):
@@ -67,7 +67,7 @@ def test_the_number_of_threads_changes_nothing(embeddings: ShardedArray) -> None
 
 
 @pytest.mark.gpu
-def test_a_gpu_finds_the_same(embeddings: ShardedArray) -> None:
+def test_gpu_finds_the_same_neighbors(embeddings: ShardedArray) -> None:
     queries = embeddings.read(0, 600).astype(np.float32)
     exact, _ = exact_search(queries, embeddings, 8)
     ids = ProductIndex(embeddings, "cuda").search(queries, 16)

@@ -1,4 +1,4 @@
-"""Vectors on disk, in the format of embeddings."""
+"""Vectors on disk in the format of embeddings."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from indexing.store.datastore import ShardedArray
 
 
 def stored(folder: Path, vectors: np.ndarray, files: int = 3) -> ShardedArray:
-    """Vectors [n, d], scaled to unit length, as float16 in several files."""
+    """Write vectors [n, d], scaled to unit length, as float16 in several files."""
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     parts = np.array_split(unit.astype(np.float16), files)
     paths = [folder / f"{number}.npy" for number in range(files)]

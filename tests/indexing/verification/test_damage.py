@@ -19,8 +19,8 @@ from pipelines.cli import main
 from pipelines.config import Config
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
-UNCHECKED = ("report.json", "report.html", ".lock", ".deleted.npy.lock")  # nothing depends on them
-TIME = 10**18  # nanoseconds, of all files
+UNCHECKED = ("report.json", "report.html", ".lock", ".deleted.npy.lock")  # no other file depends on these
+TIME = 10**18  # nanoseconds; modification time of all files
 RNG = np.random.default_rng(0)
 
 
@@ -40,7 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Settings of a finished datastore to which two files were appended, one by one, and with deleted documents."""
+    """Settings of a finished datastore with deleted documents, to which two files were appended one by one."""
     folder = tmp_path_factory.mktemp("grown")
     files = tuple(str(write_corpus(folder / f"{seed}.jsonl", 12, seed)) for seed in range(3))
     config = tiny_config(folder, folder, corpus=CorpusSettings(paths=files[:1], split=(800, 200, 0)))
@@ -60,7 +60,7 @@ def found(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file: its bytes before and after; None = deleted."""
+    """A damaged file: its bytes before and after the damage; None if deleted."""
 
     path: Path
     what: str
@@ -74,7 +74,7 @@ class Damage:
         self._write(self.before)
 
     def _write(self, data: bytes) -> None:
-        """Keep the modification time, as a disk that loses a bit does."""
+        """Write and keep the modification time, as a disk that loses a bit does."""
         self.path.write_bytes(data)
         os.utime(self.path, ns=(TIME, TIME))
 
@@ -89,12 +89,12 @@ def damages(path: Path) -> list[Damage]:
     changed = [flipped(data) for _ in range(12 if path.name in ("manifest.json", "deleted.npy") else 1)]
     changed += [data[:-1], data[: int(RNG.integers(len(data)))]]
     found = [Damage(path, f"{len(each)} bytes", data, each) for each in changed]
-    # A datastore without deleted.npy is one in which nothing was deleted.
+    # If deleted.npy is missing, no documents are deleted, which is a valid state.
     return found if path.name == "deleted.npy" else [*found, Damage(path, "deleted", data, None)]
 
 
 def trials(folder: Path) -> Iterator[list[Damage]]:
-    """Every kind of damage of every file once. Different artifacts are damaged together, to save time."""
+    """Every kind of damage of every file, once. Different artifacts are damaged together to save time."""
     of_artifact: dict[Path, list[Damage]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in UNCHECKED:
@@ -102,7 +102,7 @@ def trials(folder: Path) -> Iterator[list[Damage]]:
             artifact = next(parent for parent in path.parents if (parent / "manifest.json").exists())
             together = of_artifact.setdefault(artifact, [])
             for damage in damages(path):
-                # What is missing is known from other manifests, so those are whole then; so is the datastore's own.
+                # Other manifests tell which artifact is missing, so those stay intact then, like the datastore's own.
                 if artifact == folder or (damage.after is None and path.name == "manifest.json"):
                     yield [damage]
                 else:
@@ -113,7 +113,7 @@ def trials(folder: Path) -> Iterator[list[Damage]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["built", "grown"])
-def test_a_flip_a_cut_and_a_deletion_of_any_file_is_found(request, kind: str) -> None:
+def test_flipped_truncated_and_deleted_files_are_found(request, kind: str) -> None:
     folder = request.getfixturevalue(kind).datastore
     assert found(folder) == []
     missed, done = [], 0
@@ -131,7 +131,7 @@ def test_a_flip_a_cut_and_a_deletion_of_any_file_is_found(request, kind: str) ->
 
 
 def break_all(folders: set[Path], victim: str) -> None:
-    """Damage one file in each of these folders, artifacts or the datastore itself."""
+    """Damage one file in each of these folders, which are artifacts or the datastore itself."""
     for folder in sorted(folders):
         path = folder / "manifest.json"
         if victim == "file":
@@ -144,11 +144,11 @@ def break_all(folders: set[Path], victim: str) -> None:
 
 @pytest.mark.parametrize("victim", ["file", "manifest", "newline"])
 @pytest.mark.parametrize("kind", ["built", "grown", "appended"])
-def test_repair_and_index_restore_the_bytes_of_all_artifacts(request, capsys, kind: str, victim: str) -> None:
+def test_repair_and_index_restore_the_bytes_of_all_damaged_artifacts(request, capsys, kind: str, victim: str) -> None:
     config = request.getfixturevalue("built" if kind == "built" else "grown")
     whole = contents(config.datastore)
     folders = {path.parent for path in config.datastore.rglob("manifest.json")}
-    # That files are of different generations is known as long as all of these but one are whole.
+    # If all of these but one are intact, verification knows that files belong to different generations.
     kept = {"grown": ("appended/00001", "appended/00002"), "appended": ("corpus", "appended/00002")}.get(kind, ())
     folders -= {config.datastore / name for name in kept}
     break_all(folders, victim)
@@ -164,7 +164,7 @@ def test_repair_and_index_restore_the_bytes_of_all_artifacts(request, capsys, ki
 
 
 @pytest.mark.parametrize("victim", ["manifest", "newline"])
-def test_index_itself_makes_again_what_has_a_damaged_manifest(built: Config, caplog, victim: str) -> None:
+def test_index_rebuilds_artifacts_with_a_damaged_manifest(built: Config, caplog, victim: str) -> None:
     whole = contents(built.datastore)
     folders = {path.parent for path in built.datastore.rglob("manifest.json")}
     for group in ({built.datastore / "dedup" / "removed"}, {built.datastore / "neighbors" / "00000"}, folders):

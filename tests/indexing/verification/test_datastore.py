@@ -1,4 +1,4 @@
-"""`retro verify` names every damaged part of a datastore, and no other."""
+"""`retro verify` names every damaged part of a datastore and no intact one."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ def lines(folder: Path) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path, tiny_datastore: Datastore) -> Path:
-    """A datastore to damage, copied with its times."""
+    """A copy of the tiny datastore, with its times, to damage."""
     return shutil.copytree(tiny_datastore.folder, tmp_path / "datastore")
 
 
@@ -50,7 +50,7 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:
 
 
 def rewrite(folder: Path, artifact: str, file: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
-    """Change an array and its manifest, like a faulty program, so that checksums stay correct."""
+    """Change an array and its manifest as a faulty program would, so that checksums stay correct."""
     path = folder / artifact / file
     array = np.load(path)
     changed = change(array)
@@ -59,7 +59,7 @@ def rewrite(folder: Path, artifact: str, file: str, change: Callable[[np.ndarray
     edit(folder / artifact / "manifest.json", lambda manifest: manifest["files"].update({file: told}))
 
 
-def test_a_whole_datastore_has_no_problem_and_is_not_touched(folder) -> None:
+def test_intact_datastore_has_no_problems_and_is_not_changed(folder) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     found = verify(folder)
     assert found.problems == ()
@@ -72,7 +72,7 @@ def test_a_whole_datastore_has_no_problem_and_is_not_touched(folder) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_materialized_neighbors_are_verified_like_the_rest(tmp_path, folder, tiny_corpus) -> None:
+def test_materialized_neighbors_are_verified(tmp_path, folder, tiny_corpus) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     config = replace(config, datastore=folder, neighbors=replace(config.neighbors, materialized=3))
     build_local(config)
@@ -104,13 +104,13 @@ def other_neighbors(manifest: dict) -> None:
     manifest["fingerprint"] = fingerprint(manifest["recipe"])
 
 
-def test_a_url_is_refused() -> None:
+def test_url_is_refused() -> None:
     with pytest.raises(InputError, match=r"s3://bucket/wiki: .*Copy the datastore"):
         verify(Path("s3://bucket/wiki"))
 
 
 @pytest.mark.slow
-def test_one_byte_anywhere_is_found_in_its_file_alone(folder, tiny_datastore) -> None:
+def test_one_changed_byte_is_reported_only_for_its_file(folder, tiny_datastore) -> None:
     files = sorted(path for path in folder.glob("*/**/*") if path.is_file() and path.name != "manifest.json")
     files = [path for path in files if path.stat().st_size and not re.search("0000[2-9]", str(path))]
     assert len(files) > 30
@@ -118,7 +118,7 @@ def test_one_byte_anywhere_is_found_in_its_file_alone(folder, tiny_datastore) ->
         whole, times = path.read_bytes(), path.stat()
         flip(path)
         name = path.relative_to(folder).as_posix()
-        # Bits rot without a new time; what is changed in place takes along what was made from it (tested below).
+        # Bit rot does not change the time. Changes with a new time also invalidate later artifacts (tested below).
         shutil.copystat(tiny_datastore.folder / name, path)
         found = lines(folder)
         assert len(found) == 1, (name, found)
@@ -130,7 +130,7 @@ def test_one_byte_anywhere_is_found_in_its_file_alone(folder, tiny_datastore) ->
 
 
 @pytest.mark.slow
-def test_a_changed_byte_in_any_manifest_is_found(folder) -> None:
+def test_changed_byte_in_any_manifest_is_found(folder) -> None:
     for path in sorted(folder.rglob("manifest.json")):
         whole = path.read_text()
         values = re.sub(
@@ -143,7 +143,7 @@ def test_a_changed_byte_in_any_manifest_is_found(folder) -> None:
     assert lines(folder) == []
 
 
-def test_missing_short_and_unfinished_are_told_apart(folder) -> None:
+def test_missing_short_and_unfinished_files_are_distinguished(folder) -> None:
     (folder / "chunks/00001/train/lengths.npy").unlink()
     (folder / "index/tuned/tuned.json").write_text("{")
     shutil.rmtree(folder / "embeddings/00002")
@@ -158,10 +158,8 @@ def test_missing_short_and_unfinished_are_told_apart(folder) -> None:
     ]
 
 
-def test_what_was_made_after_a_change_goes_too_and_then_all_bytes_are_right(
-    tmp_path, tiny_corpus, tiny_datastore
-) -> None:
-    """A byte changes between two stages. The second stage's checksums are correct, but its data are wrong."""
+def test_repair_also_removes_artifacts_built_from_changed_data(tmp_path, tiny_corpus, tiny_datastore) -> None:
+    """A byte changes between two stages. The second stage has correct checksums, but wrong data."""
     config = tiny_config(tmp_path, tiny_corpus)
     build_local(config, only="chunk")
     victim = config.datastore / "chunks/00001/train/tokens.npy"
@@ -187,7 +185,7 @@ def test_what_was_made_after_a_change_goes_too_and_then_all_bytes_are_right(
     assert verify(config.datastore).problems == ()
 
 
-def test_an_artifact_of_another_build_is_found_by_the_fingerprints(tmp_path, folder, tiny_corpus) -> None:
+def test_artifact_of_another_build_is_found_by_its_fingerprint(tmp_path, folder, tiny_corpus) -> None:
     config = tiny_config(tmp_path / "other", tiny_corpus)
     other = build_local(replace(config, embedder=replace(config.embedder, dimension=16))).folder
     shutil.rmtree(folder / "embeddings/00001")
@@ -200,7 +198,7 @@ def test_an_artifact_of_another_build_is_found_by_the_fingerprints(tmp_path, fol
     ]
 
 
-def test_the_datastores_own_manifest_is_held_against_the_shards(folder) -> None:
+def test_manifest_of_the_datastore_is_compared_with_the_shards(folder) -> None:
     def change(manifest) -> None:
         manifest["splits"]["valid"]["chunks"][2] += 1
         manifest["fingerprints"]["embed"] = "0" * 16
@@ -233,7 +231,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("case", CONTENTS)
-def test_arrays_that_do_not_hold_what_the_counts_promise(folder, case) -> None:
+def test_array_with_wrong_contents_is_named_with_the_reason(folder, case) -> None:
     artifact, file, change, words = CONTENTS[case]
     rewrite(folder, artifact, file, change)
     found = lines(folder)
@@ -242,7 +240,7 @@ def test_arrays_that_do_not_hold_what_the_counts_promise(folder, case) -> None:
     assert re.search(words, found[0]), found
 
 
-def test_an_index_that_lacks_an_id_or_holds_another(folder, tiny_datastore) -> None:
+def test_index_with_missing_or_wrong_ids_is_found(folder, tiny_datastore) -> None:
     train = tiny_datastore.train
     for shift, rows, words in ((1, None, "does not hold the ids from"), (0, -1, "vectors instead of")):
         path = folder / "index/00001/vectors.faiss"
@@ -271,7 +269,7 @@ def test_ids_are_read_from_every_kind_of_index(key) -> None:
     assert np.array_equal(np.sort(ids_of(index)), np.sort(ids))
 
 
-def test_neighbors_in_another_datastore_are_looked_up_there(tmp_path, tiny_corpus, tiny_datastore) -> None:
+def test_neighbors_in_another_datastore_are_verified_there(tmp_path, tiny_corpus, tiny_datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     other = shutil.copytree(tiny_datastore.folder, tmp_path / "other")
     embedder = replace(config.embedder, path=str(other))
@@ -288,7 +286,7 @@ def test_neighbors_in_another_datastore_are_looked_up_there(tmp_path, tiny_corpu
     assert repair(datastore.folder, verify(datastore.folder)) == []
 
 
-def test_what_is_no_datastore_is_refused(tmp_path) -> None:
+def test_other_folder_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match="is not a datastore"):
         verify(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -299,12 +297,12 @@ def test_wrong_neighbors_names_the_first_row(tiny_datastore) -> None:
     ids, distances = split.neighbor_ids.read(0, 50).copy(), split.neighbor_distances.read(0, 50).copy()
     num_chunks = np.array([split.num_chunks])
     assert wrong_neighbors(ids, distances, split, 0, num_chunks) is None
-    ids[31, 2] = 31  # itself
+    ids[31, 2] = 31  # the chunk itself
     assert wrong_neighbors(ids, distances, split, 0, num_chunks) == (31, "id 31 is of the chunk's own document")
 
 
-def test_fingerprints_of_all_shards_are_those_of_the_stages(tiny_datastore) -> None:
-    """The assumptions of `_joint` about the table of stages."""
+def test_fingerprint_of_a_stage_is_computed_from_its_shards(tiny_datastore) -> None:
+    """`_joint` relies on these properties of the stage table."""
     prints = [read_json(path)["fingerprint"] for path in sorted(tiny_datastore.folder.glob("chunks/*/manifest.json"))]
     assert tiny_datastore.manifest["fingerprints"]["chunk"] == fingerprint(prints)
 
