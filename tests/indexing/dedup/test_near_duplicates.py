@@ -106,7 +106,7 @@ def test_pair_exactly_at_the_threshold_is_near(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", [VALID, TEST, EVALUATION])
-def test_training_documents_near_held_out_ones_are_removed_and_held_out_ones_are_kept(tmp_path, kind: int) -> None:
+def test_only_training_documents_near_held_out_ones_are_removed(tmp_path, kind: int) -> None:
     secret = text_of(0)
     documents = [(TRAIN, secret), (TRAIN, text_of(1)), (kind, secret), (TRAIN, like(secret, 4)), (kind, secret)]
     found = removed(tmp_path, [documents], DedupSettings(held_out=True, ngram=3))

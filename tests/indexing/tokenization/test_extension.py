@@ -289,7 +289,7 @@ def test_tokenizer_of_a_datastore_keeps_its_special_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen", "llama"])
-def test_transformers_encodes_with_the_extended_tokenizer_json_alike(tmp_path, name):
+def test_transformers_encodes_like_the_extended_tokenizer_json(tmp_path, name):
     transformers = pytest.importorskip("transformers")
     extension = extend(open_base(BASES[name](tmp_path / "base")), CHINESE, [], NEW, tmp_path / "base" / "..")
     theirs = transformers.AutoTokenizer.from_pretrained(extension.path)

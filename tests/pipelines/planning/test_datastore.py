@@ -153,7 +153,7 @@ def test_bytes_of_codes_and_quantizers_are_those_of_faiss() -> None:
         index_bytes("IVF16,Nonsense", 32)
 
 
-def test_workers_of_the_neighbors_stage_need_memory_for_two_copies_of_the_index_up_to_a_limit() -> None:
+def test_memory_of_neighbors_workers_is_twice_the_index_up_to_a_limit() -> None:
     memory = memory_bytes(SIZE, LAYOUT, base=1e9)
     code, trained = index_bytes(SIZE.key, 32)
     assert memory["neighbors"] - 1e9 == 2 * ((code + 8) * SIZE.train_chunks + 2 * trained)
