@@ -492,7 +492,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_four_processes(folder: Path, case: Callable[[Case], None]) -> None:
+def test_a_case_passes_on_all_of_four_processes(folder: Path, case: Callable[[Case], None]) -> None:
     killed = range(1) if case is rank_0_is_killed_while_writing else range(0)
     for rank in set(range(WORLD)) - set(killed):
         file = folder / f"{case.__name__}.{rank}"

@@ -138,7 +138,7 @@ json.dump(said, sys.stdout)
 
 
 @pytest.mark.slow
-def test_without_the_package_it_generates_the_same_and_retrieves_from_a_server(
+def test_without_the_package_the_model_generates_the_same_and_retrieves_from_a_server(
     tmp_path: Path, folder: Path, generated: dict[str, list[list[int]]], tiny_datastore: Datastore
 ) -> None:
     retriever = Retriever.open(tiny_datastore.folder)
@@ -227,7 +227,9 @@ def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_witho
         model.retrieve_from(None)
 
 
-def test_it_trains_and_survives_saving_and_importing(auto: Any, folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_an_exported_model_trains_and_survives_saving_and_importing(
+    auto: Any, folder: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     """Unchanged weights return bit for bit with the checkpoint's fingerprint; trained weights get a new one."""
     assert main(["import", str(folder), "--output", str(tmp_path / "back.safetensors")]) == 0
     assert (tmp_path / "back.safetensors").read_bytes() == checkpoint.read_bytes()

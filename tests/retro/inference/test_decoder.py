@@ -26,7 +26,7 @@ LENGTHS = (1, M - 1, M, M + 1, 2 * M, 3 * M - 1, 5 * M)  # shorter and longer th
 
 
 def retriever(k: int, asked: list[list[int]] | None = None) -> RetrieveNeighbors | None:
-    """RetrieveNeighbors random neighbors of any length, possibly 0, that depend only on the chunk."""
+    """Retrieve random neighbors of any length, possibly 0, that depend only on the chunk."""
 
     def retrieve(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if asked is not None:

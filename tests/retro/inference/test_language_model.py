@@ -38,7 +38,7 @@ def texts(language_model: LanguageModel, tiny_datastore: Datastore) -> list[np.n
     return [document, np.append(tokenizer.bos_id, tokenizer.encode("the index of the model"))]
 
 
-def test_it_opens_with_its_own_or_a_given_datastore_or_retriever_or_none(
+def test_a_language_model_opens_with_its_own_another_or_no_datastore(
     checkpoint: Path, language_model: LanguageModel, tiny_datastore: Datastore, texts: list[np.ndarray]
 ) -> None:
     retriever = Retriever.open(tiny_datastore.folder)

@@ -217,7 +217,7 @@ def test_taps_sum_previous_tokens_up_to_a_document_start_or_from_the_cache():
 def test_initial_taps_of_first_heads_match_keys_to_queries():
     keys, queries = initial_taps(3, 4, of_queries=False), initial_taps(3, 3, of_queries=True)
     torch.testing.assert_close(keys.norm(dim=1), torch.ones(3))
-    torch.testing.assert_close(keys[0, 1:] / keys[0, 1], queries[0] / queries[0, 0])  # the key of what follows them
+    torch.testing.assert_close(keys[0, 1:] / keys[0, 1], queries[0] / queries[0, 0])  # the key of the next token
     assert keys[0, 0] < 0.1
     assert keys[2].tolist() == [1, 0, 0, 0]
     assert queries[2].tolist() == [1, 0, 0]

@@ -26,7 +26,7 @@ def test_sizes_of_zero_are_copied_from_the_datastore() -> None:
         (ModelSettings(vocab_size=64), 49, r"the model's tokenizer has 49 ids, but here has vocab_size = 50\. .*0"),
     ],
 )
-def test_mismatching_sizes_are_rejected_with_both_numbers(model: ModelSettings, num_ids: int, words: str) -> None:
+def test_mismatched_sizes_are_rejected_with_both_numbers(model: ModelSettings, num_ids: int, words: str) -> None:
     with pytest.raises(InputError, match=words):
         check_fits(model, MANIFEST, "here", num_ids=num_ids, advice="Set it to 0.")
     if not num_ids:

@@ -29,7 +29,7 @@ def with_bos(language_model: LanguageModel, tokens) -> np.ndarray:
     return np.concatenate([[language_model.tokenizer.bos_id], tokens]).astype(np.int64)
 
 
-def test_models(api: openai.OpenAI) -> None:
+def test_models_are_listed_and_unknown_ones_are_not_found(api: openai.OpenAI) -> None:
     names = [each.id for each in api.models.list()]
     assert names == ["tiny", "tiny:off", "tiny:embedder"]
     assert all(api.models.retrieve(name).id == name for name in names)

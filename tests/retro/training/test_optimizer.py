@@ -42,7 +42,7 @@ def test_matrices_decay_and_norms_do_not() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["transformer-xl", "smeared", "smeared-far", "neox"])
-def test_per_head_parameters_do_not_decay(scheme: str) -> None:
+def test_biases_and_taps_of_heads_do_not_decay(scheme: str) -> None:
     """Biases (Transformer-XL's u and v), taps and smear ratios do not decay although they have two dimensions."""
     model = build(scheme, **{"experts.num_experts": 0 if scheme == "neox" else 4})  # experts have no biases
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
