@@ -1,10 +1,10 @@
-"""How long a checkpoint stops the training loop: written by the loop itself against copied and written by the saver's thread.
+"""Time for which a checkpoint stops the training loop: written by the loop itself, or copied and written by a thread.
 
     python -m benchmarks.speed.checkpoints [--rounds 5] [--steps 3] [--layers 12] [--folder .]
-    torchrun --nproc-per-node 4 benchmarks/speed/checkpoints.py …     # FSDP: each writes its part; the figures are the first one's
+    torchrun --nproc-per-node 4 benchmarks/speed/checkpoints.py …     # FSDP: each process writes its part; rank 0 prints its times
 
-One run, alternating: a save by the loop, some steps, a save by the saver, as many steps (while its thread writes), and a wait
-for the thread. `stall` is what the loop waits in a save; `step` the median of the training steps after it.
+A round consists of a save by the loop, some steps, a save by the saver, as many steps (while the saver's thread writes), and a
+wait for the thread. `stall` is the time that the loop waits in a save; `step` is the median of the training steps after it.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="training steps between two saves")
     parser.add_argument("--layers", type=int, default=12)
     add_precision(parser)
-    parser.add_argument("--folder", type=Path, default=Path("."), help="where the checkpoints are written, and removed")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="folder for temporary checkpoints")
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-checkpoints.json"))
     options = parser.parse_args()
@@ -96,14 +96,14 @@ def main() -> None:
             "saver": lambda: saver.save(tensors(), publish),
         }
         for round_number in agreed(limit.rounds(options.rounds + 1)):
-            for way, save in saves.items():
+            for writer, save in saves.items():
                 number += 1
                 stall = seconds(save)
                 took = [seconds(step) for _ in range(options.steps)]
                 saver.wait()
                 if round_number:  # the first round warms up
-                    stalls[way].append(stall)
-                    steps[way] += took
+                    stalls[writer].append(stall)
+                    steps[writer] += took
         saver.close()
 
     if rank_in(group):
@@ -112,30 +112,30 @@ def main() -> None:
     ratios = [ours / plain for ours, plain in zip(stalls["saver"], stalls["loop"], strict=True)]
     count = dist.get_world_size(group) if group is not None else 1
     print(f"{parameters:,} parameters, {gigabytes:.2f} GB on {placed.device}, {torch.get_num_threads()} threads")
-    print(f"processes: {count}; in the background a save took {statistics.median(thread[1::2]):.3f} s")
+    print(f"processes: {count}; the saver's thread wrote for {statistics.median(thread[1::2]):.3f} s")
     rows = []
-    for way in stalls:
-        stall, median = statistics.median(stalls[way]), statistics.median(steps[way])
-        rows.append({"written_by": way, "stall_seconds": stall, "stalls": stalls[way], "step_seconds": median})
-        print(f"{way:5}  stall {stall:7.3f} s  ({gigabytes / stall:.1f} GB/s)  step {median:.3f} s")
+    for writer in stalls:
+        stall, median = statistics.median(stalls[writer]), statistics.median(steps[writer])
+        rows.append({"written_by": writer, "stall_seconds": stall, "stalls": stalls[writer], "step_seconds": median})
+        print(f"{writer:5}  stall {stall:7.3f} s  ({gigabytes / stall:.1f} GB/s)  step {median:.3f} s")
     ratio = statistics.median(ratios)
-    print(f"first save into buffers that were not prepared: {first_touch:.3f} s")
+    print(f"first save without prepared buffers: {first_touch:.3f} s")
     print(
-        f"stall of the saver over the loop's own: {100 * ratio:.1f}% (rounds {', '.join(f'{100 * r:.1f}%' for r in ratios)})"
+        f"stall of the saver relative to the loop: {100 * ratio:.1f}% (rounds {', '.join(f'{100 * r:.1f}%' for r in ratios)})"
     )
-    facts = {
+    results = {
         "device": str(placed.device),
         "precision": str(placed.dtype),
         "parameters": parameters,
         "gigabytes": gigabytes,
         "ratio": ratio,
     }
-    facts |= {"processes": count, "save_seconds": thread[1::2]}
-    write(options.output, {**facts, "first_touch_seconds": first_touch, "rows": rows})
+    results |= {"processes": count, "save_seconds": thread[1::2]}
+    write(options.output, {**results, "first_touch_seconds": first_touch, "rows": rows})
 
 
 def join() -> str:
-    """The device of this process, which joins the others that torchrun has started, if it has."""
+    """Return the device of this process. Under torchrun, join the other processes."""
     if "LOCAL_RANK" not in os.environ:
         return "auto"
     dist.init_process_group()

@@ -1,8 +1,8 @@
-"""How fast batches are made, in one process, and what training reads at most: one run, alternating.
+"""Speed of making batches in one process, relative to a bare copy. Cases alternate within one run.
 
     python -m benchmarks.speed.data_path DATASTORE [--rounds 5]
 
-The floor is the bare copy of as many tokens out of the memory-mapped files as the batches of retrieval ON (k = 2) hold.
+The floor is a bare copy of as many tokens from the memory-mapped files as the batches with retrieval ON (k = 2) contain.
 """
 
 import argparse
@@ -48,20 +48,22 @@ def main() -> None:
     rows = []
     for name, values in rates.items():
         rate = statistics.median(values)
-        share = statistics.median(one / floor for one, floor in zip(values, rates["floor"], strict=True))
-        rows.append({"case": name, "tokens_per_second": rate, "sequences_per_second": rate / LENGTH, "of_floor": share})
-        say(f"{name:22} {rate:12,.0f} tokens/s  {rate / LENGTH:8,.0f} sequences/s  {share:6.3f} of the floor")
+        fraction = statistics.median(one / floor for one, floor in zip(values, rates["floor"], strict=True))
+        rows.append(
+            {"case": name, "tokens_per_second": rate, "sequences_per_second": rate / LENGTH, "of_floor": fraction}
+        )
+        say(f"{name:22} {rate:12,.0f} tokens/s  {rate / LENGTH:8,.0f} sequences/s  {fraction:6.3f} of the floor")
     write(options.output, {"rows": rows})
 
 
 def batches(data: TrainingData, number: int) -> float:
-    """Seconds of making the batches of a round."""
+    """Return the seconds for the batches of a round."""
     firsts = range(number * BATCHES * BATCH, (number + 1) * BATCHES * BATCH, BATCH)
     return seconds(lambda: [data.batch(range(first, first + BATCH)).tokens.size for first in firsts])
 
 
 def _copies(data: TrainingData, number: int) -> float:
-    """Seconds of copying as many random rows as the batches of a round hold: each chunk, and two for each neighbor."""
+    """Return the seconds for copying as many random rows as the batches of a round have: each chunk, and two per neighbor."""
     train, rows = data.datastores[0].train, BATCH * data.num_chunks * (1 + 2 * 2)
     ids = np.random.default_rng(number).integers(0, train.num_chunks, (BATCHES, rows))
     return seconds(lambda: [train.tokens.gather(batch).astype(np.int64).size for batch in ids])

@@ -1,11 +1,12 @@
-"""Tokens/s of generation: this project, with keys and values kept, beside `generate` of retro-pytorch 0.3.9.
+"""Tokens/s of generation: this project, with a cache of keys and values, and `generate` of retro-pytorch 0.3.9.
 
 pip install --no-deps retro-pytorch==0.3.9
 python -m benchmarks.speed.generation DATASTORE [--tokens 512] [--rounds 3] [--batches 1 8] [--cases NAME ...]
 
-All models have the sizes of `benchmarks/speed/training.py` and random weights; all begin with one token and end at the same length.
-Ours searches every chunk in the live index of the datastore, but for the case OFF; theirs is given random chunks, which cost it
-nothing to find. Rounds alternate between the cases: machines are shared and drift, ratios of one run hold. Sampling is part of it.
+All models have the sizes of `benchmarks/speed/training.py` and random weights. All rows begin with one token and end at the same
+length. Our model searches the index of the datastore for every chunk, except in the case OFF; retro-pytorch receives random
+chunks without a search. Rounds alternate between the cases, because shared machines drift; ratios within a run are reliable.
+Times include sampling.
 """
 
 import argparse
@@ -35,15 +36,15 @@ from retro.model.settings import ModelSettings
 THEIRS = "retro-pytorch 0.3.9"
 K = 2
 _WARM_UP = 64
-"""Tokens of a row that warms up."""
+"""Tokens of a row in the warm-up."""
 Run = Callable[[int], object]
-"""Generates for a batch of so many rows."""
+"""Generates for a batch with the given number of rows."""
 
 
 def ours(
     settings: ModelSettings, placement: Placement, tokens: int, retrieve: RetrieveNeighbors | None, decode: Decode
 ) -> Run:
-    """Generation as `LanguageModel` runs it."""
+    """Return generation as `LanguageModel` runs it."""
     model = Retro(settings).to(placement.device).eval()
     placement.cast(model)
 
@@ -56,7 +57,7 @@ def ours(
 
 
 def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
-    """`TrainingWrapper.generate`, the method itself, without the wrapper that wants a corpus and an index."""
+    """Return the method `TrainingWrapper.generate` without its wrapper, which needs a corpus and an index."""
     import retro_pytorch.training
 
     retro_pytorch.training.EOS_ID = -1  # all cases generate the same number of tokens
@@ -74,7 +75,7 @@ def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
     wrapper.retro = their_model(s, tokens).to(placement.device)
 
     def run(batch: int) -> None:
-        with placement.autocast(), contextlib.redirect_stdout(io.StringIO()):  # it tells of each retrieval
+        with placement.autocast(), contextlib.redirect_stdout(io.StringIO()):  # it prints each retrieval
             out = wrapper.generate(torch.ones(batch, 1, dtype=torch.long))
         assert out.shape == (batch, tokens)
 
@@ -82,7 +83,7 @@ def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
 
 
 def cases(datastore: Path, tokens: int, precision: str) -> dict[str, Run]:
-    """What is measured, by name; theirs, with which the others are compared, is left out where it is not installed."""
+    """Return the cases by name. The first is the reference: retro-pytorch if it is installed."""
     placed, retriever = placement(precision), Retriever.open(datastore)
     settings = replace(SMALL, vocab_size=retriever.tokenizer.vocab_size)
 
@@ -93,7 +94,7 @@ def cases(datastore: Path, tokens: int, precision: str) -> dict[str, Run]:
     try:
         found[THEIRS] = theirs(settings, placed, tokens)
     except ImportError as error:
-        say(f"{THEIRS}: left out: {error}")
+        say(f"{THEIRS} is skipped: {error}")
     decode = retriever.tokenizer.decode
     found["retro"] = ours(settings, placed, tokens, retrieve, decode)
     found["retro, retrieval OFF"] = ours(settings, placed, tokens, None, decode)
@@ -103,7 +104,7 @@ def cases(datastore: Path, tokens: int, precision: str) -> dict[str, Run]:
 
 
 def selected(options: argparse.Namespace, tokens: int) -> dict[str, Run]:
-    """The cases that `--cases` names."""
+    """Return the cases that `--cases` selects."""
     found = cases(options.datastore, tokens, options.precision)
     return {
         name: run for name, run in found.items() if not options.cases or any(part in name for part in options.cases)
@@ -111,20 +112,20 @@ def selected(options: argparse.Namespace, tokens: int) -> dict[str, Run]:
 
 
 def tokens_that_fit(options: argparse.Namespace, limit: Budget) -> int:
-    """Tokens of a row with which one round of all cases and batches fits into the time that is left; warms up, too."""
+    """Warm up; return the tokens of a row with which one round of all cases and batches fits into the remaining time."""
     took = 0.0
     for name, run in selected(options, min(_WARM_UP, options.tokens)).items():
         took += (now := seconds(lambda run=run: run(1)))  # type: ignore[misc]
         say(f"{name}: {now:.1f} s to warm up", file=sys.stderr)
-    round_seconds = took * sum(batch**0.5 for batch in options.batches)  # of this number of tokens, about
+    round_seconds = took * sum(batch**0.5 for batch in options.batches)  # approximate, for this number of tokens
     fitting = min(options.tokens, _WARM_UP * int(max(2, min(limit.left / round_seconds, options.tokens))))
     if fitting < options.tokens:
-        say(f"rows of {fitting} tokens, so that a round fits. --tokens {options.tokens} --minutes 0 makes longer ones.")
+        say(f"rows of {fitting} tokens, so that a round fits. For longer rows: --tokens {options.tokens} --minutes 0.")
     return fitting
 
 
 def compare(chosen: dict[str, Run], batch: int, tokens: int, count: int, limit: Budget) -> list[dict[str, Any]]:
-    """Rounds over all cases in turn; a row for each, its ratio to the first case."""
+    """Run all cases in turn for some rounds; return a row per case, with its ratio to the first case."""
     times: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in limit.rounds(count):
         for name, run in chosen.items():
@@ -150,11 +151,11 @@ def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
-    help_tokens = "length of every row at the end, at most: less where one round would not fit into --minutes"
+    help_tokens = "largest final length of a row; shorter if one round does not fit into --minutes"
     parser.add_argument("--tokens", type=int, default=512, help=help_tokens)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
+    parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
     add_precision(parser)
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-generation.json"))

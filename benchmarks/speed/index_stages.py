@@ -1,15 +1,16 @@
-"""What the stages of the pipeline cost beyond the bare libraries, and how that grows: one run, alternating.
+"""Cost of the indexing stages relative to the bare libraries, and its growth: cases alternate within one run.
 
-    python -m benchmarks.speed.index_stages stages CONFIG [--rounds 3] [--queries 65536]    # a finished datastore's TOML file
-    python -m benchmarks.speed.index_stages growth [--sizes 25000 100000 400000] # vectors drawn at random
+    python -m benchmarks.speed.index_stages stages CONFIG [--rounds 3] [--queries 65536]    # TOML file of a finished datastore
+    python -m benchmarks.speed.index_stages growth [--sizes 25000 100000 400000]            # random vectors
 
-`stages`: chunk against the bare tokenizer over the same texts; embed against the bare forward pass of the same model (a
-lexical embedder has no such thing); add against bare `faiss` adding the same vectors; neighbors, own document out and
-re-ranked, against bare `index.search`, all with the smallest nprobe of 1, 2, 3, 4, 6, 8, 12 … whose recall@2 is 0.95 and more;
-bare is whichever of an exhaustive and an inverted-file index of float16 is faster.
+`stages` compares `chunk` with the bare tokenizer on the same texts, `embed` with the bare forward pass of the same model (a
+lexical embedder has none), `add` with bare `faiss` on the same vectors, and `neighbors` (without the own document, re-ranked)
+with bare `index.search`. Every search uses the smallest nprobe of 1, 2, 3, 4, 6, 8, 12 … with a recall@2 of at least 0.95. The
+bare index is the faster one of an exhaustive index and an inverted-file index of float16.
 
-`growth`: seconds for a chunk in adding and in the ways of searching, and the exponent of the whole stage's time in the number
-of chunks; searched is a sample of the chunks, and each size is a process of its own, whose memory is told.
+`growth` prints the seconds per chunk of adding and of each kind of search, and the exponent of the whole stage's time in the
+number of chunks. A sample of the chunks is searched. Each size runs in a separate process, so that its memory is measured
+separately.
 """
 
 import argparse
@@ -48,7 +49,11 @@ from pipelines.stages.corpus import read_plan
 
 _RECALL = 0.95
 _CHECKED = 1000  # queries whose recall is measured
-_ASKED = {"index": 4096, "lists": 65_536, "exact": 4096}  # queries for growth: lists are searched for many at once
+_NUM_QUERIES = {
+    "index": 4096,
+    "lists": 65_536,
+    "exact": 4096,
+}  # queries for `growth`: searching by lists needs many at once
 _NPROBES = sorted({1} | {each * 2**power for power in range(16) for each in (2, 3)})
 
 
@@ -56,7 +61,7 @@ _NPROBES = sorted({1} | {each * 2**power for power in range(16) for each in (2, 
 
 
 def stages(config: Config, rounds: int, num_queries: int, limit: Budget) -> dict[str, Any]:
-    """The table of all stages."""
+    """Measure all stages, print the table and return its rows."""
     datastore = Datastore.open(config.datastore)
     rows = text_stages(config, datastore, rounds, limit.share(3))
     rows.append(add_stage(datastore, rounds, limit.share(2)))
@@ -69,7 +74,7 @@ def stages(config: Config, rounds: int, num_queries: int, limit: Budget) -> dict
 
 
 def text_stages(config: Config, datastore: Datastore, rounds: int, limit: Budget) -> list[dict[str, Any]]:
-    """Chunking and embedding."""
+    """Measure chunking and embedding."""
     tokenizer, train = Tokenizer.open(datastore.folder / "tokenizer"), datastore.train
     pieces = read_plan(datastore.folder)[0]
     documents = [each for piece in pieces for each in read_slice(piece, config.corpus, on_problem=lambda _: None)]
@@ -101,12 +106,12 @@ def text_stages(config: Config, datastore: Datastore, rounds: int, limit: Budget
 
 
 def row(stage: str, rate: float, unit: str, of_bare: float, bare: str) -> dict[str, Any]:
-    """A row of the table; `of_bare` 0 where there is nothing to compare with."""
+    """Return a row of the table; `of_bare` is 0 if there is no bare library."""
     return {"stage": stage, "rate": rate, "unit": unit, "of_bare": of_bare or None, "bare": bare}
 
 
 def bare_forward(embedder: TransformerEmbedder, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[], None]:
-    """The model alone, on the batches that the embedder makes, tokenised before."""
+    """Return the bare forward pass on the batches of the embedder, tokenized in advance."""
     texts = [embedder.decode(line[:length]) for line, length in zip(tokens, lengths, strict=True)]
     encoded = embedder.tokenizer(texts, truncation=True)
     order = sorted(range(len(texts)), key=lambda number: len(encoded["input_ids"][number]))
@@ -129,7 +134,7 @@ def bare_forward(embedder: TransformerEmbedder, tokens: np.ndarray, lengths: np.
 
 
 def add_stage(datastore: Datastore, rounds: int, limit: Budget) -> dict[str, Any]:
-    """Adding the first shard, written to disk, against adding the same vectors in memory and writing them with Faiss."""
+    """Compare adding the first shard to the index with adding and writing the same vectors with Faiss."""
     import faiss
 
     trained = datastore.folder / "index" / "trained"
@@ -153,15 +158,15 @@ def add_stage(datastore: Datastore, rounds: int, limit: Budget) -> dict[str, Any
 def neighbor_stage(
     config: Config, datastore: Datastore, rounds: int, num_queries: int, limit: Budget
 ) -> list[dict[str, Any]]:
-    """Both ways of searching, and the bare search that is the fastest of those with the recall."""
+    """Measure each kind of search, and the fastest bare search with the required recall."""
     keep_freed_memory()  # as the stage does
     train, settings = datastore.train, config.neighbors
     first = max(0, (train.num_chunks - num_queries) // 2)
     ids = np.arange(first, min(first + num_queries, train.num_chunks))
     queries, own = train.embeddings.gather(ids).astype(np.float32), train.documents_of(ids)[1:]
     sample = np.sort(np.random.default_rng(0).choice(train.num_chunks, min(_CHECKED, train.num_chunks), replace=False))
-    asked = train.embeddings.gather(sample).astype(np.float32), train.documents_of(sample)[1:]
-    exact = exact_search(asked[0], train.embeddings, 2, asked[1])[0]
+    checked = train.embeddings.gather(sample).astype(np.float32), train.documents_of(sample)[1:]
+    exact = exact_search(checked[0], train.embeddings, 2, checked[1])[0]
     searched: dict[str, Any] = {
         "neighbors, index": ShardedIndex.open(datastore.folder / "index", range(len(train.chunk_rows))),
         **list_index("neighbors, lists", datastore.folder / "index", train),
@@ -169,7 +174,7 @@ def neighbor_stage(
     }
 
     def recall_at_2(index: Any, nprobe: int) -> float:
-        distances = neighbors_of(asked[0], index, train, settings, excluded=asked[1], nprobe=nprobe)[1]
+        distances = neighbors_of(checked[0], index, train, settings, excluded=checked[1], nprobe=nprobe)[1]
         return recall(distances[:, :2], exact)
 
     found, chosen = dict[str, float](), dict[str, int]()
@@ -184,14 +189,14 @@ def neighbor_stage(
         name: lambda i=index, p=chosen[name]: neighbors_of(queries, i, train, settings, excluded=own, nprobe=p)
         for name, index in searched.items()
     }
-    bare_ones = bare_indexes(train, asked, exact)
+    bare_ones = bare_indexes(train, checked, exact)
     tried = {
-        name: min(seconds(lambda i=i: i.search(asked[0], settings.candidates)) for _ in range(3))
+        name: min(seconds(lambda i=i: i.search(checked[0], settings.candidates)) for _ in range(3))
         for name, i in bare_ones.items()
     }
     bare = min(tried, key=lambda name: tried[name])
     say(
-        "bare searches with that recall, seconds for the same queries:", {name: round(tried[name], 3) for name in tried}
+        "bare searches with this recall, seconds for the same queries:", {name: round(tried[name], 3) for name in tried}
     )
     work[bare] = lambda: bare_ones[bare].search(queries, settings.candidates)
     took = median_seconds(work, rounds, limit)
@@ -202,7 +207,7 @@ def neighbor_stage(
 
 
 def list_index(name: str, folder: Path, train: Split) -> dict[str, ListIndex]:
-    """By name, the lists of an index over the stored embeddings, tuned for such a search or not. Empty for a flat index."""
+    """Return a search by lists of the stored index, by name; empty for a flat index."""
     trained = read_index(folder / "trained" / "trained.faiss")
     if ivf_of(trained) is None:
         return {}
@@ -210,8 +215,8 @@ def list_index(name: str, folder: Path, train: Split) -> dict[str, ListIndex]:
     return {name: ListIndex(trained, 1, train.embeddings, lists)}
 
 
-def bare_indexes(train: Split, asked: tuple[np.ndarray, Any], exact: np.ndarray) -> dict[str, Any]:
-    """Faiss indexes that find 0.95 of the true two nearest by themselves: no re-ranking by anything but their codes."""
+def bare_indexes(train: Split, checked: tuple[np.ndarray, Any], exact: np.ndarray) -> dict[str, Any]:
+    """Return Faiss indexes that reach a recall@2 of 0.95 without re-ranking."""
     import faiss
 
     vectors = train.embeddings.read(0, train.num_chunks).astype(np.float32)
@@ -230,8 +235,8 @@ def bare_indexes(train: Split, asked: tuple[np.ndarray, Any], exact: np.ndarray)
     inverted.referenced_objects = [whole]
     for nprobe in _NPROBES:
         inverted.nprobe = min(nprobe, trained.nlist)
-        distances, ids = inverted.search(asked[0], 512)
-        own = (ids >= asked[1][0][:, None]) & (ids < asked[1][1][:, None])
+        distances, ids = inverted.search(checked[0], 512)
+        own = (ids >= checked[1][0][:, None]) & (ids < checked[1][1][:, None])
         nearest = np.sort(np.where(own, np.inf, distances), axis=1)[:, :2]
         if recall(nearest, exact) >= _RECALL or nprobe >= trained.nlist:
             break
@@ -242,7 +247,7 @@ def bare_indexes(train: Split, asked: tuple[np.ndarray, Any], exact: np.ndarray)
 
 
 def growth(sizes: list[int], dimension: int, shards: list[int], limit: Budget) -> dict[str, Any]:
-    """One process for each size and number of shards; the exponents over the sizes."""
+    """Measure each size and number of shards in a separate process; fit the exponents over the sizes."""
     rows = []
     command = [sys.executable, "-m", "benchmarks.speed.index_stages", "one", "--dimension", str(dimension)]
     for size, count in limit.each(list(product(sizes, shards)), "size", lambda case: case[0]):
@@ -262,7 +267,7 @@ def growth(sizes: list[int], dimension: int, shards: list[int], limit: Budget) -
 
 
 def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
-    """Seconds for a chunk in each part, at one size."""
+    """Return the seconds per chunk of each part at one size."""
     with tempfile.TemporaryDirectory() as folder:
         embeddings = draw(Path(folder), size, dimension, num_shards)
         train = Split(Path(folder), "train", tuple(np.diff(embeddings.starts)), (1,) * num_shards, 64, 0)
@@ -282,16 +287,16 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
                 )
 
         took = {"add": seconds(add) / size}
-        asked = np.sort(np.random.default_rng(1).choice(size, min(size, _ASKED["lists"]), replace=False))
+        sample_ids = np.sort(np.random.default_rng(1).choice(size, min(size, _NUM_QUERIES["lists"]), replace=False))
         searched: dict[str, Any] = {"index": ShardedIndex.open(Path(folder) / "index", range(num_shards))}
         searched |= list_index("lists", Path(folder) / "index", train)
         searched["exact"] = ProductIndex(embeddings)
         for name, index in searched.items():
-            ids = asked[:: max(1, len(asked) // _ASKED[name])]
+            ids = sample_ids[:: max(1, len(sample_ids) // _NUM_QUERIES[name])]
             queries, own = embeddings.gather(ids).astype(np.float32), (ids, ids + 1)
 
             def search(index: Any = index, queries: np.ndarray = queries, own: Any = own) -> None:
-                # Random vectors have no clusters, so nprobe is fixed, not tuned. The question is the growth of time alone.
+                # Random vectors have no clusters, so nprobe is fixed instead of tuned: only the growth of the time matters here.
                 neighbors_of(queries, index, train, NeighborSettings(), excluded=own, nprobe=64)
 
             search()
@@ -310,7 +315,7 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
 
 
 def draw(folder: Path, size: int, dimension: int, num_shards: int) -> ShardedArray:
-    """Unit vectors around as many centers as the root of their number, float16, in shards of equal size."""
+    """Write random float16 unit vectors around √size centers in shards of equal size."""
     rng = np.random.default_rng(0)
     centers = rng.standard_normal((int(size**0.5), dimension), dtype=np.float32)
     rows = [len(part) for part in np.array_split(np.empty(size, dtype=bool), num_shards)]
@@ -327,7 +332,7 @@ def draw(folder: Path, size: int, dimension: int, num_shards: int) -> ShardedArr
 
 
 def main() -> None:
-    """One of the parts."""
+    """Run one of the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["stages", "growth", "one"])
     parser.add_argument("config", nargs="?", type=Path)

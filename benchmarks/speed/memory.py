@@ -1,10 +1,10 @@
-"""Memory as `retro plan train` predicts it, against what tensors really take; and its table of the paper's four sizes.
+"""Memory that `retro plan train` predicts against the real size of the tensors, and a table for the paper's four sizes.
 
     python -m benchmarks.speed.memory [--presets small base-cpu] [--sequences 4]      predicted against measured, in this process
     python -m benchmarks.speed.memory --table                                         one sequence of 2,048 tokens on each of 8 devices of 80 GB
 
-Measured: bytes of parameters and of the optimizer's state after a step; and what the process has more resident after a forward pass than
-before it, with freed memory given back at once, against the predicted activations.
+Measured are the bytes of parameters, gradients and optimizer state after a step, and the growth of the process's resident memory
+in a forward pass, while the allocator returns freed memory at once. The latter is compared with the predicted activations.
 """
 
 import argparse
@@ -36,16 +36,18 @@ def main() -> None:
     """Print one of the two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=["small", "base-cpu"])
-    parser.add_argument("--sequences", type=int, default=4, help="of 512 tokens with 2 neighbors for each chunk")
+    parser.add_argument(
+        "--sequences", type=int, default=4, help="sequences of a batch, of 512 tokens with 2 neighbors per chunk"
+    )
     add_precision(parser)
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print predictions for the paper's sizes")
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-memory.json"))
     options = parser.parse_args()
     if options.table:
         print_sizes()
         return
-    give_freed_memory_back()
+    return_freed_memory()
     rows = []
     for preset in budget(options).each(options.presets, "preset", lambda name: PRESETS[name].d_model ** 2):
         say(f"{preset}, {options.sequences} sequences, {placement(options.precision, 'cpu').dtype}")
@@ -58,7 +60,7 @@ def main() -> None:
 
 
 def measured(preset: str, num_sequences: int, precision: str) -> dict[str, Any]:
-    """Predicted and measured bytes of one model in a step."""
+    """Return the predicted and measured bytes of one model in a step."""
     settings = replace(PRESETS[preset], vocab_size=8192, chunk_length=64)
     placed = placement(precision, "cpu")
     run = Pass(num_sequences, 512, 2, gpu=False, narrow=placed.dtype != torch.float32)
@@ -72,7 +74,7 @@ def measured(preset: str, num_sequences: int, precision: str) -> dict[str, Any]:
         with placed.autocast():
             return loss(model.hidden(tokens, documents, neighbors), model.output_weight, tokens)
 
-    forward().backward()  # what is made once is made
+    forward().backward()  # allocates what is allocated only once
     optimizer.step()
     moments = sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
     gradients = sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
@@ -88,24 +90,24 @@ def measured(preset: str, num_sequences: int, precision: str) -> dict[str, Any]:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the bytes of this process in memory."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def give_freed_memory_back() -> None:
-    """Let glibc return every block of 64 KiB or more when it is freed (M_MMAP_THRESHOLD), so that resident is what is used."""
+def return_freed_memory() -> None:
+    """Make glibc return freed blocks of 64 KiB or more at once (M_MMAP_THRESHOLD): resident memory then equals used memory."""
     ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 16)
 
 
 def print_sizes() -> None:
-    """A table in Markdown: bytes of a device by mode, and sequences of which a device has room for."""
+    """Print a Markdown table: memory of a device by mode, and how many sequences fit."""
     print("| | parameters | GFLOP a token | ZeRO | none | selective | full |\n|---|---|---|---|---|---|---|")
     for size in SIZES:
         one, five = (planned(size, count) for count in (1, 5))
         rows: dict[int, list[str]] = {}
         for few, many in zip(one.modes, five.modes, strict=True):
-            if few.parallel.offload or few.parallel.zero == 2:  # with one pass of a step ZeRO-2 is as ZeRO-1
+            if few.parallel.cpu_offload or few.parallel.zero == 2:  # with one batch per step, ZeRO-2 equals ZeRO-1
                 continue
             each = (many.memory.device - few.memory.device) / 4
             room = int(max(0, 1 + (0.9 * 80e9 - few.memory.device) // each))
@@ -120,7 +122,7 @@ def print_sizes() -> None:
 
 
 def planned(size: str, num_sequences: int) -> Any:
-    """The plan of a size on 8 devices of 80 GB with so many sequences each."""
+    """Return the plan of a size on 8 devices of 80 GB, with `num_sequences` sequences each."""
     return plan_training(
         PlanTrainOptions(
             model=ModelSettings(preset=size, vocab_size=128_000),

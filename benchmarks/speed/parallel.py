@@ -1,23 +1,23 @@
-"""Training steps shared out over processes in every way: step time, memory of a process, bytes that it sends.
+"""Training steps in every parallel mode: step time, memory per process, bytes that a process sends.
 
     python -m benchmarks.speed.parallel [--processes 2] [--size small] [--rounds 3]
-    torchrun … benchmarks/speed/parallel.py [--size small]          processes of several machines
+    torchrun … benchmarks/speed/parallel.py [--size small]          processes on several machines
 
-One process for each GPU, or `--processes` with one thread each and gloo. All ways do the same step: the same sequences, float32
-weights, eager. Rounds alternate between the ways, as machines drift; only one way's model exists at a time.
+There is one process per GPU, or `--processes` processes with one thread each and gloo. All modes do the same step: the same
+sequences, float32 weights, eager. Rounds alternate between the modes, because machines drift. Only one model exists at a time.
 
-    time      of a step, median over the rounds, until the last process has done it
+    time      of a step until the last process has finished it, median over the rounds
     held      between steps, in the process that holds most: parameters and moments; gradients when the optimizer steps
-    peak      in a step, likewise. On CUDA what torch's allocator has given out; on a CPU what is held, plus the most by which
-              tensors alive have grown in the step (torch's profiler sees every allocation; what gloo and older blocks
-              do is not among them)
-    volume    of the collectives of a step in bytes of the model's parameters, X, as papers count it: an all-reduce is 2X,
-              all-gather and reduce-scatter are X each; beside it what the formulas say of data parallelism and ZeRO
+    peak      in a step, in the process that holds most. On CUDA: memory that torch's allocator has handed out. On a CPU: held
+              memory plus the largest growth of live tensors in the step, from torch's profiler, which does not see gloo's
+              buffers and blocks allocated earlier
+    volume    of the collectives of a step, in multiples of the parameters' bytes, X. As in papers, an all-reduce counts 2X, an
+              all-gather and a reduce-scatter X each. The last column has the formula for data parallelism and ZeRO
     sent      by the process that sends most, in a ring
 
-With several batches for a step (--accumulation A), ZeRO-1 adds up whole gradients and sums them over processes once, ZeRO-2 after
-every batch, as it keeps only parts of them. What ZeRO-3 does not gather again for the backward pass is the unit of embeddings and
-output layer (R bytes): the loss uses them right before.
+With several batches per step (--gradient-accumulation-steps A), data parallelism and ZeRO-1 sum gradients over processes once per
+step, ZeRO-2 after every batch because it keeps only parts of them. ZeRO-3 does not gather the unit of embeddings and output layer
+(R bytes) again for the backward pass, because the loss uses it right before.
 """
 
 import argparse
@@ -57,7 +57,7 @@ VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class Mode:
-    """A line of the table."""
+    """A parallel mode, which is a row of the table."""
 
     name: str
     parallel: ParallelSettings = ALONE
@@ -71,9 +71,9 @@ class Running:
 
     Attributes:
         step: forward, backward, clipping, AdamW.
-        passes: what holds the model.
-        optimizer: of its parameters.
-        num_bytes: of the parameters of the whole model, X, and of those of its outermost unit, R.
+        passes: the distributed model.
+        optimizer: the optimizer of its parameters.
+        num_bytes: bytes of the whole model's parameters, X, and of those of its outermost unit, R.
     """
 
     step: Callable[[], object]
@@ -83,18 +83,18 @@ class Running:
 
 
 def modes(n: int) -> Iterator[Mode]:
-    """What `n` processes can do; a model may not be divisible so."""
+    """Yield the modes for `n` processes. A model may not be divisible in each."""
     yield Mode("one process", alone=True)
     if n == 1:
-        for how in ("selective", "full"):
-            yield Mode(f"checkpointing: {how}", ParallelSettings(activation_checkpointing=how))
+        for recompute in ("selective", "full"):
+            yield Mode(f"checkpointing: {recompute}", ParallelSettings(activation_checkpointing=recompute))
         return
     yield Mode("data")
     for zero in (1, 2, 3):
         yield Mode(f"ZeRO-{zero}", ParallelSettings(zero=zero))
-    yield Mode("ZeRO-3, offload", ParallelSettings(zero=3, cpu_offload=True))
-    for how in ("selective", "full"):
-        yield Mode(f"data, checkpointing: {how}", ParallelSettings(activation_checkpointing=how))
+    yield Mode("ZeRO-3, CPU offload", ParallelSettings(zero=3, cpu_offload=True))
+    for recompute in ("selective", "full"):
+        yield Mode(f"data, checkpointing: {recompute}", ParallelSettings(activation_checkpointing=recompute))
     yield Mode("ZeRO-3, checkpointing: full", ParallelSettings(zero=3, activation_checkpointing="full"))
     yield Mode(f"tensor {n}", ParallelSettings(tensor=n))
     yield Mode(f"pipeline {n}", ParallelSettings(pipeline=n))
@@ -117,7 +117,7 @@ def modes(n: int) -> Iterator[Mode]:
 
 
 def formula(mode: Mode, num_bytes: tuple[int, int], accumulation: int) -> float | None:
-    """What a step of data parallelism communicates, in X: papers' figures, for several batches; None for other modes."""
+    """Return the volume of a step of data parallelism in X, by the formulas of the papers; None for other modes."""
     if mode.alone:
         return 0.0
     if mode.parallel.tensor * mode.parallel.pipeline * mode.parallel.expert > 1:
@@ -131,10 +131,10 @@ def formula(mode: Mode, num_bytes: tuple[int, int], accumulation: int) -> float 
 def build(
     mode: Mode, model: ModelSettings, processes: Processes, placement: Placement, options: argparse.Namespace
 ) -> Running:
-    """A model with random weights and its optimizer, shared out.
+    """Create a model with random weights and its optimizer, and distribute them.
 
     Raises:
-        InputError: it cannot be divided so.
+        InputError: the model cannot be divided this way.
     """
     torch.manual_seed(0)
     whole = Retro(updated(model, {"experts.num_experts": mode.experts}))
@@ -152,16 +152,17 @@ def build(
         lr=1e-4,
         lr_schedule="constant",
         batch_size=options.sequences,
-        gradient_accumulation_steps=options.accumulation,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
         monitor_every=0,
     )
     data = placement.put(batch(model, processes.rows(options.sequences), options))
-    step, batches = OptimizerStep(passes, optimizer, processes, placement, settings), [data] * options.accumulation
+    step = OptimizerStep(passes, optimizer, processes, placement, settings)
+    batches = [data] * settings.gradient_accumulation_steps
     return Running(lambda: step(settings.warmup_steps, batches), passes, optimizer, num_bytes)
 
 
 def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> TensorBatch:
-    """Some rows of random tokens [B, T] with two neighbors for each chunk, the same for all modes."""
+    """Return rows of a batch of random tokens [B, T] with two neighbors per chunk, the same in all modes."""
     generator = torch.Generator().manual_seed(0)
     m = model.chunk_length
     both = torch.randint(1, VOCABULARY, (options.sequences, options.tokens + 1), generator=generator)
@@ -172,18 +173,18 @@ def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> Ten
     return {**tokens, "documents": None, "neighbors": neighbors[own], "neighbor_lengths": None}
 
 
-# ----------------------------------------------------------------------------------------------------- what is measured
+# --- measurements --------------------------------------------------------------------------------------------------
 
 
 def held(running: Running) -> dict[str, int]:
-    """Bytes of this process's parts of parameters, gradients and moments, after a step that is done here."""
+    """Do a step; return the bytes of this process's parts of parameters, gradients and moments."""
     gradients: list[int] = []
 
-    def note(*_: Any) -> None:
+    def record(*_: Any) -> None:
         found = (parameter.grad for _, parameter in all_parameters(running.passes.model_parts))
         gradients.append(num_bytes(gradient for gradient in found if gradient is not None))
 
-    hook = running.optimizer.register_step_pre_hook(note)
+    hook = running.optimizer.register_step_pre_hook(record)
     running.step()
     hook.remove()
     parameters = num_bytes(parameter for _, parameter in all_parameters(running.passes.model_parts))
@@ -192,12 +193,12 @@ def held(running: Running) -> dict[str, int]:
 
 
 def num_bytes(tensors: Any) -> int:
-    """Of the parts of tensors that this process holds."""
+    """Return the bytes of this process's parts of tensors."""
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def peak(running: Running, resting: int, device: torch.device) -> int:
-    """The most bytes of tensors alive in a step."""
+    """Return the largest number of bytes of live tensors in a step."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         running.step()
@@ -211,8 +212,8 @@ def peak(running: Running, resting: int, device: torch.device) -> int:
     return resting + max(accumulate((event.nbytes() for event in events), initial=0))
 
 
-def look(running: Running, device: torch.device) -> dict[str, Any]:
-    """Memory of this process and what it sends, in steps that are not timed."""
+def inspect_step(running: Running, device: torch.device) -> dict[str, Any]:
+    """Return this process's memory and communication in steps that are not timed."""
     memory = held(running)
     with Communication() as communication:
         running.step()
@@ -228,40 +229,42 @@ def look(running: Running, device: torch.device) -> dict[str, Any]:
 def compare(
     chosen: list[Mode], processes: dict[str, Processes], placement: Placement, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Rounds over all modes in turn; a row for each, the same in all processes."""
+    """Run all modes in turn for some rounds; return a row per mode, the same in all processes."""
     model = replace(PRESETS[options.size], vocab_size=VOCABULARY, chunk_length=64)
     rows: dict[str, dict[str, Any]] = {}
     for number in agreed(budget(options).rounds(options.rounds)):
         for mode in chosen:
             if dist_rank() == 0 and number == 0:
                 say(mode.name, file=sys.stderr)
-            acts = not mode.alone or dist_rank() == 0
+            takes_part = not mode.alone or dist_rank() == 0
             try:
-                running = build(mode, model, processes[mode.name], placement, options) if acts else None
+                running = build(mode, model, processes[mode.name], placement, options) if takes_part else None
             except InputError as error:
-                rows[mode.name] = {"mode": mode.name, "left_out": str(error)}
+                rows[mode.name] = {"mode": mode.name, "skipped": str(error)}
                 continue
             found = None
             if running is not None:
-                running.step()  # warms up, makes the moments
-                found = look(running, placement.device) if number == 0 else None
+                running.step()  # warms up and creates the moments
+                found = inspect_step(running, placement.device) if number == 0 else None
             took = []
             for _ in range(options.steps):
                 wait(placement.device)
                 took.append(seconds(lambda running=running: (running and running.step(), wait(placement.device))))
             if number == 0:
                 of_all = [each for each in gathered(found) if each is not None]
-                share = running and running.num_bytes
-                rows[mode.name] = summary(mode, of_all, next(filter(None, gathered(share))), options.accumulation)
+                sizes = running and running.num_bytes
+                rows[mode.name] = summary(
+                    mode, of_all, next(filter(None, gathered(sizes))), options.gradient_accumulation_steps
+                )
             rows[mode.name]["seconds"].append(statistics.median(took))
             del running
             gc.collect()
-        chosen = [mode for mode in chosen if "left_out" not in rows[mode.name]]
+        chosen = [mode for mode in chosen if "skipped" not in rows[mode.name]]
     return list(rows.values())
 
 
 def summary(mode: Mode, of_all: list[dict[str, Any]], num_bytes: tuple[int, int], accumulation: int) -> dict[str, Any]:
-    """What all processes have found."""
+    """Combine the results of all processes into a row."""
     largest = {name: max(each["memory"][name] for each in of_all) for name in of_all[0]["memory"]}
     volumes = [sum(each["volume"].values()) for each in of_all]
     return {
@@ -276,16 +279,16 @@ def summary(mode: Mode, of_all: list[dict[str, Any]], num_bytes: tuple[int, int]
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- processes
+# --- processes -----------------------------------------------------------------------------------------------------
 
 
 def dist_rank() -> int:
-    """The number of this process."""
+    """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def wait(device: torch.device) -> None:
-    """Until all processes, and their devices, have come so far."""
+    """Wait until all processes and their devices arrive here."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     if dist.is_initialized():
@@ -293,7 +296,7 @@ def wait(device: torch.device) -> None:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What all processes have."""
+    """Return the values of all processes."""
     if not dist.is_initialized():
         return [value]
     found = [None] * dist.get_world_size()
@@ -302,46 +305,49 @@ def gathered(value: Any) -> list[Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The rows as text."""
+    """Yield the lines of the table."""
     names = ("step", "ratio", "params", "grads", "moments", "peak", "sent", "volume", "formula")
     yield f"{'memory and bytes sent in MB':38}" + "".join(f"{name:>10}" for name in names)
     first: list[float] = []
     for row in rows:
-        if "left_out" in row:
-            yield f"{row['mode']:38}  left out: {row['left_out']}"
+        if "skipped" in row:
+            yield f"{row['mode']:38}  skipped: {row['skipped']}"
             continue
         first = row["seconds"] if row["processes"] and not row["sent_bytes"] else first or row["seconds"]
         ratio = statistics.median(one / this for one, this in zip(first, row["seconds"], strict=True))
         memory = "".join(
             f"{row['memory'][name] / 1e6:10.1f}" for name in ("parameters", "gradients", "optimizer", "peak")
         )
-        says = row["formula_in_parameters"]
+        expected = row["formula_in_parameters"]
         yield (
             f"{row['mode']:38}{statistics.median(row['seconds']) * 1e3:7.0f} ms{ratio:9.2f}×{memory}"
             f"{row['sent_bytes'] / 1e6:10.1f}{row['volume_in_parameters']:9.3f}X"
-            + (f"{says:9.3f}X" if says is not None else "")
+            + (f"{expected:9.3f}X" if expected is not None else "")
         )
 
 
 def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=0, help="0: one for each GPU, or for each core, up to 4")
+    parser.add_argument("--processes", type=int, default=0, help="0: one per GPU, or one per core, up to 4")
     parser.add_argument("--size", choices=list(PRESETS), default="small")
-    parser.add_argument("--sequences", type=int, default=0, help="of a batch, over all processes; 0: two for each")
-    parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
-    parser.add_argument("--accumulation", type=int, default=1, help="batches of a step")
+    parser.add_argument(
+        "--sequences", type=int, default=0, help="sequences of a batch, over all processes; 0: two per process"
+    )
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--gradient-accumulation-steps", type=int, default=1, help="batches of a step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="steps of a round")
     add_precision(parser)
-    parser.add_argument("--modes", nargs="*", default=[], help="only those whose name holds one of these")
+    parser.add_argument("--modes", nargs="*", default=[], help="run only modes whose name contains one of these")
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-parallel.json"))
     options = parser.parse_args()
     count = options.processes or torch.cuda.device_count() or min(4, max(2, len(os.sched_getaffinity(0))))
-    if "WORLD_SIZE" not in os.environ:  # start them, each with this same command
+    if "WORLD_SIZE" not in os.environ:  # start the processes with this command
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the profiler warns of memory older than itself
+        # The profiler warns about memory that was allocated before it started.
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
     cuda = torch.cuda.is_available()
     placed = placement(options.precision, f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
@@ -349,7 +355,7 @@ def main() -> None:
         torch.cuda.set_device(placed.device)
     else:
         torch.set_num_threads(1)
-    one = Processes(ALONE, placed.device)  # before there is a group
+    one = Processes(ALONE, placed.device)  # before the process group exists
     with joined():
         count = int(os.environ["WORLD_SIZE"])
         options.sequences = options.sequences or 2 * count
@@ -359,13 +365,15 @@ def main() -> None:
         processes = {mode.name: one if mode.alone else Processes(mode.parallel, placed.device) for mode in chosen}
         rows = compare(chosen, processes, placed, options)
         if dist_rank() == 0:
-            told = {
+            settings = {
                 name: getattr(options, name)
                 for name in ("size", "sequences", "tokens", "gradient_accumulation_steps", "rounds", "steps")
             }
             on = f"{count} GPUs" if cuda else f"{len(os.sched_getaffinity(0))} cores"
-            print(f"{count} processes on {on}, {placed.dtype}; {told}", *table(rows), sep="\n", flush=True)
-            write(options.output, {"processes": count, "on": on, "precision": str(placed.dtype), **told, "rows": rows})
+            print(f"{count} processes on {on}, {placed.dtype}; {settings}", *table(rows), sep="\n", flush=True)
+            write(
+                options.output, {"processes": count, "on": on, "precision": str(placed.dtype), **settings, "rows": rows}
+            )
 
 
 if __name__ == "__main__":

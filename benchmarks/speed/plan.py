@@ -1,9 +1,9 @@
-"""What `retro plan datastore` predicts against what a real build takes: calibrate, predict, build, compare.
+"""Prediction of `retro plan datastore` against a real build: calibrate, predict, build, compare.
 
     python -m benchmarks.speed.plan CONFIG [--sample-bytes 8388608] [--output benchmark-plan.json]
 
-CONFIG names a corpus; the datastore is built in a temporary folder and removed. The machine should be quiet: calibration and build run
-one after the other.
+CONFIG has the corpus. The datastore is built in a temporary folder and removed. Calibration and build run one after the other, so
+the machine should be idle otherwise.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def main() -> None:
     calibration = calibrate(config, sample_bytes=options.sample_bytes)
     plan = plan_for(config, calibration, corpus_tokens(config, calibration))
     if plan.wall_seconds > limit.left:
-        predicted = f"the build takes {plan.wall_seconds:,.0f} s as predicted, and {limit.left:,.0f} s are left"
-        raise SystemExit(f"{predicted}: take a smaller corpus, or --minutes 0.")
+        predicted = f"the predicted build time is {plan.wall_seconds:,.0f} s, but {limit.left:,.0f} s remain"
+        raise SystemExit(f"{predicted}. Use a smaller corpus, or --minutes 0.")
     view = StagesView()
     with tempfile.TemporaryDirectory(prefix="retro-plan-") as folder:
         config = replace(config, datastore=Path(folder) / "datastore")
@@ -75,9 +75,9 @@ def main() -> None:
         ]
     ]
     print("\n".join(aligned(rows)))
-    print(f"calibrated in {calibration.seconds:.1f} s; {plan.size.key}")
+    print(f"calibration: {calibration.seconds:.1f} s; index: {plan.size.key}")
     print(
-        f"nprobe {plan.size.nprobe} predicted, {nprobe} found; neighbors by {plan.size.search} predicted, {search} chosen"
+        f"nprobe: predicted {plan.size.nprobe}, measured {nprobe}; search: predicted {plan.size.search}, measured {search}"
     )
     found = {"seconds": measured, "wall_seconds": wall, "bytes": sizes, "nprobe": nprobe, "search": search}
     write(options.output, {"calibration": asdict(calibration), "predicted": asdict(plan), "measured": found})

@@ -1,18 +1,18 @@
-"""Queries per second and waiting times of `retro serve`, against bare `faiss.search` on the same index in the same run.
+"""Queries per second and latencies of `retro serve`, against bare `faiss.search` on the same index in the same run.
 
     python -m benchmarks.speed.serving CONFIG|DATASTORE [--clients 1 8 64] [--queries 1 16] [--seconds 3] [--rounds 3] [--k 10]
 
-CONFIG is the TOML file of a datastore, which is built where it is not finished. `retro serve` runs as a process, and the clients,
-each with one connection and one request under way, are another process: one loop over plain sockets, which sends requests that
-are ready and looks for no more in an answer than its status and its length, so that it takes little from the cores that it shares
-with the server: about 0.03 ms a request, and every line tells what it was. Bare is one call of the index after the other, each
-for as many queries as the clients have under way together, in a process that does nothing else; the two take turns in every
-round, and medians are told. Times are those of requests.
+CONFIG is the TOML file of a datastore, which is built if it is not finished. `retro serve` runs in one process. All clients run
+in another process, in one loop over plain sockets: each has one connection and one request in flight, requests are encoded in
+advance, and of an answer only status and length are read. A client thus takes little time from the cores that it shares with the
+server: about 0.03 ms per request, and every line prints its measurement. "Bare" calls the index repeatedly in a process without other work, each
+time with as many queries as the clients have in flight together. Server and bare index alternate in every round. The results are
+medians over rounds; latencies are those of requests.
 
-Three kinds of requests: `vectors` (as base64; ids and distances are answered, which is what Faiss does too), `texts` (embedded by
-the server; the same is answered) and `texts, text` (the hits' texts and metadata are answered too). For texts bare is the
-embedder and the index. Queries are chunks of held-out documents, and of training documents where those are few. The server's processor time for a query is
-told too: with the clients on the same cores, it says more than a rate about what a server of its own would do.
+Three kinds of requests: `vectors` (as base64; the answer has ids and distances, like Faiss), `texts` (the server embeds them; same
+answer) and `texts, text` (the answer has the texts and metadata of the hits). For texts, "bare" is the embedder and the index.
+Queries are chunks of held-out documents, and of training documents if there are few. Each line also has the server's processor
+time per query, which predicts the rate of a server on a separate machine better than the measured rate.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path, metavar="CONFIG|DATASTORE")
     parser.add_argument("--clients", nargs="*", type=int, default=[1, 8, 64])
-    parser.add_argument("--queries", nargs="*", type=int, default=[1, 16], help="in each request")
+    parser.add_argument("--queries", nargs="*", type=int, default=[1, 16], help="queries of a request")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--k", type=int, default=10)
@@ -97,7 +97,7 @@ class Server:
     pid: int
 
     def processor_seconds(self) -> float:
-        """That it has used so far, of all cores."""
+        """Return the processor time of the server so far, over all cores."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -112,7 +112,7 @@ def measured(
     options: argparse.Namespace,
     limit: Budget,
 ) -> dict[str, Any]:
-    """One line of the table: medians over rounds in which the server and the bare index take turns."""
+    """Return a row of the table: medians over rounds that alternate between the server and the bare index."""
     rounds = []
     for _ in limit.rounds(options.rounds):
         rate = bare_rate(bare, clients * queries, options.seconds / 2)
@@ -143,11 +143,11 @@ def measured(
     }
 
 
-# --- what is asked ---------------------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------------------------
 
 
 def query_texts(retriever: Retriever) -> list[str]:
-    """Texts of chunks, held-out ones first."""
+    """Return texts of chunks, held-out ones first."""
     texts: list[str] = []
     for split in (retriever.datastore.valid, retriever.datastore.test, retriever.datastore.train):
         count = min(_QUERIES - len(texts), split.num_chunks)
@@ -159,7 +159,7 @@ def query_texts(retriever: Retriever) -> list[str]:
 
 
 def requests_of(kind: str, texts: list[str], vectors: np.ndarray, k: int, queries: int) -> list[bytes]:
-    """HTTP requests as they go over the wire, with so many queries each."""
+    """Return encoded HTTP requests with `queries` queries each."""
     rows = [slice(start, start + queries) for start in range(0, len(texts) - queries + 1, queries)]
     if kind != "vectors":
         return [_post({"texts": texts[each], "k": k, "text": kind == "texts, text"}) for each in rows]
@@ -175,11 +175,11 @@ def _post(body: dict[str, Any]) -> bytes:
     return head.encode() + b"\r\n\r\n" + content
 
 
-# --- who asks --------------------------------------------------------------------------------------------------------
+# --- clients ---------------------------------------------------------------------------------------------------------
 
 
 def bare_rate(search: Callable[[slice], object], batch: int, for_seconds: float) -> float:
-    """Queries per second of one call after the other."""
+    """Return the queries per second of consecutive calls."""
     search(slice(0, batch))
     number, took = 0, 0.0
     while took < for_seconds:
@@ -191,14 +191,13 @@ def bare_rate(search: Callable[[slice], object], batch: int, for_seconds: float)
 
 @dataclass(frozen=True)
 class Load:
-    """What clients have seen.
+    """Measurements of the clients.
 
     Attributes:
-        answered: requests that began after the warm-up and were answered within the time.
-        all_answered: those before and after, too.
-        p50: seconds of a request.
-        p99: seconds.
-        processor_seconds: of the clients' process, for all that were answered.
+        answered: number of requests that were sent after the warm-up and answered before the end.
+        all_answered: number of all answered requests.
+        p50, p99: percentiles of the latency, in seconds.
+        processor_seconds: processor time of the clients' process for all answered requests.
     """
 
     answered: int
@@ -209,8 +208,8 @@ class Load:
 
 
 def load_of(url: str, requests: list[bytes], clients: int, for_seconds: float) -> Load:
-    """What so many clients in another process see."""
-    # Spawned: this process has threads of Faiss, which a fork would not take along.
+    """Measure with `clients` clients in another process."""
+    # Spawn, because a forked process would lack the threads of Faiss.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_load, (url, requests, clients, for_seconds))
 
@@ -224,33 +223,33 @@ def _load(url: str, requests: list[bytes], clients: int, for_seconds: float) -> 
             client = connections.enter_context(Client(url))
             selector.register(client, selectors.EVENT_READ, client)
             client.place = number * len(requests) // clients
-            client.ask(requests[client.place])
+            client.send(requests[client.place])
         while selector.get_map():
             for key, _ in selector.select():
                 client = key.data
                 if client.answer() is None:
                     continue
                 stopped, all_answered = time.perf_counter(), all_answered + 1
-                if client.asked_at >= begin and stopped <= end:
-                    times.append(stopped - client.asked_at)
+                if client.sent_at >= begin and stopped <= end:
+                    times.append(stopped - client.sent_at)
                 if stopped >= end:
                     selector.unregister(client)
                 else:
                     client.place = (client.place + 1) % len(requests)
-                    client.ask(requests[client.place])
+                    client.send(requests[client.place])
     if not times:
-        raise ValueError(f"no request was both sent and answered within {for_seconds:g} s: give --seconds more.")
+        raise ValueError(f"no request was sent and answered within {for_seconds:g} s. Increase --seconds.")
     p50, p99 = np.percentile(times, [50, 99])
     return Load(len(times), all_answered, float(p50), float(p99), time.process_time() - used)
 
 
 class Client:
-    """One connection with one request under way."""
+    """A connection with one request in flight."""
 
     def __init__(self, url: str) -> None:
         self._socket = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._received, self.asked_at, self.place = b"", 0.0, 0
+        self._received, self.sent_at, self.place = b"", 0.0, 0
 
     def __enter__(self) -> "Client":
         return self
@@ -259,16 +258,16 @@ class Client:
         self._socket.close()
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the socket's file descriptor, for a selector."""
         return self._socket.fileno()
 
-    def ask(self, request: bytes) -> None:
+    def send(self, request: bytes) -> None:
         """Send a request."""
-        self._received, self.asked_at = b"", time.perf_counter()
+        self._received, self.sent_at = b"", time.perf_counter()
         self._socket.sendall(request)
 
     def answer(self) -> bytes | None:
-        """Wait for more of the answer: its body once all of it is here."""
+        """Receive a part of the answer. Return the body when it is complete, else None."""
         more = self._socket.recv(1 << 20)
         assert more, "the server has closed the connection"
         self._received += more
@@ -281,11 +280,11 @@ class Client:
 
 
 def check(url: str, requests: list[bytes], retriever: Retriever, vectors: np.ndarray, k: int) -> None:
-    """That what is measured is right: the server finds what the retriever finds."""
+    """Check that the server returns the same ids as the retriever."""
     expected = retriever.rank(vectors, k).ids.tolist()
     with Client(url) as client:
         for request, ids in zip(requests, expected, strict=True):
-            client.ask(request)
+            client.send(request)
             while (answer := client.answer()) is None:
                 pass
             found = [hit["chunk_id"] for hit in json.loads(answer)["results"][0]]
@@ -294,7 +293,7 @@ def check(url: str, requests: list[bytes], retriever: Retriever, vectors: np.nda
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Server]:
-    """`retro serve` in a process of its own."""
+    """Run `retro serve` in another process."""
     command = [sys.executable, "-m", "pipelines.cli", "serve", str(folder), "--port", "0"]
     root = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}

@@ -1,13 +1,13 @@
-"""Training steps of this project beside those of retro-pytorch 0.3.9: tokens/s, model-FLOPs utilisation, peak memory.
+"""Training steps of this project and of retro-pytorch 0.3.9: tokens/s, model-FLOPs utilization, peak memory.
 
 pip install --no-deps retro-pytorch==0.3.9
 python -m benchmarks.speed.training [--rounds 5] [--steps 1] [--precision auto] [--datastore FOLDER] [--cases NAME ...]
 
-Every case is a process of its own that waits for its turn, so memory is told apart and rounds alternate: machines are shared
-and drift, ratios of one run hold. A step is forward, loss, backward, clipping and AdamW, on one batch of random tokens that all
-cases of a shape share; its ratio is to the first case of that shape. Matrices are multiplied in the precision that the machine multiplies fast:
-bfloat16 or float32. On a CUDA device the paper's sizes are measured instead.
-With a datastore, the data path alone is measured too: batches made by one process, nothing trained.
+Every case runs in a separate process, so that memory is measured separately. Rounds alternate between the cases, because shared
+machines drift; ratios within a run are reliable. A step is forward, loss, backward, clipping and AdamW, on one batch of random
+tokens that all cases with the same shape use. The ratio of a case is relative to the first case with its shape. Matrix products use
+bfloat16 if the hardware multiplies it fast, otherwise float32. On a CUDA device the models have the paper's sizes instead.
+With a datastore, the data path is measured too: one process makes batches, without training.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep, wants_compilation
 
-# The sizes that design and documents speak of: as in retro-pytorch, whose attentions all have 8 heads of 64.
+# The sizes in the documentation. retro-pytorch has 8 heads of 64 in every attention.
 SMALL = ModelSettings(
     vocab_size=8192,
     chunk_length=64,
@@ -55,7 +55,7 @@ SMALL = ModelSettings(
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table; `precision` is empty where it is that of the whole run."""
+    """A row of the table; an empty `precision` means that of the whole run."""
 
     name: str
     settings: ModelSettings
@@ -69,7 +69,7 @@ class Case:
 
 
 def cases(device: str, dtype: torch.dtype) -> list[Case]:
-    """What is measured on a kind of device, in this precision."""
+    """Return the cases for a kind of device and a precision."""
     if device == "cpu":
         float32 = Case("retro, eager, float32", SMALL, 4, 512, compiled=False, precision="float32")
         return [
@@ -91,7 +91,7 @@ def cases(device: str, dtype: torch.dtype) -> list[Case]:
 
 
 def batch(case: Case, placement: Placement) -> dict[str, torch.Tensor]:
-    """Random tokens [B, T + 1] and neighbors [B, U, K, 2m], the same for all cases of a shape; 0 is padding for them."""
+    """Return random tokens [B, T + 1] and neighbors [B, U, K, 2m], the same for all cases of a shape, without 0 (padding)."""
     generator = torch.Generator().manual_seed(0)
     s, m = case.settings, case.settings.chunk_length
     shape = (case.batch_size, case.num_tokens // m, case.k, 2 * m)
@@ -101,7 +101,7 @@ def batch(case: Case, placement: Placement) -> dict[str, torch.Tensor]:
 
 
 def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:
-    """A training step of this project, and the number of its parameters; the process set up as `train` does it."""
+    """Return a training step of this project and the number of parameters. Sets up the process as `train` does."""
     if placement.device.type == "cpu" and case.keeps_memory:
         keep_freed_memory()
     model = Retro(case.settings).to(placement.device)
@@ -117,7 +117,7 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
 
 
 def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
-    """retro-pytorch's RETRO of these sizes, for sequences of so many tokens."""
+    """Return retro-pytorch's RETRO with these sizes, for sequences of `num_tokens` tokens."""
     from retro_pytorch import RETRO
 
     model: torch.nn.Module = RETRO(
@@ -135,7 +135,7 @@ def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
 
 
 def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:
-    """A training step of retro-pytorch as its README and its TrainingWrapper make it, under autocast."""
+    """Return a training step of retro-pytorch as in its README and its TrainingWrapper, under autocast."""
     from retro_pytorch.optimizer import get_optimizer
 
     model = their_model(case.settings, case.num_tokens).to(placement.device)
@@ -155,13 +155,13 @@ def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], 
 
 
 def work(case: Case, precision: str, steps: int, turns: Connection) -> None:
-    """A process: make the model, then answer every request with the seconds of `steps` steps; at the end, its memory."""
+    """Create a model, then send the seconds per step for every turn, and at the end the memory. Runs in a process."""
     torch.manual_seed(0)
     placed = placement(case.precision or precision)
     try:
         step, parameters = (our_step if case.ours else their_step)(case, placed)
         resting = _memory(placed)
-        for _ in range(2):  # compiles, warms up
+        for _ in range(2):  # compiles and warms up
             step()
     except (ImportError, torch.OutOfMemoryError) as error:
         turns.send({"error": f"{type(error).__name__}: {error}"})
@@ -173,14 +173,14 @@ def work(case: Case, precision: str, steps: int, turns: Connection) -> None:
 
 
 def _memory(placement: Placement) -> int:
-    """The most that this process has held: on the device, or resident."""
+    """Return the peak memory of this process: on the device, or resident."""
     if placement.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def compare(chosen: list[Case], precision: str, count: int, steps: int, limit: Budget) -> list[dict[str, Any]]:
-    """Rounds over all cases in turn; a row for each."""
+    """Run all cases in turn for some rounds; return a row per case."""
     context = multiprocessing.get_context("spawn")
     running: list[tuple[Case, Connection, int]] = []
     for case in limit.share(1.5).each(chosen, "case"):
@@ -189,15 +189,15 @@ def compare(chosen: list[Case], precision: str, count: int, steps: int, limit: B
         say(f"{case.name} …", end=" ", file=sys.stderr)
         started = time.perf_counter()
         ready = ours.recv()
-        say(f"{time.perf_counter() - started:.0f} s to build and two steps", file=sys.stderr)
+        say(f"{time.perf_counter() - started:.0f} s for the model and two steps", file=sys.stderr)
         if "error" in ready:
-            say(f"{case.name}: left out: {ready['error']}")
+            say(f"{case.name} is skipped: {ready['error']}")
             continue
         running.append((case, ours, ready["parameters"]))
     times: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
     peaks = []
     for _ in limit.rounds(count):
-        peaks.append(peak_flops(placement(precision)))  # drifts with the machine if measured
+        peaks.append(peak_flops(placement(precision)))  # measured on a CPU, so it drifts with the machine
         for case, turns, _ in running:
             turns.send(True)
             times[case.name].append(turns.recv())
@@ -223,7 +223,7 @@ def compare(chosen: list[Case], precision: str, count: int, steps: int, limit: B
 
 
 def data_path(folder: Path, count: int, limit: Budget) -> float:
-    """Tokens per second of one process that makes batches with two neighbors a chunk."""
+    """Return the tokens per second of one process that makes batches with two neighbors per chunk."""
     data = TrainingData([folder], DataSettings(sequence_length=LENGTH), retrieval=True)
     times = [batches(data, number) for number in limit.rounds(count + 1)][1:]  # the first round warms up
     return BATCHES * BATCH * LENGTH / statistics.median(times)
@@ -235,8 +235,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1, help="steps of a round")
     add_precision(parser)
-    parser.add_argument("--datastore", type=Path, help="measure the data path on it")
-    parser.add_argument("--cases", nargs="*", default=[], help="only those whose name holds one of these")
+    parser.add_argument("--datastore", type=Path, help="also measure the data path on this datastore")
+    parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-training.json"))
     options = parser.parse_args()
@@ -262,7 +262,7 @@ def main() -> None:
         fastest = max(row["tokens_per_second"] for row in rows)
         print(f"data path alone, one process: {rate:,.0f} tokens/s, {rate / fastest:.0f} times the fastest case")
     if device == "cpu":
-        print("No CUDA device: on a machine with one the same command measures 172m and 1.5b at n = 2048.")
+        print("This machine has no CUDA device. With one, the same command measures 172m and 1.5b at n = 2048.")
     write(options.output, found)
 
 

@@ -1,9 +1,9 @@
-"""What a training step takes when a part of the model is trained: CPU seconds, bytes kept for the backward pass, moments.
+"""Cost of a training step if only part of the model is trained: CPU seconds, bytes kept for the backward pass, moments.
 
 python -m benchmarks.speed.tuning [--preset small] [--vocab-size 16384] [--sequences 2] [--length 512] [--steps 5] [--precision auto]
 
-Steps of all methods take turns in one process, so that what else the machine does falls on all of them alike; the least of each
-counts. Times are of the process, on one thread.
+All methods run in one process and their steps alternate, so that other load affects them equally. The table has the minimum over
+the steps of each method. Times are processor times on one thread.
 """
 
 import argparse
@@ -42,7 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def batch(options: argparse.Namespace, chunk_length: int) -> TensorBatch:
-    """Random tokens with two neighbors for each chunk."""
+    """Return random tokens with two neighbors per chunk."""
     tokens = torch.randint(options.vocab_size, (options.sequences, options.length))
     shape = (options.sequences, options.length // chunk_length, 2, 2 * chunk_length)
     found = {"neighbors": torch.randint(options.vocab_size, shape), "neighbor_lengths": None}
@@ -50,7 +50,7 @@ def batch(options: argparse.Namespace, chunk_length: int) -> TensorBatch:
 
 
 def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Callable[[int], object], dict[str, float]]:
-    """A step of a model that is tuned so, and what it holds."""
+    """Return a training step with a tuning method, and its sizes: parameters, bytes, relative operations."""
     settings = replace(PRESETS[options.preset], vocab_size=options.vocab_size, chunk_length=64, shared_embeddings=True)
     settings = updated(settings, usual_retrieval(settings) | {"retrieval.cca_layers": settings.retrieval.cca_layers})
     tuning = TuningSettings(**method)
@@ -79,7 +79,7 @@ def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Calla
 
 
 def main() -> None:
-    """A row for each method."""
+    """Print a row for each method and write the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="small", choices=PRESETS)
     parser.add_argument("--vocab-size", type=int, default=16_384)
@@ -103,14 +103,14 @@ def main() -> None:
         "method               trained   CPU s of a step          operations   kept for backward      gradients, moments"
     )
     whole = min(seconds["all"][1:])
-    for name, (_, facts) in methods.items():
+    for name, (_, sizes) in methods.items():
         least = min(seconds[name][1:])
-        kept, states = facts["kept"], facts["states"]
+        kept, states = sizes["kept"], sizes["states"]
         print(
-            f"{name:17} {facts['trained']:11,} {least:8.2f} ({least / whole:4.0%} of all) {facts['operations']:12.0%}"
+            f"{name:17} {sizes['trained']:11,} {least:8.2f} ({least / whole:4.0%} of all) {sizes['operations']:12.0%}"
             f" {kept / 1e6:9.0f} MB ({kept / methods['all'][1]['kept']:4.0%}) {states / 1e6:9.1f} MB"
         )
-    rows = {name: {**facts, "seconds": seconds[name]} for name, (_, facts) in methods.items()}
+    rows = {name: {**sizes, "seconds": seconds[name]} for name, (_, sizes) in methods.items()}
     write(options.output, {"precision": str(placement(options.precision, "cpu").dtype), "rows": rows})
 
 

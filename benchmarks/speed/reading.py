@@ -1,15 +1,15 @@
-"""How fast random training batches are read, by each way of reading, with a cold and with a warm page cache.
+"""Speed of reading random training batches with each reading method, with a cold and with a warm page cache.
 
-    python -m benchmarks.speed.ways_of_reading DATASTORE [--rounds 5] [--batches 50]
+    python -m benchmarks.speed.reading DATASTORE [--rounds 5] [--batches 50]
 
-Build the datastore with `neighbors.materialized` to have that way measured too. In a round every case reads the same batches,
-in an order that changes from round to round: first cold, then again, warm. Cold: all files of the training split are
-flushed (fsync) and dropped from the page cache (`posix_fadvise`, POSIX_FADV_DONTNEED, which needs no root), while nothing maps
-them; how much of them is cached even so is measured and printed. Caches below the page cache (of a disk, of a file server)
-stay as they are. Take a datastore that is larger than those for figures of a disk.
+Build the datastore with `neighbors.materialized` to include the materialized cases. In a round every case reads the same batches,
+first cold, then warm; the order of the cases changes from round to round. Cold: all files of the training split are flushed
+(fsync) and dropped from the page cache (`posix_fadvise` with POSIX_FADV_DONTNEED, which needs no root) while they are not mapped.
+The benchmark prints how much of them is cached nevertheless. Caches below the page cache (of a disk, of a file server) keep their
+content: to measure a disk, use a datastore that is larger than these.
 
-The floor reads as many bytes in sequence, from one place of the token files. Rows are chunks: those of the sequences, and
-two for each neighbor. Bytes are those of their tokens as they are stored.
+The floor reads as many bytes sequentially, from one position of the token files. Rows are chunks: those of the sequences, and two
+per neighbor. Bytes are those of the tokens in the files.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CASES = {
     "materialized, mmap": {"reading": "mmap", "materialized": True},
     "materialized, pread": {"reading": "pread", "materialized": True},
 }
-FLOOR = "floor: in sequence"
+FLOOR = "floor: sequential"
 _BLOCK = 1 << 20
 
 
@@ -59,7 +59,7 @@ def main() -> None:
         options.batches * options.batch_size * (options.sequence_length // datastore.chunk_length) * (1 + 2 * options.k)
     )
     total = rows * datastore.chunk_length * itemsize
-    del datastore  # what is mapped cannot be dropped
+    del datastore  # mapped files cannot be dropped from the cache
 
     def work_of(name: str, number: int) -> Callable[[], object]:
         if name == FLOOR:
@@ -76,7 +76,7 @@ def main() -> None:
         random.Random(number).shuffle(order)
         for name in order:
             drop(files)
-            cached.append(cached_share(files))
+            cached.append(cached_fraction(files))
             for cache in ("cold", "warm"):
                 took[name, cache].append(seconds(work_of(name, number)))
     table = []
@@ -90,14 +90,14 @@ def main() -> None:
         say(
             f"{name:22} {cache:5} {rows / second:12,.0f} rows/s {total / second / 1e6:10,.1f} MB/s  {slower:8.1f} × floor"
         )
-    print(f"still cached before a cold run: {100 * max(cached):.1f}% at most")
+    print(f"still cached before a cold run: at most {100 * max(cached):.1f}%")
     settings = {key: value for key, value in vars(options).items() if key not in ("datastore", "output")}
-    facts = {"bytes_of_files": sum(file.stat().st_size for file in files), "still_cached": max(cached)}
-    write(options.output, {"settings": settings, **facts, "rows_read": rows, "bytes_read": total, "rows": table})
+    sizes = {"bytes_of_files": sum(file.stat().st_size for file in files), "still_cached": max(cached)}
+    write(options.output, {"settings": settings, **sizes, "rows_read": rows, "bytes_read": total, "rows": table})
 
 
 def files_of(datastore: Datastore, *, with_materialized: bool) -> list[Path]:
-    """The files of the training split that batches are made of."""
+    """Return the files of the training split that batches read."""
     train = datastore.train
     arrays = [train.tokens, train.lengths, train.neighbor_ids]
     arrays += [train.materialized_tokens, train.materialized_lengths] if with_materialized else []
@@ -106,21 +106,21 @@ def files_of(datastore: Datastore, *, with_materialized: bool) -> list[Path]:
 
 
 def read_batches(folder: Path, settings: DataSettings, number: int, count: int, size: int) -> int:
-    """Open the datastore and make the batches of a round; what was mapped or open is let go with it."""
+    """Open the datastore and make the batches of a round. Files are closed and unmapped afterwards."""
     data = TrainingData([folder], settings, retrieval=True)
     firsts = range(number * count * size, (number + 1) * count * size, size)
     return sum(data.batch(range(first, first + size)).tokens.size for first in firsts)
 
 
 def read_in_sequence(files: list[Path], total: int, number: int) -> None:
-    """Read so many bytes, block by block, from a place that is another one in each round."""
+    """Read `total` bytes block by block, from a random position that depends on the round."""
     sizes = [file.stat().st_size for file in files]
     at = random.Random(number).randrange(max(1, sum(sizes) - total))
     first = 0
     while at >= sizes[first]:
         at -= sizes[first]
         first += 1
-    while total > 0:  # around, where the files hold less
+    while total > 0:  # start again if the files have fewer bytes
         with open(files[first % len(files)], "rb", buffering=0) as file:
             file.seek(at)
             while total > 0 and (block := file.read(min(_BLOCK, total))):
@@ -132,17 +132,17 @@ def drop(files: list[Path]) -> None:
     """Drop files from the page cache."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)  # pages that are not written yet would stay
+        os.fsync(descriptor)  # unwritten pages stay in the cache
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def cached_share(files: list[Path]) -> float:
-    """The share of the pages of some files that is in the page cache (mincore)."""
+def cached_fraction(files: list[Path]) -> float:
+    """Return the fraction of the files' pages that is in the page cache (mincore)."""
     library, cached, pages = ctypes.CDLL(None, use_errno=True), 0, 0
     for path in files:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-            address = np.frombuffer(mapped, np.uint8)  # holds the map
+            address = np.frombuffer(mapped, np.uint8)  # keeps the map alive
             found = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
             places = (ctypes.c_void_p(address.ctypes.data), ctypes.c_size_t(len(mapped)))
             if library.mincore(*places, ctypes.c_void_p(found.ctypes.data)):
