@@ -53,9 +53,7 @@ def imports_of(path: Path, *, everywhere: bool) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
-            names = {
-                f"{module}.{alias.name}" for alias in node.names
-            }  # importing from a folder means importing its files
+            names = {f"{module}.{alias.name}" for alias in node.names}  # of a folder: its files
             found |= {name for name in names if (ROOT / (name.replace(".", "/") + ".py")).exists()} or {module}
     return found
 

@@ -41,9 +41,7 @@ def test_question_set_is_measured_with_every_reranking_method(
     for rerank, each in figures.items():
         assert re.search(rf"{rerank} +{each['hit']['1']:.3f} +{each['hit']['10']:.3f}", printed)
         assert each["num_questions"] == num_questions
-    assert (
-        figures["bm25"]["hit"]["10"] > figures["embeddings"]["hit"]["10"]
-    )  # BM25 treats the number in a title as a word
+    assert figures["bm25"]["hit"]["10"] > figures["embeddings"]["hit"]["10"]  # numbers in titles are words
 
 
 def test_options_limit_questions_and_reranking_methods(tiny_datastore: Datastore, questions: Path, capsys) -> None:
