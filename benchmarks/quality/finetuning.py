@@ -125,10 +125,8 @@ def run_config(
     """Return the config of the run FOLDER/PHASE, which starts from the weights of another phase."""
     chosen = PHASES[phase]
     eval_tokens = 2_000 if chosen.examples else 30_000  # tokens of answers, or of text
-    if options.steps is None:
-        eval_tokens = (
-            SHORT_EVALUATION // 40 if chosen.examples else SHORT_EVALUATION
-        )  # a row has few tokens of an answer
+    if options.steps is None:  # a row has few tokens of an answer
+        eval_tokens = SHORT_EVALUATION // 40 if chosen.examples else SHORT_EVALUATION
     init_from = chosen.init_from and (init_from or chosen.init_from)
     config = Config(
         datastore=folder / ("reading" if chosen.examples else "pretraining"),

@@ -133,10 +133,10 @@ def open_index(data_path: str, data_bytes: int) -> MegatronIndex:
         raise _broken(path, f"its documents take the sequences {covered}; accepted: 0 to {num_sequences}, all of them")
     if num_sequences and pointers[0] != 0:
         raise _broken(path, f"sequence 1 begins at byte {pointers[0]:,}; accepted: 0")
-    told = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if num_sequences else 0
-    if told != data_bytes:
+    expected_bytes = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if num_sequences else 0
+    if expected_bytes != data_bytes:
         raise InputError(
-            f"{data_path} has {data_bytes:,} bytes, its index {path} tells of {told:,}. Copy both files again."
+            f"{data_path} has {data_bytes:,} bytes; its index {path} expects {expected_bytes:,}. Copy both files again."
         )
     return MegatronIndex(path, dtype, data_bytes, stored, lengths, pointers, documents)
 

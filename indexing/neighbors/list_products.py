@@ -86,9 +86,9 @@ def _multiply(points: "Tensor", lists: "Tensor", part: LoadedLists, own: "Tensor
     import torch
 
     order = lists.argsort(stable=True)
-    asked = torch.bincount(lists, minlength=len(part.sizes))
-    columns = torch.empty_like(order).scatter_(0, order, _ranks(asked))
-    wide = torch.where(part.sizes > 0, rounded(-(-asked // 8)) * 8, 0)
+    counts = torch.bincount(lists, minlength=len(part.sizes))
+    columns = torch.empty_like(order).scatter_(0, order, _ranks(counts))
+    wide = torch.where(part.sizes > 0, rounded(-(-counts // 8)) * 8, 0)
     heights = part.starts.diff()
     at, tops, first = _starts(heights * wide), _starts(part.entries * wide), _starts(wide)
     # The rounded width repeats the first query. Nothing reads these products.

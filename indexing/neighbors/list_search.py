@@ -135,8 +135,8 @@ class ListIndex:
                     probes = self._probe(probing[start : start + step], nprobe)
                     for first, stop in self._fitting(probes, part):
                         block = slice(start + first, start + stop)
-                        asked = None if own is None else own[:, block]
-                        found, known = best_of(points[block], probes[first:stop], part, k, asked)
+                        own_block = None if own is None else own[:, block]
+                        found, known = best_of(points[block], probes[first:stop], part, k, own_block)
                         joined, order = torch.cat((scores[block], found), dim=1).topk(k, dim=1)
                         scores[block], ids[block] = joined, torch.cat((ids[block], known), dim=1).gather(1, order)
 

@@ -141,8 +141,8 @@ class _Files:
             InputError: a file is missing or cannot be read.
         """
         away = {path for path in {path for path, _, _ in ranges} if remote.is_away(path)}
-        asked = iter(remote.read_ranges([each for each in ranges if each[0] in away]) if away else ())
-        return [next(asked) if path in away else self._pread(path, start, stop) for path, start, stop in ranges]
+        fetched = iter(remote.read_ranges([each for each in ranges if each[0] in away]) if away else ())
+        return [next(fetched) if path in away else self._pread(path, start, stop) for path, start, stop in ranges]
 
     def _pread(self, path: Path, start: int, stop: int) -> bytes:
         descriptor = self._descriptor(path)

@@ -176,8 +176,8 @@ def tokenizer_identity(datastore: Datastore) -> dict[str, Any]:
     """A value that is equal for two datastores with the same tokens, wherever their tokenizers come from."""
     folder = datastore.folder / "tokenizer"
     ignored = ("kind", "added_bytes")  # added_bytes follows from the model
-    facts = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key not in ignored}
-    return {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"} | facts
+    metadata = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key not in ignored}
+    return {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"} | metadata
 
 
 def embedder_identity(datastore: Datastore) -> dict[str, str] | str:

@@ -365,8 +365,8 @@ def _write_facts(folder: Path, kind: str, model: TokenizerBackend, special: Mapp
     lossless = lossless and not any({pad, bos, eos} & set(ids) for ids in encoded)
     meta = TokenizerMeta(kind, vocab_size, pad, bos, eos, lossless, _added_bytes(model, token_bytes))
     save_array(folder / TOKEN_BYTES, token_bytes)
-    facts = dataclasses.asdict(meta)
-    write_json(folder / META, facts if meta.added_bytes else {k: v for k, v in facts.items() if k != "added_bytes"})
+    fields = dataclasses.asdict(meta)
+    write_json(folder / META, fields if meta.added_bytes else {k: v for k, v in fields.items() if k != "added_bytes"})
 
 
 def _added_bytes(model: TokenizerBackend, token_bytes: np.ndarray) -> int:

@@ -304,9 +304,9 @@ def _check_top(
                 )
     if "tokenizer" not in broken:
         meta = read_json(folder / "tokenizer" / "meta.json")
-        facts = {key: meta[key] for key in ("pad_id", "vocab_size")}
-        facts["chunk_length"] = chunks[0]["recipe"]["settings"]["chunks.chunk_length"]
-        for key, value in facts.items():
+        stored = {key: meta[key] for key in ("pad_id", "vocab_size")}
+        stored["chunk_length"] = chunks[0]["recipe"]["settings"]["chunks.chunk_length"]
+        for key, value in stored.items():
             if top[key] != value:
                 yield DatastoreProblem(MANIFEST, f"{path} says {key} is {top[key]}, it is {value}")
 

@@ -205,8 +205,8 @@ def edited(data: bytes, at: int, new: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("suffix", "edit", "words"),
     [
-        (".bin", lambda data: data[:-3], ["x.bin has 7 bytes", "tells of 10"]),
-        (".bin", lambda data: data + b"\0\0", ["x.bin has 12 bytes", "tells of 10"]),
+        (".bin", lambda data: data[:-3], ["x.bin has 7 bytes", "expects 10"]),
+        (".bin", lambda data: data + b"\0\0", ["x.bin has 12 bytes", "expects 10"]),
         (".idx", lambda data: b"", ["x.idx begins with b''", "MMIDIDX"]),
         (".idx", lambda data: edited(data, 0, b"TNTIDX\0\0"), ["begins with b'TNTIDX", "MMIDIDX", "--dataset-impl mmap"]),
         (".idx", lambda data: data[:20], ["x.idx", "has 20 bytes", "34 or more"]),

@@ -60,8 +60,8 @@ def test_script_passes_shellcheck() -> None:
 
 
 def test_script_contains_the_required_sbatch_options() -> None:
-    told = {line.removeprefix("#SBATCH ") for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH ")}
-    assert {"--signal=TERM@120", "--requeue", "--ntasks-per-node=1", "--open-mode=append"} <= told
+    options = {line.removeprefix("#SBATCH ") for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH ")}
+    assert {"--signal=TERM@120", "--requeue", "--ntasks-per-node=1", "--open-mode=append"} <= options
 
 
 def test_dry_run_prints_one_torchrun_per_node_and_starts_nothing(folder: Path) -> None:
@@ -100,13 +100,13 @@ def test_dry_run_outside_slurm_is_for_this_machine(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "changes", "told"),
+    ("arguments", "changes", "message"),
     [
-        ([], {}, "name the configuration"),
-        (["other.toml"], {}, "other.toml: there is no such file"),
-        (["config.toml"], {"VENV": "/nowhere"}, "VENV = /nowhere: there is no bin/activate in it"),
+        ([], {}, "the configuration is missing"),
+        (["other.toml"], {}, "other.toml: no such file"),
+        (["config.toml"], {"VENV": "/nowhere"}, "VENV = /nowhere: the folder has no bin/activate"),
         (["config.toml"], {"SLURM_NTASKS": "16"}, "16 tasks on 2 nodes"),
-        (["config.toml"], {"PROCESSES_PER_NODE": "many"}, "PROCESSES_PER_NODE = many: must be a number"),
+        (["config.toml"], {"PROCESSES_PER_NODE": "many"}, "PROCESSES_PER_NODE = many: must be an integer"),
         (
             ["config.toml"],
             {"PROCESSES_PER_NODE": "9", "SLURM_GPUS_ON_NODE": "8"},
@@ -115,12 +115,12 @@ def test_dry_run_outside_slurm_is_for_this_machine(folder: Path) -> None:
     ],
 )
 def test_invalid_arguments_are_refused_before_training_starts(
-    folder: Path, arguments: list[str], changes: dict[str, str], told: str
+    folder: Path, arguments: list[str], changes: dict[str, str], message: str
 ) -> None:
     done = run(folder, *arguments, **changes)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
-    assert told in done.stderr
+    assert message in done.stderr
     assert not (folder / "started").exists()
 
 
