@@ -11,7 +11,8 @@ class EvaluationSettings:
     """Settings of measurements on held-out documents."""
 
     sets: tuple[str, ...] = ()
-    """`NAME=DATASTORE:SPLIT`, `NAME=DATASTORE` (split `valid`), or a SPLIT of the first training datastore; empty: `valid` of every training datastore."""
+    """Each is `NAME=DATASTORE:SPLIT`, `NAME=DATASTORE` (split `valid`), or a SPLIT of the first training datastore.
+    Empty: `valid` of every training datastore."""
     k: tuple[int, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
     window: int = 0
@@ -23,9 +24,10 @@ class EvaluationSettings:
     batch_size: int = 8
     """Windows in a batch."""
     leakage_thresholds: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
-    """Also measure bits per byte over chunks whose overlap with a neighbor is at most α, for each of these α. Not during training."""
+    """Also measure bits per byte over the chunks whose overlap with a neighbor is at most α, for each of these α.
+    Not during training."""
     leakage_neighbors: int = 10
-    """Number of nearest neighbors that count as leaks of a chunk (paper: 10)."""
+    """Number of nearest neighbors with which the overlap of a chunk is computed (paper: 10)."""
     datastore_fractions: tuple[float, ...] = ()
     """Also measure retrieval ON with a new search in these fractions of the datastore's documents, for example 0.01 0.1 0.5 1.
     A larger fraction contains the smaller ones. Not during training."""
@@ -35,10 +37,10 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         check_entries(self.sets)
         if any(k < 1 for k in self.k):
-            raise InputError(f"evaluation.k = {self.k}: numbers of neighbors, each at least 1.")
+            raise InputError(f"evaluation.k = {self.k}: each number of neighbors must be at least 1.")
         if any(not 0 <= threshold <= 1 for threshold in self.leakage_thresholds):
             raise InputError(
-                f"evaluation.leakage_thresholds = {self.leakage_thresholds}: overlaps with a neighbor, each between 0 and 1."
+                f"evaluation.leakage_thresholds = {self.leakage_thresholds}: each must be between 0 and 1."
             )
         if any(not 0 < fraction <= 1 for fraction in self.datastore_fractions):
             raise InputError(
