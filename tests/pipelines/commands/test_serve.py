@@ -166,7 +166,7 @@ def test_after_a_signal_accepted_requests_finish_and_new_ones_are_refused(
         assert "error" not in first + "".join(rest)
         assert server.process.wait(PATIENCE) == 0
         assert server.process.stdout is not None
-        assert "has been answered" in server.process.stdout.read()
+        assert "all accepted requests were answered" in server.process.stdout.read()
         assert server.process.stderr is not None
         assert "Traceback" not in server.process.stderr.read()
 
