@@ -109,7 +109,7 @@ def agreed(items: Iterator[int]) -> Iterator[int]:
 
 
 def median_seconds(work: dict[str, Callable[[], object]], count: int, limit: Budget) -> dict[str, float]:
-    """Return the median time of each function over `count` rounds that alternate between them, after a warm-up round."""
+    """Return the median time of each function over `count` alternating rounds, after a warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in work}
     for _ in limit.rounds(count + 1):
         for name, call in work.items():
@@ -129,7 +129,7 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
 
 
 def placement(precision: Any = "auto", device: str = "auto") -> Placement:
-    """Choose device and precision as training does: `auto` is bfloat16 on hardware with bfloat16 products, else float32."""
+    """Choose device and precision as training does: `auto` is bfloat16 if the hardware supports it, else float32."""
     return choose_placement(device, precision)
 
 

@@ -1,10 +1,10 @@
 """Cloze questions from passages: a sentence with a gap, and the text of the gap as the answer.
 
-    passage → sentences → spans (names, numbers, phrases) → words around a span, some dropped, with a question word for it
+    passage → sentences → spans (names, numbers, phrases) → words around a span, some dropped, and a question word
 
 They are training data for a reader with few real questions (Lewis et al. 2019, arXiv 1906.04980, use a parser and a
-translator; here regular expressions do the work). The reader learns to find the place in a passage that shares words with
-the question, and to copy the text at the position of the question word.
+translator; here regular expressions do the work). The reader learns to find the place in a passage that shares words
+with the question, and to copy the text at the position of the question word.
 """
 
 import random
@@ -149,7 +149,7 @@ _CHINESE_WORDS = {
 def cloze_questions(
     passages: Iterable[Mapping[str, Any]], language: Language, each: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield questions in the format of a question set. Each has one answer, which is in the passage of its `positive_ids`.
+    """Yield questions in the format of a question set. Each has one answer from the passage of its `positive_ids`.
 
     Args:
         passages: rows with `id` and `text`.

@@ -1,10 +1,10 @@
-"""Quality and speed of near-duplicate detection: precision and recall against ground truth, time against bare libraries.
+"""Near-duplicate detection: precision and recall against ground truth, time against bare libraries.
 
     python -m benchmarks.quality.dedup DATA [--documents 500] [--no-quality] [--rounds 3]
 
-DATA contains `neardup_en_history`, `msdocs_cpp` and `zh_laws`: documents, and pairs with their exact Jaccard similarity over
-5-grams of words, or of characters (Chinese). The benchmark computes the similarity of unlisted pairs in the same way. It has
-four parts:
+DATA contains `neardup_en_history`, `msdocs_cpp` and `zh_laws`: documents, and pairs with their exact Jaccard similarity
+over 5-grams of words, or of characters (Chinese). The benchmark computes the similarity of unlisted pairs in the same
+way. It has four parts:
 
 truth      n-grams of 5 units, thresholds of the ground truth: do units, bands and exact Jaccard find the pairs?
 units      which unit should n-grams of 13 consist of?
@@ -139,7 +139,7 @@ def scores(truth: Truth, found: Iterable[Pair], threshold: float) -> dict[str, A
 
 
 def unit_kinds(truths: list[Truth]) -> dict[str, Callable[[str], np.ndarray]]:
-    """Functions that cut a text into units, [units] uint64, by name. Tokens are those of a BPE with 8,192 ids, trained on all texts."""
+    """Functions text → units [n] uint64, by name. Tokens are those of a BPE with 8,192 ids, trained on all texts."""
     with tempfile.TemporaryDirectory() as folder:
         texts = (text for truth in truths for text in truth.texts)
         settings = TokenizerSettings(vocab_size=8192)

@@ -3,8 +3,8 @@
     python -m benchmarks.quality.embedders DATASTORE [--output results.json]
 
 For every variant, `gain` is the fraction of the next chunk's token bigrams that occur in the two nearest neighbors with
-their continuations (exact search), which is the text that RETRO can copy. recall@10 is that of an IVF-PQ index which searches
-1/8 of its lists, after re-ranking.
+their continuations (exact search), which is the text that RETRO can copy. recall@10 is that of an IVF-PQ index which
+searches 1/8 of its lists, after re-ranking.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Shared code of experiments that train models through the command line: config files, corpus samples, number of steps."""
+"""Shared code of experiments that train with the command line: config files, corpus samples, number of steps."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from pipelines.planning.calibration import draw_sample
 from pipelines.settings.toml_file import to_toml
 
 SHORT_EVALUATION = 4_000
-"""Tokens that each evaluation scores if the time limit chooses the steps, so that evaluation takes less time than training."""
+"""Tokens of an evaluation if the time limit chooses the steps: it takes less time than training."""
 _PROBE_STEPS = 12
 
 
@@ -47,8 +47,8 @@ def steps_that_fit(
 ) -> int:
     """Choose the number of steps with which several runs end within the remaining time.
 
-    A short run measures the time of a step and the fixed time of a run (start, evaluation, checkpoint). If even short runs do
-    not fit, the caller has to stop between two runs (`Budget.each`).
+    A short run measures the time of a step and the fixed time of a run (start, evaluation, checkpoint). If even short
+    runs do not fit, the caller has to stop between two runs (`Budget.each`).
 
     Args:
         file: stores the number, for runs that are resumed.
@@ -70,8 +70,9 @@ def steps_that_fit(
     fixed = max(0.0, whole - _PROBE_STEPS * step)
     steps = max(_PROBE_STEPS, int((limit.left - len(shares) * fixed) / (sum(shares) * step)))
     say(
-        f"{steps} steps per run: a step takes {step:.2f} s, and a run {fixed:.0f} s in addition. {len(shares)} runs take about "
-        f"{(len(shares) * fixed + sum(shares) * steps * step) / 60:.1f} minutes. --steps sets the number of steps."
+        f"{steps} steps per run: a step takes {step:.2f} s, and a run {fixed:.0f} s in addition. "
+        f"{len(shares)} runs take about {(len(shares) * fixed + sum(shares) * steps * step) / 60:.1f} minutes. "
+        "--steps sets the number of steps."
     )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(str(steps))

@@ -1,13 +1,13 @@
-"""Question answering before and after fine-tuning: exact match and F1, closed-book, with passages as neighbors, with prompts.
+"""Question answering before and after fine-tuning: exact match and F1, closed-book, with neighbors, with prompts.
 
-python -m benchmarks.quality.finetuning build DATA --output runs/finetuning     files and datastores of squad_v11_dev and cmrc2018
-python -m benchmarks.quality.finetuning pretrain --output runs/finetuning       a small RETRO for each language
-python -m benchmarks.quality.finetuning finetune --output runs/finetuning       on cloze and other questions, then on the set itself
-python -m benchmarks.quality.finetuning score --output runs/finetuning          `retro eval qa` of the three models, and a table
+    python -m benchmarks.quality.finetuning build DATA     files and datastores of squad_v11_dev and cmrc2018
+    python -m benchmarks.quality.finetuning pretrain       a small RETRO for each language
+    python -m benchmarks.quality.finetuning finetune       on cloze and other questions, then on the set itself
+    python -m benchmarks.quality.finetuning score          `retro eval qa` of the three models, and a table
 
-DATA contains a folder for each set, as for `passage_retrieval.py`. `qa_data.py` describes training and test data. Each part
-resumes if it was stopped; `--sets` selects one of the sets. By default the number of steps is chosen so that a part ends
-within --minutes, which is enough to try the script. --steps 0 and --questions 0 give the results of
+DATA contains a folder for each set, as for `passage_retrieval.py`. `qa_data.py` describes training and test data. Each
+part resumes if it was stopped; `--sets` selects one of the sets. By default the number of steps is chosen so that a
+part ends within --minutes, which is enough to try the script. --steps 0 and --questions 0 give the results of
 docs/results/question-answering.md, in hours.
 """
 
@@ -33,8 +33,8 @@ from retro.finetuning.settings import FinetuneSettings
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
 from retro.training.settings import TrainSettings
 
-# Options with which a model learns to copy early (docs/results/copying.md). The encoder's second layer can use the matches
-# between a neighbor and its question.
+# Options with which a model learns to copy early (docs/results/copying.md). The encoder's second layer can use the
+# matches between a neighbor and its question.
 MODEL = ModelSettings(
     d_model=128,
     d_ffw=512,
@@ -79,7 +79,7 @@ PHASES = {
 
 
 def build(data: Path, folder: Path, name: str, clozes: int, corpus_bytes: int) -> None:
-    """Write the files and three datastores: `pretraining`, and with its tokenizer `reading` and `passages` for the questions."""
+    """Write the files and three datastores: `pretraining`, and with its tokenizer `reading` and `passages`."""
     print(name, prepare(data, name, folder, clozes, corpus_bytes), flush=True)
     pretraining = Config(
         datastore=folder / "pretraining",

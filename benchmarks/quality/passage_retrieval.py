@@ -1,13 +1,13 @@
 """Search quality: does a search find the passage that answers a question? hit@1, hit@5 and MRR by embedder and ranking.
 
-    python -m benchmarks.quality.passage_retrieval DATA [--sets cmrc2018 …] [--embedders lexical-1024 …] [--work FOLDER] [--output results.json]
+    python -m benchmarks.quality.passage_retrieval DATA [--sets cmrc2018 …] [--embedders lexical-1024 …]
 
-DATA contains a folder for each set with passages (`id`, `text`, `title`) and questions (`question`, `positive_ids`) as JSON
-Lines. The datastores are built in `--work` and reused. They have default settings except for the embedder, no held-out passages,
-and an exact index, so that errors of an inverted index do not affect the ranking. The baseline is BM25 over whole passages
-with the same constants, once with words and pairs of characters as terms, once with the terms and titles of this project.
-`--weights` prints hit@1 of the hybrid ranking by weight of the cosine instead. The defaults take minutes;
-docs/results/passage-retrieval.md has the options of its results.
+DATA contains a folder for each set with passages (`id`, `text`, `title`) and questions (`question`, `positive_ids`) as
+JSON Lines. The datastores are built in `--work` and reused. They have default settings except for the embedder, no
+held-out passages, and an exact index, so that errors of an inverted index do not affect the ranking. The baseline is
+BM25 over whole passages with the same constants, once with words and pairs of characters as terms, once with the terms
+and titles of this project. `--weights` prints hit@1 of the hybrid ranking by weight of the cosine instead. The defaults
+take minutes; docs/results/passage-retrieval.md has the options of its results.
 """
 
 import argparse

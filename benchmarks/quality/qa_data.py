@@ -1,15 +1,15 @@
 """Training and test data of `finetuning.py`: files of passages, questions and pretraining text, divided by article.
 
-    passages of a set ─► cut to the length of a neighbor ─► passages.jsonl                     searched by the test
-                      └► of training articles ─┬───────► reading.jsonl                         searched in training
-    passages of another set ───────────────────┘  └────► cloze questions ─► practice.jsonl     with the questions of that set
+    passages of a set ─► cut to the length of a neighbor ─► passages.jsonl                     for the test
+                      └► of training articles ─┬───────► reading.jsonl                         for training
+    passages of another set ───────────────────┘  └────► cloze questions ─► practice.jsonl     and its questions
     questions of a set ─► train.jsonl, test.jsonl (a fifth of the articles)
     corpora, passages of training articles and of the other set ─► pretraining.jsonl
 
-Training never uses the text of a test article, or a passage of the other set whose title also occurs in the set. Passages are
-cut at the ends of sentences to about 60 words or 130 Chinese characters (the paper's have 100 words), so that a passage with its
-title fits into a neighbor. The positive passages of a question are those that contain its answer; passages that share more words
-with the question come first.
+Training never uses the text of a test article, or a passage of the other set whose title also occurs in the set.
+Passages are cut at the ends of sentences to about 60 words or 130 Chinese characters (the paper's have 100 words), so
+that a passage with its title fits into a neighbor. The positive passages of a question are those that contain its
+answer; passages that share more words with the question come first.
 """
 
 import hashlib
@@ -159,10 +159,10 @@ def _pieces(text: str, language: Language) -> Iterator[str]:
 
 
 def _with_places(questions: Iterable[Row], pieces: Sequence[Row], *, answered: bool) -> Iterator[Row]:
-    """Yield questions whose `positive_ids` are the pieces that contain an answer, and whose first answer is in these pieces.
+    """Yield questions whose `positive_ids` are the pieces that contain their first answer.
 
-    If no piece contains an answer (it spans two pieces, or is not verbatim), all pieces of the passage are positive; with
-    `answered`, the question is dropped.
+    If no piece contains an answer (it spans two pieces, or is not verbatim), all pieces of the passage are positive;
+    with `answered`, the question is dropped.
     """
     of_passage: dict[str, list[Row]] = {}
     for piece in pieces:

@@ -1,18 +1,21 @@
 """Gain of retrieval: two baselines and three RETRO models with the same tokens and seeds, controls, and a RETROfit.
 
-python -m benchmarks.quality.retrieval_gain build CORPUS... --output runs/learning        two datastores of the same chunks: lexical, MiniLM
-python -m benchmarks.quality.retrieval_gain train --output runs/learning [--models baseline lexical minilm random] [--steps 6000] [--k 2]
-python -m benchmarks.quality.retrieval_gain train --output runs/learning --models retrofit [--share 0.03]
-python -m benchmarks.quality.retrieval_gain score --output runs/learning                  held-out bits per byte by leakage, and curves
+    python -m benchmarks.quality.retrieval_gain build CORPUS... --output FOLDER
+    python -m benchmarks.quality.retrieval_gain train --output FOLDER [--models baseline lexical …] [--steps 6000]
+    python -m benchmarks.quality.retrieval_gain train --output FOLDER --models retrofit [--share 0.03]
+    python -m benchmarks.quality.retrieval_gain score --output FOLDER
 
-`baseline` has as many parameters as the RETRO models: its FFW width replaces encoder and cross-attention. `decoder` is their
-decoder alone, the paper's baseline. The control `random` is trained and scored with random neighbors. `retrofit` is the trained
-and frozen `baseline` with an encoder and cross-attention that are trained on a fraction of its tokens. All models are scored on
-the same held-out documents. Leakage is always computed with the lexical neighbors, so that an α selects the same chunks for all
-models. Each part resumes if it was stopped.
+`build` writes two datastores with the same chunks, lexical and MiniLM. `score` writes held-out bits per byte by
+leakage, and curves.
 
-By default the size of the corpus and the number of steps are chosen so that each part ends within --minutes, which is enough to try
-the script. Results need thousands of steps: see docs/results/retrieval-gain.md.
+`baseline` has as many parameters as the RETRO models: its FFW width replaces encoder and cross-attention. `decoder` is
+their decoder alone, the paper's baseline. The control `random` is trained and scored with random neighbors. `retrofit`
+is the trained and frozen `baseline` with an encoder and cross-attention that are trained on a fraction of its tokens.
+All models are scored on the same held-out documents. Leakage is always computed with the lexical neighbors, so that an
+α selects the same chunks for all models. Each part resumes if it was stopped.
+
+By default the size of the corpus and the number of steps are chosen so that each part ends within --minutes, which is
+enough to try the script. Results need thousands of steps: see docs/results/retrieval-gain.md.
 """
 
 import argparse
@@ -85,7 +88,7 @@ def datastore_config(folder: Path, name: str, paths: tuple[str, ...], options: a
 
 
 def megabytes_that_fit(paths: tuple[str, ...], options: argparse.Namespace, limit: Budget) -> float:
-    """Return the megabytes of text that MiniLM embeds in half of the remaining time. The other stages take less than the other half."""
+    """Return the megabytes of text that MiniLM embeds in half of the remaining time. The other stages are faster."""
     sample = draw_sample(CorpusSettings(paths=paths), 100_000)
     text = "".join(document.text for document in sample.documents).encode()
     size = 4 * options.chunk_length  # approximate bytes of a chunk

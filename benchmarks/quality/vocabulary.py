@@ -1,12 +1,13 @@
 """Gain of an extended vocabulary: tokens per byte of two languages, and the first training steps of a small model.
 
-python -m benchmarks.quality.vocabulary tokenizers --old ENGLISH... --new CHINESE... [--kinds bpe huggingface unigram]
-python -m benchmarks.quality.vocabulary model --old ENGLISH... --new CHINESE... --output FOLDER [--pieces 2000]
+    python -m benchmarks.quality.vocabulary tokenizers --old ENGLISH... --new CHINESE... [--kinds bpe unigram]
+    python -m benchmarks.quality.vocabulary model --old ENGLISH... --new CHINESE... --output FOLDER [--pieces 2000]
 
-`tokenizers` compares a tokenizer of the old corpus, its extension with new pieces, and a tokenizer of the same size that is trained
-on both corpora, on held-out documents of each corpus. `model` trains a decoder without retrieval on the old corpus, then three
-times on the new one with the same seed and tokens: `mean` initializes new rows like `retro extend-vocabulary`, `random` draws
-them from a normal distribution with the spread of the table, `old` has no new pieces. Each part resumes if it was stopped.
+`tokenizers` compares a tokenizer of the old corpus, its extension with new pieces, and a tokenizer of the same size
+that is trained on both corpora, on held-out documents of each corpus. `model` trains a decoder without retrieval on the
+old corpus, then three times on the new one with the same seed and tokens: `mean` initializes new rows like `retro
+extend-vocabulary`, `random` draws them from a normal distribution with the spread of the table, `old` has no new
+pieces. Each part resumes if it was stopped.
 
 By default a part of each corpus is read, and the number of steps is chosen so that `model` ends within --minutes.
 docs/how-to/extend-vocabulary.md has the options of its results.
@@ -67,8 +68,8 @@ def tokenizers(
                 row(kind, name, extended.path, texts, seconds)
                 figures = {name: compare(extended, texts[name][1]) for name in texts}
                 print(
-                    f"{'':24} new pieces that occur in held-out text: {figures['new'].used:.1%}; samples of the old corpus "
-                    f"with unchanged ids: {figures['old'].unchanged} of {figures['old'].texts}"
+                    f"{'':24} new pieces that occur in held-out text: {figures['new'].used:.1%}; "
+                    f"samples of the old corpus with unchanged ids: {figures['old'].unchanged} of {figures['old'].texts}"
                 )
             both = [*texts["old"][0], *texts["new"][0]]
             for count in pieces:
@@ -185,7 +186,7 @@ def _is_evaluated(line: dict[str, Any]) -> bool:
 
 
 def draw_rows(source: Path, target: Path, first_id: int) -> None:
-    """Write the extended model with new rows from a normal distribution with the mean and spread of each column of the old rows."""
+    """Write the extended model with new rows drawn with the mean and the spread of each column of the old rows."""
     checkpoint = open_checkpoint(source)
     state, tensors = exported(checkpoint)
     generator = torch.Generator().manual_seed(0)

@@ -1,10 +1,11 @@
 """Time for which a checkpoint stops the training loop: written by the loop itself, or copied and written by a thread.
 
     python -m benchmarks.speed.checkpoints [--rounds 5] [--steps 3] [--layers 12] [--folder .]
-    torchrun --nproc-per-node 4 benchmarks/speed/checkpoints.py …     # FSDP: each process writes its part; rank 0 prints its times
+    torchrun --nproc-per-node 4 benchmarks/speed/checkpoints.py …     # FSDP: each process writes its part
 
-A round consists of a save by the loop, some steps, a save by the saver, as many steps (while the saver's thread writes), and a
-wait for the thread. `stall` is the time that the loop waits in a save; `step` is the median of the training steps after it.
+A round consists of a save by the loop, some steps, a save by the saver, as many steps (while the saver's thread
+writes), and a wait for the thread. `stall` is the time that the loop waits in a save; `step` is the median of the
+training steps after it.
 """
 
 import argparse
@@ -121,7 +122,8 @@ def main() -> None:
     ratio = statistics.median(ratios)
     print(f"first save without prepared buffers: {first_touch:.3f} s")
     print(
-        f"stall of the saver relative to the loop: {100 * ratio:.1f}% (rounds {', '.join(f'{100 * r:.1f}%' for r in ratios)})"
+        f"stall of the saver relative to the loop: {100 * ratio:.1f}% "
+        f"(rounds {', '.join(f'{100 * r:.1f}%' for r in ratios)})"
     )
     results = {
         "device": str(placed.device),

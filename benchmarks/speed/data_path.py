@@ -2,7 +2,8 @@
 
     python -m benchmarks.speed.data_path DATASTORE [--rounds 5]
 
-The floor is a bare copy of as many tokens from the memory-mapped files as the batches with retrieval ON (k = 2) contain.
+The floor is a bare copy of as many tokens from the memory-mapped files as the batches with retrieval ON (k = 2)
+contain.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def batches(data: TrainingData, number: int) -> float:
 
 
 def _copies(data: TrainingData, number: int) -> float:
-    """Return the seconds for copying as many random rows as the batches of a round have: each chunk, and two per neighbor."""
+    """Return the seconds for copying as many random rows as the batches of a round: chunks, and two per neighbor."""
     train, rows = data.datastores[0].train, BATCH * data.num_chunks * (1 + 2 * 2)
     ids = np.random.default_rng(number).integers(0, train.num_chunks, (BATCHES, rows))
     return seconds(lambda: [train.tokens.gather(batch).astype(np.int64).size for batch in ids])

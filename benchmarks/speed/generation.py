@@ -3,10 +3,10 @@
 pip install --no-deps retro-pytorch==0.3.9
 python -m benchmarks.speed.generation DATASTORE [--tokens 512] [--rounds 3] [--batches 1 8] [--cases NAME ...]
 
-All models have the sizes of `benchmarks/speed/training.py` and random weights. All rows begin with one token and end at the same
-length. Our model searches the index of the datastore for every chunk, except in the case OFF; retro-pytorch receives random
-chunks without a search. Rounds alternate between the cases, because shared machines drift; ratios within a run are reliable.
-Times include sampling.
+All models have the sizes of `benchmarks/speed/training.py` and random weights. All rows begin with one token and end at
+the same length. Our model searches the index of the datastore for every chunk, except in the case OFF; retro-pytorch
+receives random chunks without a search. Rounds alternate between the cases, because shared machines drift; ratios
+within a run are reliable. Times include sampling.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def selected(options: argparse.Namespace, tokens: int) -> dict[str, Run]:
 
 
 def tokens_that_fit(options: argparse.Namespace, limit: Budget) -> int:
-    """Warm up; return the tokens of a row with which one round of all cases and batches fits into the remaining time."""
+    """Warm up; return the tokens of a row with which a round of all cases fits into the remaining time."""
     took = 0.0
     for name, run in selected(options, min(_WARM_UP, options.tokens)).items():
         took += (now := seconds(lambda run=run: run(1)))  # type: ignore[misc]

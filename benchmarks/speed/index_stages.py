@@ -1,16 +1,17 @@
 """Cost of the indexing stages relative to the bare libraries, and its growth: cases alternate within one run.
 
-    python -m benchmarks.speed.index_stages stages CONFIG [--rounds 3] [--queries 65536]    # TOML file of a finished datastore
-    python -m benchmarks.speed.index_stages growth [--sizes 25000 100000 400000]            # random vectors
+    python -m benchmarks.speed.index_stages stages CONFIG [--rounds 3]     # TOML file of a finished datastore
+    python -m benchmarks.speed.index_stages growth [--sizes 25000 100000]  # random vectors
 
-`stages` compares `chunk` with the bare tokenizer on the same texts, `embed` with the bare forward pass of the same model (a
-lexical embedder has none), `add` with bare `faiss` on the same vectors, and `neighbors` (without the own document, re-ranked)
-with bare `index.search`. Every search uses the smallest nprobe of 1, 2, 3, 4, 6, 8, 12 … with a recall@2 of at least 0.95. The
-bare index is the faster one of an exhaustive index and an inverted-file index of float16.
+`stages` compares `chunk` with the bare tokenizer on the same texts, `embed` with the bare forward pass of the same
+model (a lexical embedder has none), `add` with bare `faiss` on the same vectors, and `neighbors` (without the own
+document, re-ranked) with bare `index.search`. Every search uses the smallest nprobe of 1, 2, 3, 4, 6, 8, 12 … with a
+recall@2 of at least 0.95. The bare index is the faster one of an exhaustive index and an inverted-file index of
+float16.
 
-`growth` prints the seconds per chunk of adding and of each kind of search, and the exponent of the whole stage's time in the
-number of chunks. A sample of the chunks is searched. Each size runs in a separate process, so that its memory is measured
-separately.
+`growth` prints the seconds per chunk of adding and of each kind of search, and the exponent of the whole stage's time
+in the number of chunks. A sample of the chunks is searched. Each size runs in a separate process, so that its memory is
+measured separately.
 """
 
 import argparse
@@ -296,7 +297,7 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
             queries, own = embeddings.gather(ids).astype(np.float32), (ids, ids + 1)
 
             def search(index: Any = index, queries: np.ndarray = queries, own: Any = own) -> None:
-                # Random vectors have no clusters, so nprobe is fixed instead of tuned: only the growth of the time matters here.
+                # Random vectors have no clusters, so nprobe is fixed instead of tuned.
                 neighbors_of(queries, index, train, NeighborSettings(), excluded=own, nprobe=64)
 
             search()

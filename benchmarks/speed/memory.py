@@ -1,10 +1,11 @@
 """Memory that `retro plan train` predicts against the real size of the tensors, and a table for the paper's four sizes.
 
-    python -m benchmarks.speed.memory [--presets small base-cpu] [--sequences 4]      predicted against measured, in this process
-    python -m benchmarks.speed.memory --table                                         one sequence of 2,048 tokens on each of 8 devices of 80 GB
+    python -m benchmarks.speed.memory [--presets small base-cpu]     predicted against measured, in this process
+    python -m benchmarks.speed.memory --table                        2,048 tokens on each of 8 devices of 80 GB
 
-Measured are the bytes of parameters, gradients and optimizer state after a step, and the growth of the process's resident memory
-in a forward pass, while the allocator returns freed memory at once. The latter is compared with the predicted activations.
+Measured are the bytes of parameters, gradients and optimizer state after a step, and the growth of the process's
+resident memory in a forward pass, while the allocator returns freed memory at once. The latter is compared with the
+predicted activations.
 """
 
 import argparse
@@ -96,7 +97,7 @@ def resident() -> int:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return freed blocks of 64 KiB or more at once (M_MMAP_THRESHOLD): resident memory then equals used memory."""
+    """Make glibc return freed blocks of 64 KiB or more at once (M_MMAP_THRESHOLD): resident = used memory."""
     ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 16)
 
 

@@ -3,21 +3,23 @@
     python -m benchmarks.speed.parallel [--processes 2] [--size small] [--rounds 3]
     torchrun … benchmarks/speed/parallel.py [--size small]          processes on several machines
 
-There is one process per GPU, or `--processes` processes with one thread each and gloo. All modes do the same step: the same
-sequences, float32 weights, eager. Rounds alternate between the modes, because machines drift. Only one model exists at a time.
+There is one process per GPU, or `--processes` processes with one thread each and gloo. All modes do the same step: the
+same sequences, float32 weights, eager. Rounds alternate between the modes, because machines drift. Only one model
+exists at a time.
 
     time      of a step until the last process has finished it, median over the rounds
     held      between steps, in the process that holds most: parameters and moments; gradients when the optimizer steps
-    peak      in a step, in the process that holds most. On CUDA: memory that torch's allocator has handed out. On a CPU: held
-              memory plus the largest growth of live tensors in the step, from torch's profiler, which does not see gloo's
+    peak      in a step, in the process that holds most. On CUDA: memory of torch's allocator. On a CPU: held memory
+              plus the largest growth of live tensors in the step, from torch's profiler, which does not see gloo's
               buffers and blocks allocated earlier
-    volume    of the collectives of a step, in multiples of the parameters' bytes, X. As in papers, an all-reduce counts 2X, an
-              all-gather and a reduce-scatter X each. The last column has the formula for data parallelism and ZeRO
+    volume    of the collectives of a step, in multiples of the parameters' bytes, X. As in papers, an all-reduce counts
+              2X, an all-gather and a reduce-scatter X each. The last column has the formula for data parallelism and
+              ZeRO
     sent      by the process that sends most, in a ring
 
-With several batches per step (--gradient-accumulation-steps A), data parallelism and ZeRO-1 sum gradients over processes once per
-step, ZeRO-2 after every batch because it keeps only parts of them. ZeRO-3 does not gather the unit of embeddings and output layer
-(R bytes) again for the backward pass, because the loss uses it right before.
+With several batches per step (--gradient-accumulation-steps A), data parallelism and ZeRO-1 sum gradients over
+processes once per step, ZeRO-2 after every batch because it keeps only parts of them. ZeRO-3 does not gather the unit
+of embeddings and output layer (R bytes) again for the backward pass, because the loss uses it right before.
 """
 
 import argparse

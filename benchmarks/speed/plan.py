@@ -2,8 +2,8 @@
 
     python -m benchmarks.speed.plan CONFIG [--sample-bytes 8388608] [--output benchmark-plan.json]
 
-CONFIG has the corpus. The datastore is built in a temporary folder and removed. Calibration and build run one after the other, so
-the machine should be idle otherwise.
+CONFIG has the corpus. The datastore is built in a temporary folder and removed. Calibration and build run one after the
+other, so the machine should be idle otherwise.
 """
 
 import argparse
@@ -77,7 +77,8 @@ def main() -> None:
     print("\n".join(aligned(rows)))
     print(f"calibration: {calibration.seconds:.1f} s; index: {plan.size.key}")
     print(
-        f"nprobe: predicted {plan.size.nprobe}, measured {nprobe}; search: predicted {plan.size.search}, measured {search}"
+        f"nprobe: predicted {plan.size.nprobe}, measured {nprobe}; "
+        f"search: predicted {plan.size.search}, measured {search}"
     )
     found = {"seconds": measured, "wall_seconds": wall, "bytes": sizes, "nprobe": nprobe, "search": search}
     write(options.output, {"calibration": asdict(calibration), "predicted": asdict(plan), "measured": found})

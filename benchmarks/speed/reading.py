@@ -2,14 +2,14 @@
 
     python -m benchmarks.speed.reading DATASTORE [--rounds 5] [--batches 50]
 
-Build the datastore with `neighbors.materialized` to include the materialized cases. In a round every case reads the same batches,
-first cold, then warm; the order of the cases changes from round to round. Cold: all files of the training split are flushed
-(fsync) and dropped from the page cache (`posix_fadvise` with POSIX_FADV_DONTNEED, which needs no root) while they are not mapped.
-The benchmark prints how much of them is cached nevertheless. Caches below the page cache (of a disk, of a file server) keep their
-content: to measure a disk, use a datastore that is larger than these.
+Build the datastore with `neighbors.materialized` to include the materialized cases. In a round every case reads the
+same batches, first cold, then warm; the order of the cases changes from round to round. Cold: all files of the training
+split are flushed (fsync) and dropped from the page cache (`posix_fadvise` with POSIX_FADV_DONTNEED, which needs no
+root) while they are not mapped. The benchmark prints how much of them is cached nevertheless. Caches below the page
+cache (of a disk, of a file server) keep their content: to measure a disk, use a datastore that is larger than these.
 
-The floor reads as many bytes sequentially, from one position of the token files. Rows are chunks: those of the sequences, and two
-per neighbor. Bytes are those of the tokens in the files.
+The floor reads as many bytes sequentially, from one position of the token files. Rows are chunks: those of the
+sequences, and two per neighbor. Bytes are those of the tokens in the files.
 """
 
 import argparse

@@ -1,18 +1,20 @@
 """Queries per second and latencies of `retro serve`, against bare `faiss.search` on the same index in the same run.
 
-    python -m benchmarks.speed.serving CONFIG|DATASTORE [--clients 1 8 64] [--queries 1 16] [--seconds 3] [--rounds 3] [--k 10]
+    python -m benchmarks.speed.serving CONFIG|DATASTORE [--clients 1 8 64] [--queries 1 16] [--seconds 3]
 
-CONFIG is the TOML file of a datastore, which is built if it is not finished. `retro serve` runs in one process. All clients run
-in another process, in one loop over plain sockets: each has one connection and one request in flight, requests are encoded in
-advance, and of an answer only status and length are read. A client thus takes little time from the cores that it shares with the
-server: about 0.03 ms per request, and every line prints its measurement. "Bare" calls the index repeatedly in a process without other work, each
-time with as many queries as the clients have in flight together. Server and bare index alternate in every round. The results are
-medians over rounds; latencies are those of requests.
+CONFIG is the TOML file of a datastore, which is built if it is not finished. `retro serve` runs in one process. All
+clients run in another process, in one loop over plain sockets: each has one connection and one request in flight,
+requests are encoded in advance, and of an answer only status and length are read. A client thus takes little time from
+the cores that it shares with the server: about 0.03 ms per request, and every line prints its measurement. "Bare" calls
+the index repeatedly in a process without other work, each time with as many queries as the clients have in flight
+together. Server and bare index alternate in every round. The results are medians over rounds; latencies are those of
+requests.
 
-Three kinds of requests: `vectors` (as base64; the answer has ids and distances, like Faiss), `texts` (the server embeds them; same
-answer) and `texts, text` (the answer has the texts and metadata of the hits). For texts, "bare" is the embedder and the index.
-Queries are chunks of held-out documents, and of training documents if there are few. Each line also has the server's processor
-time per query, which predicts the rate of a server on a separate machine better than the measured rate.
+Three kinds of requests: `vectors` (as base64; the answer has ids and distances, like Faiss), `texts` (the server embeds
+them; same answer) and `texts, text` (the answer has the texts and metadata of the hits). For texts, "bare" is the
+embedder and the index. Queries are chunks of held-out documents, and of training documents if there are few. Each line
+also has the server's processor time per query, which predicts the rate of a server on a separate machine better than
+the measured rate.
 """
 
 import argparse

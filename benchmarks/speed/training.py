@@ -3,11 +3,12 @@
 pip install --no-deps retro-pytorch==0.3.9
 python -m benchmarks.speed.training [--rounds 5] [--steps 1] [--precision auto] [--datastore FOLDER] [--cases NAME ...]
 
-Every case runs in a separate process, so that memory is measured separately. Rounds alternate between the cases, because shared
-machines drift; ratios within a run are reliable. A step is forward, loss, backward, clipping and AdamW, on one batch of random
-tokens that all cases with the same shape use. The ratio of a case is relative to the first case with its shape. Matrix products use
-bfloat16 if the hardware multiplies it fast, otherwise float32. On a CUDA device the models have the paper's sizes instead.
-With a datastore, the data path is measured too: one process makes batches, without training.
+Every case runs in a separate process, so that memory is measured separately. Rounds alternate between the cases,
+because shared machines drift; ratios within a run are reliable. A step is forward, loss, backward, clipping and AdamW,
+on one batch of random tokens that all cases with the same shape use. The ratio of a case is relative to the first case
+with its shape. Matrix products use bfloat16 if the hardware multiplies it fast, otherwise float32. On a CUDA device the
+models have the paper's sizes instead. With a datastore, the data path is measured too: one process makes batches,
+without training.
 """
 
 import argparse
@@ -91,7 +92,7 @@ def cases(device: str, dtype: torch.dtype) -> list[Case]:
 
 
 def batch(case: Case, placement: Placement) -> dict[str, torch.Tensor]:
-    """Return random tokens [B, T + 1] and neighbors [B, U, K, 2m], the same for all cases of a shape, without 0 (padding)."""
+    """Return random tokens [B, T + 1] and neighbors [B, U, K, 2m] without padding, equal for all cases of a shape."""
     generator = torch.Generator().manual_seed(0)
     s, m = case.settings, case.settings.chunk_length
     shape = (case.batch_size, case.num_tokens // m, case.k, 2 * m)

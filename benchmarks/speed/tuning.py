@@ -1,9 +1,9 @@
 """Cost of a training step if only part of the model is trained: CPU seconds, bytes kept for the backward pass, moments.
 
-python -m benchmarks.speed.tuning [--preset small] [--vocab-size 16384] [--sequences 2] [--length 512] [--steps 5] [--precision auto]
+    python -m benchmarks.speed.tuning [--preset small] [--sequences 2] [--length 512] [--steps 5]
 
-All methods run in one process and their steps alternate, so that other load affects them equally. The table has the minimum over
-the steps of each method. Times are processor times on one thread.
+All methods run in one process and their steps alternate, so that other load affects them equally. The table has the
+minimum over the steps of each method. Times are processor times on one thread.
 """
 
 import argparse

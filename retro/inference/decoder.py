@@ -1,15 +1,16 @@
 """Next-token logits of several growing rows, with retrieval at every chunk boundary and a cache of keys and values.
 
-    tokens of each row ─ (complete chunks → neighbors) ─ a pass through the layers of the model ─ logits of the next token
+    tokens of each row ─ (complete chunks → neighbors) ─ a pass through the layers of the model ─ logits of the next one
                                                           │                    ▲
                                                           ▼                    │
                     cache: keys and values of the tokens so far, and of the encoded neighbors of the last complete chunk
 
-A pass reads tokens of one window (`ChunkedCrossAttention`), which attend to the neighbors of one chunk. The first token of a
-window is the last token of this chunk. The pass that reads it also encodes the chunk's neighbors, because the encoder needs the
-chunk's activations. Prompts are read window by window; after that, a pass reads one token per row. Rows can be at different
-positions, and each has its own mask. The letters of the shape comments are those of `model/retro.py`. In addition, N is the
-number of rows in a pass, B the number of rows in the cache, and n the number of tokens per row.
+A pass reads tokens of one window (`ChunkedCrossAttention`), which attend to the neighbors of one chunk. The first token
+of a window is the last token of this chunk. The pass that reads it also encodes the chunk's neighbors, because the
+encoder needs the chunk's activations. Prompts are read window by window; after that, a pass reads one token per row.
+Rows can be at different positions, and each has its own mask. The letters of the shape comments are those of
+`model/retro.py`. In addition, N is the number of rows in a pass, B the number of rows in the cache, and n the number of
+tokens per row.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,14 +36,15 @@ from retro.model.positions import (
 from retro.model.retro import Retro
 
 KEY_STEP = 128
-"""Self-attention reads a multiple of this number of keys, and a mask hides those after the last token. Kernels that are prepared
-for one shape (compiled code, cuDNN's plans) then see few shapes instead of a new one with every token."""
+"""Self-attention reads a multiple of this number of keys, and a mask hides those after the last token. Kernels that are
+prepared for one shape (compiled code, cuDNN's plans) then see few shapes instead of a new one with every token."""
 
 RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
 
 GivenNeighbors = Sequence[tuple[np.ndarray, np.ndarray]]
-"""For each row the neighbors [K, R] int64, and their lengths [K] int64, that all its chunks read. All rows have the same K and R."""
+"""For each row the neighbors [K, R] int64, and their lengths [K] int64, that all its chunks read. K and R are equal for
+all rows."""
 
 
 class Cache(NamedTuple):
@@ -85,8 +87,8 @@ class _Pass(NamedTuple):
 class Decoder:
     """Reads the prompts, then one token per row in each call of `read`; `keep` drops finished rows.
 
-    If a row exceeds the context, the decoder drops its oldest tokens, a quarter of the context in whole chunks, and reads the
-    others again. Dropping one chunk at a time would spend most of the time on rereading.
+    If a row exceeds the context, the decoder drops its oldest tokens, a quarter of the context in whole chunks, and
+    reads the others again. Dropping one chunk at a time would spend most of the time on rereading.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[np.ndarray]) -> Tensor:
-        """Append the prompts, or later one token to each row; return the logits of the next token, [rows, V] float32."""
+        """Append the prompts, or later one token per row; return the logits of the next token, [rows, V] float32."""
         if not self.rows:
             self.rows = [_Row(each) for each in self.given] if self.given is not None else [_Row() for _ in tokens]
             self.cache = self._empty_cache(len(tokens))
@@ -183,7 +185,7 @@ class Decoder:
             for row, *found in zip(searching, *self.retrieve(np.concatenate(chunks)), strict=True):
                 row.found.append((found[0], found[1]))
 
-    # --- a pass ---------------------------------------------------------------------------------------------------------
+    # --- a pass -------------------------------------------------------------------------------------------------------
 
     def _read(self, numbers: list[int]) -> Tensor:
         """Read the tokens of rows up to the end of a window; return [N, D] of the last token that each row has read."""
@@ -230,7 +232,7 @@ class Decoder:
         return torch.arange(-self.num_virtual, stop - self.num_virtual, device=self.placement.device)
 
     def _attend(self, layer: int, attention: Attention, x: Tensor, positions: Positions, span: _Pass) -> Tensor:
-        """Self-attention of the new tokens x [N, n, D] to all tokens of their rows. Adds their keys and values to the cache."""
+        """Self-attention of the new tokens x [N, n, D] to all tokens of their rows. Caches their keys and values."""
         keys, values = self.cache.keys, self.cache.values
         k, v = attention.project_keys_values(x)
         placed = attention.finish_keys(k, positions, before=self._before(self.cache.last_keys, layer, k, span))
@@ -256,7 +258,7 @@ class Decoder:
         return None if span.begins else before
 
     def _cross_attend(self, number: int, h: Tensor, positions: Positions | None, span: _Pass) -> Tensor:
-        """Cross-attention of the new tokens h [N, n, D] to the neighbors of the last complete chunk; 0 before the first one."""
+        """Cross-attention of the new tokens h [N, n, D] to the neighbors of the last complete chunk; 0 without one."""
         cross = self.crosses[number]
         attention = cross.block.attention
         q = attention.project_queries(cross.norm(h))
@@ -273,7 +275,8 @@ class Decoder:
     def _encode(self, rows: list[_Row], starts: np.ndarray, h: Tensor, span: _Pass) -> None:
         """Store the activations h [N, n, D] for the encoder, and encode the neighbors of complete chunks.
 
-        The first token of the pass is the last of its chunk. The tokens after it belong to the next chunk and overwrite this one.
+        The first token of the pass is the last of its chunk. The tokens after it belong to the next chunk and overwrite
+        this one.
         """
         chunk, at, places = self.cache.chunk, span.at[:, None], span.positions % self.m
         chunk[at, places[:, :1]] = h[:, :1]
@@ -284,7 +287,7 @@ class Decoder:
         chunk[at, places[:, 1:]] = h[:, 1:]
 
     def _encode_neighbors(self, at: Tensor, neighbors: np.ndarray, lengths: np.ndarray) -> None:
-        """Encode neighbors [A, K, R] with lengths [A, K] of chunks whose activations are in the rows `at` [A] of the cache."""
+        """Encode neighbors [A, K, R] with lengths [A, K] of the current chunks in the rows `at` [A] of the cache."""
         model, tokens = self.model, self._put(neighbors)[:, None]  # [A, U = 1, K, R]
         real = neighbor_mask(tokens, self._put(lengths)[:, None], None)
         encoded = model.encoder(tokens, real, self.cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
@@ -296,7 +299,7 @@ class Decoder:
             for cached, new in zip(kept, cross.block.keys_values(encoded, self.window_positions), strict=True):
                 cached[at, number] = new.transpose(1, 2).to(cached.dtype)
 
-    # --- positions ------------------------------------------------------------------------------------------------------
+    # --- positions ----------------------------------------------------------------------------------------------------
 
     def _self_positions(self, span: _Pass) -> Positions:
         """Return the positions of self-attention in a pass."""
@@ -323,13 +326,13 @@ class Decoder:
         return self.window_positions
 
     def _distance_keys(self, places: Positions, attentions: Sequence[Attention]) -> Sequence[Tensor | None]:
-        """Return each attention's keys of distances, which do not change between passes; None except for Transformer-XL."""
+        """Return each attention's keys of distances, the same in every pass; None except for Transformer-XL."""
         if not isinstance(places, TransformerXLPositions):
             return [None] * len(attentions)
         with torch.inference_mode(), self.placement.autocast():
             return [attention.distance_keys(places.waves.to(self.dtype)) for attention in attentions]
 
-    # --- memory ---------------------------------------------------------------------------------------------------------
+    # --- memory -------------------------------------------------------------------------------------------------------
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.placement.device)
@@ -365,7 +368,7 @@ class Decoder:
         )
 
     def _make_room(self, num_tokens: int) -> int:
-        """Enlarge the cache for `num_tokens` tokens, virtual ones included, if necessary; return the number of slots to read.
+        """Enlarge the cache for `num_tokens` tokens, virtual ones included; return the number of slots to read.
 
         The cache at least doubles, so copies are rare.
         """
