@@ -133,7 +133,7 @@ def _check(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) ->
     for name, tensor in tensors.items():
         if name not in stored:
             raise InputError(
-                f"{where} has no tensor {name}, which this model has: it is the checkpoint of another one."
+                f"{where} has no tensor {name}, which this model has: it is the checkpoint of another model."
             )
         if stored[name].shape != tensor.shape:
             shapes = f"the shape {list(stored[name].shape)}, here it has {list(tensor.shape)}"
@@ -142,7 +142,7 @@ def _check(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) ->
 
 
 def _described(stored: Mapping[str, StoredTensor]) -> "Metadata":
-    """As `torch.distributed.checkpoint` speaks of it."""
+    """The stored tensors in the terms of `torch.distributed.checkpoint`."""
     from torch.distributed.checkpoint import ChunkStorageMetadata, Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.metadata import TensorProperties
 
