@@ -260,13 +260,20 @@ def grouped(groups: Mapping[str, list[list[str]]]) -> str:
 
 
 def echo(text: object = "", file: TextIO | None = None) -> None:
-    """Print text, `printable`, on standard output or to a file. The project prints through this function alone.
-
-    If the reader has closed the pipe (`| head`), the program exits with the status of SIGPIPE and no message.
-    """
+    """Print text, `printable`, on standard output or to a file. The project prints through this function alone."""
     file = file or sys.stdout
+    with exit_if_closed(file):
+        print(printable(str(text)), file=file)
+
+
+@contextlib.contextmanager
+def exit_if_closed(file: TextIO) -> Iterator[None]:
+    """Flush a file after the block. If its reader has closed the pipe (`| head`), exit with the status of SIGPIPE, silently."""
     try:
-        print(printable(str(text)), file=file, flush=True)
+        try:
+            yield
+        finally:
+            file.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # the rest is discarded
         raise SystemExit(128 + signal.SIGPIPE) from None

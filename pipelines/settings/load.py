@@ -6,6 +6,7 @@
 An option can therefore correct a value of the file. This folder knows no concrete setting.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import MISSING
 from pathlib import Path
@@ -15,6 +16,7 @@ from indexing.store.errors import InputError
 from pipelines.settings.fields import Field, accepted, did_you_mean, fields_of, from_toml, leaf_types, nearest
 from pipelines.settings.options import parse_options
 from pipelines.settings.toml_file import TomlFile, toml_value
+from pipelines.terminal import exit_if_closed
 
 T = TypeVar("T")
 
@@ -126,4 +128,5 @@ def _print_help(settings_type: type, values: dict[str, Any], verb: str) -> None:
     import tyro
 
     defaults: Any = _build(settings_type, values, verb=verb, required=tyro.MISSING)
-    tyro.cli(settings_type, prog=f"retro {verb}", default=defaults, args=["--help"])
+    with exit_if_closed(sys.stdout):
+        tyro.cli(settings_type, prog=f"retro {verb}", default=defaults, args=["--help"])

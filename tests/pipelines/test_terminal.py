@@ -94,11 +94,12 @@ def test_errors_messages_and_tables_escape_control_characters(monkeypatch, capsy
     assert "warning: of a library \\u001b]0;owned" in printed.err
 
 
-def test_closed_output_pipe_ends_the_program_without_an_error_message() -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["search", "--help"]])
+def test_closed_output_pipe_ends_the_program_without_an_error_message(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     process = subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "--help"], stdout=writing, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-m", "pipelines.cli", *arguments], stdout=writing, stderr=subprocess.PIPE, check=False
     )
     os.close(writing)
     assert (process.returncode, process.stderr) == (141, b"")
