@@ -169,9 +169,10 @@ def score(out: Path, limit: Budget) -> None:
     """Write OUT/score-NAME.json for each model against the baseline, and one page with all curves."""
     runs = [name for name in (*MODELS, *ABLATIONS) if (out / f"run-{name}").exists()]
     for name in limit.each(runs[1:], "model"):
-        to = ("--evaluation.k", "1", "2", "4", "8") if name not in PLAIN else ()
-        to += ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
-        retro("eval", "perplexity", str(out / f"run-{name}"), *to, "--output", str(out / f"score-{name}.json"))
+        neighbors = ("--evaluation.k", "1", "2", "4", "8") if name not in PLAIN else ()
+        against = ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
+        output = ("--output", str(out / f"score-{name}.json"))
+        retro("eval", "perplexity", str(out / f"run-{name}"), *neighbors, *against, *output)
     retro("report", *(str(out / f"run-{name}") for name in runs), "--output", str(out / "learning.html"))
     for name in runs:
         lines = [json.loads(line) for line in (out / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]

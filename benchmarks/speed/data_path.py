@@ -9,6 +9,7 @@ contain.
 import argparse
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from retro.data.settings import DataSettings
 
 BATCH, LENGTH, BATCHES = 8, 512, 50
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "OFF": {"k": 0},
     "k 2": {"k": 2},
     "k 2, random": {"k": 2, "neighbor_source": "random"},

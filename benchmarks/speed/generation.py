@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def tokens_that_fit(options: argparse.Namespace, limit: Budget) -> int:
     """Warm up; return the tokens of a row with which a round of all cases fits into the remaining time."""
     took = 0.0
     for name, run in selected(options, min(_WARM_UP, options.tokens)).items():
-        took += (now := seconds(lambda run=run: run(1)))  # type: ignore[misc]
+        took += (now := seconds(partial(run, 1)))
         say(f"{name}: {now:.1f} s to warm up", file=sys.stderr)
     round_seconds = took * sum(batch**0.5 for batch in options.batches)  # approximate, for this number of tokens
     fitting = min(options.tokens, _WARM_UP * int(max(2, min(limit.left / round_seconds, options.tokens))))
@@ -129,7 +130,7 @@ def compare(chosen: dict[str, Run], batch: int, tokens: int, count: int, limit: 
     times: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in limit.rounds(count):
         for name, run in chosen.items():
-            times[name].append(seconds(lambda run=run: run(batch)))  # type: ignore[misc]
+            times[name].append(seconds(partial(run, batch)))
     first = next(iter(times.values()))
     rows = []
     for name, took in times.items():

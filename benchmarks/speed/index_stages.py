@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -187,13 +188,13 @@ def neighbor_stage(
         chosen[name] = min(nprobe, searcher.max_nprobe)
         say(f"{name} with recall@2 of {found[name]:.3f}: nprobe {chosen[name]} of {searcher.max_nprobe}")
     work: dict[str, Callable[[], object]] = {
-        name: lambda i=index, p=chosen[name]: neighbors_of(queries, i, train, settings, excluded=own, nprobe=p)
+        name: partial(neighbors_of, queries, index, train, settings, excluded=own, nprobe=chosen[name])
         for name, index in searched.items()
     }
     bare_ones = bare_indexes(train, checked, exact)
     tried = {
-        name: min(seconds(lambda i=i: i.search(checked[0], settings.candidates)) for _ in range(3))
-        for name, i in bare_ones.items()
+        name: min(seconds(partial(index.search, checked[0], settings.candidates)) for _ in range(3))
+        for name, index in bare_ones.items()
     }
     bare = min(tried, key=lambda name: tried[name])
     say(
@@ -233,7 +234,7 @@ def bare_indexes(train: Split, checked: tuple[np.ndarray, Any], exact: np.ndarra
     )
     inverted.train(vectors[:1000])
     inverted.add(vectors)
-    inverted.referenced_objects = [whole]
+    inverted.referenced_objects = [whole]  # type: ignore[attr-defined]
     for nprobe in _NPROBES:
         inverted.nprobe = min(nprobe, trained.nlist)
         distances, ids = inverted.search(checked[0], 512)
@@ -262,7 +263,8 @@ def growth(sizes: list[int], dimension: int, shards: list[int], limit: Budget) -
         of_stage = [line for line in rows if line["shards"] == shards[0] and stage in line]
         points = [(line["chunks"], line[stage] * line["chunks"]) for line in of_stage]
         if len(points) > 1:
-            fitted[stage] = float(np.polyfit(*np.log(np.array(points).T), 1)[0])
+            chunks, took = np.log(np.array(points).T)
+            fitted[stage] = float(np.polyfit(chunks, took, 1)[0])
     print("exponents of the time for all chunks:", {stage: f"{value:.2f}" for stage, value in fitted.items()})
     return {"rows": rows, "exponents": fitted}
 

@@ -29,6 +29,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from retro.parallel.forward_backward import DistributedModel, WholeModel, all_pa
 from retro.parallel.gradient_norms import local
 from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
-from retro.parallel.settings import ALONE, ParallelSettings
+from retro.parallel.settings import ALONE, Checkpointing, ParallelSettings
 from retro.parallel.traffic import Communication
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
@@ -86,16 +87,17 @@ class Running:
 
 def modes(n: int) -> Iterator[Mode]:
     """Yield the modes for `n` processes. A model may not be divisible in each."""
+    recomputed: tuple[Checkpointing, ...] = ("selective", "full")
     yield Mode("one process", alone=True)
     if n == 1:
-        for recompute in ("selective", "full"):
+        for recompute in recomputed:
             yield Mode(f"checkpointing: {recompute}", ParallelSettings(activation_checkpointing=recompute))
         return
     yield Mode("data")
     for zero in (1, 2, 3):
         yield Mode(f"ZeRO-{zero}", ParallelSettings(zero=zero))
     yield Mode("ZeRO-3, CPU offload", ParallelSettings(zero=3, cpu_offload=True))
-    for recompute in ("selective", "full"):
+    for recompute in recomputed:
         yield Mode(f"data, checkpointing: {recompute}", ParallelSettings(activation_checkpointing=recompute))
     yield Mode("ZeRO-3, checkpointing: full", ParallelSettings(zero=3, activation_checkpointing="full"))
     yield Mode(f"tensor {n}", ParallelSettings(tensor=n))
@@ -251,7 +253,7 @@ def compare(
             took = []
             for _ in range(options.steps):
                 wait(placement.device)
-                took.append(seconds(lambda running=running: (running and running.step(), wait(placement.device))))
+                took.append(seconds(partial(step_together, running, placement.device)))
             if number == 0:
                 of_all = [each for each in gathered(found) if each is not None]
                 sizes = running and running.num_bytes
@@ -263,6 +265,13 @@ def compare(
             gc.collect()
         chosen = [mode for mode in chosen if "skipped" not in rows[mode.name]]
     return list(rows.values())
+
+
+def step_together(running: Running | None, device: torch.device) -> None:
+    """Do a step in the processes that take part, and wait for them."""
+    if running is not None:
+        running.step()
+    wait(device)
 
 
 def summary(mode: Mode, of_all: list[dict[str, Any]], num_bytes: tuple[int, int], accumulation: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from indexing.store.datastore import Datastore
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "mmap": {"reading": "mmap"},
     "pread": {"reading": "pread"},
     "materialized, mmap": {"reading": "mmap", "materialized": True},
@@ -64,7 +65,7 @@ def main() -> None:
     def work_of(name: str, number: int) -> Callable[[], object]:
         if name == FLOOR:
             return lambda: read_in_sequence([file for file in files if file.name == "tokens.npy"], total, number)
-        settings = DataSettings(sequence_length=options.sequence_length, k=options.k, **CASES[name])  # type: ignore[arg-type]
+        settings = DataSettings(sequence_length=options.sequence_length, k=options.k, **CASES[name])
         return lambda: read_batches(options.datastore, settings, number, options.batches, options.batch_size)
 
     took: dict[tuple[str, str], list[float]] = {

@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from benchmarks.common import Budget, add_minutes, budget, say, seconds, write
+from indexing.index.sharded import ShardedIndex
 from indexing.retrieval.retriever import Retriever
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
@@ -70,7 +72,9 @@ def main() -> None:
     retriever = Retriever.open(folder)
     texts = query_texts(retriever)
     vectors = retriever.embed(texts)
-    index = next(retriever.indexes[0].each())
+    (searched,) = retriever.indexes
+    assert isinstance(searched, ShardedIndex)
+    index = next(searched.each())
     bare: dict[str, Callable[[slice], object]] = {
         "vectors": lambda rows: index.search(vectors[rows], options.k),
         "texts": lambda rows: index.search(retriever.embed(texts[rows]), options.k),
@@ -186,7 +190,7 @@ def bare_rate(search: Callable[[slice], object], batch: int, for_seconds: float)
     number, took = 0, 0.0
     while took < for_seconds:
         first = number * batch % max(1, _QUERIES - batch)
-        took += seconds(lambda first=first: search(slice(first, first + batch)))
+        took += seconds(partial(search, slice(first, first + batch)))
         number += 1
     return number * batch / took
 

@@ -202,7 +202,7 @@ def compare(chosen: list[Case], precision: str, count: int, steps: int, limit: B
         for case, turns, _ in running:
             turns.send(True)
             times[case.name].append(turns.recv())
-    rows, references = [], {}
+    rows, references = [], dict[tuple[ModelSettings, int], list[float]]()
     for case, turns, parameters in running:
         turns.send(False)
         took, tokens = times[case.name], case.batch_size * case.num_tokens
