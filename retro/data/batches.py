@@ -17,7 +17,7 @@ from indexing.splitmix64 import mix
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-from retro.data.datastore_mixture import MixtureEntry, announce, check_budgets, mixture_weights, shares
+from retro.data.datastore_mixture import MixtureEntry, announce, shares
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -186,8 +186,7 @@ class TrainingData:
         # A baseline reads no neighbors, so it needs no other datastores.
         self.retrieval = [RetrievalSet.of(each) if most.k else RetrievalSet((each.train,)) for each in self.datastores]
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
-        self.token_budgets = settings.token_budgets
-        self.weights = mixture_weights(sizes, settings.weights, settings.temperature, settings.token_budgets)
+        self.weights = tuple(settings.weights or (size / max(sizes) for size in sizes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments only: another process opens the files itself, because pickling a memory map would copy it."""
@@ -199,14 +198,9 @@ class TrainingData:
         return [datastore.fingerprint for datastore in self.datastores]
 
     def plan(self, num_samples: int) -> list[MixtureEntry]:
-        """Compute and log what a run of `num_samples` samples reads from each datastore.
-
-        Raises:
-            InputError: the run needs more tokens than `data.token_budgets` allow.
-        """
+        """Compute and log what a run of `num_samples` samples reads from each datastore."""
         m = self.datastores[0].chunk_length
         tokens = num_samples * self.num_chunks * m
-        check_budgets(self.token_budgets, tokens)
         folders = [datastore.folder for datastore in self.datastores]
         sizes = [datastore.train.num_chunks * m for datastore in self.datastores]
         found = shares(folders, sizes, self.weights, tokens)

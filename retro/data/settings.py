@@ -16,10 +16,6 @@ class DataSettings:
     """Datastores to mix; empty = `datastore`. They must share one tokenizer."""
     weights: tuple[float, ...] = ()
     """Fraction of the sequences from each datastore; empty = in proportion to their numbers of chunks."""
-    temperature: float = 1.0
-    """Mix in proportion to size^(1/temperature). 1 = by size; above 1, small datastores are read more often."""
-    token_budgets: tuple[int, ...] = ()
-    """Tokens to read from each datastore over the whole run. They set the proportions; a longer run is refused."""
     sequence_length: int = 512
     """Tokens of a training sequence (n in the paper, 2048): a multiple of the chunk length."""
     k: int = 2
@@ -45,21 +41,12 @@ class DataSettings:
     """Read the copies of neighbors that the stage `materialize` has written next to each chunk; others from their own place."""
 
     def __post_init__(self) -> None:
-        for key in ("weights", "token_budgets"):
-            values = getattr(self, key)
-            if values and len(values) != len(self.datastores):
-                raise InputError(
-                    f"data.{key} has {len(values)} numbers for {len(self.datastores)} data.datastores: give one for each."
-                )
-            if any(value <= 0 for value in values):
-                raise InputError(f"data.{key} = {values}: all must be above 0.")
-        if self.temperature <= 0:
-            raise InputError(f"data.temperature = {self.temperature}: must be above 0; 1 mixes by size.")
-        given = [key for key in ("weights", "temperature", "token_budgets") if getattr(self, key) not in ((), 1.0)]
-        if len(given) > 1:
+        if self.weights and len(self.weights) != len(self.datastores):
             raise InputError(
-                f"{' and '.join(f'data.{key}' for key in given)} are set, but only one of them can set the proportions: keep one."
+                f"data.weights has {len(self.weights)} numbers for {len(self.datastores)} data.datastores: give one for each."
             )
+        if any(weight <= 0 for weight in self.weights):
+            raise InputError(f"data.weights = {self.weights}: all must be above 0.")
         if self.sequence_length < 1:
             raise InputError(f"data.sequence_length = {self.sequence_length}: must be a multiple of the chunk length.")
         if self.k < 0:

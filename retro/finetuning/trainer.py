@@ -122,7 +122,7 @@ def check_settings(data: DataSettings, finetuning: FinetuneSettings) -> None:
     if not finetuning.examples:
         raise InputError("finetune.examples is empty: name the files of examples, JSON Lines.")
     defaults = DataSettings()
-    for key in ("weights", "temperature", "token_budgets", "neighbor_source", "max_overlap", "materialized"):
+    for key in ("weights", "neighbor_source", "max_overlap", "materialized"):
         if getattr(data, key) != getattr(defaults, key):
             raise InputError(f"data.{key} = {getattr(data, key)!r}: `retro finetune` has no use for it; remove it.")
 
