@@ -3,14 +3,11 @@
 With a 128k vocabulary, 16,384 tokens have 8 GB of float32 logits, and their gradient is as large. So the loss processes a
 block of rows at a time. In training, the forward pass also computes the gradient of the block (softmax minus label), so logits
 are neither kept nor recomputed.
-
-The z-loss (Chowdhery et al. 2022, PaLM, section 5) is a weight times the square of log Z, the logarithm of the softmax's
-denominator. It keeps logits near 0. Without it, all logits can drift together until they are too large for bfloat16.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,33 +38,16 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return torch.cat(losses).view(labels.shape)
 
 
-class Losses(NamedTuple):
-    """Means over labels that are not ignored; 0 if all are ignored."""
-
-    objective: Tensor  # cross-entropy + z-loss, which training minimizes; the only one with gradients
-    cross_entropy: Tensor
-    z_loss: Tensor  # times its weight
-
-
 def loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
-    """Mean cross-entropy, with gradients. The arguments are those of `losses`."""
-    return losses(hidden, weight, labels, compiled=compiled).objective
-
-
-def losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, z_loss_weight: float = 0.0, compiled: bool = False
-) -> Losses:
-    """Mean losses of a batch.
+    """Mean cross-entropy over labels that are not ignored, with gradients; 0 if all are ignored.
 
     Args:
         hidden: [B, T, D].
         weight: [V, D].
         labels: int64 [B, T].
-        z_loss_weight: weight of the z-loss.
         compiled: fuse the operations between matrix products with `torch.compile`.
     """
-    sums = summed_losses(hidden, weight, labels, z_loss_weight=z_loss_weight, compiled=compiled)
-    return Losses(*(each / num_labels(labels) for each in sums))
+    return summed_loss(hidden, weight, labels, compiled=compiled) / num_labels(labels)
 
 
 def num_labels(labels: Tensor) -> Tensor:
@@ -75,55 +55,50 @@ def num_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORED_LABEL).sum().clamp(min=1)
 
 
-def summed_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, z_loss_weight: float = 0.0, compiled: bool = False
-) -> Losses:
-    """`losses` as sums, for callers that divide by the number of labels in several batches."""
-    return Losses(*_SummedLosses.apply(hidden, weight, labels, z_loss_weight, compiled))
+def summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
+    """`loss` as a sum, for callers that divide by the number of labels in several batches."""
+    total: Tensor = _SummedLoss.apply(hidden, weight, labels, compiled)
+    return total
 
 
 def without_ignored(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Drop positions with ignored labels, if they are more than half: activations [N, D] and labels [N].
 
-    In fine-tuning only answers have labels. The sums of `summed_losses` stay the same, for less work. N differs between batches,
+    In fine-tuning only answers have labels. `summed_loss` stays the same, for less work. N differs between batches,
     so this is unsuited to compiled code, and the host waits for the GPU.
     """
     counts = labels != IGNORED_LABEL
     return (hidden[counts], labels[counts]) if 0 < 2 * int(counts.sum()) < labels.numel() else (hidden, labels)
 
 
-class _SummedLosses(torch.autograd.Function):
-    """`Losses` as sums. The forward pass computes the gradients of the objective, block by block."""
+class _SummedLoss(torch.autograd.Function):
+    """The sum of cross-entropies. The forward pass computes its gradients, block by block."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss_weight: float, compiled: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compiled: bool) -> Tensor:
         x, narrow, y = _flat(hidden, weight, labels)
-        cross_entropy, z_loss = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
+        total = torch.zeros((), device=x.device)
         # A frozen output layer needs no gradient; with retrieval OFF, a frozen decoder needs none at all.
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         to_hidden = torch.empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype, device=x.device)
         to_weight = torch.zeros(weight.shape if needs_weight else (), device=x.device)  # float32: blocks are summed
         kernel = _compiled_logit_gradients() if compiled else _logit_gradients
         for rows in _blocks(x, len(weight)):
-            nats, z, gradients = kernel(x[rows] @ narrow.T, y[rows], z_loss_weight)
-            cross_entropy += nats
-            z_loss += z
+            nats, gradients = kernel(x[rows] @ narrow.T, y[rows])
+            total += nats
             if needs_hidden:
                 to_hidden[rows] = _product(gradients, narrow)
             if needs_weight:
                 to_weight += _product(gradients.T, x[rows])
         ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight)
         ctx.types = hidden.dtype, weight.dtype
-        ctx.mark_non_differentiable(cross_entropy, z_loss)
-        return cross_entropy + z_loss, cross_entropy, z_loss
+        return total
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         to_hidden, to_weight = ctx.saved_tensors
         found = zip((to_hidden, to_weight), ctx.types, ctx.needs_input_grad[:2], strict=True)
-        return *((each * upstream[0]).to(dtype) if needed else None for each, dtype, needed in found), None, None, None
+        return *((each * upstream).to(dtype) if needed else None for each, dtype, needed in found), None, None
 
 
 def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,25 +130,16 @@ def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return losses.masked_fill(labels == IGNORED_LABEL, 0.0), log_p
 
 
-def _logit_gradients(logits: Tensor, labels: Tensor, z_loss_weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of cross-entropies and z-losses, and the gradient of both for every logit: [rows, V] in the logits' dtype.
+def _logit_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of cross-entropies, and its gradient for every logit: [rows, V] in the logits' dtype.
 
-    The gradient of cross-entropy is softmax minus label; that of log Z is the softmax. Float16 gradients are multiplied by
-    `_FLOAT16_SCALE`; `_product` divides by it.
+    The gradient is softmax minus label. Float16 gradients are multiplied by `_FLOAT16_SCALE`; `_product` divides by it.
     """
     losses, log_p = _losses(logits, labels)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    p, ignored = log_p.exp(), labels == IGNORED_LABEL
-    gradients, z_loss = p - is_label.float(), torch.zeros((), device=logits.device)
-    if z_loss_weight:
-        log_z = (logits[:, 0].float() - log_p[:, 0]).masked_fill(ignored, 0.0)
-        gradients, z_loss = gradients + 2 * z_loss_weight * log_z[:, None] * p, z_loss_weight * log_z.square().sum()
-    gradients = gradients.masked_fill(ignored[:, None], 0.0)
-    return (
-        losses.sum(),
-        z_loss,
-        (gradients * _FLOAT16_SCALE if logits.dtype == torch.float16 else gradients).to(logits.dtype),
-    )
+    gradients = (log_p.exp() - is_label.float()).masked_fill((labels == IGNORED_LABEL)[:, None], 0.0)
+    scaled = gradients * _FLOAT16_SCALE if logits.dtype == torch.float16 else gradients
+    return losses.sum(), scaled.to(logits.dtype)
 
 
 def _product(gradients: Tensor, other: Tensor) -> Tensor:
@@ -187,5 +153,5 @@ def _product(gradients: Tensor, other: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled_logit_gradients() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
+def _compiled_logit_gradients() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return torch.compile(_logit_gradients, fullgraph=True, dynamic=False)

@@ -36,10 +36,10 @@ from retro.model.settings import ModelSettings
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-ROUTING = ("balance_loss", "router_z_loss", "dropped_choices", "busiest_expert")
+ROUTING = ("balance_loss", "dropped_choices", "busiest_expert")
 """Columns of the routing statistics: Switch Transformer's balance loss (Fedus et al. 2022, equations 4 to 6), from 1 (balanced)
-to E / k; the router's z-loss (ST-MoE, Zoph et al. 2022, equation 5); the fraction of choices that were dropped; and the load of
-the busiest expert relative to an even load. With a capacity factor f, load above f is dropped."""
+to E / k; the fraction of choices that were dropped; and the load of the busiest expert relative to an even load. With a capacity
+factor f, load above f is dropped."""
 
 
 class ExpertLinear(nn.Module):
@@ -97,7 +97,7 @@ class Experts(nn.Module):
         self.experts = FEED_FORWARD[settings.activation](settings.d_model, settings.d_ffw, stack)
 
     def forward(self, x: Tensor, queues: Queues | None = None) -> tuple[Tensor, Tensor]:
-        """Send tokens [B, T, D] to experts: [B, T, D] and `ROUTING`, float32 [B, 4].
+        """Send tokens [B, T, D] to experts: [B, T, D] and `ROUTING`, float32 [B, 3].
 
         The output is 0 for padding and for tokens whose choices were all dropped. Without queues, every row is one document
         without padding.
@@ -185,7 +185,7 @@ def running_load(chosen: Tensor, counted: Tensor, num_experts: int) -> Tensor:
 
 
 def routing_statistics(logits: Tensor, real: Tensor, load: Tensor, kept: Tensor) -> Tensor:
-    """`ROUTING` of each row, float32 [B, 4].
+    """`ROUTING` of each row, float32 [B, 3].
 
     Args:
         logits: [B, T, E].
@@ -196,15 +196,13 @@ def routing_statistics(logits: Tensor, real: Tensor, load: Tensor, kept: Tensor)
     num_choices, num_experts = load.sum(-1).clamp(min=1), load.shape[-1]
     share, weight = load / num_choices[:, None], real / real.sum(-1, keepdim=True).clamp(min=1)  # [B, E], [B, T]
     balance = num_experts * (share * (logits.softmax(-1) * weight[..., None]).sum(1)).sum(-1)
-    z = (logits.logsumexp(-1).square() * weight).sum(1)
     dropped = (load.sum(-1) - kept.sum(-1)) / num_choices
-    return torch.stack((balance, z, dropped, num_experts * share.amax(-1)), dim=-1)
+    return torch.stack((balance, dropped, num_experts * share.amax(-1)), dim=-1)
 
 
 def routing_loss(routing: Tensor, settings: ModelSettings) -> Tensor:
-    """Auxiliary loss of experts: the mean over sequences, from `ROUTING` summed over layers, [B, 4]."""
-    balance, z = routing[:, :2].mean(0)
-    return settings.experts.balance_loss_weight * balance + settings.experts.router_z_loss_weight * z
+    """Auxiliary loss of experts: the mean over sequences, from `ROUTING` summed over layers, [B, 3]."""
+    return settings.experts.balance_loss_weight * routing[:, ROUTING.index("balance_loss")].mean()
 
 
 def routing_metrics(routing: Sequence[float], settings: ModelSettings) -> dict[str, float]:

@@ -325,7 +325,7 @@ class Retro(nn.Module):
             lengths: as in `hidden`.
 
         Returns:
-            The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 4],
+            The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 3],
             summed over the layers with experts (None without experts).
         """
         num_tokens, m, window = h.shape[1], self.settings.chunk_length, self.settings.attention.sliding_window

@@ -211,8 +211,6 @@ class ExpertSettings(_Section):
     token is dropped with num_experts / per_token or more, nor in evaluation."""
     balance_loss_weight: float = _setting(0.01, minimum=0, with_base="free")
     """Weight of the loss that balances the load of experts (Switch Transformer)."""
-    router_z_loss_weight: float = _setting(0.0, minimum=0, with_base="free")
-    """Weight of the loss that keeps router logits small (ST-MoE: 0.001)."""
 
     def __post_init__(self) -> None:
         """As `_Section`; and check the number of experts."""

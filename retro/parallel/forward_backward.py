@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from retro.device import Placement, TensorBatch
-from retro.model.loss import summed_losses, token_losses, without_ignored
+from retro.model.loss import summed_loss, token_losses, without_ignored
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -49,7 +49,7 @@ class DistributedModel(Protocol):
         """The parts of the model in this process."""
 
     def forward_backward(self, batch: TensorBatch, context: StepContext) -> Tensor:
-        """Accumulate gradients of this process's rows; returns their part of cross-entropy, z-loss, `ROUTING`: float32 [2 + 4]."""
+        """Accumulate gradients of this process's rows; returns their part of cross-entropy and `ROUTING`: float32 [1 + 3]."""
 
     def token_losses(self, batch: TensorBatch) -> Tensor:
         """`loss.token_losses` of a batch that all processes have: float32 [B, T] in all of them. Without gradients."""
@@ -67,7 +67,6 @@ class WholeModel:
         processes: Processes,
         placement: Placement,
         *,
-        z_loss_weight: float = 0.0,
         compiled: bool = False,
     ) -> None:
         """Distribute a model.
@@ -76,16 +75,10 @@ class WholeModel:
             model: equal in all processes.
             processes: with their settings.
             placement: device and precision.
-            z_loss_weight: weight of the z-loss.
             compiled: use `torch.compile`. A single process compiles the whole model, so a graph break is an error and not a slow
                 step. Several processes compile block by block, since they communicate in between.
         """
-        self.processes, self.placement, self.z_loss_weight, self.compiled = (
-            processes,
-            placement,
-            z_loss_weight,
-            compiled,
-        )
+        self.processes, self.placement, self.compiled = processes, placement, compiled
         distribute(model, processes, compiled=compiled)
         # A distributed model is already on its device, or in the host's memory.
         self.model = model if processes.count > 1 else model.to(placement.device)
@@ -106,9 +99,7 @@ class WholeModel:
         with self.placement.autocast():
             hidden, routing = self.hidden_and_routing(**inputs)
             own = own_tokens(self.processes.along("tensor"), hidden, self.model.output_weight, labels)
-            objective, parts = part_of_loss(
-                own, routing, context, self.model.settings, self.z_loss_weight, self.compiled
-            )
+            objective, parts = part_of_loss(own, routing, context, self.model.settings, self.compiled)
         if objective.requires_grad:
             objective.backward()
         else:  # no trained weight was used: a frozen decoder and a batch without neighbors
@@ -139,29 +130,26 @@ def part_of_loss(
     routing: Tensor | None,
     context: StepContext,
     settings: ModelSettings,
-    z_loss_weight: float,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The part of a batch in the step's objective, and in its cross-entropy, z-loss and `ROUTING`: float32 [2 + 4].
+    """The part of a batch in the step's objective, and in its cross-entropy and `ROUTING`: float32 [1 + 3].
 
     Args:
         own: activations, output layer and labels of this process's tokens.
-        routing: `ROUTING` of its sequences [B, 4], or None.
+        routing: `ROUTING` of its sequences [B, 3], or None.
         context: of the step.
-        settings: with the weights of the experts' losses.
-        z_loss_weight: weight of the z-loss.
+        settings: with the weight of the experts' loss.
         compiled: fuse the operations between matrix products.
     """
     hidden, weight, labels = own
     if not compiled:
         hidden, labels = without_ignored(hidden, labels)
-    found = summed_losses(hidden, weight, labels, z_loss_weight=z_loss_weight, compiled=compiled)
-    objective, routed = found.objective / context.num_labels, found.objective.new_zeros(len(ROUTING))
+    cross_entropy = summed_loss(hidden, weight, labels, compiled=compiled) / context.num_labels
+    objective, routed = cross_entropy, cross_entropy.new_zeros(len(ROUTING))
     if routing is not None:
         rows = len(routing) / context.num_sequences
         objective, routed = objective + routing_loss(routing, settings) * rows, routing.detach().mean(0) * rows
-    losses = torch.stack((found.cross_entropy, found.z_loss)) / context.num_labels
-    return objective * context.scale, torch.cat((losses, routed))
+    return objective * context.scale, torch.cat((cross_entropy.detach().reshape(1), routed))
 
 
 def own_rows(batch: TensorBatch, processes: Processes, multiple: int) -> tuple[TensorBatch, int]:

@@ -123,7 +123,6 @@ class Pipeline:
         placement: Placement,
         batch_size: int,
         *,
-        z_loss_weight: float = 0.0,
         compiled: bool = False,
     ) -> None:
         """Distribute a model.
@@ -133,7 +132,6 @@ class Pipeline:
             processes: with their settings.
             placement: device and precision.
             batch_size: sequences of a training batch.
-            z_loss_weight: weight of the z-loss.
             compiled: use `torch.compile`, block by block.
 
         Raises:
@@ -141,7 +139,7 @@ class Pipeline:
         """
         settings = processes.settings
         self.processes, self.placement, self.settings = processes, placement, model.settings
-        self.z_loss_weight, self.compiled = z_loss_weight, compiled
+        self.compiled = compiled
         self.mesh = processes.mesh("pipeline")
         self.rank, size = self.mesh.get_local_rank(), self.mesh.size()
         self.num_stages = num_stages(settings, model.settings.num_layers)
@@ -164,7 +162,7 @@ class Pipeline:
         """See `DistributedModel`."""
         labels, tokens = batch["labels"], batch["tokens"]
         schedule = self._schedule(tokens, batch["neighbors"], training=True)
-        self._context, self._losses = context, torch.zeros(2 + len(ROUTING), device=self.placement.device)
+        self._context, self._losses = context, torch.zeros(1 + len(ROUTING), device=self.placement.device)
         with self.placement.autocast():
             first = [tokens] if self.rank == 0 else []
             target = labels if self._has_last else None
@@ -215,7 +213,7 @@ class Pipeline:
         hidden, *routing = out
         own = own_tokens(self.processes.along("tensor"), hidden, self.stages[-1].model.output_weight, labels)
         routed = routing[0] if routing else None
-        objective, parts = part_of_loss(own, routed, self._context, self.settings, self.z_loss_weight, self.compiled)
+        objective, parts = part_of_loss(own, routed, self._context, self.settings, self.compiled)
         self._losses += parts
         return objective
 

@@ -40,8 +40,6 @@ class TrainSettings:
     """AdamW's beta of the second moment (paper: 0.95)."""
     max_grad_norm: float = 1.0
     """Clip the norm of the gradient to this value; 0 = no clipping."""
-    z_loss_weight: float = 0.0
-    """Weight of the z-loss, which keeps the logits near 0 (PaLM: 1e-4). It is logged separately from `loss`."""
     seed: int = 0
     """Seed of the initial weights and of dropout."""
     init_from: str = ""
@@ -100,7 +98,7 @@ class TrainSettings:
             "weight_decay",
             "peak_tflops",
         )
-        for key in (*not_negative, "monitor_every", "z_loss_weight"):
+        for key in (*not_negative, "monitor_every"):
             if getattr(self, key) < 0:
                 raise InputError(f"train.{key} = {getattr(self, key)}: must be 0 or more.")
         for key in ("min_lr_ratio", "beta1", "beta2"):

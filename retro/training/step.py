@@ -7,7 +7,7 @@ batches ─ loss · scale ─ gradients / scale ─ clip ─ are all values fini
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class OptimizerStep:
         monitored = monitor.gradients(scale) if monitor else {}
         self._unscale_gradients()
         norm = clip_(self.parameters, self.settings.max_grad_norm or math.inf, self.model.gradient_norm())
-        norm, loss, z_loss, *routing = torch.cat((norm.to(measured).reshape(1), measured)).tolist()  # waits
+        norm, loss, *routing = torch.cat((norm.to(measured).reshape(1), measured)).tolist()  # waits
         update = judge(loss, norm, scale if self.scaler.is_enabled() else None)
         if update == "applied":
             before = monitor.weights() if monitor else {}
@@ -98,7 +98,6 @@ class OptimizerStep:
         if self.monitor:
             self.monitor.watch(step + 1, loss, norm, monitored)
         metrics = {"loss": loss, "lr": lr, "gradient_norm": norm}
-        metrics |= {"z_loss": z_loss} if self.settings.z_loss_weight else {}
         metrics |= {"loss_scale": scale} if self.scaler.is_enabled() else {}
         metrics |= routing_metrics(routing, self.model.model_parts[0].settings)
         return StepResult(metrics, monitored, num_tokens, update)
@@ -109,7 +108,7 @@ class OptimizerStep:
         The labels of all batches are counted first: the mean over the step is not the mean of the batches' means.
 
         Returns:
-            Cross-entropy, z-loss and `ROUTING` of the step, float32 [2 + 4], and its number of tokens.
+            Cross-entropy and `ROUTING` of the step, float32 [1 + 3], and its number of tokens.
         """
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
         num_labels = self.processes.sum(torch.stack(counts).sum(), "data").clamp(min=1)
@@ -174,13 +173,10 @@ def distributed_model(
     """Divide a model among the processes. With several, each data-parallel process has its own random numbers for dropout."""
     if processes.count > 1:
         torch.manual_seed(mix(mix(settings.seed) + processes.data_rank) >> 1)
-    options: dict[str, Any] = {
-        "z_loss_weight": settings.z_loss_weight,
-        "compiled": wants_compilation(settings.compile, placement),
-    }
+    compiled = wants_compilation(settings.compile, placement)
     if processes.along("pipeline") is not None:
-        return Pipeline(model, processes, placement, settings.batch_size, **options)
-    return WholeModel(model, processes, placement, **options)
+        return Pipeline(model, processes, placement, settings.batch_size, compiled=compiled)
+    return WholeModel(model, processes, placement, compiled=compiled)
 
 
 def wants_compilation(choice: Compile, placement: Placement) -> bool:

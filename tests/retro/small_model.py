@@ -130,7 +130,7 @@ def step_of(
     """The trainer's step for a model trained by one process in float32."""
     placement = choose_placement("cpu", "float32")
     processes = Processes(ALONE, placement.device)
-    passes = WholeModel(model, processes, placement, z_loss_weight=settings.z_loss_weight)
+    passes = WholeModel(model, processes, placement)
     step, count = OptimizerStep(passes, optimizer, processes, placement, settings), settings.gradient_accumulation_steps
     return lambda number: step(number, [next(batches) for _ in range(count)])
 

@@ -182,7 +182,7 @@ def test_a_sequences_output_does_not_depend_on_its_batch(k: int) -> None:
     halves = [experts(half) for half in x.split(2)]
     torch.testing.assert_close(torch.cat([half for half, _ in halves]), y)
     torch.testing.assert_close(torch.cat([part for _, part in halves]), routing)
-    settings = updated(SETTINGS, {"experts.num_experts": E, "experts.router_z_loss_weight": 0.1})
+    settings = updated(SETTINGS, {"experts.num_experts": E, "experts.balance_loss_weight": 0.1})
     mean = sum(routing_loss(part, settings) for _, part in halves) / 2
     torch.testing.assert_close(mean, routing_loss(routing, settings))
 
@@ -239,13 +239,6 @@ def test_minimizing_the_balance_loss_evens_out_the_load() -> None:
     assert busiest[-1] < 1.3
 
 
-def test_the_router_z_loss_is_the_mean_squared_logsumexp() -> None:
-    experts, x = make_experts(), activations()
-    _, routing = experts(x)
-    expected = (x @ experts.router.weight.T).exp().sum(-1).log().square().mean(1)
-    torch.testing.assert_close(routing[:, ROUTING.index("router_z_loss")], expected)
-
-
 # ---------------------------------------------------------------------------------------------------- in the whole model
 
 
@@ -273,7 +266,6 @@ def test_every_nth_layer_has_experts_with_the_initial_scale_of_a_dense_block() -
         ({"experts.every": 0}, "1 or more"),
         ({"experts.capacity_factor": 0.0}, "above 0"),
         ({"experts.balance_loss_weight": -0.1}, "0 or more"),
-        ({"experts.router_z_loss_weight": -0.1}, "0 or more"),
     ],
 )
 def test_invalid_expert_settings_are_rejected_with_their_key(wrong: dict[str, Any], accepted: str) -> None:
@@ -378,7 +370,6 @@ def shared_model(k: int) -> Retro:
             "experts.num_experts": E,
             "experts.per_token": k,
             "experts.balance_loss_weight": 0.5,
-            "experts.router_z_loss_weight": 0.01,
         },
         activation="swiglu",
     ).train()

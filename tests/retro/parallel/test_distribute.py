@@ -171,9 +171,7 @@ def measure_step(parallel: ParallelSettings, accumulation: int) -> dict[str, flo
     size = 8 // accumulation
     shared: Any = (model, processes, placement)
     piped = parallel.pipeline > 1
-    passes: DistributedModel = (
-        Pipeline(*shared, size, z_loss_weight=0.01) if piped else WholeModel(*shared, z_loss_weight=0.01)
-    )
+    passes: DistributedModel = Pipeline(*shared, size) if piped else WholeModel(*shared)
     rows = processes.rows(size)
     own = [
         {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
@@ -181,7 +179,7 @@ def measure_step(parallel: ParallelSettings, accumulation: int) -> dict[str, flo
     ]
     parameters = [parameter for _, parameter in all_parameters(passes.model_parts)]
     optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
-    settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0, z_loss_weight=0.01)
+    settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0)
     return OptimizerStep(passes, optimizer, processes, placement, settings)(0, own).metrics
 
 

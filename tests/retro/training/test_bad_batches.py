@@ -13,7 +13,6 @@ from indexing.store.datastore import Datastore
 from pipelines.config import Config
 from retro.checkpoints import checkpoint as checkpoints
 from retro.data.batches import TrainingData
-from retro.model.loss import Losses
 from retro.parallel import forward_backward as passes
 from retro.training.trainer import MAX_REFUSED_IN_A_ROW, Outcome, train
 from tests.conftest import tiny_config
@@ -38,14 +37,13 @@ def bad_tokens(config: Config) -> torch.Tensor:
 @pytest.fixture
 def nan_losses(bad_tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every loss of the bad batch NaN."""
-    real = passes.summed_losses
+    real = passes.summed_loss
 
-    def losses(hidden, weight, labels, **options):
-        found = real(hidden, weight, labels, **options)
+    def summed_loss(hidden, weight, labels, **options):
         bad = torch.equal(labels[:, 0], bad_tokens[:, 1])
-        return Losses(*(value * math.nan for value in found)) if bad else found
+        return real(hidden, weight, labels, **options) * (math.nan if bad else 1)
 
-    monkeypatch.setattr(passes, "summed_losses", losses)
+    monkeypatch.setattr(passes, "summed_loss", summed_loss)
 
 
 def run(config: Config, **changes) -> Outcome:
@@ -123,12 +121,8 @@ def test_a_skipped_step_changes_no_weights(config: Config, request: pytest.Fixtu
 
 
 def test_too_many_bad_batches_in_a_row_stop_a_skipping_run(config: Config, monkeypatch) -> None:
-    real = passes.summed_losses
-
-    def losses(*arguments, **options):
-        return Losses(*(value * math.nan for value in real(*arguments, **options)))
-
-    monkeypatch.setattr(passes, "summed_losses", losses)
+    real = passes.summed_loss
+    monkeypatch.setattr(passes, "summed_loss", lambda *arguments, **options: real(*arguments, **options) * math.nan)
     with pytest.raises(FloatingPointError, match="in a row"):
         run(config, on_nan="skip", steps=MAX_REFUSED_IN_A_ROW + 5)
     assert checkpoints.open_checkpoint(config.run).step == MAX_REFUSED_IN_A_ROW

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retro.model.loss import losses
+from retro.model.loss import loss
 from retro.model.retro import Retro
 from retro.training.learning_rate_scaling import learning_rate_factors
 from retro.training.optimizer import make_optimizer
@@ -15,19 +15,16 @@ from retro.training.settings import TrainSettings
 from tests.retro.small_model import answers_only, batch, build, split_batch, step_of
 
 
-def test_the_loss_is_the_cross_entropy_and_z_loss_is_logged_separately() -> None:
+def test_the_logged_loss_is_the_mean_cross_entropy() -> None:
     tokens, _, _ = batch()
     model = build()
-    settings = TrainSettings(steps=10, warmup_steps=0, z_loss_weight=0.01, gradient_accumulation_steps=2, lr=1e-3)
-    expected = losses(model.hidden(tokens), model.output_weight, tokens, z_loss_weight=0.01)
+    settings = TrainSettings(steps=10, warmup_steps=0, gradient_accumulation_steps=2, lr=1e-3)
+    expected = loss(model.hidden(tokens), model.output_weight, tokens)
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     batches = iter([{"tokens": tokens, "labels": tokens} for _ in range(2)])
     result = step_of(model, optimizer, batches, settings)(0)
-    metrics = result.metrics
     assert result.num_tokens == 2 * tokens.numel()
-    assert metrics["loss"] == pytest.approx(expected.cross_entropy.item())
-    assert metrics["z_loss"] == pytest.approx(expected.z_loss.item())
-    assert metrics["z_loss"] > 0
+    assert result.metrics["loss"] == pytest.approx(expected.item())
 
 
 def test_learning_rates_of_groups_are_scaled_by_their_factor() -> None:
@@ -43,9 +40,7 @@ def test_learning_rates_of_groups_are_scaled_by_their_factor() -> None:
     assert rates[id(model.feed_forward["0"].block.down_proj.weight)] == metrics["lr"] / 4  # 64 input features
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"experts.num_experts": 4, "experts.every": 1, "experts.router_z_loss_weight": 0.01}]
-)
+@pytest.mark.parametrize("changes", [{}, {"experts.num_experts": 4, "experts.every": 1}])
 def test_a_step_averages_over_its_labels_for_any_number_of_batches(changes: dict[str, Any]) -> None:
     """The batches have unequal numbers of labels, so a mean of batch means would differ."""
     found: dict[int, tuple[dict[str, float], dict[str, torch.Tensor]]] = {}
@@ -54,7 +49,6 @@ def test_a_step_averages_over_its_labels_for_any_number_of_batches(changes: dict
         settings = TrainSettings(
             steps=1,
             warmup_steps=0,
-            z_loss_weight=0.01,
             gradient_accumulation_steps=accumulation,
             lr=1e-3,
             max_grad_norm=0,

@@ -167,7 +167,7 @@ def test_settings_missing_in_old_checkpoints_have_their_default(config: Config) 
     run(with_train(config, steps=4, lr_schedule="constant"))
     longer = with_train(config, steps=8, lr_schedule="constant")
     checkpoint = checkpoints.open_checkpoint(config.run)
-    del checkpoint.settings["train"]["z_loss_weight"]
+    del checkpoint.settings["train"]["weight_decay"]
     defaults = {"train": asdict(TrainSettings())}
     assert _changes(checkpoint, {"train": asdict(longer.train)}, defaults) == []
 
