@@ -18,6 +18,7 @@ from pipelines.settings.toml_file import to_toml
 SHORT_EVALUATION = 4_000
 """Tokens of an evaluation if the time limit chooses the steps: it takes less time than training."""
 _PROBE_STEPS = 12
+_PLANNED = 0.8  # share of the time that is planned, so that the last run fits on a machine that slows down
 
 
 def retro(*arguments: str) -> None:
@@ -68,7 +69,7 @@ def steps_that_fit(
     last = [line for line in lines if "tokens_per_second" in line][-1]  # the first half compiles and warms up
     step = last["tokens"] / last["step"] / last["tokens_per_second"]
     fixed = max(0.0, whole - _PROBE_STEPS * step)
-    steps = max(_PROBE_STEPS, int((limit.left - len(shares) * fixed) / (sum(shares) * step)))
+    steps = max(_PROBE_STEPS, int((_PLANNED * limit.left - len(shares) * fixed) / (sum(shares) * step)))
     say(
         f"{steps} steps per run: a step takes {step:.2f} s, and a run {fixed:.0f} s in addition. "
         f"{len(shares)} runs take about {(len(shares) * fixed + sum(shares) * steps * step) / 60:.1f} minutes. "

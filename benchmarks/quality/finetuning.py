@@ -124,9 +124,9 @@ def run_config(
 ) -> Config:
     """Return the config of the run FOLDER/PHASE, which starts from the weights of another phase."""
     chosen = PHASES[phase]
-    eval_tokens = 2_000 if chosen.examples else 30_000  # tokens of answers, or of text
+    evaluations, eval_tokens = 5, 2_000 if chosen.examples else 30_000  # tokens of answers, or of text
     if options.steps is None:  # a row has few tokens of an answer
-        eval_tokens = SHORT_EVALUATION // 40 if chosen.examples else SHORT_EVALUATION
+        evaluations, eval_tokens = 2, SHORT_EVALUATION // 40 if chosen.examples else SHORT_EVALUATION
     init_from = chosen.init_from and (init_from or chosen.init_from)
     config = Config(
         datastore=folder / ("reading" if chosen.examples else "pretraining"),
@@ -141,9 +141,9 @@ def run_config(
             init_from=str(folder / init_from) if init_from else "",
             num_threads=options.threads,
             compile="yes" if options.compile else "no",
-            eval_every=max(1, steps // 5),
+            eval_every=max(1, steps // evaluations),
             eval_tokens=eval_tokens,
-            checkpoint_every=max(1, steps // 5),
+            checkpoint_every=max(1, steps // evaluations),
         ),
     )
     if not chosen.examples:
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("data", nargs="?", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/finetuning"))
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
-    parser.add_argument("--clozes", type=int, default=1, help="cloze questions per passage of about 60 words")
+    parser.add_argument("--clozes", type=int, default=0, help="cloze questions per passage of about 60 words")
     parser.add_argument(
         "--corpus-bytes", type=int, default=1_000_000, help="bytes of other corpora in the pretraining text"
     )

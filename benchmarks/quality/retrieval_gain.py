@@ -14,8 +14,9 @@ is the trained and frozen `baseline` with an encoder and cross-attention that ar
 All models are scored on the same held-out documents. Leakage is always computed with the lexical neighbors, so that an
 α selects the same chunks for all models. Each part resumes if it was stopped.
 
-By default the size of the corpus and the number of steps are chosen so that each part ends within --minutes, which is
-enough to try the script. Results need thousands of steps: see docs/results/retrieval-gain.md.
+By default the size of the corpus and the number of steps are chosen so that each part ends within --minutes, and few
+held-out tokens are scored (--minutes 0: all). This is enough to try the script. Results need thousands of steps: see
+docs/results/retrieval-gain.md.
 """
 
 import argparse
@@ -171,8 +172,9 @@ def score(out: Path, limit: Budget) -> None:
     for name in limit.each(runs[1:], "model"):
         neighbors = ("--evaluation.k", "1", "2", "4", "8") if name not in PLAIN else ()
         against = ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
+        tokens = ("--evaluation.max-tokens", str(0 if math.isinf(limit.seconds) else SHORT_EVALUATION))
         output = ("--output", str(out / f"score-{name}.json"))
-        retro("eval", "perplexity", str(out / f"run-{name}"), *neighbors, *against, *output)
+        retro("eval", "perplexity", str(out / f"run-{name}"), *neighbors, *against, *tokens, *output)
     retro("report", *(str(out / f"run-{name}") for name in runs), "--output", str(out / "learning.html"))
     for name in runs:
         lines = [json.loads(line) for line in (out / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]

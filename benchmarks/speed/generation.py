@@ -14,6 +14,7 @@ import contextlib
 import io
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -125,16 +126,16 @@ def tokens_that_fit(options: argparse.Namespace, limit: Budget) -> int:
     return fitting
 
 
-def compare(chosen: dict[str, Run], batch: int, tokens: int, count: int, limit: Budget) -> list[dict[str, Any]]:
-    """Run all cases in turn for some rounds; return a row per case, with its ratio to the first case."""
-    times: dict[str, list[float]] = {name: [] for name in chosen}
+def compare(chosen: dict[str, Run], batches: list[int], tokens: int, count: int, limit: Budget) -> list[dict[str, Any]]:
+    """Run all cases in turn for some rounds; return a row per batch size and case, with its ratio to the first case."""
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
     for _ in limit.rounds(count):
-        for name, run in chosen.items():
-            times[name].append(seconds(partial(run, batch)))
-    first = next(iter(times.values()))
+        for batch in limit.each(batches, "batch size", lambda batch: batch**0.5):
+            for name, run in chosen.items():
+                times[batch, name].append(seconds(partial(run, batch)))
     rows = []
-    for name, took in times.items():
-        ratios = [one / other for one, other in zip(first, took, strict=True)]
+    for (batch, name), took in times.items():
+        ratios = [one / other for one, other in zip(times[batch, next(iter(chosen))], took, strict=True)]
         rate = batch * (tokens - 1) / statistics.median(took)
         rows.append(
             {
@@ -164,10 +165,7 @@ def main() -> None:
     limit = budget(options)
     tokens = tokens_that_fit(options, limit)
     chosen = selected(options, tokens)
-    rows = []
-    for number, batch in enumerate(options.batches):
-        say(f"{batch} rows at once", file=sys.stderr)
-        rows += compare(chosen, batch, tokens, options.rounds, limit.share(len(options.batches) - number))
+    rows = compare(chosen, options.batches, tokens, options.rounds, limit)
     print(f"{'':26}{'batch':>6}{'tokens/s':>11}{'ratio':>9}")
     for row in rows:
         print(f"{row['case']:26}{row['batch']:6}{row['tokens_per_second']:11,.0f}{row['ratio']:8.2f}×")
