@@ -217,7 +217,7 @@ def main() -> None:
         type=int,
         help="steps of each run; 0: those of the published results; default: as many as fit into --minutes",
     )
-    parser.add_argument("--questions", type=int, default=50, help="number of test questions of each set; 0: all")
+    parser.add_argument("--questions", type=int, default=20, help="number of test questions of each set; 0: all")
     parser.add_argument("--k", type=int, default=4, help="passages read as neighbors in `score`")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
