@@ -60,10 +60,10 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     fractions: list[eval_fractions.FractionLevel] = []
     statistics: list[OverlapStatistics] = []
     for each, rows in zip(sets, measured, strict=True):
-        leakage = eval_report.leakage_by_chunk(each, rows, settings, source)
+        leakage = eval_report.leakage_by_chunk(each, rows, source)
         levels += eval_report.levels_of(each, rows, settings, leakage)
         if leakage is not None:
-            statistics.append(eval_report.statistics_of(each, rows, leakage, settings, source))
+            statistics.append(eval_report.statistics_of(each, rows, leakage, source))
         if settings.datastore_fractions:
             fractions += eval_fractions.measure_fractions(opened, each, rows, settings, options.device)
     results = {

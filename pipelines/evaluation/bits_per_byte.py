@@ -170,27 +170,25 @@ def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
 def leakage_by_chunk(
     evaluation_set: EvaluationSet,
     measured: Sequence[Measured],
-    settings: EvaluationSettings,
     source: Datastore | None = None,
 ) -> np.ndarray | None:
     """Leakage r of every scored chunk, with a progress bar; None if the results are not by chunk."""
     if (chunks := measured[0].result.chunks) is None:
         return None
     with progress(f"leakage {evaluation_set.name}", total=len(chunks.ids), unit="chunks") as advance:
-        return leakage_of(evaluation_set, chunks.ids, settings.leakage_neighbors, source=source, advance=advance)
+        return leakage_of(evaluation_set, chunks.ids, source=source, advance=advance)
 
 
 def statistics_of(
     evaluation_set: EvaluationSet,
     measured: Sequence[Measured],
     leakage: np.ndarray,
-    settings: EvaluationSettings,
     source: Datastore | None = None,
 ) -> OverlapStatistics:
     """Overlap of the scored chunks with their neighbors; `leakage` comes from `leakage_by_chunk`."""
     chunks = measured[0].result.chunks
     assert chunks is not None, "not measured by chunk"
-    return overlap_statistics(evaluation_set, chunks.ids, leakage, settings.leakage_neighbors, source)
+    return overlap_statistics(evaluation_set, chunks.ids, leakage, source=source)
 
 
 def levels_of(

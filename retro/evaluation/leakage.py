@@ -21,6 +21,9 @@ from retro.evaluation.sets import EvaluationSet
 
 log = logging.getLogger("retro")
 
+LEAKAGE_NEIGHBORS = 10
+"""Number of nearest neighbors that define the leakage of a chunk (paper, section 2.7)."""
+
 _BLOCK_CHUNKS = 128  # with ten neighbors each, the tables of the comparison fit into the CPU cache
 
 
@@ -42,7 +45,7 @@ class Filtered:
 def leakage_of(
     evaluation_set: EvaluationSet,
     ids: np.ndarray,
-    num_neighbors: int,
+    num_neighbors: int = LEAKAGE_NEIGHBORS,
     *,
     source: Datastore | None = None,
     advance: Advance = lambda _: None,

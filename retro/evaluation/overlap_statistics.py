@@ -10,6 +10,7 @@ import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+from retro.evaluation.leakage import LEAKAGE_NEIGHBORS
 from retro.evaluation.sets import EvaluationSet
 
 _BUCKETS = 16
@@ -54,7 +55,8 @@ def overlap_statistics(
     evaluation_set: EvaluationSet,
     ids: np.ndarray,
     leakage: np.ndarray,
-    num_neighbors: int,
+    num_neighbors: int = LEAKAGE_NEIGHBORS,
+    *,
     source: Datastore | None = None,
 ) -> OverlapStatistics:
     """Compute overlap statistics of a set's chunks and their stored neighbors.

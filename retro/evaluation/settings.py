@@ -24,10 +24,8 @@ class EvaluationSettings:
     batch_size: int = 8
     """Windows in a batch."""
     leakage_thresholds: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
-    """Also measure bits per byte over the chunks whose overlap with a neighbor is at most α, for each of these α.
+    """Also measure bits per byte over the chunks whose overlap with their ten nearest neighbors is at most α, for each of these α.
     Not during training."""
-    leakage_neighbors: int = 10
-    """Number of nearest neighbors with which the overlap of a chunk is computed (paper: 10)."""
     datastore_fractions: tuple[float, ...] = ()
     """Also measure retrieval ON with a new search in these fractions of the datastore's documents, for example 0.01 0.1 0.5 1.
     A larger fraction contains the smaller ones. Not during training."""
@@ -49,6 +47,5 @@ class EvaluationSettings:
         for key in ("window", "stride", "max_tokens"):
             if getattr(self, key) < 0:
                 raise InputError(f"evaluation.{key} = {getattr(self, key)}: must be 0 or more.")
-        for key in ("batch_size", "leakage_neighbors"):
-            if getattr(self, key) < 1:
-                raise InputError(f"evaluation.{key} = {getattr(self, key)}: must be at least 1.")
+        if self.batch_size < 1:
+            raise InputError(f"evaluation.batch_size = {self.batch_size}: must be at least 1.")

@@ -69,6 +69,16 @@ def test_biases_and_taps_of_heads_do_not_decay(scheme: str) -> None:
     }
 
 
+def test_betas_are_the_decay_of_the_moments() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = make_optimizer([layer], TrainSettings(beta1=0.8, beta2=0.6))
+    layer.weight.grad = gradient = torch.randn(4, 4)
+    optimizer.step()
+    moments = optimizer.state[layer.weight]
+    torch.testing.assert_close(moments["exp_avg"], 0.2 * gradient)
+    torch.testing.assert_close(moments["exp_avg_sq"], 0.4 * gradient.square())
+
+
 def test_lr_factors_scale_the_learning_rate_and_keep_the_decay() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     factors = {"1.weight": 0.25}

@@ -164,6 +164,16 @@ def test_lora_starts_bit_equal_to_the_base_and_merging_keeps_its_logits(scheme: 
     torch.testing.assert_close(logits(model, tokens, None, neighbors, lengths), adapted, rtol=1e-4, atol=1e-5)
 
 
+def test_loras_products_are_scaled_by_alpha_over_rank() -> None:
+    def change(**settings: Any) -> Tensor:
+        """What LoRA adds to a matrix."""
+        torch.manual_seed(0)
+        tuned, name = build_tuned(adapter="lora", trained=True, **settings), "attention.0.block.q_proj.weight"
+        return merge(tuned).get_parameter(name).detach() - build().get_parameter(name).detach()
+
+    torch.testing.assert_close(change(rank=2, alpha=8.0), 4 * change(rank=2, alpha=2.0), rtol=1e-4, atol=1e-6)
+
+
 def test_targets_select_modules_and_unknown_ones_are_rejected_with_the_accepted() -> None:
     def adapted(*targets: str) -> set[str]:
         names = [
