@@ -34,7 +34,8 @@ class EmbedderSettings:
     dimension: int = 256
     """Width of lexical embeddings. A transformer has its own width."""
     bigram_buckets: int = 2**18
-    """Lexical: hash buckets for token bigrams."""
+    """Lexical: hash buckets for token bigrams. A process that embeds holds 4 * dimension bytes for each: 268 MB with the defaults.
+    Fewer of them save memory and find neighbors that are as useful (docs/results/lexical-embedder.md)."""
     fit_chunks: int = 200_000
     """Lexical: chunks sampled over all shards to count document frequencies of n-grams."""
     seed: int = 0

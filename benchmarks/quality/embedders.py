@@ -1,17 +1,15 @@
 """Compare weights for the n-grams of the lexical embedder, and hash buckets for its bigrams: usefulness of the neighbors,
-recall of an IVF index, and speed.
+and recall of an IVF index.
 
     python -m benchmarks.quality.embedders DATASTORE [--output results.json]
 
 For every variant, `gain` is the fraction of the next chunk's token bigrams that occur in the two nearest neighbors with
 their continuations (exact search), which is the text that RETRO can copy. recall@10 is that of an IVF-PQ index which
-searches 1/8 of its lists, after re-ranking. chunks_per_second is the speed of embedding. Document frequencies are those of
-the compared chunks.
+searches 1/8 of its lists, after re-ranking. Document frequencies are those of the compared chunks.
 """
 
 import argparse
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -91,9 +89,7 @@ def main() -> None:
         weights[:vocabulary][is_special] = 0
         weights[vocabulary:] *= bigram
         embedder = LexicalEmbedder(weights.astype(np.float32), is_special, 256, 0)
-        started = time.perf_counter()
         array = embeddings_of(embedder, train, count, options.output.with_suffix(".vectors.npy"))
-        took = time.perf_counter() - started
         vectors = embedder.embed(valid.tokens.gather(queries), valid.lengths.gather(queries))
         exact_distances, exact_ids = exact_search(vectors, array, 10)
         index = faiss.index_factory(256, "IVF1024,PQ128x4fs")
@@ -108,7 +104,6 @@ def main() -> None:
             "gain": gain(train, valid, queries, exact_ids[:, :2]),
             "recall_at_10": recall(found[:, :10], exact_distances),
             "nearest_distance": float(exact_distances[:, 0].mean()),
-            "chunks_per_second": count / took,
         }
         rows.append(row)
         print("  ".join(f"{key} {value:.6g}" for key, value in row.items()), flush=True)
