@@ -1,11 +1,9 @@
 """Options of model and data against their defaults, in short runs of small models on one corpus.
 
-    python -m benchmarks.quality.options CORPUS... --output FOLDER [--parts mup k balance] [--steps 500]
+    python -m benchmarks.quality.options CORPUS... --output FOLDER [--parts mup balance] [--steps 500]
 
 - `mup`: does `model.init = "mup"` let a wide decoder learn best at the learning rate that is best for a narrow one?
   Half of --steps for each initialization, width and learning rate.
-- `k`: does a RETRO with another k in each batch read fewer or more neighbors better? Each model is scored with every k
-  of `SCORED`.
 - `balance`: what does the loss that balances the load of experts change? Bits per byte, the fraction of choices that
   were dropped, and the load of the busiest expert relative to an even load, both over the second half of the training.
 
@@ -14,11 +12,10 @@ docs/results/options.md. A stopped script resumes.
 """
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +35,7 @@ from retro.training.trainer import train
 
 WIDTHS = (64, 256)
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
-SCORED = (0, 2, 4, 8)
 SEEDS = (0, 1)
-LENGTH = 32  # tokens of a chunk
 EVALUATION = 30_000  # tokens
 
 
@@ -51,7 +46,6 @@ class Run:
     part: str
     name: str
     model: dict[str, Any]
-    data: dict[str, Any] = field(default_factory=dict)
     lr: float = 4e-3
     seed: int = 0
 
@@ -64,17 +58,11 @@ class Run:
 def mup_runs() -> list[Run]:
     """Decoders of each width, with each initialization and learning rate. The narrow one has the base width."""
     return [
-        Run("mup", f"{init} {width} {lr:g}", decoder(width) | {"init": init, "mup_base_width": WIDTHS[0]}, lr=lr)
+        Run("mup", f"{init} {width} {lr:g}", decoder(width) | {"init": init, "mup_base_width": WIDTHS[0]}, lr)
         for init in ("depth-scaled", "mup")
         for width in WIDTHS
         for lr in LEARNING_RATES
     ]
-
-
-def k_runs() -> list[Run]:
-    """RETROs with two fixed numbers of neighbors, and with one drawn for each batch."""
-    data: dict[str, dict[str, Any]] = {"k = 2": {"k": 2}, "k = 4": {"k": 4}, "k drawn": {"k_choices": (2, 4, 8)}}
-    return [Run("k", f"{name} seed {seed}", small_retro(), data[name], seed=seed) for seed in SEEDS for name in data]
 
 
 def balance_runs() -> list[Run]:
@@ -87,7 +75,7 @@ def balance_runs() -> list[Run]:
     ]
 
 
-PARTS = {"mup": mup_runs, "k": k_runs, "balance": balance_runs}
+PARTS = {"mup": mup_runs, "balance": balance_runs}
 
 
 def decoder(width: int) -> dict[str, Any]:
@@ -110,7 +98,7 @@ def config_of(out: Path, run: Run, options: argparse.Namespace, steps: int) -> C
         datastore=out / "datastore",
         run=out / run.name.replace(" ", "_"),
         model=updated(ModelSettings(), run.model),
-        data=DataSettings(sequence_length=512, **run.data),
+        data=DataSettings(sequence_length=512),
         train=TrainSettings(
             steps=steps,
             batch_size=2,
@@ -132,42 +120,29 @@ def build(out: Path, options: argparse.Namespace) -> None:
         datastore=out / "datastore",
         corpus=CorpusSettings(paths=(write_part(options.corpus, options.corpus_mb, out / "corpus.jsonl"),)),
         tokenizer=TokenizerSettings(vocab_size=2048),
-        chunks=ChunkSettings(chunk_length=LENGTH),
-        neighbors=NeighborSettings(search="exact", stored=max(SCORED)),
+        chunks=ChunkSettings(chunk_length=32),
+        neighbors=NeighborSettings(search="exact"),
     )
     retro("index", written(out / "datastore.toml", config))
 
 
 def num_steps(out: Path, runs: Sequence[Run], options: argparse.Namespace, limit: Budget) -> int:
-    """Return --steps, or the number with which all runs fit into four fifths of the remaining time; scores need the rest."""
+    """Return --steps, or the number with which all runs fit into the remaining time. The last run is the slowest."""
     if options.steps:
         return int(options.steps)
-    slowest = next((run for run in runs if run.data.get("k") == 4), runs[-1])  # about the mean of the numbers drawn
-    config = partial(config_of, out, slowest, options)
-    return steps_that_fit(out / "steps", "train", config, [run.share for run in runs], limit.share(1.25))
+    config = partial(config_of, out, runs[-1], options)
+    return steps_that_fit(out / "steps", "train", config, [run.share for run in runs], limit)
 
 
-def measure(config: Config, run: Run, options: argparse.Namespace) -> dict[str, float]:
+def measure(config: Config) -> dict[str, float]:
     """Train a model and return held-out bits per byte, with experts also their load."""
     lines = train(config.run, config.run_settings).metrics
     row: dict[str, float] = {"tokens": max(line["tokens"] for line in lines)}
-    if run.part == "k":
-        return row | scores(config.run, options)
     row |= {name: lines[-1][key] for name in ("off", "on") if (key := f"valid_bits_per_byte_{name}") in lines[-1]}
     routed = [line for line in lines if "busiest_expert" in line]
     for key in ("dropped_choices", "busiest_expert") if routed else ():
         row[key] = statistics.mean(line[key] for line in routed[len(routed) // 2 :])
     return row
-
-
-def scores(run: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Return the bits per byte of a run for every k of `SCORED`."""
-    file = run / "scores.json"
-    limits = ["--evaluation.max-tokens", str(EVALUATION if options.steps else SHORT_EVALUATION)]
-    ks = ["--evaluation.k", *(str(k) for k in SCORED if k), "--evaluation.leakage-thresholds"]
-    if not file.exists():
-        retro("eval", "perplexity", str(run), *ks, *limits, "--output", str(file))
-    return {f"k={row['k']}": row["bits_per_byte"] for row in json.loads(file.read_text())["results"]}
 
 
 def main() -> None:
@@ -188,7 +163,7 @@ def main() -> None:
     steps = num_steps(options.output, runs, options, limit)
     rows = {}
     for run in (Budget(math.inf) if options.steps else limit).each(runs, "run", lambda run: run.share):
-        rows[run.name] = measure(config_of(options.output, run, options, steps), run, options)
+        rows[run.name] = measure(config_of(options.output, run, options, steps))
         say(f"{run.name:24} " + "  ".join(f"{key} {value:.5g}" for key, value in rows[run.name].items()))
     write(options.output / f"options-{'-'.join(options.parts)}.json", {"steps": steps, "rows": rows})
 

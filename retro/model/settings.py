@@ -210,7 +210,7 @@ class ExpertSettings(_Section):
     """Capacity of an expert in training, relative to an even share of the chunks of a document. Later tokens are dropped. No
     token is dropped with num_experts / per_token or more, nor in evaluation."""
     balance_loss_weight: float = _setting(0.01, minimum=0, with_base="free")
-    """Weight of the loss that balances the load of experts (Switch Transformer)."""
+    """Weight of the loss that balances the load of experts (Switch Transformer; docs/results/options.md)."""
 
     def __post_init__(self) -> None:
         """As `_Section`; and check the number of experts."""
@@ -260,7 +260,7 @@ class ModelSettings(_Section):
     """Multiply embeddings by sqrt(d_model) where they enter the residual stream."""
     init: Initialization = _setting("depth-scaled", changes_function=True)
     """Initial weights. `depth-scaled`: outputs of blocks are smaller the more layers there are. `mup`: in addition, sizes and
-    learning rates follow the width, so the best `train.lr` of a narrow model is that of a wide one."""
+    learning rates follow the width, so the best `train.lr` of a narrow model is that of a wide one (docs/results/options.md)."""
     mup_base_width: int = _setting(256, minimum=1, changes_function=True)
     """With `mup`, a matrix with n inputs learns at `train.lr` * mup_base_width / n."""
     dropout: float = _setting(0.0, minimum=0, with_base="free")
