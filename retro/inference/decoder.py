@@ -24,6 +24,7 @@ from torch import Tensor
 
 from retro.device import Placement
 from retro.model.attention import Attention
+from retro.model.copy_head import Found, context_matches_of_last, neighbor_matches_of_last
 from retro.model.masks import neighbor_mask, visible
 from retro.model.positions import (
     AlibiPositions,
@@ -154,7 +155,9 @@ class Decoder:
             while reading := [number for number, row in enumerate(self.rows) if row.num_read < len(row.tokens)]:
                 self.check()
                 hidden[reading] = self._read(reading)
-            return F.linear(self.model.finish(hidden), self.output_weight).float()
+            hidden = self.model.finish(hidden)
+            logits = F.linear(hidden, self.output_weight).float()
+            return self._mixed(logits, hidden) if self.model.copy_head else logits
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
@@ -184,6 +187,24 @@ class Decoder:
             ]
             for row, *found in zip(searching, *self.retrieve(np.concatenate(chunks)), strict=True):
                 row.found.append((found[0], found[1]))
+
+    def _mixed(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        """Mix logits [rows, V] with what the copy head votes for, given activations [rows, D] of the last tokens."""
+        head = self.model.copy_head
+        assert head is not None
+        width = max(len(row.tokens) for row in self.rows)
+        tokens = self._put(
+            np.stack([np.pad(r.tokens, (width - len(r.tokens), 0), constant_values=-1) for r in self.rows])
+        )
+        found = [] if head.context is None else [Found(head.context, context_matches_of_last(tokens))]
+        read = [row.found[-1] if row.found else None for row in self.rows]
+        if head.neighbors is not None and (sample := next(filter(None, read), None)) is not None:
+            none = np.zeros_like(sample[0]), np.zeros_like(sample[1])  # a row without a complete chunk
+            neighbors, lengths = (
+                self._put(np.stack(each)) for each in zip(*(each or none for each in read), strict=True)
+            )
+            found.append(Found(head.neighbors, neighbor_matches_of_last(tokens, neighbors, lengths, self.m)))
+        return head.mixed(logits[:, None], hidden[:, None], found)[:, 0] if found else logits
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.model.attention import Attention, initial_taps
+from retro.model.copy_head import CopyHead, Copying, CopySource
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key, visible
@@ -157,6 +158,8 @@ class Retro(nn.Module):
             self.encoder = Encoder(settings)
         self.norm = norm()
         self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
+        copies = settings.copy_head.context or settings.copy_head.neighbors
+        self.copy_head = CopyHead(settings.copy_head, width, settings.chunk_length) if copies else None
         self.virtual_tokens: Any = None  # a prefix or prompt of `virtual_tokens.py`, from `tuning.add_adapter`
         self.initialize()
 
@@ -182,6 +185,8 @@ class Retro(nn.Module):
                 nn.init.normal_(module.weight, std=(fan_in * (num_blocks if into_stream else 1)) ** -0.5)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 nn.init.ones_(module.weight)
+            elif isinstance(module, CopySource):
+                module.initialize()
             elif isinstance(module, Attention):
                 for bias in ("content_bias", "distance_bias"):
                     if hasattr(module, bias):
@@ -206,12 +211,60 @@ class Retro(nn.Module):
         neighbor_lengths: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Compute the logits of every next token, [B, T, V]. The arguments are those of `hidden`."""
-        return self.logits(self.hidden(tokens, documents, neighbors, neighbor_lengths, lengths))
+        """Compute the logits of every next token, [B, T, V]. The arguments are those of `hidden`.
+
+        With a copy head they are log-probabilities.
+        """
+        hidden = self.hidden(tokens, documents, neighbors, neighbor_lengths, lengths)
+        return self.mixed(self.logits(hidden), hidden, tokens, documents, neighbors, neighbor_lengths)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [..., V] from `hidden` [..., D]. Logits are large, so callers can pass a few rows at a time."""
+        """Compute logits [..., V] from `hidden` [..., D]. Logits are large, so callers can pass a few rows at a time.
+
+        They are those of the vocabulary: see `mixed` and `copying`.
+        """
         return F.linear(hidden, self.output_weight)
+
+    def mixed(
+        self,
+        logits: Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+        kept: Tensor | slice = slice(None),
+    ) -> Tensor:
+        """Mix logits [B, T', V] of the tokens `kept` with what the copy head votes for; unchanged without a copy head.
+
+        Args:
+            logits: from `logits`.
+            hidden: activations of all tokens, [B, T, D].
+            tokens: and the rest: as in `hidden`.
+            documents: as in `hidden`.
+            neighbors: as in `hidden`.
+            neighbor_lengths: as in `hidden`.
+            kept: T' of the T tokens.
+        """
+        found = self.copy_head.find(tokens, documents, neighbors, neighbor_lengths) if self.copy_head else []
+        return self.copy_head.mixed(logits, hidden, found, kept) if self.copy_head and found else logits
+
+    def copying(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,  # so that a batch can be passed whole
+    ) -> Copying | None:
+        """What the loss of labels [B, T] needs of the copy head; None without one. The other arguments are those of `hidden`."""
+        if self.copy_head is None:
+            return None
+        return self.copy_head.mixture_of(
+            hidden, labels, self.copy_head.find(tokens, documents, neighbors, neighbor_lengths)
+        )
 
     @property
     def output_weight(self) -> Tensor:

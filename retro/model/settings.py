@@ -195,6 +195,18 @@ class RetrievalSettings(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopyHeadSettings(_Section):
+    """Copying: the prediction is a mixture of the vocabulary's and of tokens that followed the same text before. Not in the paper."""
+
+    key: ClassVar = "model.copy_head"
+
+    context: bool = _setting(False, with_base="switch")
+    """Copy from the preceding tokens of the same document. A baseline can have it too, which keeps a comparison fair."""
+    neighbors: bool = _setting(False, with_base="switch")
+    """Copy from the neighbors of the preceding chunk. It needs no encoder and no cross-attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertSettings(_Section):
     """Mixture of experts in place of feed-forward blocks of the decoder."""
 
@@ -277,6 +289,7 @@ class ModelSettings(_Section):
     rope: RopeSettings = field(default_factory=RopeSettings)
     encoder: EncoderSettings = field(default_factory=EncoderSettings)
     retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
+    copy_head: CopyHeadSettings = field(default_factory=CopyHeadSettings)
     experts: ExpertSettings = field(default_factory=ExpertSettings)
 
     def __post_init__(self) -> None:
@@ -292,6 +305,11 @@ class ModelSettings(_Section):
             self.refuse("feed_forward_bias", "false: experts have no biases")
         if self.dropout >= 1:
             self.refuse("dropout", "a number from 0 up to, not including, 1")
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether the model reads neighbors."""
+        return bool(self.retrieval.cca_layers) or self.copy_head.neighbors
 
     @property
     def retrieval_positions(self) -> PositionScheme:

@@ -48,6 +48,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "init": "mup",
         "mup_base_width": 16,
     },
+    "copying": {"copy_head.context": True, "copy_head.neighbors": True},
     "neox": {  # with Llama 3's scaling
         "norm": "layer",
         "norm_eps": 1e-5,

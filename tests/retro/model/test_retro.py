@@ -158,10 +158,10 @@ def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
     assert torch.equal(logits(model, tokens, None, neighbors, torch.zeros_like(lengths)), off)
     assert torch.equal(logits(model, tokens, None, neighbors[:, :, :0], lengths[:, :, :0]), off)
     lengths[0] = 0  # retrieval is dropped for one of the two sequences
-    on = model.hidden(tokens, None, neighbors, lengths)
-    torch.testing.assert_close(model.logits(on[0]), off[0])
-    assert not torch.allclose(model.logits(on[1]), off[1])
-    loss(on, model.output_weight, tokens).backward()
+    on = model(tokens, None, neighbors, lengths)
+    torch.testing.assert_close(on[0], off[0])
+    assert not torch.allclose(on[1], off[1])
+    loss(model.hidden(tokens, None, neighbors, lengths), model.output_weight, tokens).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name

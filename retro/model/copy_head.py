@@ -1,0 +1,319 @@
+"""Copying: next tokens that followed the same text before, mixed with those that the vocabulary predicts.
+
+    p(w) = (1 - g_context - g_neighbors) softmax(logits)(w) + g_context p_context(w) + g_neighbors p_neighbors(w)
+
+There are two sources: the preceding tokens of the same document (context), and the neighbors of the preceding chunk. Each is
+an attention over positions, and a position votes for the token that follows it (pointer networks: Merity et al. 2017,
+arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911.00172). The score of a position is a learned function of its match
+length: how many tokens up to this position, at most 16, equal the last tokens that were read. The gates g depend on the
+activations and on what was found. Not in the paper of RETRO.
+
+    tokens, neighbors ─ match lengths ─┬─ positions counted by match length (17 numbers per token) ─ p(label) ─┐
+                                       └─ longest match, agreement of its votes ─ gates ───────────────────────┴─ loss
+
+Match lengths are exact and need no gradient, so training keeps 17 counts per token and source instead of an attention matrix.
+Retrieval OFF removes the term of the neighbors: the other gates stay in proportion.
+
+Letters of the shape comments as in `retro.py`. In addition, N is a batch of texts with S positions each, Q the queries of a text.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from retro.model.masks import neighbor_mask, some_key
+from retro.model.settings import CopyHeadSettings
+
+LONGEST = 16
+"""Longer matches count as this long. A power of two, see `match_lengths`."""
+_STEP = 10.0
+"""Tables and gates are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
+
+
+class Copying(NamedTuple):
+    """What the loss needs to know.
+
+    Attributes:
+        log_keep: log of the share that the vocabulary keeps, float32 [...].
+        copied: probability of the label in the copied part of the mixture, its gates included, float32 [...].
+    """
+
+    log_keep: Tensor
+    copied: Tensor
+
+
+class Matches(NamedTuple):
+    """Where the last tokens of each query occur in its source.
+
+    Attributes:
+        lengths: match length of each position, int8 [N, Q, S]; -1 = the query cannot read the position.
+        following: the token that each position votes for, int64 [N, S].
+    """
+
+    lengths: Tensor
+    following: Tensor
+
+
+# ------------------------------------------------------------------------------------------------------------- matches
+
+
+def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tensor:
+    """Number of tokens before and including each query that equal those before and including each position.
+
+    Doubles the length: a full match of n tokens continues with the match n tokens earlier.
+
+    Args:
+        read: int64 [..., Q + longest - 1], the queries after `longest` - 1 earlier tokens; -1 = none.
+        source: int64 [..., S].
+        longest: a power of two; longer matches count as this long.
+
+    Returns:
+        int8 [..., Q, S].
+    """
+    lengths, n = (read[..., :, None] == source[..., None, :]).to(torch.int8), 1
+    while n < longest:
+        before = F.pad(lengths, (n, 0, n, 0))[..., :-n, :-n]
+        lengths = lengths + (lengths == n) * before
+        n *= 2
+    return lengths[..., longest - 1 :, :]
+
+
+def context_matches(tokens: Tensor, documents: Tensor | None, chunk_length: int) -> Matches:
+    """Matches in the preceding tokens of the same document: N = B, Q = S = T.
+
+    Args:
+        tokens: int64 [B, T].
+        documents: int64 [B, ceil(T / m)], or None, as in `Retro.hidden`.
+        chunk_length: m.
+    """
+    at, keys = torch.arange(tokens.shape[1], device=tokens.device), tokens
+    readable = at[:, None] > at  # the last token read has no following token yet
+    if documents is not None:
+        document = documents.repeat_interleave(chunk_length, dim=1)[:, : tokens.shape[1]]
+        readable = readable & (document[:, :, None] == document[:, None])
+        keys = tokens + (document << 32)  # matches end where a document begins
+    lengths = match_lengths(F.pad(keys, (LONGEST - 1, 0), value=-1), keys)
+    return Matches(lengths.masked_fill(~readable, -1), F.pad(tokens[:, 1:], (0, 1)))
+
+
+def neighbor_matches(
+    tokens: Tensor, neighbors: Tensor, neighbor_lengths: Tensor | None, documents: Tensor | None, chunk_length: int
+) -> Matches:
+    """Matches in the neighbors of complete chunks: N = B·U, Q = m, S = K·R.
+
+    Queries are those of chunked cross-attention: the last token of chunk u and the first m - 1 of the next one. Earlier tokens of
+    a match are in chunk u too, since a match has at most m tokens here.
+
+    Args:
+        tokens: int64 [B, T].
+        neighbors: int64 [B, U, K, R], U = T // m.
+        neighbor_lengths: int64 [B, U, K] or None, as in `Retro.hidden`.
+        documents: as in `Retro.hidden`.
+        chunk_length: m.
+    """
+    m, num_chunks = chunk_length, neighbors.shape[1]
+    longest = _longest_in_chunk(m)
+    padded = F.pad(tokens, (0, (num_chunks + 1) * m - 1 - tokens.shape[1]), value=-1)
+    windows = padded[:, m - longest :].unfold(1, m + longest - 1, m)  # [B, U, m + longest - 1]
+    lengths = match_lengths(windows[:, :, None], neighbors, longest)  # [B, U, K, m, R]
+    real = neighbor_mask(neighbors, neighbor_lengths, documents)
+    lengths = lengths.masked_fill(~F.pad(real[..., 1:], (0, 1))[:, :, :, None], -1)  # the last token votes for none
+    return Matches(
+        lengths.transpose(2, 3).flatten(0, 1).flatten(2), F.pad(neighbors[..., 1:], (0, 1)).flatten(0, 1).flatten(1)
+    )
+
+
+def context_matches_of_last(tokens: Tensor) -> Matches:
+    """As `context_matches` for the last token of each row only: Q = 1, S = T.
+
+    Args:
+        tokens: int64 [B, T], rows that end in the last column; -1 = no token.
+    """
+    lengths = match_lengths(F.pad(tokens, (LONGEST - 1, 0), value=-1)[:, -LONGEST:], tokens)  # [B, 1, T]
+    readable = (tokens >= 0) & (torch.arange(tokens.shape[1], device=tokens.device) < tokens.shape[1] - 1)
+    return Matches(lengths.masked_fill(~readable[:, None], -1), F.pad(tokens[:, 1:], (0, 1)).clamp(min=0))
+
+
+def neighbor_matches_of_last(tokens: Tensor, neighbors: Tensor, neighbor_lengths: Tensor, chunk_length: int) -> Matches:
+    """As `neighbor_matches` for the last token of each row only: Q = 1, S = K·R.
+
+    Args:
+        tokens: as in `context_matches_of_last`.
+        neighbors: int64 [B, K, R], of the last complete chunk of each row.
+        neighbor_lengths: int64 [B, K].
+        chunk_length: m.
+    """
+    longest = _longest_in_chunk(chunk_length)
+    lengths = match_lengths(F.pad(tokens, (longest - 1, 0), value=-1)[:, None, -longest:], neighbors, longest)
+    votes = torch.arange(1, neighbors.shape[2] + 1, device=tokens.device) < neighbor_lengths[..., None]
+    lengths = lengths.masked_fill(~votes[:, :, None], -1)  # [B, K, 1, R]
+    return Matches(lengths.transpose(1, 2).flatten(2), F.pad(neighbors[..., 1:], (0, 1)).flatten(1))
+
+
+def _longest_in_chunk(chunk_length: int) -> int:
+    """A match in neighbors has at most m tokens: the ones before may be of another document."""
+    return min(LONGEST, 1 << (chunk_length.bit_length() - 1))
+
+
+class Windows(NamedTuple):
+    """The queries of `neighbor_matches`: [B, T, ...] to windows [B·U, m, ...] and back."""
+
+    chunk_length: int
+    num_chunks: int
+
+    def split(self, x: Tensor) -> Tensor:
+        """Values of tokens [B, T, ...] to those of queries [B·U, m, ...]; zeros after the last token."""
+        m = self.chunk_length
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, (self.num_chunks + 1) * m - 1 - x.shape[1]))
+        return x[:, m - 1 :].unflatten(1, (self.num_chunks, m)).flatten(0, 1)
+
+    def join(self, x: Tensor, num_tokens: int, fill: float = 0.0) -> Tensor:
+        """Values of queries [B·U, m, ...] to those of tokens [B, T, ...]; `fill` for the m - 1 tokens before the first query."""
+        x = x.unflatten(0, (-1, self.num_chunks)).flatten(1, 2)
+        return F.pad(x, (0, 0) * (x.ndim - 2) + (self.chunk_length - 1, 0), value=fill)[:, :num_tokens]
+
+
+# ------------------------------------------------------------------------------------------------------------- mixture
+
+
+class CopySource(nn.Module):
+    """The attention over one source, and its gate."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.zeros(LONGEST + 1))  # by match length
+        self.disagreed = nn.Parameter(torch.zeros(LONGEST + 1))  # gate if the longest matches vote for different tokens
+        self.agreed = nn.Parameter(torch.zeros(LONGEST + 1))  # gate if they vote for one token
+        self.gate = nn.Parameter(torch.zeros(d_model))
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Begin as a suffix matcher: a longer match outweighs shorter ones, and the gate opens with its length."""
+        length = torch.arange(LONGEST + 1, device=self.scores.device)
+        self.scores.copy_(2.0 * length / _STEP)
+        self.agreed.copy_((0.75 * length.clamp(max=8) - 4.0) / _STEP)
+        self.disagreed.copy_((0.5 * length.clamp(max=8) - 5.0) / _STEP)
+        self.gate.zero_()
+
+    def attention(self, matches: Matches) -> Tensor:
+        """Attention of queries to positions, float32 [N, Q, S]; 0 for a query that can read none."""
+        readable = matches.lengths >= 0
+        scores = (_STEP * self.scores)[matches.lengths.long().clamp(min=0)]
+        return scores.masked_fill(~some_key(readable), -torch.inf).softmax(-1) * readable
+
+    def probability(self, matches: Matches, labels: Tensor) -> Tensor:
+        """The attention to positions that vote for the labels [N, Q], summed: float32 [N, Q].
+
+        Positions are counted by match length first. Counts need no gradient, and little memory.
+        """
+        lengths, right = matches.lengths, matches.following[:, None] == labels[..., None]
+        column = lengths.long() + 1  # column 0: not readable
+        zeros = torch.zeros(*lengths.shape[:2], LONGEST + 2, dtype=torch.int32, device=lengths.device)
+        ones = torch.ones_like(column, dtype=torch.int32)
+        counts, hits = (zeros.scatter_add(2, column, each)[..., 1:].float() for each in (ones, right.int()))
+        scores = _STEP * self.scores
+        weights = (scores - scores.detach().max()).exp()
+        return (hits @ weights) / (counts @ weights).clamp(min=torch.finfo(torch.float32).tiny)
+
+    def log_odds(self, matches: Matches, hidden: Tensor) -> Tensor:
+        """Log-odds of the gate against the vocabulary, float32 [N, Q]; -inf for a query that can read no position.
+
+        Args:
+            matches: [N, Q, S].
+            hidden: activations of the queries, float32 [N, Q, D].
+        """
+        longest, agree = longest_match(matches)
+        row = longest.clamp(min=0)
+        table = self.agreed[row].where(agree, self.disagreed[row])
+        return (_STEP * table + hidden @ self.gate).masked_fill(longest < 0, -torch.inf)
+
+
+def longest_match(matches: Matches) -> tuple[Tensor, Tensor]:
+    """The longest match of each query [N, Q]: its length (-1 = none), and whether all matches as long vote for the same token."""
+    longest = matches.lengths.amax(2).long()
+    is_longest, following = matches.lengths == longest[..., None], matches.following[:, None]
+    largest = following.masked_fill(~is_longest, -1).amax(2)
+    smallest = following.masked_fill(~is_longest, torch.iinfo(torch.int64).max).amin(2)
+    return longest, largest == smallest
+
+
+class Found(NamedTuple):
+    """One source of a batch: its parameters, its matches, and the windows of its queries (None = one query per token)."""
+
+    source: CopySource
+    matches: Matches
+    windows: Windows | None = None
+
+    def split(self, x: Tensor) -> Tensor:
+        """Values of tokens to those of queries."""
+        return x if self.windows is None else self.windows.split(x)
+
+    def join(self, x: Tensor, num_tokens: int, fill: float = 0.0) -> Tensor:
+        """Values of queries to those of tokens."""
+        return x if self.windows is None else self.windows.join(x, num_tokens, fill)
+
+
+class CopyHead(nn.Module):
+    """The sources of a model, and the mixture. Computed in float32."""
+
+    def __init__(self, settings: CopyHeadSettings, d_model: int, chunk_length: int) -> None:
+        super().__init__()
+        self.chunk_length = chunk_length
+        self.context = CopySource(d_model) if settings.context else None
+        self.neighbors = CopySource(d_model) if settings.neighbors else None
+
+    def find(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+    ) -> list[Found]:
+        """Matches in all sources; the arguments are those of `Retro.hidden`. Empty if there is nothing to copy from."""
+        found, m = [], self.chunk_length
+        if self.context is not None:
+            found.append(Found(self.context, context_matches(tokens, documents, m)))
+        if self.neighbors is not None and neighbors is not None and neighbors.numel() > 0:
+            matches = neighbor_matches(tokens, neighbors, neighbor_lengths, documents, m)
+            found.append(Found(self.neighbors, matches, Windows(m, neighbors.shape[1])))
+        return found
+
+    def mixture_of(self, hidden: Tensor, labels: Tensor, found: list[Found]) -> Copying:
+        """The mixture's parameters for labels [B, T], from activations [B, T, D]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            shares = self._log_shares(hidden.float(), found)
+            copied = torch.zeros(labels.shape, device=hidden.device)
+            for share, each in zip(shares[1:], found, strict=True):
+                own = each.source.probability(each.matches, each.split(labels))
+                copied = copied + share.exp() * each.join(own, labels.shape[1])
+        return Copying(shares[0], copied)
+
+    def mixed(self, logits: Tensor, hidden: Tensor, found: list[Found], kept: Tensor | slice = slice(None)) -> Tensor:
+        """Log-probabilities [B, T', V] of the mixture, from the logits [B, T', V] of the tokens `kept`.
+
+        Args:
+            logits: of the vocabulary.
+            hidden: activations of all tokens [B, T, D].
+            found: the sources.
+            kept: T' of the T tokens.
+        """
+        with torch.autocast(hidden.device.type, enabled=False):
+            shares = self._log_shares(hidden.float(), found)
+            log_p = logits.float().log_softmax(-1) + shares[0][:, kept, None]
+            copied = torch.zeros_like(log_p)
+            for share, each in zip(shares[1:], found, strict=True):
+                weights = each.source.attention(each.matches)  # [N, Q, S]
+                following = each.matches.following[:, None].expand_as(weights)
+                weights, following = (each.join(x, hidden.shape[1])[:, kept] for x in (weights, following))
+                copied = copied.scatter_add(2, following, weights * share[:, kept, None].exp())
+            return torch.logaddexp(log_p, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
+
+    def _log_shares(self, hidden: Tensor, found: list[Found]) -> Tensor:
+        """Logs of the shares of the vocabulary and of each source, float32 [1 + sources, B, T]."""
+        odds = [hidden.new_zeros(hidden.shape[:2])]
+        for each in found:
+            own = each.source.log_odds(each.matches, each.split(hidden))
+            odds.append(each.join(own, hidden.shape[1], fill=-torch.inf))
+        return torch.stack(odds).log_softmax(0)
