@@ -46,7 +46,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
     eval_fractions.check_fractions(opened, settings)
     folders = [options.datastore] if options.datastore else opened[0].folders
-    k = max(settings.k, default=0) if any(each.model.retrieval.cca_layers for each in opened) else 0
+    k = max(settings.k, default=0) if any(each.model.retrieves for each in opened) else 0
     sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
     for one in opened:
         _check_ids(one, sets)

@@ -78,7 +78,7 @@ def measure_all(
     by_chunk: bool = False,
 ) -> list[SetResult]:
     """Measure with retrieval OFF, then ON for each k if the model can retrieve; with progress bars."""
-    uses = [NeighborUse(k, source) for k in ((0, *settings.k) if model.settings.retrieval.cca_layers else (0,))]
+    uses = [NeighborUse(k, source) for k in ((0, *settings.k) if model.settings.retrieves else (0,))]
     return [
         measure(model, evaluation_set, settings, placement, use, sequence_length, by_chunk=by_chunk) for use in uses
     ]
@@ -133,7 +133,7 @@ def measure_checkpoints(
     names = _names(checkpoints)
     for each in sets:
         for checkpoint in checkpoints:
-            each.check(checkpoint.model, max(settings.k, default=0) if checkpoint.model.retrieval.cca_layers else 0)
+            each.check(checkpoint.model, max(settings.k, default=0) if checkpoint.model.retrieves else 0)
         if source is not None:
             check_source(each, source)
     placement = choose_inference_placement(device, checkpoints[0].settings["train"]["precision"])

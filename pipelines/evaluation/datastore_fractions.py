@@ -42,7 +42,7 @@ class FractionLevel:
 
 def check_fractions(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> None:
     """Raise InputError if fractions are set and no model retrieves, or one was trained with random neighbors."""
-    retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.retrieval.cca_layers]
+    retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.retrieves]
     if settings.datastore_fractions and not (retrieving and settings.k):
         raise InputError(
             f"evaluation.datastore_fractions = {settings.datastore_fractions}: "
@@ -110,7 +110,7 @@ def measure_fractions(
                 ),
             )
             for name, model in zip(names, models, strict=True)
-            if model.settings.retrieval.cca_layers
+            if model.settings.retrieves
             for k in settings.k
         ]
         ordered = [row for name in names for row in (*off, *on) if row.model == name]

@@ -64,9 +64,9 @@ def open_model(
             a datastore of passages.
     """
     opened = open_checkpoint(checkpoint)
-    if settings.neighbor_passages and passages is None and opened.model.retrieval.cca_layers:
+    if settings.neighbor_passages and passages is None and opened.model.retrieves:
         raise InputError(f"neighbor_passages = {settings.neighbor_passages}: name the datastore to search, --passages.")
-    retrieval = bool(settings.k and opened.model.retrieval.cca_layers)
+    retrieval = bool(settings.k) and opened.model.retrieves
     if passages is None:
         return LanguageModel.open(checkpoint, None, device, retrieval=retrieval), None
     retriever = Retriever.open(passages)

@@ -145,7 +145,7 @@ def _as_in_paper(
     form = QuestionFormat(language_model.tokenizer, model.chunk_length, language)
     prompts = [form.prompt(each.question) for each in questions]
     yield ModePrompts(QuestionMode("paper"), prompts)
-    if not found or not model.retrieval.cca_layers:
+    if not found or not model.retrieves:
         return
     for gold, passages in ((False, found.searched), (True, found.gold)):
         if passages is not None:

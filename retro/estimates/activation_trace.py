@@ -144,7 +144,7 @@ def trace(settings: ModelSettings, run: Pass) -> Trace:
 
 def trace_model(model: Retro, run: Pass) -> Trace:
     """As `trace`, of an existing model. With real tensors, this verifies the trace of fake ones."""
-    m, retrieved = model.settings.chunk_length, run.k if model.settings.retrieval.cca_layers else 0
+    m, retrieved = model.settings.chunk_length, run.k if model.settings.retrieves else 0
     shape, num_chunks = (run.num_sequences, run.sequence_length), run.sequence_length // m
     tokens = torch.zeros(shape, dtype=torch.int64)
     documents = torch.zeros(run.num_sequences, -(-run.sequence_length // m), dtype=torch.int64)
@@ -158,7 +158,8 @@ def trace_model(model: Retro, run: Pass) -> Trace:
         torch.autocast("cpu", dtype, enabled=run.narrow),
     ):
         hidden = model.hidden(tokens, documents if run.documents else None, neighbors)
-        loss(hidden, model.output_weight, tokens)
+        copying = model.copying(hidden, tokens, tokens, documents if run.documents else None, neighbors)
+        loss(hidden, model.output_weight, tokens, copying)
     return Trace(recorder.storages, recorder.copies if run.narrow else {})
 
 

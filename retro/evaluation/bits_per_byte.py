@@ -28,7 +28,7 @@ from retro.device import Placement, TensorBatch
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.evaluation.windows import ScoringWindow, document_windows, window_batches
-from retro.model.loss import IGNORED_LABEL, token_losses
+from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 
 # Windows that are sorted by length together: little padding, and memory that does not grow with the evaluation set.
@@ -224,10 +224,8 @@ def _first_windows(group: list[ScoringWindow], tokens: int, m: int) -> list[Scor
 
 @torch.inference_mode()
 def _token_losses(model: Retro, placement: Placement, batch: TensorBatch) -> Tensor:
-    labels = batch["labels"]
     with placement.autocast():
-        hidden = model.hidden(**{name: value for name, value in batch.items() if name != "labels"})
-        return token_losses(hidden, model.output_weight, labels)
+        return model.token_losses(**batch)
 
 
 def _score(

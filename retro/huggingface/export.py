@@ -112,7 +112,7 @@ def _as_retro(checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[st
 def as_family(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Written | None:
     """Return a plain decoder as a model of one of the families; None if no family can express it or it retrieves."""
     settings, table = checkpoint.model, tensors["embedding.weight"]
-    if settings.retrieval.cca_layers:
+    if settings.retrieves or settings.copy_head.context:
         return None
     try:
         family, config = config_of(settings, checkpoint.settings["data"]["sequence_length"])

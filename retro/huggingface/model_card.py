@@ -23,7 +23,7 @@ tags:
 
 def model_card(checkpoint: Checkpoint, name: str) -> str:
     """Return the text of README.md for a folder of this name."""
-    retrieves = bool(checkpoint.model.retrieval.cca_layers)
+    retrieves = checkpoint.model.retrieves
     sections = [
         _HEADER + f"\n# {name}",
         _description(checkpoint.model),
@@ -36,13 +36,17 @@ def model_card(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _description(model: ModelSettings) -> str:
-    if not model.retrieval.cca_layers:
+    if not model.retrieves:
         return "A decoder-only language model, trained as a baseline without retrieval."
     layers = ", ".join(map(str, model.retrieval.cca_layers))
+    reading = [
+        f"an encoder reads them, and the decoder's layers {layers} attend to the result (chunked cross-attention)"
+    ]
+    copying = ["a copy head predicts what followed the same text in them"] * model.copy_head.neighbors
     return (
         "A retrieval-enhanced transformer (RETRO, Borgeaud et al. 2022, arXiv 2112.04426). With retrieval ON, the model reads the "
-        f"nearest neighbors of every chunk of {model.chunk_length} tokens from a datastore: an encoder reads them, and the decoder's "
-        f"layers {layers} attend to the result (chunked cross-attention). With retrieval OFF the same weights are a plain decoder."
+        f"nearest neighbors of every chunk of {model.chunk_length} tokens from a datastore: "
+        f"{'; '.join(reading * bool(layers) + copying)}. With retrieval OFF the same weights are a plain decoder."
     )
 
 
@@ -133,7 +137,7 @@ def _limits(model: ModelSettings) -> str:
         "When a text exceeds the context, the oldest quarter is dropped.",
         "License and languages are those of the training text. Add them here before you publish the model.",
     ]
-    if not model.retrieval.cca_layers:
+    if not model.retrieves:
         limits.pop(2)
     return "\n".join(f"- {limit}" for limit in limits)
 

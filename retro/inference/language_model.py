@@ -67,13 +67,13 @@ class LanguageModel:
         retriever: Retriever | None = None
         if isinstance(source, Retriever):
             retriever, tokenizer = source, source.tokenizer
-        elif retrieval and opened.model.retrieval.cca_layers:
+        elif retrieval and opened.model.retrieves:
             retriever = Retriever.open(source)
             tokenizer = retriever.tokenizer
         else:
             tokenizer = Tokenizer.open(Path(source) / "tokenizer")
         _check_fits(opened, tokenizer, retriever, source)
-        if not retrieval or not opened.model.retrieval.cca_layers:
+        if not retrieval or not opened.model.retrieves:
             retriever = None
         model = load_model(opened, placement.device)
         placement.cast(model)
@@ -141,7 +141,7 @@ class LanguageModel:
         """Return the function that finds k neighbors of chunks; None for k = 0 and for models without retrieval."""
         if k < 0:
             raise InputError(f"k = {k}: must be 0 (retrieval OFF) or more.")
-        if not k or not self.model.settings.retrieval.cca_layers:
+        if not k or not self.model.settings.retrieves:
             return None
         retriever = self.retriever
         if retriever is None:

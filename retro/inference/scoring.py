@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.device import Placement
+from retro.device import Placement, TensorBatch
 from retro.evaluation.windows import ScoringWindow, sliding_windows
 from retro.inference.decoder import RetrieveNeighbors
 from retro.model.loss import IGNORED_LABEL, token_losses
@@ -82,8 +82,9 @@ def score(
             continue
         inputs, labels = _batch(group, sequences, found, m)
         with placement.autocast():
-            hidden = model.hidden(**placement.put(inputs))
-            losses = token_losses(hidden, model.output_weight, placement.put({"labels": labels})["labels"]).cpu()
+            put, targets = placement.put(inputs), placement.put({"labels": labels})["labels"]
+            hidden = model.hidden(**put)
+            losses = token_losses(hidden, model.output_weight, targets, model.copying(hidden, targets, **put)).cpu()
         for row, window in enumerate(group):
             of_window = slice(
                 window.scored - window.start - 1, window.stop - window.start - 1
@@ -92,7 +93,8 @@ def score(
             scored.log_probabilities[of_sequence] = -losses[row, of_window].double().numpy()
             if top:
                 with placement.autocast():
-                    values, ids = _likeliest(model, hidden[row, of_window], top)
+                    of_row = {name: None if value is None else value[row : row + 1] for name, value in put.items()}
+                    values, ids = _likeliest(model, hidden[row : row + 1], of_row, of_window, top)
                 scored.likeliest[of_sequence] = ids
                 scored.likeliest_log_probabilities[of_sequence] = values
     return scores
@@ -168,7 +170,13 @@ def _batch(
     return inputs, torch.from_numpy(labels)
 
 
-def _likeliest(model: Retro, hidden: Tensor, top: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return log-probabilities and ids of the likeliest next tokens for activations [n, D]: [n, top] each."""
-    blocks = [model.logits(block).float().log_softmax(-1).topk(top) for block in hidden.split(_BLOCK)]
-    return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))  # type: ignore[return-value]
+def _likeliest(
+    model: Retro, hidden: Tensor, inputs: TensorBatch, wanted: slice, top: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [wanted, top] each."""
+    found = []
+    for start in range(wanted.start, wanted.stop, _BLOCK):
+        kept = slice(start, min(start + _BLOCK, wanted.stop))
+        logits = model.mixed(model.logits(hidden[:, kept]), hidden, **inputs, kept=kept)[0]
+        found.append(logits.float().log_softmax(-1).topk(top))
+    return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*found, strict=True))  # type: ignore[return-value]

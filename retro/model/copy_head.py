@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retro.model.loss import Copying
 from retro.model.masks import neighbor_mask, some_key
 from retro.model.settings import CopyHeadSettings
 
@@ -30,18 +31,6 @@ LONGEST = 16
 """Longer matches count as this long. A power of two, see `match_lengths`."""
 _STEP = 10.0
 """Tables and gates are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
-
-
-class Copying(NamedTuple):
-    """What the loss needs to know.
-
-    Attributes:
-        log_keep: log of the share that the vocabulary keeps, float32 [...].
-        copied: probability of the label in the copied part of the mixture, its gates included, float32 [...].
-    """
-
-    log_keep: Tensor
-    copied: Tensor
 
 
 class Matches(NamedTuple):

@@ -3,11 +3,15 @@
 With a 128k vocabulary, 16,384 tokens have 8 GB of float32 logits, and their gradient is as large. So the loss processes a
 block of rows at a time. In training, the forward pass also computes the gradient of the block (softmax minus label), so logits
 are neither kept nor recomputed.
+
+With a copy head the probability of a label is that of a mixture, `Copying`. It depends on the logits only by the probability
+that the vocabulary gives to the label, so the gradient of the logits is the usual one times the vocabulary's part of the
+label's probability.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +25,20 @@ float16. The loss scale cannot prevent it: gradients of logits are computed in t
 what `backward` returns, which is float32. A power of two below the largest float16."""
 
 
+class Copying(NamedTuple):
+    """The copied part of a mixture p = keep · softmax(logits) + copied, for each label.
+
+    Attributes:
+        log_keep: log of the share that the vocabulary keeps, float32 [B, T].
+        copied: probability with which copying gives the label, times the share of copying, float32 [B, T].
+    """
+
+    log_keep: Tensor
+    copied: Tensor
+
+
 @torch.no_grad()
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, copying: Copying | None = None) -> Tensor:
     """Cross-entropy of each label, in nats: float32 [B, T], 0 for ignored labels. Without gradients.
 
     Under autocast, logits are rounded to its dtype, as in generation and `scoring`. In bfloat16 this changes the loss of a token
@@ -32,22 +48,26 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         hidden: [B, T, D], from `Retro.hidden`.
         weight: [V, D], `Retro.output_weight`.
         labels: int64 [B, T], the next token at each position, or `IGNORED_LABEL`.
+        copying: from `Retro.copying`; None = the vocabulary alone.
     """
     x, narrow, y = _flat(hidden, weight, labels)
-    losses = [_losses(x[rows] @ narrow.T, y[rows])[0] for rows in _blocks(x, len(weight))]
+    losses = [_losses(x[rows] @ narrow.T, y[rows], _rows(copying, rows))[0] for rows in _blocks(x, len(weight))]
     return torch.cat(losses).view(labels.shape)
 
 
-def loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
+def loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, copying: Copying | None = None, *, compiled: bool = False
+) -> Tensor:
     """Mean cross-entropy over labels that are not ignored, with gradients; 0 if all are ignored.
 
     Args:
         hidden: [B, T, D].
         weight: [V, D].
         labels: int64 [B, T].
+        copying: from `Retro.copying`; None = the vocabulary alone.
         compiled: fuse the operations between matrix products with `torch.compile`.
     """
-    return summed_loss(hidden, weight, labels, compiled=compiled) / num_labels(labels)
+    return summed_loss(hidden, weight, labels, copying, compiled=compiled) / num_labels(labels)
 
 
 def num_labels(labels: Tensor) -> Tensor:
@@ -55,50 +75,75 @@ def num_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORED_LABEL).sum().clamp(min=1)
 
 
-def summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
+def summed_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, copying: Copying | None = None, *, compiled: bool = False
+) -> Tensor:
     """`loss` as a sum, for callers that divide by the number of labels in several batches."""
-    total: Tensor = _SummedLoss.apply(hidden, weight, labels, compiled)
+    total: Tensor = _SummedLoss.apply(hidden, weight, labels, compiled, *(copying or (None, None)))
     return total
 
 
-def without_ignored(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Drop positions with ignored labels, if they are more than half: activations [N, D] and labels [N].
+def without_ignored(
+    hidden: Tensor, labels: Tensor, copying: Copying | None = None
+) -> tuple[Tensor, Tensor, Copying | None]:
+    """Drop positions with ignored labels, if they are more than half: activations [N, D], labels [N] and the same of `copying`.
 
     In fine-tuning only answers have labels. `summed_loss` stays the same, for less work. N differs between batches,
     so this is unsuited to compiled code, and the host waits for the GPU.
     """
     counts = labels != IGNORED_LABEL
-    return (hidden[counts], labels[counts]) if 0 < 2 * int(counts.sum()) < labels.numel() else (hidden, labels)
+    if not 0 < 2 * int(counts.sum()) < labels.numel():
+        return hidden, labels, copying
+    return hidden[counts], labels[counts], copying and Copying(*(each[counts] for each in copying))
 
 
 class _SummedLoss(torch.autograd.Function):
     """The sum of cross-entropies. The forward pass computes its gradients, block by block."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compiled: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        compiled: bool,
+        log_keep: Tensor | None,
+        copied: Tensor | None,
+    ) -> Tensor:
         x, narrow, y = _flat(hidden, weight, labels)
+        copying = None if log_keep is None or copied is None else Copying(log_keep, copied)
         total = torch.zeros((), device=x.device)
         # A frozen output layer needs no gradient; with retrieval OFF, a frozen decoder needs none at all.
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         to_hidden = torch.empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype, device=x.device)
         to_weight = torch.zeros(weight.shape if needs_weight else (), device=x.device)  # float32: blocks are summed
+        to_copying = torch.empty(2, len(x) if copying else 0, device=x.device)
         kernel = _compiled_logit_gradients() if compiled else _logit_gradients
         for rows in _blocks(x, len(weight)):
-            nats, gradients = kernel(x[rows] @ narrow.T, y[rows])
+            nats, gradients, of_copying = kernel(x[rows] @ narrow.T, y[rows], _rows(copying, rows))
             total += nats
             if needs_hidden:
                 to_hidden[rows] = _product(gradients, narrow)
             if needs_weight:
                 to_weight += _product(gradients.T, x[rows])
-        ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight)
+            if of_copying is not None:
+                to_copying[:, rows] = of_copying
+        shape = labels.shape if copying else (0,)
+        ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight, *(each.view(shape) for each in to_copying))
         ctx.types = hidden.dtype, weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        to_hidden, to_weight = ctx.saved_tensors
-        found = zip((to_hidden, to_weight), ctx.types, ctx.needs_input_grad[:2], strict=True)
-        return *((each * upstream).to(dtype) if needed else None for each, dtype, needed in found), None, None
+        gradients = zip(ctx.saved_tensors, (*ctx.types, torch.float32, torch.float32), strict=True)
+        to_hidden, to_weight, *to_copying = ((each * upstream).to(dtype) for each, dtype in gradients)
+        found = to_hidden, to_weight, None, None, *to_copying
+        return tuple(each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=True))
+
+
+def _rows(copying: Copying | None, rows: slice) -> Copying | None:
+    """A block of rows."""
+    return copying and Copying(*(each.flatten()[rows] for each in copying))
 
 
 def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,23 +168,38 @@ def block_rows(device_type: str, vocab_size: int) -> int:
     return max(512, (1 << 30 if device_type == "cuda" else 1 << 25) // (4 * vocab_size))
 
 
-def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [rows] in float32 and log-probabilities [rows, V] of logits [rows, V]."""
-    log_p = logits.float().log_softmax(-1)
-    losses = -log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    return losses.masked_fill(labels == IGNORED_LABEL, 0.0), log_p
+def _losses(logits: Tensor, labels: Tensor, copying: Copying | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Losses of rows of logits [rows, V], in float32.
 
-
-def _logit_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of cross-entropies, and its gradient for every logit: [rows, V] in the logits' dtype.
-
-    The gradient is softmax minus label. Float16 gradients are multiplied by `_FLOAT16_SCALE`; `_product` divides by it.
+    Returns:
+        The losses [rows], the vocabulary's log-probabilities [rows, V], and the log of its part in the probability of each label
+        [rows], None without copying.
     """
-    losses, log_p = _losses(logits, labels)
+    log_p = logits.float().log_softmax(-1)
+    losses, kept = -log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0], None
+    if copying is not None:
+        of_vocabulary = copying.log_keep - losses
+        losses = -torch.logaddexp(of_vocabulary, copying.copied.clamp(min=torch.finfo(torch.float32).tiny).log())
+        kept = of_vocabulary + losses
+    return losses.masked_fill(labels == IGNORED_LABEL, 0.0), log_p, kept
+
+
+def _logit_gradients(logits: Tensor, labels: Tensor, copying: Copying | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The sum of cross-entropies, its gradient for every logit [rows, V] in the logits' dtype, and that for `copying` [2, rows].
+
+    The gradient is softmax minus label, times the vocabulary's part of the label's probability. Float16 gradients are multiplied
+    by `_FLOAT16_SCALE`; `_product` divides by it.
+    """
+    losses, log_p, kept = _losses(logits, labels, copying)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    gradients = (log_p.exp() - is_label.float()).masked_fill((labels == IGNORED_LABEL)[:, None], 0.0)
+    ignored, to_copying = labels == IGNORED_LABEL, None
+    gradients = log_p.exp() - is_label.float()
+    if kept is not None:
+        gradients = gradients * kept.exp()[:, None]
+        to_copying = -torch.stack((kept.exp(), losses.exp())).masked_fill(ignored, 0.0)
+    gradients = gradients.masked_fill(ignored[:, None], 0.0)
     scaled = gradients * _FLOAT16_SCALE if logits.dtype == torch.float16 else gradients
-    return losses.sum(), scaled.to(logits.dtype)
+    return losses.sum(), scaled.to(logits.dtype), to_copying
 
 
 def _product(gradients: Tensor, other: Tensor) -> Tensor:
@@ -153,5 +213,5 @@ def _product(gradients: Tensor, other: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled_logit_gradients() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _compiled_logit_gradients() -> Callable[[Tensor, Tensor, Copying | None], tuple[Tensor, Tensor, Tensor | None]]:
     return torch.compile(_logit_gradients, fullgraph=True, dynamic=False)

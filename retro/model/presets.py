@@ -136,9 +136,12 @@ def usual_retrieval(base: ModelSettings) -> dict[str, Any]:
 
 
 def baseline_of(settings: ModelSettings) -> ModelSettings:
-    """A plain decoder with as many parameters, embeddings excluded: wider feed-forward blocks replace encoder and CCA."""
+    """A plain decoder with as many parameters, embeddings excluded: wider feed-forward blocks replace encoder and CCA.
+
+    It keeps the copying from its own context.
+    """
     settings = resolve(settings)
-    plain = updated(settings, {"retrieval.cca_layers": ()})
+    plain = updated(settings, {"retrieval.cca_layers": (), "copy_head.neighbors": False})
     surplus = _size(settings) - _size(plain)
     num_blocks = settings.num_layers + len(settings.expert_layers) * (settings.experts.num_experts - 1)
     matrices = 3 if settings.activation == "swiglu" else 2

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.model.attention import Attention, initial_taps
-from retro.model.copy_head import CopyHead, Copying, CopySource
+from retro.model.copy_head import CopyHead, CopySource
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
+from retro.model.loss import Copying, token_losses
 from retro.model.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key, visible
 from retro.model.mixture_of_experts import ExpertLinear, Experts, queues_of
 from retro.model.positions import Positions, positions_of
@@ -316,6 +317,11 @@ class Retro(nn.Module):
         h = self.embed(tokens, documents)
         h, _, routing = self.run_layers(h, None, documents, neighbors, neighbor_lengths, lengths)
         return self.finish(h), routing
+
+    def token_losses(self, labels: Tensor, **inputs: Any) -> Tensor:
+        """The loss of each label [B, T], copying included: see `loss.token_losses`. The inputs are those of `hidden`."""
+        hidden = self.hidden(**inputs)
+        return token_losses(hidden, self.output_weight, labels, self.copying(hidden, labels, **inputs))
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Embed tokens [B, T] as the residual stream [B, T, D]. The documents are those of `hidden`.

@@ -23,7 +23,7 @@ from retro.parallel.activation_checkpointing import checkpoint_activations
 from retro.parallel.blocks import blocks
 from retro.parallel.data_parallel import share_data
 from retro.parallel.process_mesh import Processes
-from retro.parallel.settings import divided
+from retro.parallel.settings import check_copy_head, divided
 from retro.parallel.tensor_parallel import divide_layers
 
 
@@ -41,6 +41,7 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
     """
     settings = processes.settings
     divided(model.settings, settings.tensor)  # raises if it is not divisible
+    check_copy_head(model.settings, settings)
     if settings.expert > 1 and not model.settings.experts.num_experts:
         raise InputError(
             f"parallel.expert = {settings.expert}: the model has no experts (model.experts.num_experts = 0)."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from retro.device import Placement, TensorBatch
-from retro.model.loss import summed_loss, token_losses, without_ignored
+from retro.model.loss import Copying, summed_loss, token_losses, without_ignored
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -86,6 +86,7 @@ class WholeModel:
         whole = compiled and processes.count == 1
         run = model.hidden_and_routing
         self.hidden_and_routing: Any = torch.compile(run, fullgraph=True, dynamic=False) if whole else run
+        self.copying: Any = torch.compile(model.copying, fullgraph=True, dynamic=False) if whole else model.copying
 
     @property
     def model_parts(self) -> Sequence[Retro]:
@@ -99,7 +100,8 @@ class WholeModel:
         with self.placement.autocast():
             hidden, routing = self.hidden_and_routing(**inputs)
             own = own_tokens(self.processes.along("tensor"), hidden, self.model.output_weight, labels)
-            objective, parts = part_of_loss(own, routing, context, self.model.settings, self.compiled)
+            copying = self.copying(hidden, labels, **inputs) if self.model.copy_head else None
+            objective, parts = part_of_loss((*own, copying), routing, context, self.model.settings, self.compiled)
         if objective.requires_grad:
             objective.backward()
         else:  # no trained weight was used: a frozen decoder and a batch without neighbors
@@ -116,7 +118,8 @@ class WholeModel:
         with self.placement.autocast():
             hidden = self.model.hidden(**own)
             unshard(self.model)
-            losses = token_losses(*own_tokens(processes.along("tensor"), hidden, self.model.output_weight, labels))
+            kept = own_tokens(processes.along("tensor"), hidden, self.model.output_weight, labels)
+            losses = token_losses(*kept, self.model.copying(hidden, labels, **own))
         reshard(self.model)
         return processes.gathered(losses)[:num_rows]
 
@@ -126,7 +129,7 @@ class WholeModel:
 
 
 def part_of_loss(
-    own: tuple[Tensor, Tensor, Tensor],
+    own: tuple[Tensor, Tensor, Tensor, Copying | None],
     routing: Tensor | None,
     context: StepContext,
     settings: ModelSettings,
@@ -135,16 +138,16 @@ def part_of_loss(
     """The part of a batch in the step's objective, and in its cross-entropy and `ROUTING`: float32 [1 + 3].
 
     Args:
-        own: activations, output layer and labels of this process's tokens.
+        own: activations, output layer, labels and copying of this process's tokens.
         routing: `ROUTING` of its sequences [B, 3], or None.
         context: of the step.
         settings: with the weight of the experts' loss.
         compiled: fuse the operations between matrix products.
     """
-    hidden, weight, labels = own
+    hidden, weight, labels, copying = own
     if not compiled:
-        hidden, labels = without_ignored(hidden, labels)
-    cross_entropy = summed_loss(hidden, weight, labels, compiled=compiled) / context.num_labels
+        hidden, labels, copying = without_ignored(hidden, labels, copying)
+    cross_entropy = summed_loss(hidden, weight, labels, copying, compiled=compiled) / context.num_labels
     objective, routed = cross_entropy, cross_entropy.new_zeros(len(ROUTING))
     if routing is not None:
         rows = len(routing) / context.num_sequences

@@ -213,7 +213,7 @@ class Pipeline:
         hidden, *routing = out
         own = own_tokens(self.processes.along("tensor"), hidden, self.stages[-1].model.output_weight, labels)
         routed = routing[0] if routing else None
-        objective, parts = part_of_loss(own, routed, self._context, self.settings, self.compiled)
+        objective, parts = part_of_loss((*own, None), routed, self._context, self.settings, self.compiled)
         self._losses += parts
         return objective
 

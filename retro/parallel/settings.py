@@ -70,6 +70,14 @@ def divided(model: ModelSettings, tensor: int) -> ModelSettings:
     return updated(model, {key: values[key] // tensor for key in keys})
 
 
+def check_copy_head(model: ModelSettings, settings: ParallelSettings) -> None:
+    """Raise InputError if a model with a copy head is divided by token or by layer: it needs all tokens and the last layer."""
+    copies = [key for key, value in flatten(model).items() if key.startswith("copy_head.") and value]
+    for key in ("tensor", "pipeline"):
+        if copies and getattr(settings, key) > 1:
+            raise InputError(f"parallel.{key} = {getattr(settings, key)}: must be 1 with model.{copies[0]} = true.")
+
+
 def num_stages(settings: ParallelSettings, num_layers: int) -> int:
     """Number of stages of a pipeline, one or two per process.
 

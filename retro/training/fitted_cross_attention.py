@@ -19,7 +19,6 @@ from torch import Tensor
 from retro.data.loader import BatchSource, as_tensors
 from retro.device import Placement, TensorBatch
 from retro.model.attention import Attention
-from retro.model.loss import token_losses
 from retro.model.positions import DEFAULT_ROPE, frequencies
 from retro.model.retro import Retro
 
@@ -92,7 +91,7 @@ def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
 def _loss(model: Retro, inputs: TensorBatch, labels: Tensor, placement: Placement) -> float:
     """Nats per token."""
     with placement.autocast():
-        losses = token_losses(model.hidden(**inputs), model.output_weight, labels)
+        losses = model.token_losses(labels, **inputs)
     return float(losses.sum() / (labels >= 0).sum())
 
 

@@ -52,7 +52,7 @@ class DocumentTask:
         Raises:
             InputError: the datastores, the model and the settings do not fit together.
         """
-        data, retrieval = settings.data, bool(settings.model.retrieval.cca_layers)
+        data, retrieval = settings.data, settings.model.retrieves
         self.data = TrainingData(data.datastores, data, retrieval=retrieval)
         self.data.plan(settings.train.steps * settings.samples_per_step)
         datastore = self.data.datastores[0]

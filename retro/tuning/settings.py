@@ -8,8 +8,8 @@ from indexing.store.errors import InputError
 Weights = Literal["all", "retrieval", "none"]
 Adapter = Literal["none", "lora", "prefix", "prompt"]
 
-RETRIEVAL = ("encoder.", "cross.")
-"""Prefixes of parameter names in encoder and chunked cross-attention, which a baseline lacks."""
+RETRIEVAL = ("encoder.", "cross.", "copy_head.neighbors.")
+"""Prefixes of parameter names in encoder, chunked cross-attention and copying from neighbors, which a baseline lacks."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class TuningSettings:
     """Which weights of a model are trained, and which adapter is added. Frozen weights stay bit-identical."""
 
     weights: Weights = "all"
-    """Weights of the model to train: `all`; `retrieval`, encoder and chunked cross-attention of a frozen decoder (RETROfit,
-    section 4.3 of the paper); `none`, only an adapter."""
+    """Weights of the model to train: `all`; `retrieval`, encoder, chunked cross-attention and copying from neighbors of a frozen
+    decoder (RETROfit, section 4.3 of the paper); `none`, only an adapter."""
     adapter: Adapter = "none"
     """Small weights added to the model: `lora`, low-rank matrices added to its matrices (Hu et al. 2021); `prefix`, keys and
     values that precede every sequence, in each layer of the decoder (Li & Liang 2021); `prompt`, embeddings that pass through

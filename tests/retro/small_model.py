@@ -9,7 +9,7 @@ from hypothesis import settings
 from torch import Tensor
 
 from retro.device import TensorBatch, choose_placement
-from retro.model.loss import IGNORED_LABEL
+from retro.model.loss import IGNORED_LABEL, loss
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
 from retro.parallel.forward_backward import WholeModel
@@ -134,6 +134,12 @@ def step_of(
     passes = WholeModel(model, processes, placement)
     step, count = OptimizerStep(passes, optimizer, processes, placement, settings), settings.gradient_accumulation_steps
     return lambda number: step(number, [next(batches) for _ in range(count)])
+
+
+def loss_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Tensor:
+    """Mean loss of labels [B, T], copying included."""
+    hidden = model.hidden(*inputs)
+    return loss(hidden, model.output_weight, labels, model.copying(hidden, labels, *inputs))
 
 
 @torch.no_grad()

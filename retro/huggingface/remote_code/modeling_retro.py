@@ -74,7 +74,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     # As in training, autocast reduces only matrix products, and the residual stream stays in float32.
     _keep_in_fp32_modules_strict: ClassVar = [
         "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "q_norm", "k_norm", "smear",
-        "router", "content_bias", "distance_bias",
+        "router", "content_bias", "distance_bias", "copy_head",
     ]  # fmt: skip
 
     def __init__(self, config: RetroConfig) -> None:
@@ -111,7 +111,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             ImportError: the source is a datastore and `retro` is not installed.
         """
         settings = self.model.settings
-        if source is not None and not settings.retrieval.cca_layers:
+        if source is not None and not settings.retrieves:
             raise ValueError("this model is a plain decoder without layers that read neighbors.")
         self._retrieve = (
             None
@@ -207,10 +207,15 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             m = self.model.settings.chunk_length
             of_chunks = (lengths[:, None] - torch.arange(0, num_tokens, m, device=tokens.device)).clamp(0, m)
             hidden, routing = self.model.hidden_and_routing(tokens, None, neighbors, neighbor_lengths, of_chunks)
+            copies = self.model.copy_head is not None
+            if copies:  # needs the activations of all tokens
+                hidden = self.model.mixed(self.model.logits(hidden), hidden, tokens, None, neighbors, neighbor_lengths)
             if shift is not None:
                 hidden = hidden.gather(1, shift[..., None].expand_as(hidden))
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.model.logits(hidden if labels is not None else hidden[:, kept])
+            logits = hidden if labels is not None else hidden[:, kept]
+            if not copies:
+                logits = self.model.logits(logits)
         if labels is None:
             return logits, None
         if shift is not None:

@@ -38,7 +38,8 @@ def forward(model: Retro, run: Pass) -> Tensor:
     documents = torch.zeros(run.num_sequences, num_chunks, dtype=torch.int64) if run.documents else None
     neighbors = torch.zeros(run.num_sequences, num_chunks, run.k, 2 * m, dtype=torch.int64) if run.k else None
     with torch.autocast("cpu", torch.bfloat16, enabled=run.narrow):
-        return loss(model.hidden(tokens, documents, neighbors), model.output_weight, tokens)
+        hidden = model.hidden(tokens, documents, neighbors)
+        return loss(hidden, model.output_weight, tokens, model.copying(hidden, tokens, tokens, documents, neighbors))
 
 
 def hooked_bytes(model: Retro, run: Pass) -> int:

@@ -27,6 +27,7 @@ from tests.retro.small_model import (
     every_scheme,
     few,
     logits,
+    loss_of,
 )
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
@@ -161,7 +162,7 @@ def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
     on = model(tokens, None, neighbors, lengths)
     torch.testing.assert_close(on[0], off[0])
     assert not torch.allclose(on[1], off[1])
-    loss(model.hidden(tokens, None, neighbors, lengths), model.output_weight, tokens).backward()
+    loss_of(model, tokens, tokens, None, neighbors, lengths).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
@@ -171,10 +172,10 @@ def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
 def test_gradients_are_finite_and_zero_where_every_neighbor_is_missing(scheme):
     model = build(scheme)
     tokens, neighbors, lengths = batch()
-    loss(model.hidden(tokens, None, neighbors, torch.zeros_like(lengths)), model.output_weight, tokens).backward()
+    loss_of(model, tokens, tokens, None, neighbors, torch.zeros_like(lengths)).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        if name.startswith(("encoder.", "cross.")):
+        if name.startswith(("encoder.", "cross.", "copy_head.neighbors.")):
             assert parameter.grad.eq(0).all(), name
         else:
             assert parameter.grad.isfinite().all(), name

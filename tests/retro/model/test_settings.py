@@ -47,7 +47,13 @@ def test_every_setting_has_a_role_for_presets_and_bases() -> None:
     assert {"attention.positions", "chunk_length", "vocab_size"}.isdisjoint(sizes)
     roles = {role: keys_with("with_base", role) for role in ("decoder", "retrieval", "switch", "free")}
     assert sum(map(len, roles.values())) == len(flatten(ModelSettings()))
-    assert roles["switch"] == {"shared_embeddings", "copying_init", "retrieval.smeared_keys"}
+    assert roles["switch"] == {
+        "shared_embeddings",
+        "copying_init",
+        "retrieval.smeared_keys",
+        "copy_head.context",
+        "copy_head.neighbors",
+    }
     assert {"d_model", "rope.theta", "experts.num_experts"} <= roles["decoder"]
 
 

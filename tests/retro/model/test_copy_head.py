@@ -1,0 +1,166 @@
+"""Match lengths equal a plain loop, the mixture is a distribution, and its loss and gradients equal plain autograd."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retro.model.copy_head import LONGEST, CopyHead, context_matches, longest_match, match_lengths, neighbor_matches
+from retro.model.loss import IGNORED_LABEL, Copying, loss, token_losses
+from retro.model.retro import Retro
+from retro.model.settings import updated
+from tests.retro.small_model import SETTINGS, B, K, M, R, T, U, batch, build, loss_of
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
+
+FEW = 3  # ids of tokens: matches are frequent and long
+
+
+def few_tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(FEW, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_length(read: list[int], source: list[int], longest: int) -> int:
+    """Number of equal tokens at the ends of two texts, up to `longest`."""
+    count = 0
+    while count < min(longest, len(read), len(source)) and read[-1 - count] == source[-1 - count]:
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("longest", [1, 4, 16])
+def test_match_lengths_equal_a_loop(longest: int) -> None:
+    read, source = few_tokens(40).tolist(), few_tokens(30, seed=1).tolist()
+    read[5:25] = source[3:23]  # longer than 16
+    padded = torch.tensor([-1] * (longest - 1) + read)
+    expected = [[plain_length(read[: q + 1], source[: s + 1], longest) for s in range(30)] for q in range(40)]
+    assert match_lengths(padded, torch.tensor(source), longest).tolist() == expected
+
+
+@pytest.mark.parametrize("chunks_per_document", [1, 2, 8])
+def test_context_matches_stay_in_the_document(chunks_per_document: int) -> None:
+    m, num_tokens = 4, 32
+    tokens = few_tokens(1, num_tokens)
+    documents = (torch.arange(8) // chunks_per_document)[None]
+    size, row = m * chunks_per_document, tokens[0].tolist()
+    matches = context_matches(tokens, documents, m)
+    for q in range(num_tokens):
+        start = q // size * size
+        for s in range(num_tokens):
+            readable = start <= s < q
+            expected = plain_length(row[start : q + 1], row[start : s + 1], LONGEST) if readable else -1
+            assert matches.lengths[0, q, s] == expected
+            assert not readable or matches.following[0, s] == row[s + 1]
+
+
+def test_neighbor_matches_equal_a_loop() -> None:
+    tokens, neighbors = few_tokens(B, T + 2), few_tokens(B, U, K, R, seed=1)
+    lengths = torch.randint(0, R + 1, (B, U, K), generator=torch.Generator().manual_seed(2))
+    documents = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
+    matches = neighbor_matches(tokens, neighbors, lengths, documents, M)
+    assert matches.lengths.shape == (B * U, M, K * R)
+    for b, u, q, k, s in torch.cartesian_prod(*(torch.arange(n) for n in (B, U, M, K, R))).tolist():
+        at = (u + 1) * M - 1 + q
+        if at >= T + 2:
+            continue  # after the last token
+        # Chunk 1 of the first row ends a document: its neighbors would be read by the next one.
+        readable = s + 1 < lengths[b, u, k] and (b, u) != (0, 1)
+        found = matches.lengths[b * U + u, q, k * R + s]
+        # The longest match has m tokens, which are in chunk u and the next.
+        expected = plain_length(tokens[b, u * M : at + 1].tolist(), neighbors[b, u, k, : s + 1].tolist(), M)
+        assert found == (expected if readable else -1)
+        assert not readable or matches.following[b * U + u, k * R + s] == neighbors[b, u, k, s + 1]
+
+
+def test_the_longest_match_says_whether_all_as_long_agree() -> None:
+    tokens = torch.tensor([[1, 2, 5, 1, 2, 5, 1, 2, 7, 1, 2]])
+    longest, agree = longest_match(context_matches(tokens, None, 4))
+    assert longest[0].tolist() == [-1, 0, 0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert agree[0, 4:8].tolist() == [True, True, True, True]
+    assert not agree[0, 10]  # 5 and 7 followed
+
+
+def heads() -> list[dict[str, Any]]:
+    return [
+        {"copy_head.context": own, "copy_head.neighbors": theirs}
+        for own, theirs in ((True, False), (False, True), (True, True))
+    ]
+
+
+@pytest.mark.parametrize("settings", heads(), ids=str)
+@pytest.mark.parametrize("retrieval", [False, True])
+def test_the_mixture_is_a_distribution_and_gives_the_labels_the_probabilities_of_the_loss(settings, retrieval) -> None:
+    model = build(**settings)
+    tokens, neighbors, lengths = batch()
+    inputs = (tokens % FEW, None, neighbors % FEW, lengths) if retrieval else (tokens % FEW,)
+    labels = tokens.roll(-1, 1) % (2 * FEW)  # some of them were never read
+    with torch.no_grad():
+        log_p = model(*inputs).log_softmax(-1)
+        hidden = model.hidden(*inputs)
+        losses = token_losses(hidden, model.output_weight, labels, model.copying(hidden, labels, *inputs))
+    torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(B, T))
+    torch.testing.assert_close(-log_p.gather(2, labels[..., None])[..., 0], losses)
+
+
+@pytest.mark.parametrize("settings", heads(), ids=str)
+def test_the_gradients_of_the_loss_equal_plain_autograd(settings) -> None:
+    model = build(**settings)
+    tokens, neighbors, lengths = batch()
+    lengths[0] = 0
+    inputs = tokens % FEW, torch.tensor([[0, 0, 1, 1]] * B), neighbors % FEW, lengths
+    labels = tokens.roll(-1, 1) % (2 * FEW)
+    labels[1, 3:6] = IGNORED_LABEL
+    plain = torch.nn.functional.nll_loss(model(*inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+    ours = loss_of(model, labels, *inputs)
+    torch.testing.assert_close(ours, plain)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    wanted, found = (torch.autograd.grad(each, parameters, allow_unused=True) for each in (plain, ours))
+    for name, a, b in zip(names, found, wanted, strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits_change_the_loss_little(dtype: torch.dtype) -> None:
+    model = build(**heads()[2])
+    tokens, neighbors, lengths = batch()
+    inputs = tokens % FEW, None, neighbors % FEW, lengths
+    exact = loss_of(model, tokens, *inputs)
+    with torch.autocast("cpu", dtype):
+        narrow = loss_of(model, tokens, *inputs)
+    narrow.backward()
+    torch.testing.assert_close(narrow, exact, rtol=0.02, atol=0.02)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def test_a_probability_of_zero_has_a_finite_loss_and_gradient() -> None:
+    hidden = torch.full((1, 1, 2), 1e4, requires_grad=True)
+    weight, labels = torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.tensor([[1]])
+    copying = Copying(torch.full((1, 1), -0.1, requires_grad=True), torch.zeros(1, 1, requires_grad=True))
+    value = loss(hidden, weight, labels, copying)
+    value.backward()
+    assert value.isfinite()
+    for each in (hidden, *copying):
+        assert each.grad is not None
+        assert each.grad.isfinite().all()
+
+
+def test_a_new_copy_head_predicts_what_followed_a_long_match() -> None:
+    run = torch.arange(40, 60)
+    model = Retro(updated(SETTINGS, {**heads()[0], "vocab_size": 64}))
+    tokens = torch.cat((run, few_tokens(9), run[:10]))[None]
+    with torch.no_grad():
+        p = model(tokens)[0, -1].exp()
+    assert p.argmax() == run[10]
+    assert p[run[10]] > 0.5
+
+
+def test_off_is_a_head_without_neighbors_to_the_bit() -> None:
+    model = build(**heads()[2])
+    tokens = batch()[0] % FEW
+    alone = CopyHead(build(**heads()[0]).settings.copy_head, model.settings.d_model, M)
+    assert model.copy_head is not None
+    alone.load_state_dict(model.copy_head.state_dict(), strict=False)
+    with torch.no_grad():
+        hidden = model.hidden(tokens)
+        logits = model.logits(hidden)
+        assert torch.equal(model(tokens), alone.mixed(logits, hidden, alone.find(tokens)))
