@@ -35,7 +35,7 @@ from pipelines.stages.table import build
 from retro.data.settings import DataSettings
 from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
+from retro.model.settings import AttentionSettings, CopyHeadSettings, EncoderSettings, ModelSettings, RetrievalSettings
 from retro.training.settings import TrainSettings
 
 PATIENCE = 600
@@ -278,10 +278,11 @@ def tiny_model(tiny_datastore: Datastore) -> Retro:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
-    """A run of eight steps on `tiny_datastore`, with its checkpoints. Read-only."""
+    """A run of eight steps on `tiny_datastore`, with its checkpoints. The model has a copy head. Read-only."""
     from retro.training.trainer import train
 
     config = replace(tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus), datastore=tiny_datastore.folder)
+    config = replace(config, model=replace(config.model, copy_head=CopyHeadSettings(context=True, neighbors=True)))
     train(config.run, config.run_settings)
     return config.run
 

@@ -197,14 +197,16 @@ class CopySource(nn.Module):
 
         Positions are counted by match length first. Counts need no gradient, and little memory.
         """
-        lengths, right = matches.lengths, matches.following[:, None] == labels[..., None]
-        column = lengths.long() + 1  # column 0: not readable
-        zeros = torch.zeros(*lengths.shape[:2], LONGEST + 2, dtype=torch.int32, device=lengths.device)
-        ones = torch.ones_like(column, dtype=torch.int32)
-        counts, hits = (zeros.scatter_add(2, column, each)[..., 1:].float() for each in (ones, right.int()))
+        right = matches.following[:, None] == labels[..., None]
+        column = 2 * (matches.lengths.long() + 1) + right  # columns 0 and 1: not readable
+        one = torch.ones((), dtype=torch.int32, device=column.device)
+        counts = torch.zeros(*column.shape[:2], 2 * LONGEST + 4, dtype=torch.int32, device=column.device)
+        wrong, hits = (
+            counts.scatter_add(2, column, one.expand_as(column))[..., 2:].unflatten(2, (-1, 2)).float().unbind(3)
+        )
         scores = _STEP * self.scores
         weights = (scores - scores.detach().max()).exp()
-        return (hits @ weights) / (counts @ weights).clamp(min=torch.finfo(torch.float32).tiny)
+        return (hits @ weights) / ((wrong + hits) @ weights).clamp(min=torch.finfo(torch.float32).tiny)
 
     def log_odds(self, matches: Matches, hidden: Tensor) -> Tensor:
         """Log-odds of the gate against the vocabulary, float32 [N, Q]; -inf for a query that can read no position.

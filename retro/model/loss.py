@@ -111,7 +111,7 @@ class _SummedLoss(torch.autograd.Function):
         copied: Tensor | None,
     ) -> Tensor:
         x, narrow, y = _flat(hidden, weight, labels)
-        copying = None if log_keep is None or copied is None else Copying(log_keep, copied)
+        copying = None if log_keep is None or copied is None else Copying(log_keep.detach(), copied.detach())
         total = torch.zeros((), device=x.device)
         # A frozen output layer needs no gradient; with retrieval OFF, a frozen decoder needs none at all.
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

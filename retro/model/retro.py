@@ -260,12 +260,12 @@ class Retro(nn.Module):
         neighbor_lengths: Tensor | None = None,
         lengths: Tensor | None = None,  # so that a batch can be passed whole
     ) -> Copying | None:
-        """What the loss of labels [B, T] needs of the copy head; None without one. The other arguments are those of `hidden`."""
-        if self.copy_head is None:
-            return None
-        return self.copy_head.mixture_of(
-            hidden, labels, self.copy_head.find(tokens, documents, neighbors, neighbor_lengths)
-        )
+        """What the loss of labels [B, T] needs of the copy head; None if there is nothing to copy from.
+
+        The other arguments are those of `hidden`.
+        """
+        found = self.copy_head.find(tokens, documents, neighbors, neighbor_lengths) if self.copy_head else []
+        return self.copy_head.mixture_of(hidden, labels, found) if self.copy_head and found else None
 
     @property
     def output_weight(self) -> Tensor:

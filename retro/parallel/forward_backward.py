@@ -84,9 +84,7 @@ class WholeModel:
         self.model = model if processes.count > 1 else model.to(placement.device)
         # There are few shapes: one per number of neighbors, with and without document boundaries. Each compiles once.
         whole = compiled and processes.count == 1
-        run = model.hidden_and_routing
-        self.hidden_and_routing: Any = torch.compile(run, fullgraph=True, dynamic=False) if whole else run
-        self.copying: Any = torch.compile(model.copying, fullgraph=True, dynamic=False) if whole else model.copying
+        self.run: Any = torch.compile(self._run, fullgraph=True, dynamic=False) if whole else self._run
 
     @property
     def model_parts(self) -> Sequence[Retro]:
@@ -98,15 +96,19 @@ class WholeModel:
         labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
         sync_gradients(self.model, self.processes.settings, context.last)
         with self.placement.autocast():
-            hidden, routing = self.hidden_and_routing(**inputs)
+            hidden, routing, copying = self.run(labels, **inputs)
             own = own_tokens(self.processes.along("tensor"), hidden, self.model.output_weight, labels)
-            copying = self.copying(hidden, labels, **inputs) if self.model.copy_head else None
             objective, parts = part_of_loss((*own, copying), routing, context, self.model.settings, self.compiled)
         if objective.requires_grad:
             objective.backward()
         else:  # no trained weight was used: a frozen decoder and a batch without neighbors
             reshard(self.model)
         return parts
+
+    def _run(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor | None, Copying | None]:
+        """Activations, `ROUTING` and copying of a batch."""
+        hidden, routing = self.model.hidden_and_routing(**inputs)
+        return hidden, routing, self.model.copying(hidden, labels, **inputs)
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # evaluation has a new shape for each length of text

@@ -27,7 +27,6 @@ from retro.huggingface.export import as_family, export_folder
 from retro.huggingface.remote_code.retrieval_retro import open_retrieval
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
-from retro.model.loss import token_losses
 from retro.model.retro import Retro
 from retro.model.settings import from_json, updated
 from retro.server.app import make_app
@@ -206,11 +205,10 @@ def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_witho
     for given in ((), tuple(found)):
         neighbors = dict(zip(("neighbors", "neighbor_lengths"), given, strict=False))
         with torch.no_grad():
-            hidden = ours.hidden(tokens, None, *given)
-            expected = ours.logits(hidden)
+            expected = ours(tokens, None, *given)
             output = model(tokens, labels=tokens, **neighbors)
+            losses = ours.token_losses(tokens.roll(-1, 1), tokens=tokens, **neighbors)[:, :-1]
         assert torch.equal(output.logits, expected)
-        losses = token_losses(hidden[:, :-1], ours.output_weight, tokens[:, 1:])
         assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     model.retrieve_from(str(tiny_datastore.folder), k=2)
     try:
@@ -450,7 +448,8 @@ def test_a_decoder_without_retrieval_is_exported_as_a_family_if_possible(checkpo
     from retro.model.retro import Retro
 
     retro = open_checkpoint(checkpoint)
-    plain = updated(retro.model, {"retrieval.cca_layers": (), "activation": "swiglu", "attention.num_kv_heads": 1})
+    without = {"retrieval.cca_layers": (), "copy_head.context": False, "copy_head.neighbors": False}
+    plain = updated(retro.model, {**without, "activation": "swiglu", "attention.num_kv_heads": 1})
     torch.manual_seed(0)
     ours = Retro(plain).eval()
     opened, tensors = replace(retro, model=plain), dict(ours.state_dict())

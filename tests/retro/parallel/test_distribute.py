@@ -69,6 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transformer-xl": {"attention.positions": "transformer-xl", "tied_embeddings": False},
     "experts": {"experts.num_experts": 4, "experts.every": 2},
     "float16": {},
+    "copying": {"copy_head.context": True, "copy_head.neighbors": True},
     # A frozen base trained by one process: batches without neighbors have no gradient.
     "retrofit": {},
     "lora": {"shared_embeddings": True},
@@ -83,7 +84,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "data": ("plain", {}),
     "float16": ("float16", {"zero": 3}),
     "zero-1": ("plain", {"zero": 1}),
-    "zero-2": ("plain", {"zero": 2, "activation_checkpointing": "selective"}),
+    "zero-2": ("copying", {"zero": 2, "activation_checkpointing": "selective"}),
     "zero-3-offload": ("plain", {"zero": 3, "cpu_offload": True}),
     "tensor": ("learned", {"tensor": 4}),
     "tensor-zero-3": ("alibi", {"tensor": 2, "zero": 3, "activation_checkpointing": "full"}),
@@ -100,6 +101,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "retrofit-pipeline-tensor": ("retrofit", {"pipeline": 2, "tensor": 2}),
     "lora-pipeline-zero-2": ("lora", {"pipeline": 2, "zero": 2}),
     "prefix-zero-3": ("prefix", {"zero": 3}),
+    "copying": ("copying", {}),
+    "copying-zero-3": ("copying", {"zero": 3, "cpu_offload": True}),
 }
 """Name of a run → options of the model and parallel settings of four processes."""
 NUM_STEPS = 4
@@ -301,6 +304,9 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]],
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             looser = 50 if name.startswith(("gradient_norm", "monitor/")) else 1
+            # Some of the copy head's gradients are 0 but for rounding errors, and AdamW's first steps follow their signs.
+            if name.startswith("monitor/") and name.endswith("/copy_head"):
+                continue
             # A few of thousands of sums may be exactly 0 in one order and not in another.
             absolute = 1e-3 if name.startswith("monitor/zero/") else 1e-7
             assert ours[name] == pytest.approx(value, rel=rounding * looser, abs=absolute), (name, ours["step"])
@@ -418,7 +424,7 @@ def test_activation_checkpointing_saves_memory_and_changes_no_gradient() -> None
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            passes.hidden_and_routing(**inputs)
+            passes.model.hidden_and_routing(**inputs)
         kept[how] = sum(sizes)
         with FlopCounterMode(display=False) as counter:
             share = StepContext(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True)

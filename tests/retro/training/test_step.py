@@ -40,7 +40,10 @@ def test_learning_rates_of_groups_are_scaled_by_their_factor() -> None:
     assert rates[id(model.feed_forward["0"].block.down_proj.weight)] == metrics["lr"] / 4  # 64 input features
 
 
-@pytest.mark.parametrize("changes", [{}, {"experts.num_experts": 4, "experts.every": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"experts.num_experts": 4, "experts.every": 1}, {"copy_head.context": True, "copy_head.neighbors": True}],
+)
 def test_a_step_averages_over_its_labels_for_any_number_of_batches(changes: dict[str, Any]) -> None:
     """The batches have unequal numbers of labels, so a mean of batch means would differ."""
     found: dict[int, tuple[dict[str, float], dict[str, torch.Tensor]]] = {}
