@@ -163,9 +163,6 @@ def neighbor_stage(
     """Measure each kind of search, and the fastest bare search with the required recall."""
     keep_freed_memory()  # as the stage does
     train, settings = datastore.train, config.neighbors
-    first = max(0, (train.num_chunks - num_queries) // 2)
-    ids = np.arange(first, min(first + num_queries, train.num_chunks))
-    queries, own = train.embeddings.gather(ids).astype(np.float32), train.documents_of(ids)[1:]
     sample = np.sort(np.random.default_rng(0).choice(train.num_chunks, min(_CHECKED, train.num_chunks), replace=False))
     checked = train.embeddings.gather(sample).astype(np.float32), train.documents_of(sample)[1:]
     exact = exact_search(checked[0], train.embeddings, 2, checked[1])[0]
@@ -187,10 +184,6 @@ def neighbor_stage(
                 break
         chosen[name] = min(nprobe, searcher.max_nprobe)
         say(f"{name} with recall@2 of {found[name]:.3f}: nprobe {chosen[name]} of {searcher.max_nprobe}")
-    work: dict[str, Callable[[], object]] = {
-        name: partial(neighbors_of, queries, index, train, settings, excluded=own, nprobe=chosen[name])
-        for name, index in searched.items()
-    }
     bare_ones = bare_indexes(train, checked, exact)
     tried = {
         name: min(seconds(partial(index.search, checked[0], settings.candidates)) for _ in range(3))
@@ -200,8 +193,23 @@ def neighbor_stage(
     say(
         "bare searches with this recall, seconds for the same queries:", {name: round(tried[name], 3) for name in tried}
     )
-    work[bare] = lambda: bare_ones[bare].search(queries, settings.candidates)
-    took = median_seconds(work, rounds, limit)
+
+    def searches(queries: np.ndarray, own: tuple[np.ndarray, np.ndarray]) -> dict[str, Callable[[], object]]:
+        ours = {
+            name: partial(neighbors_of, queries, index, train, settings, excluded=own, nprobe=chosen[name])
+            for name, index in searched.items()
+        }
+        return {**ours, bare: partial(bare_ones[bare].search, queries, settings.candidates)}
+
+    # An upper bound of the time, because searching by lists is slower per query for few queries.
+    once = sum(map(seconds, searches(*checked).values()))
+    fitting = len(sample) * limit.left / (rounds + 1) / once
+    count = int(min(num_queries, train.num_chunks, max(len(sample), fitting)))
+    say(f"{count:,} queries in a round")
+    first = (train.num_chunks - count) // 2
+    ids = np.arange(first, first + count)
+    queries = train.embeddings.gather(ids).astype(np.float32)
+    took = median_seconds(searches(queries, train.documents_of(ids)[1:]), rounds, limit)
     return [
         row(f"{name} ({found[name]:.3f})", len(ids) / took[name], "chunks/s", took[bare] / took[name], bare)
         for name in searched
@@ -340,7 +348,12 @@ def main() -> None:
     parser.add_argument("part", choices=["stages", "growth", "one"])
     parser.add_argument("config", nargs="?", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--queries", type=int, default=65_536)
+    parser.add_argument(
+        "--queries",
+        type=int,
+        default=65_536,
+        help="most queries of a search; fewer if a round does not fit into --minutes",
+    )
     parser.add_argument("--sizes", nargs="*", type=int, default=[25_000, 100_000, 400_000])
     parser.add_argument("--shards", nargs="*", type=int, default=[4])
     parser.add_argument("--dimension", type=int, default=256)
