@@ -6,7 +6,8 @@ python -m benchmarks.speed.generation DATASTORE [--tokens 512] [--rounds 3] [--b
 All models have the sizes of `benchmarks/speed/training.py` and random weights. All rows begin with one token and end at
 the same length. Our model searches the index of the datastore for every chunk, except in the case OFF; retro-pytorch
 receives random chunks without a search. Rounds alternate between the cases, because shared machines drift; ratios
-within a run are reliable. Times include sampling.
+within a run are reliable. On a CPU all cases use one thread: its operations are small, and on a shared machine several
+threads wait for each other at each of them. Times include sampling.
 """
 
 import argparse
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmark-generation.json"))
     options = parser.parse_args()
     limit = budget(options)
+    torch.set_num_threads(1)
     tokens = tokens_that_fit(options, limit)
     chosen = selected(options, tokens)
     rows = compare(chosen, options.batches, tokens, options.rounds, limit)
