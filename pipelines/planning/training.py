@@ -167,9 +167,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     tokens = options.tokens or float(train.steps * per_step)
     step_seconds = per_step * per_token / (options.devices * rate) / _busy(options)
     gpu = train.device != "cpu"
-    run = Pass(
-        train.batch_size, data.sequence_length, max(data.k_choices or (data.k,)), train.precision != "float32", gpu
-    )
+    run = Pass(train.batch_size, data.sequence_length, data.k, train.precision != "float32", gpu)
     budget, modes = 0.9 * _size(options.device_memory), []
     for parallel in modes_of(options):
         memory = memory_of(
@@ -210,8 +208,7 @@ def flops_per_token(model: ModelSettings, data: DataSettings, tuning: TuningSett
     """Training operations per token, as MFU counts them (`retro/estimates/flops.py`)."""
     from retro.estimates.flops import training_flops
 
-    ks = data.k_choices or (data.k,)
-    return sum(training_flops(model, data.sequence_length, k, tuning) for k in ks) / len(ks) / data.sequence_length
+    return training_flops(model, data.sequence_length, data.k, tuning) / data.sequence_length
 
 
 def measured_flops(run: Path, num_devices: int) -> float:
@@ -267,11 +264,13 @@ def _size(text: str) -> float:
 def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
     """Two tables: the run, and the modes."""
     data, train = options.data, options.train
-    ks = ", ".join(map(str, data.k_choices or (data.k,)))
     of_peak = "measured" if options.measured else f"{options.mfu:.0%} of {options.peak_tflops:g}"
     what = [
         ["parameters", f"{plan.parameters:,}; {plan.all_parameters:,} with embeddings"],
-        ["operations", f"{plan.flops_per_token / 1e9:,.2f} GFLOP per token, n = {data.sequence_length:,}, k = {ks}"],
+        [
+            "operations",
+            f"{plan.flops_per_token / 1e9:,.2f} GFLOP per token, n = {data.sequence_length:,}, k = {data.k}",
+        ],
         [
             "devices",
             f"{options.devices:,} of {options.device_memory}, {plan.device_flops / 1e12:,.3g} TFLOP/s each ({of_peak})",

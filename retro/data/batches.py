@@ -122,14 +122,6 @@ def join(parts: Sequence[Batch], rows: np.ndarray) -> Batch:
     )
 
 
-def drawn_use(uses: Sequence[NeighborUse], seed: int, first: int) -> NeighborUse:
-    """Draw one of several uses for the batch whose first sample has this number.
-
-    A batch has a single number of neighbors, so that its arrays have few shapes.
-    """
-    return uses[mix(mix(seed + 2) ^ first) % len(uses)]
-
-
 def drop_neighbors(batch: Batch, samples: range, retrieval_dropout: float, seed: int) -> None:
     """Remove, in place, the neighbors of a share of the sequences, drawn by sample number."""
     if retrieval_dropout and batch.neighbor_lengths is not None:
@@ -168,9 +160,7 @@ class TrainingData:
     def __init__(self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool) -> None:
         self._arguments = (tuple(folders), settings, retrieval)
         self.datastores = [Datastore.open(folder, settings.reading) for folder in folders]
-        self.uses = [settings.neighbor_use(k) for k in settings.k_choices or (settings.k,)]
-        if not retrieval:
-            self.uses = [NeighborUse(0)]
+        self.use = settings.neighbor_use if retrieval else NeighborUse(0)
         self.seed = settings.seed
         first = self.datastores[0]
         m = first.chunk_length
@@ -179,12 +169,12 @@ class TrainingData:
                 f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length."
             )
         self.num_chunks = settings.sequence_length // m
-        setting = f"data.k_choices = {settings.k_choices}" if settings.k_choices else f"data.k = {settings.k}"
-        most = max(self.uses, key=lambda use: use.k)
         for datastore in self.datastores:
-            _check_datastore(datastore, first, most, setting)
+            _check_datastore(datastore, first, self.use)
         # A baseline reads no neighbors, so it needs no other datastores.
-        self.retrieval = [RetrievalSet.of(each) if most.k else RetrievalSet((each.train,)) for each in self.datastores]
+        self.retrieval = [
+            RetrievalSet.of(each) if self.use.k else RetrievalSet((each.train,)) for each in self.datastores
+        ]
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
         self.weights = tuple(settings.weights or (size / max(sizes) for size in sizes))
 
@@ -223,27 +213,15 @@ class TrainingData:
         first = offset + self.num_chunks * permuted(position, per_epoch, mix(mix(self.seed) + epoch))
         return chosen, epoch, (first, min(first + self.num_chunks, total))
 
-    def neighbor_use(self, first: int) -> NeighborUse:
-        """How neighbors are chosen for the batch whose first sample has this number, in all datastores."""
-        return drawn_use(self.uses, self.seed, first)
-
-    def batch(self, samples: range, retrieval_dropout: float = 0.0, use: NeighborUse | None = None) -> Batch:
-        """The batch of these sample numbers.
-
-        Args:
-            samples: their numbers.
-            retrieval_dropout: share of the sequences that get no neighbors.
-            use: how neighbors are chosen; None = `neighbor_use(samples.start)`. Processes that share a step must pass that of
-                the step's first sample, so that all have the same number of neighbors.
-        """
-        use = use or self.neighbor_use(samples.start)
+    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Batch:
+        """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no neighbors."""
         located = [self._locate(sample) for sample in samples]
         parts, rows = [], []
         for number in sorted({chosen for chosen, _, _ in located}):
             retrieval = self.retrieval[number]
             rows.append([row for row, (chosen, _, _) in enumerate(located) if chosen == number])
             epochs, ranges = zip(*(located[row][1:] for row in rows[-1]), strict=True)
-            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use, epochs))
+            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, self.use, epochs))
         batch = join(parts, np.concatenate(rows))
         drop_neighbors(batch, samples, retrieval_dropout, self.seed)
         return batch
@@ -273,7 +251,7 @@ def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) 
     return TrainingData(folders, settings, retrieval=retrieval)
 
 
-def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, setting: str) -> None:
+def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
     stored = use.k and use.source == "nearest"
     datastore.require("neighbors" if stored else "chunk")
     if use.k and use.materialized and not datastore.has("materialize"):
@@ -284,7 +262,9 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse, s
     if datastore.train.num_chunks == 0:
         raise InputError(f"{datastore.folder} has no training chunks.")
     if stored and (found := datastore.train.neighbor_ids.row_shape[0]) < use.k:
-        raise InputError(f"{setting}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.stored).")
+        raise InputError(
+            f"data.k = {use.k}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.stored)."
+        )
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:
             raise InputError(

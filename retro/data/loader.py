@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from retro.data.batches import Batch
-from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement, TensorBatch
 
 
@@ -26,10 +25,7 @@ class BatchSource(Protocol):
     def fingerprints(self) -> list[str]:
         """Fingerprints of everything that batches depend on, except settings."""
 
-    def neighbor_use(self, first: int) -> NeighborUse:
-        """How neighbors are chosen for the batch whose first sample has this number."""
-
-    def batch(self, samples: range, retrieval_dropout: float, use: NeighborUse) -> Batch:
+    def batch(self, samples: range, retrieval_dropout: float) -> Batch:
         """The batch of these sample numbers; `retrieval_dropout` is the fraction of sequences without neighbors."""
 
     def origin(self, sample: int) -> dict[str, Any]:
@@ -45,7 +41,7 @@ class _Batches(Dataset):
     def __getitem__(self, number: int) -> TensorBatch:
         first = number * self.size
         samples = range(first + self.rows.start, first + self.rows.stop)
-        return as_tensors(self.data.batch(samples, self.retrieval_dropout, self.data.neighbor_use(first)))
+        return as_tensors(self.data.batch(samples, self.retrieval_dropout))
 
 
 def as_tensors(batch: Batch) -> TensorBatch:

@@ -20,8 +20,6 @@ class DataSettings:
     """Tokens of a training sequence (n in the paper, 2048): a multiple of the chunk length."""
     k: int = 2
     """Neighbors that each chunk reads in training (paper: 2)."""
-    k_choices: tuple[int, ...] = ()
-    """Numbers of neighbors from which each batch draws one; 0 = retrieval OFF. Empty = always `data.k`."""
     neighbor_source: NeighborSource = "nearest"
     """`nearest`: the stored neighbors. `random`: a control, chunks drawn uniformly from outside the sequence's documents,
     different ones in each epoch."""
@@ -32,8 +30,7 @@ class DataSettings:
     """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
     of it. The next stored neighbors replace them. 1 = skip none."""
     seed: int = 0
-    """Seed of the order of sequences, of random neighbors, and of the draws for `data.k_choices` and
-    `data.retrieval_dropout`."""
+    """Seed of the order of sequences, of random neighbors, and of the draws for `data.retrieval_dropout`."""
     reading: Reading = "mmap"
     """How files are read; batches do not depend on it. `mmap` maps files into memory, and fetches those of a URL to the local
     cache first. `pread` reads only the bytes that are needed, for network file systems; from a URL by range requests."""
@@ -51,13 +48,12 @@ class DataSettings:
             raise InputError(f"data.sequence_length = {self.sequence_length}: must be a multiple of the chunk length.")
         if self.k < 0:
             raise InputError(f"data.k = {self.k}: must be 0 (no retrieval) or more.")
-        if any(k < 0 for k in self.k_choices):
-            raise InputError(f"data.k_choices = {self.k_choices}: each must be 0 (no retrieval) or more.")
         if not 0 <= self.retrieval_dropout <= 1:
             raise InputError(f"data.retrieval_dropout = {self.retrieval_dropout}: must be between 0 and 1.")
         if not 0 <= self.max_overlap <= 1:
             raise InputError(f"data.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 skips no neighbor.")
 
-    def neighbor_use(self, k: int) -> NeighborUse:
-        """How k neighbors of each chunk are chosen with these settings."""
-        return NeighborUse(k, self.neighbor_source, self.max_overlap, self.seed, self.materialized)
+    @property
+    def neighbor_use(self) -> NeighborUse:
+        """How the neighbors of each chunk are chosen with these settings."""
+        return NeighborUse(self.k, self.neighbor_source, self.max_overlap, self.seed, self.materialized)

@@ -15,8 +15,7 @@ import numpy as np
 
 from indexing.splitmix64 import mix
 from indexing.store.errors import InputError
-from retro.data.batches import Batch, drawn_use, drop_neighbors
-from retro.data.neighbor_choice import NeighborUse
+from retro.data.batches import Batch, drop_neighbors
 from retro.data.sample_order import permuted
 from retro.data.settings import DataSettings
 from retro.finetuning.packing import alone, pack
@@ -148,7 +147,7 @@ class ExampleData:
         self.prepared, self.files, self.seed = Prepared(folder), files, settings.seed
         self.rows, self.held_out = arrange(self.prepared, settings, pad_id, held_out=held_out, packed=packed)
         self.fingerprints = [*datastores, self.prepared.fingerprint]
-        self.uses = [NeighborUse(k) for k in (settings.k_choices or (settings.k,)) if retrieval] or [NeighborUse(0)]
+        self.k = settings.k if retrieval else 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the files itself."""
@@ -174,14 +173,9 @@ class ExampleData:
         epoch, position = divmod(sample, len(self.rows))
         return permuted(position, len(self.rows), mix(mix(self.seed) + epoch))
 
-    def neighbor_use(self, first: int) -> NeighborUse:
+    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Batch:
         """See `TrainingData`."""
-        return drawn_use(self.uses, self.seed, first)
-
-    def batch(self, samples: range, retrieval_dropout: float = 0.0, use: NeighborUse | None = None) -> Batch:
-        """See `TrainingData`."""
-        use = use or self.neighbor_use(samples.start)
-        batch = self.rows.batch([self.row_of(sample) for sample in samples], use.k)
+        batch = self.rows.batch([self.row_of(sample) for sample in samples], self.k)
         drop_neighbors(batch, samples, retrieval_dropout, self.seed)
         return batch
 

@@ -69,7 +69,7 @@ class ExampleTask:
             InputError: a line of the examples, or a model that does not fit the datastores.
         """
         data, tuning = settings.data, settings.tuning
-        k = max((data.k, *data.k_choices)) if settings.model.retrieves else 0
+        k = data.k if settings.model.retrieves else 0
         datastores = [Datastore.open(folder) for folder in data.datastores]
         self.data = ExampleData(
             _prepared(run, data.datastores, finetuning, k),

@@ -45,7 +45,7 @@ def can_be_fitted(model: Retro) -> bool:
 def start_copying(model: Retro, data: BatchSource, sequence_length: int, placement: Placement) -> None:
     """Call `fit_copying` with the first sequences of training, on the device of training. The model ends on the CPU."""
     samples = range(max(2, _TOKENS // sequence_length))
-    batch = placement.put(as_tensors(data.batch(samples, 0.0, data.neighbor_use(0))))
+    batch = placement.put(as_tensors(data.batch(samples, 0.0)))
     if batch["neighbors"] is None:
         log.warning(
             "the first batch has no neighbors: cross-attention is not fitted, and starts as in training from scratch"

@@ -67,9 +67,8 @@ class Utilization:
     @classmethod
     def of(cls, settings: RunSettings, placement: Placement, num_devices: int) -> "Utilization":
         """Read the peak from `train.peak_tflops`, or take the maker's figure or measure it."""
-        ks = settings.data.k_choices or (settings.data.k,)
         length = settings.data.sequence_length
-        flops = sum(training_flops(settings.model, length, k, settings.tuning) for k in ks) / len(ks) / length
+        flops = training_flops(settings.model, length, settings.data.k, settings.tuning) / length
         peak = settings.train.peak_tflops * 1e12 or peak_flops(placement)
         return cls(flops, peak * num_devices)
 

@@ -52,7 +52,6 @@ def batches_are_equal(one: Batch, other: Batch) -> bool:
         {"k": 2},
         {"k": 3},
         {"k": 5},
-        {"k": 1, "k_choices": (0, 1, 4)},
         {"k": 2, "max_overlap": 0.3},
         {"k": 2, "neighbor_source": "random"},
         {"k": 2, "neighbor_source": "random", "max_overlap": 0.3},

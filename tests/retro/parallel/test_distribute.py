@@ -129,7 +129,6 @@ def run_of(
     config = replace(
         config,
         model=updated(config.model, OPTIONS[options]),
-        data=replace(config.data, k_choices=(0, 2)) if options == "retrofit" else config.data,
         train=settings,
         parallel=ParallelSettings(**parallel),
         tuning=TUNED.get(options, ALL),
