@@ -91,7 +91,8 @@ def _memory_of_stage(
     # Autocast holds one copy of each weight until it ends: for a forward pass, or for a whole step of a pipeline.
     copies, kept = sum(seen.copies.values()), seen.kept(checkpointing, tensor)
     shared = copies if checkpointing == "none" else 0
-    forward = copies - shared + (_loss_bytes(settings, own, tensor, compiled) if _holds_loss(parallel, stage) else 0)
+    last = max(_loss_bytes(settings, own, tensor, compiled), copy_head_bytes(settings, own))  # one after the other
+    forward = copies - shared + (last if _holds_loss(parallel, stage) else 0)
     again = seen.recomputed(checkpointing, tensor) + (copies - shared if parallel.pipeline > 1 else 0)
     return Memory(
         *states,
@@ -258,6 +259,15 @@ def num_data(parallel: ParallelSettings) -> int:
 # -------------------------------------------------------------------------------------------------------- activations
 
 _trace = functools.lru_cache(maxsize=16)(trace)
+
+
+def copy_head_bytes(settings: ModelSettings, run: Pass) -> int:
+    """Temporary bytes of the copy head: about 12 for each pair of a token and a position, of one source at a time."""
+    sources = (
+        run.sequence_length * settings.copy_head.context,
+        2 * settings.chunk_length * run.k * settings.copy_head.neighbors,
+    )
+    return 12 * run.num_sequences * run.sequence_length * max(sources)
 
 
 def _loss_bytes(settings: ModelSettings, run: Pass, tensor: int, compiled: bool) -> int:

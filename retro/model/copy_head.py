@@ -198,7 +198,7 @@ class CopySource(nn.Module):
         Positions are counted by match length first. Counts need no gradient, and little memory.
         """
         right = matches.following[:, None] == labels[..., None]
-        column = 2 * (matches.lengths.long() + 1) + right  # columns 0 and 1: not readable
+        column = (2 * matches.lengths + 2 + right).long()  # columns 0 and 1: not readable
         one = torch.ones((), dtype=torch.int32, device=column.device)
         counts = torch.zeros(*column.shape[:2], 2 * LONGEST + 4, dtype=torch.int32, device=column.device)
         wrong, hits = (

@@ -1,15 +1,26 @@
 """Memory by parallel configuration: parameters, gradients and moments are exact; modes compare as expected."""
 
+import weakref
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from indexing.store.errors import InputError
 from retro.estimates.activation_trace import Pass
-from retro.estimates.training_memory import Memory, memory_of, parameter_units, sent_bytes, state_bytes
+from retro.estimates.training_memory import (
+    Memory,
+    copy_head_bytes,
+    memory_of,
+    parameter_units,
+    sent_bytes,
+    state_bytes,
+)
+from retro.model.copy_head import CopyHead
 from retro.model.retro import Retro
 from retro.model.settings import updated
 from retro.parallel.pipeline_parallel import Stage
@@ -168,3 +179,33 @@ def test_communication_is_two_or_three_times_the_parameters() -> None:
 def test_indivisible_configurations_are_rejected(parallel: ParallelSettings, told: str) -> None:
     with pytest.raises(InputError, match=told):
         memory_of(SETTINGS, RUN, parallel)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The peak of the bytes of all storages that operations have created and nothing has freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users: Counter[tuple[int, int]] = Counter()  # number of tensors by address and size of their storage
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                key = each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()
+                self.users[key] += 1
+                weakref.finalize(each, self.users.subtract, [key])
+        self.peak = max(self.peak, sum(size for (_, size), count in self.users.items() if count))
+        return made
+
+
+@pytest.mark.parametrize("source", ["context", "neighbors"])
+def test_temporary_bytes_of_the_copy_head_are_those_that_it_takes(source: str) -> None:
+    settings = updated(SETTINGS, {f"copy_head.{source}": True, "chunk_length": 32})
+    head = CopyHead(settings.copy_head, settings.d_model, 32)
+    tokens, neighbors, hidden = torch.zeros(2, 512).long(), torch.zeros(2, 16, 8, 64).long(), torch.zeros(2, 512, 32)
+    with LiveBytes() as counted:
+        head.mixture_of(hidden, tokens, head.find(tokens, None, neighbors))
+    expected = copy_head_bytes(settings, Pass(num_sequences=2, sequence_length=512, k=8))
+    assert 0.9 * expected < counted.peak < 1.05 * expected
