@@ -11,6 +11,9 @@ leakage, and curves.
 `baseline` has as many parameters as the RETRO models: its FFW width replaces encoder and cross-attention. `decoder` is
 their decoder alone, the paper's baseline. The control `random` is trained and scored with random neighbors. `retrofit`
 is the trained and frozen `baseline` with an encoder and cross-attention that are trained on a fraction of its tokens.
+
+With a copy head: `context` is the baseline that copies from its own context, `copy` a decoder that copies from context and
+neighbors without cross-attention, `both` has cross-attention too, and `both-random` is its control.
 All models are scored on the same held-out documents. Leakage is always computed with the lexical neighbors, so that an
 α selects the same chunks for all models. Each part resumes if it was stopped.
 
@@ -25,7 +28,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,9 +47,15 @@ from retro.model.settings import ModelSettings, updated
 from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
-PLAIN = ("baseline", "decoder", "plain")
+PLAIN = ("baseline", "decoder", "plain", "context")
 """Models without retrieval."""
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
+COPY_HEADS: dict[str, dict[str, Any]] = {
+    "context": {"copy_head.context": True},
+    "copy": {"copy_head.context": True, "copy_head.neighbors": True, "retrieval.cca_layers": ()},
+    "both": {"copy_head.context": True, "copy_head.neighbors": True},
+    "both-random": {"copy_head.context": True, "copy_head.neighbors": True},
+}
 # Options with which a model learns to copy early (docs/results/copying.md), and models with some or none of them.
 COPYING = {
     "shared_embeddings": True,
@@ -122,16 +131,17 @@ def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
 def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) -> Config:
     """Return the config of a model's run."""
     retrofit = name == "retrofit"
-    sizes = updated(_sizes(options), ABLATIONS.get(name, COPYING))
+    sizes = updated(_sizes(options), ABLATIONS.get(name, COPYING) | COPY_HEADS.get(name, {}))
     plain = {
         "baseline": baseline_of(sizes),
+        "context": baseline_of(sizes),
         "plain": baseline_of(sizes),
         "decoder": updated(sizes, {"retrieval.cca_layers": ()}),
     }
     model: ModelSettings = plain.get(name, sizes)
     if retrofit:
         model = updated(plain["baseline"], {"retrieval.cca_layers": sizes.retrieval.cca_layers})
-    source: Literal["random", "nearest"] = "random" if name == "random" else "nearest"
+    source: Literal["random", "nearest"] = "random" if name.endswith("random") else "nearest"
     return Config(
         datastore=out / ("minilm" if name == "minilm" else "lexical"),
         run=out / f"run-{name}",
@@ -166,12 +176,12 @@ def _sizes(options: argparse.Namespace) -> ModelSettings:
     return updated(sizes, {"retrieval.cca_layers": tuple(options.cca_layers), **width})
 
 
-def score(out: Path, limit: Budget) -> None:
-    """Write OUT/score-NAME.json for each model against the baseline, and one page with all curves."""
-    runs = [name for name in (*MODELS, *ABLATIONS) if (out / f"run-{name}").exists()]
-    for name in limit.each(runs[1:], "model"):
+def score(out: Path, reference: str, limit: Budget) -> None:
+    """Write OUT/score-NAME.json for each model against another one, and one page with all curves."""
+    runs = [name for name in (*MODELS, *COPY_HEADS, *ABLATIONS) if (out / f"run-{name}").exists()]
+    for name in limit.each([name for name in runs if name != reference], "model"):
         neighbors = ("--evaluation.k", "1", "2", "4", "8") if name not in PLAIN else ()
-        against = ("--against", str(out / "run-baseline"), "--leakage-from", str(out / "lexical"))
+        against = ("--against", str(out / f"run-{reference}"), "--leakage-from", str(out / "lexical"))
         tokens = ("--evaluation.max-tokens", str(0 if math.isinf(limit.seconds) else SHORT_EVALUATION))
         output = ("--output", str(out / f"score-{name}.json"))
         retro("eval", "perplexity", str(out / f"run-{name}"), *neighbors, *against, *tokens, *output)
@@ -193,7 +203,8 @@ def main() -> None:
     parser.add_argument("part", choices=["build", "train", "score"])
     parser.add_argument("corpus", nargs="*")
     parser.add_argument("--output", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *ABLATIONS])
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *COPY_HEADS, *ABLATIONS])
+    parser.add_argument("--against", default="baseline", choices=PLAIN, help="the model that `score` compares with")
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
     parser.add_argument("--k", type=int, default=2)
@@ -217,7 +228,7 @@ def main() -> None:
     elif options.part == "train":
         train(options.output, options, limit)
     else:
-        score(options.output, limit)
+        score(options.output, options.against, limit)
 
 
 if __name__ == "__main__":
