@@ -121,7 +121,10 @@ def tokens_that_fit(options: argparse.Namespace, limit: Budget) -> int:
         took += (now := seconds(partial(run, 1)))
         say(f"{name}: {now:.1f} s to warm up", file=sys.stderr)
     round_seconds = took * sum(batch**0.5 for batch in options.batches)  # approximate, for this number of tokens
-    fitting = min(options.tokens, _WARM_UP * int(max(2, min(limit.left / round_seconds, options.tokens))))
+    times = min(
+        (max(0.0, limit.left) / round_seconds) ** 0.5, options.tokens
+    )  # without a cache, time grows with the square
+    fitting = min(options.tokens, _WARM_UP * int(max(2, times)))
     if fitting < options.tokens:
         say(f"rows of {fitting} tokens, so that a round fits. For longer rows: --tokens {options.tokens} --minutes 0.")
     return fitting
