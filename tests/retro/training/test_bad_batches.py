@@ -39,9 +39,9 @@ def nan_losses(bad_tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Non
     """Make every loss of the bad batch NaN."""
     real = passes.summed_loss
 
-    def summed_loss(hidden, weight, labels, **options):
+    def summed_loss(hidden, weight, labels, *arguments, **options):
         bad = torch.equal(labels[:, 0], bad_tokens[:, 1])
-        return real(hidden, weight, labels, **options) * (math.nan if bad else 1)
+        return real(hidden, weight, labels, *arguments, **options) * (math.nan if bad else 1)
 
     monkeypatch.setattr(passes, "summed_loss", summed_loss)
 
