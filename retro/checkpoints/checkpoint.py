@@ -255,6 +255,10 @@ def read(folder: Path) -> Checkpoint:
 def _checkpoint(
     path: Path, weights: tuple[Path, ...], training: tuple[Path, ...], fingerprint: str, state: dict[str, Any]
 ) -> Checkpoint:
+    try:
+        model = from_json(state["settings"]["model"])
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
     return Checkpoint(
         path=path,
         weights=weights,
@@ -262,7 +266,7 @@ def _checkpoint(
         fingerprint=fingerprint,
         step=state["step"],
         tokens=state["tokens"],
-        model=from_json(state["settings"]["model"]),
+        model=model,
         settings=state["settings"],
         datastores=state["datastores"],
         num_ids=state.get("num_ids", state["settings"]["model"]["vocab_size"]),

@@ -399,13 +399,22 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
 
 
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
-    """Settings from what JSON makes of `dataclasses.asdict`: lists are tuples again."""
+    """Settings from what JSON makes of `dataclasses.asdict`: lists are tuples again.
 
-    def with_tuples(section: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+    Raises:
+        InputError: there is no such setting, or a value is not accepted.
+    """
 
-    sections = {name: kind(**with_tuples(values[name])) for name, kind in _SECTIONS.items() if name in values}
-    return ModelSettings(**with_tuples(values) | sections)
+    def made(kind: type[Any], section: Mapping[str, Any], made_sections: Mapping[str, Any]) -> Any:
+        for name in section:
+            if name not in {each.name for each in fields(kind)}:
+                raise InputError(f"{kind.key}.{name}: this version of retro has no such setting.")
+        read = {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+        return kind(**{**read, **made_sections})
+
+    sections = {name: made(kind, values[name], {}) for name, kind in _SECTIONS.items() if name in values}
+    settings: ModelSettings = made(ModelSettings, values, sections)
+    return settings
 
 
 def keys_with(role: str, *values: Any) -> set[str]:

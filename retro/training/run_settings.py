@@ -52,6 +52,8 @@ class RunSettings:
                 f"tuning.weights = {self.tuning.weights!r}: the frozen weights would stay random. Name trained weights in "
                 "train.init_from."
             )
+        if self.tuning.retrieval_only and not self.data.k:
+            raise InputError("data.k = 0 with tuning.weights = 'retrieval' trains nothing: set data.k to 1 or more.")
 
     def recorded(self, extra: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The sections that a checkpoint keeps, as JSON holds them.

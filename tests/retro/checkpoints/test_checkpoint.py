@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_json
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import save_tensors
@@ -147,6 +148,17 @@ def test_foreign_files_other_suffixes_and_other_versions_are_rejected(
     for path in (exported, run):
         with pytest.raises(InputError, match="format version 2, but this program reads version 3"):
             checkpoints.open_checkpoint(path)
+
+
+def test_a_setting_that_does_not_exist_is_named_with_the_checkpoint(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints.open_checkpoint(run).path, tmp_path / "00000008")
+    state = read_json(folder / "state.json")
+    state["settings"]["model"]["experts"]["router_z_loss_weight"] = 0.0
+    write_json(folder / "state.json", state)
+    with pytest.raises(
+        InputError, match=r"00000008: model.experts.router_z_loss_weight: this version .* no such setting"
+    ):
+        checkpoints.read(folder)
 
 
 def test_files_have_default_permissions(run: Path, exported: Path, tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def run(
     return train(folder, config.run_settings, advance=advance)
 
 
+def test_a_retrofit_without_neighbors_is_refused(config: Config, tmp_path: Path) -> None:
+    off = replace(config, data=replace(config.data, k=0))
+    with pytest.raises(InputError, match=r"data.k = 0 with tuning.weights = 'retrieval' trains nothing"):
+        run(off, tmp_path / "off", "any")
+
+
 @pytest.fixture(scope="module")
 def base(config: Config) -> Checkpoint:
     """A plain decoder."""
