@@ -90,6 +90,10 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Fine-tune on instructions, conversations or questions",
             "commands.model", "finetune", "Config", ("CONFIG",),
         ),
+        "add-retrieval": Verb(
+            "Add retrieval to a trained model in about a minute, without training",
+            "commands.add_retrieval", "add_retrieval", "AddRetrievalOptions", ("CHECKPOINT",),
+        ),
         "report": Verb(
             "Plot the curves of one or more training runs on an HTML page",
             "commands.model", "report", "ReportOptions", ("RUN…",),

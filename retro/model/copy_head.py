@@ -186,39 +186,44 @@ class CopySource(nn.Module):
         self.disagreed.copy_((0.5 * length.clamp(max=8) - 5.0) / _STEP)
         self.gate.zero_()
 
+    @property
+    def tables(self) -> Tensor:
+        """By match length, float32 [3, 17]: scores, and log-odds of the gate if the longest matches agree, and if they do not."""
+        return _STEP * torch.stack((self.scores, self.agreed, self.disagreed))
+
     def attention(self, matches: Matches) -> Tensor:
         """Attention of queries to positions, float32 [N, Q, S]; 0 for a query that can read none."""
         readable = matches.lengths >= 0
         scores = (_STEP * self.scores)[matches.lengths.long().clamp(min=0)]
         return scores.masked_fill(~some_key(readable), -torch.inf).softmax(-1) * readable
 
-    def probability(self, matches: Matches, labels: Tensor) -> Tensor:
-        """The attention to positions that vote for the labels [N, Q], summed: float32 [N, Q].
-
-        Positions are counted by match length first. Counts need no gradient, and little memory.
-        """
-        right = matches.following[:, None] == labels[..., None]
-        column = (2 * matches.lengths + 2 + right).long()  # columns 0 and 1: not readable
-        one = torch.ones((), dtype=torch.int32, device=column.device)
-        counts = torch.zeros(*column.shape[:2], 2 * LONGEST + 4, dtype=torch.int32, device=column.device)
-        wrong, hits = (
-            counts.scatter_add(2, column, one.expand_as(column))[..., 2:].unflatten(2, (-1, 2)).float().unbind(3)
-        )
+    def probability(self, wrong: Tensor, right: Tensor) -> Tensor:
+        """The attention to positions that vote for the label, summed: float32 [N, Q], from the counts of `count_votes`."""
         scores = _STEP * self.scores
         weights = (scores - scores.detach().max()).exp()
-        return (hits @ weights) / ((wrong + hits) @ weights).clamp(min=torch.finfo(torch.float32).tiny)
+        return (right @ weights) / ((wrong + right) @ weights).clamp(min=torch.finfo(torch.float32).tiny)
 
-    def log_odds(self, matches: Matches, hidden: Tensor) -> Tensor:
-        """Log-odds of the gate against the vocabulary, float32 [N, Q]; -inf for a query that can read no position.
+    def log_odds(self, longest: Tensor, agree: Tensor) -> Tensor:
+        """Log-odds of the gate against the vocabulary without its activations' part, float32 [N, Q].
 
-        Args:
-            matches: [N, Q, S].
-            hidden: activations of the queries, float32 [N, Q, D].
+        -inf for a query that can read no position. The arguments are those of `longest_match`.
         """
-        longest, agree = longest_match(matches)
         row = longest.clamp(min=0)
         table = self.agreed[row].where(agree, self.disagreed[row])
-        return (_STEP * table + hidden @ self.gate).masked_fill(longest < 0, -torch.inf)
+        return (_STEP * table).masked_fill(longest < 0, -torch.inf)
+
+
+def count_votes(matches: Matches, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Count positions by match length: those that vote for another token than the label [N, Q], and those that vote for it.
+
+    Counts need no gradient, and little memory: float32 [N, Q, 17] each.
+    """
+    right = matches.following[:, None] == labels[..., None]
+    column = (2 * matches.lengths + 2 + right).long()  # columns 0 and 1: not readable
+    one = torch.ones((), dtype=torch.int32, device=column.device)
+    counts = torch.zeros(*column.shape[:2], 2 * LONGEST + 4, dtype=torch.int32, device=column.device)
+    wrong, hits = counts.scatter_add(2, column, one.expand_as(column))[..., 2:].unflatten(2, (-1, 2)).float().unbind(3)
+    return wrong, hits
 
 
 def longest_match(matches: Matches) -> tuple[Tensor, Tensor]:
@@ -277,7 +282,7 @@ class CopyHead(nn.Module):
             shares = self._log_shares(hidden.float(), found)
             copied = torch.zeros(labels.shape, device=hidden.device)
             for share, each in zip(shares[1:], found, strict=True):
-                own = each.source.probability(each.matches, each.split(labels))
+                own = each.source.probability(*count_votes(each.matches, each.split(labels)))
                 copied = copied + share.exp() * each.join(own, labels.shape[1])
         return Copying(shares[0], copied)
 
@@ -305,6 +310,6 @@ class CopyHead(nn.Module):
         """Logs of the shares of the vocabulary and of each source, float32 [1 + sources, B, T]."""
         odds = [hidden.new_zeros(hidden.shape[:2])]
         for each in found:
-            own = each.source.log_odds(each.matches, each.split(hidden))
+            own = each.source.log_odds(*longest_match(each.matches)) + each.split(hidden) @ each.source.gate
             odds.append(each.join(own, hidden.shape[1], fill=-torch.inf))
         return torch.stack(odds).log_softmax(0)

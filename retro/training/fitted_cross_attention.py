@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.data.loader import BatchSource, as_tensors
 from retro.device import Placement, TensorBatch
 from retro.model.attention import Attention
 from retro.model.positions import DEFAULT_ROPE, frequencies
@@ -32,7 +31,6 @@ _SHARPNESS = (8.0, 16.0, 32.0)
 """Candidates for the score of a key that follows the same tokens as the query."""
 _NATS = (0.0, 0.5, 1.0, 2.0, 4.0)
 """Candidates for the increase of a token's logit if it alone is read."""
-_TOKENS = 8192
 _RIDGE = 1e-3
 
 
@@ -40,19 +38,6 @@ def can_be_fitted(model: Retro) -> bool:
     """True with `copying_init` if the keys of cross-attention contain the preceding tokens, which the fit matches."""
     settings = model.settings
     return settings.copying_init and bool(settings.retrieval.cca_layers) and settings.cross_smeared_tokens > 0
-
-
-def start_copying(model: Retro, data: BatchSource, sequence_length: int, placement: Placement) -> None:
-    """Call `fit_copying` with the first sequences of training, on the device of training. The model ends on the CPU."""
-    samples = range(max(2, _TOKENS // sequence_length))
-    batch = placement.put(as_tensors(data.batch(samples, 0.0)))
-    if batch["neighbors"] is None:
-        log.warning(
-            "the first batch has no neighbors: cross-attention is not fitted, and starts as in training from scratch"
-        )
-        return
-    fit_copying(model.to(placement.device), batch, placement)
-    model.to("cpu")
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.process_mesh import Processes
 from retro.training.bad_batches import advice, describe_figures, name_batch
-from retro.training.fitted_cross_attention import can_be_fitted, start_copying
+from retro.training.fitted_retrieval import fit_retrieval, fits_copying, fits_cross_attention
 from retro.training.initial_weights import load_initial_adapter, load_initial_weights
 from retro.training.learning_rate_scaling import learning_rate_factors
 from retro.training.loggers import Logger, open_loggers
@@ -288,17 +288,18 @@ class Trainer:
         self.num_parameters = count_parameters(model)
         if initial is not None:
             load_initial_weights(initial, model, self.task.data.fingerprints, tuning)
-            if not initial.model.retrieval.cca_layers and can_be_fitted(model):
-                model.load_state_dict(on_first(self.group, lambda: self._fitted_retrieval(model)), strict=False)
+            if fits_cross_attention(model, initial.model) or fits_copying(model, initial.model):
+                fitted = on_first(self.group, lambda: self._fitted_retrieval(model, initial.model))
+                model.load_state_dict(fitted, strict=False)
         load_initial_adapter(initial, model, tuning)
         train_only(model, tuning)
         if tuning != ALL:
             log.info("tuning: %s", describe(model))
         return model
 
-    def _fitted_retrieval(self, model: Retro) -> dict[str, Tensor]:
-        """Weights of encoder and cross-attention, fitted to a trained decoder by one process for all."""
-        start_copying(model, self.task.data, self.settings.data.sequence_length, self.placement)
+    def _fitted_retrieval(self, model: Retro, base: ModelSettings) -> dict[str, Tensor]:
+        """Weights of retrieval that the base lacks, fitted to its decoder by one process for all."""
+        fit_retrieval(model, base, self.task.data, self.settings.data.sequence_length, self.placement)
         return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(RETRIEVAL)}
 
     def _write_settings(self) -> None:

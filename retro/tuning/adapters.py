@@ -96,8 +96,8 @@ def train_only(model: nn.Module, tuning: TuningSettings) -> None:
         parameter.requires_grad_(whole or is_adapter(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
-            f"tuning.weights = {tuning.weights!r}: the model has no encoder and no chunked cross-attention to train; "
-            "set model.retrieval.cca_layers."
+            f"tuning.weights = {tuning.weights!r}: the model has no retrieval to train; set model.retrieval.cca_layers or "
+            "model.copy_head.neighbors."
         )
 
 

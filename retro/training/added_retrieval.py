@@ -1,0 +1,117 @@
+"""Add retrieval to a trained model without training: a copy head that reads neighbors, fitted with a few forward passes.
+
+    checkpoint ─ + copy_head.neighbors ─ fit_copy_head ─► FILE.safetensors, accepted as CHECKPOINT everywhere
+
+All weights of the checkpoint stay the same to the bit, so retrieval OFF is the model as it was.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from indexing.progress import Advance
+from indexing.store.artifact import fingerprint
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.remote import absolute
+from retro.checkpoints.checkpoint import Checkpoint, load_model
+from retro.checkpoints.single_file import exported, write_exported
+from retro.data.batches import TrainingData
+from retro.data.settings import DataSettings
+from retro.device import Placement, TensorBatch
+from retro.model.copy_head import CopyHead
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings, updated
+from retro.training.fitted_copy_head import CopyFit, fit_copy_head
+from retro.training.fitted_retrieval import read_batches
+
+_PREFIX = "copy_head.neighbors."
+
+
+def add_retrieval(
+    checkpoint: Checkpoint,
+    folder: Path | str,
+    file: Path,
+    placement: Placement,
+    *,
+    k: int,
+    num_tokens: int,
+    advance: Advance = lambda _: None,
+) -> CopyFit:
+    """Write a model that copies from neighbors, and otherwise equals the checkpoint, as one file.
+
+    Args:
+        checkpoint: the model.
+        folder: folder or URL of a datastore with neighbors. The file names it as its own.
+        file: see `single_file.export`.
+        placement: device and precision.
+        k: neighbors of each chunk in the forward passes.
+        num_tokens: tokens of training text to read.
+        advance: receives numbers of tokens that were read.
+
+    Raises:
+        InputError: the model copies from neighbors already; or the datastore has another tokenizer, another chunk length than
+            a model with retrieval, or fewer stored neighbors.
+    """
+    if checkpoint.model.copy_head.neighbors:
+        raise InputError(
+            f"{checkpoint.path} copies from neighbors already. Use it with --datastore, or train it further."
+        )
+    datastore = Datastore.open(folder)
+    settings = _settings(checkpoint.model, int(datastore.manifest["chunk_length"]))
+    replace(checkpoint, model=settings).check_fits(datastore.manifest, folder)
+    datastore.require("neighbors")
+    if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
+        raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
+    m = settings.chunk_length
+    length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
+    data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k)
+    source = TrainingData(data.datastores, data, retrieval=True)
+    model = _with_copying(load_model(checkpoint, placement.device), settings)
+    batches = read_batches(source, -(-num_tokens // length), 1, placement)
+    fit = fit_copy_head(model, _counted(batches, advance), placement)
+    _write(checkpoint, model, data, datastore, file)
+    return fit
+
+
+def _counted(batches: Iterable[TensorBatch], advance: Advance) -> Iterator[TensorBatch]:
+    for batch in batches:
+        yield batch
+        advance(batch["tokens"].numel())
+
+
+def _settings(base: ModelSettings, chunk_length: int) -> ModelSettings:
+    """Settings with copying, and the datastore's chunk length if no weight of the base depends on it."""
+    free = not base.retrieves and base.retrieval_positions != "learned"
+    return updated(base, {"copy_head.neighbors": True} | ({"chunk_length": chunk_length} if free else {}))
+
+
+def _with_copying(model: Retro, settings: ModelSettings) -> Retro:
+    """The model with a copy head of these settings. Copying from the context keeps its weights."""
+    head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
+    assert head.neighbors is not None
+    head.neighbors.initialize()
+    if model.copy_head is not None:
+        head.load_state_dict(model.copy_head.state_dict(), strict=False)
+    model.settings, model.copy_head = settings, head.to(model.norm.weight.device)
+    return model
+
+
+def _write(checkpoint: Checkpoint, model: Retro, data: DataSettings, datastore: Datastore, file: Path) -> None:
+    state, tensors = exported(checkpoint)
+    added = {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith(_PREFIX)}
+    model_and_data = {
+        "model": asdict(model.settings),
+        "data": {**asdict(data), "datastores": [absolute(data.datastores[0])]},
+    }
+    settings = {**state["settings"], **json.loads(json.dumps(model_and_data, default=str))}
+    made_of = [checkpoint.fingerprint, settings["model"], {name: tensor.tolist() for name, tensor in added.items()}]
+    state |= {
+        "settings": settings,
+        "datastores": [datastore.fingerprint],
+        "num_ids": int(datastore.manifest["vocab_size"]),
+        "started_from": checkpoint.fingerprint,
+        "fingerprint": fingerprint(made_of),
+    }
+    write_exported(state, tensors | added, file)

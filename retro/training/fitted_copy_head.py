@@ -1,0 +1,148 @@
+"""Fit copying from neighbors to a trained model with a few forward passes, without training.
+
+The scores of positions and the gates of a copy head are 51 numbers, tables by match length (`CopySource.tables`). The loss of a
+token depends on them only through what a forward pass gives once: the loss without this source, and which votes were found.
+
+    batches ─ forward passes ─► 38 numbers per token ─ L-BFGS on the mean loss ─► tables
+"""
+
+import copy
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retro.device import Placement, TensorBatch
+from retro.model.copy_head import CopyHead, CopySource, count_votes, longest_match
+from retro.model.loss import IGNORED_LABEL, token_losses
+from retro.model.retro import Retro
+
+log = logging.getLogger("retro")
+
+_PULL = 0.5
+"""Nats that a number of a table costs at a distance of 1 from its start. It matters for lengths that few tokens have."""
+_STEPS = 200
+
+
+class CopyFit(NamedTuple):
+    """What fitting did. Losses are means in nats, over the tokens that can read a neighbor.
+
+    Attributes:
+        num_tokens: number of these tokens.
+        without: loss without copying from neighbors.
+        before: loss with the initial tables.
+        after: loss with the fitted tables.
+    """
+
+    num_tokens: int
+    without: float
+    before: float
+    after: float
+
+
+class _Tokens(NamedTuple):
+    """n tokens that can read a neighbor, on the CPU.
+
+    Attributes:
+        nats: loss without copying from neighbors, float32 [n].
+        kept: log of the share that the vocabulary has without it, float32 [n]: 0 unless the model copies from its context.
+        wrong: positions by match length that vote for another token than the label, float32 [n, 17].
+        right: those that vote for the label, float32 [n, 17].
+        longest: length of the longest match, int64 [n].
+        agree: whether all matches as long vote for one token, bool [n].
+    """
+
+    nats: Tensor
+    kept: Tensor
+    wrong: Tensor
+    right: Tensor
+    longest: Tensor
+    agree: Tensor
+
+
+def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Placement) -> CopyFit:
+    """Set the tables of copying from neighbors. All other weights stay the same.
+
+    Args:
+        model: a trained model with `copy_head.neighbors`, on the device of the placement.
+        batches: as for training; some thousand tokens. Those without neighbors are skipped.
+        placement: device and precision.
+    """
+    head, training = model.copy_head, model.training
+    assert head is not None
+    assert head.neighbors is not None
+    model.eval()
+    parts = [
+        _read(model, head, batch, placement)
+        for batch in batches
+        if batch["neighbors"] is not None and batch["neighbors"].numel()
+    ]
+    model.train(training)
+    if not parts:
+        log.warning("copying from neighbors is not fitted: the batches have no neighbors")
+        return CopyFit(0, 0.0, 0.0, 0.0)
+    tokens = _Tokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    source = copy.deepcopy(head.neighbors).cpu()
+    fit = _fit(source, tokens)
+    head.neighbors.load_state_dict(source.state_dict())
+    log.info(
+        "copying from neighbors is fitted to %s tokens: loss %.4f before, %.4f after, %.4f without it",
+        *(f"{fit.num_tokens:,}", fit.before, fit.after, fit.without),
+    )
+    return fit
+
+
+@torch.no_grad()
+def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement) -> _Tokens:
+    labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
+    read = {name: inputs.get(name) for name in ("tokens", "documents", "neighbors", "neighbor_lengths")}
+    *others, own = head.find(**read)
+    with placement.autocast():
+        hidden = model.hidden(**inputs)
+        copying = head.mixture_of(hidden, labels, others)
+        nats = token_losses(hidden, model.output_weight, labels, copying)
+    longest, agree = longest_match(own.matches)
+    counted = own.split((labels != IGNORED_LABEL).int()).bool() & (longest >= 0)
+    by_query = (
+        own.split(nats),
+        own.split(copying.log_keep),
+        *count_votes(own.matches, own.split(labels)),
+        longest,
+        agree,
+    )
+    return _Tokens(*(each[counted].cpu() for each in by_query))
+
+
+def _fit(source: CopySource, tokens: _Tokens) -> CopyFit:
+    """Fit the tables of a source on the CPU."""
+    tables, initial = (source.scores, source.agreed, source.disagreed), source.tables.detach()
+    optimizer = torch.optim.LBFGS(tables, max_iter=_STEPS, line_search_fn="strong_wolfe")
+    number = max(1, len(tokens.nats))
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        value = _nats(source, tokens).sum() / number + _PULL / number * (source.tables - initial).square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        before = float(objective().detach())
+        optimizer.step(objective)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        after = float(_nats(source, tokens).sum() / number)
+    return CopyFit(len(tokens.nats), float(tokens.nats.sum() / number), before, after)
+
+
+def _nats(source: CopySource, tokens: _Tokens) -> Tensor:
+    """The loss of each token with copying from neighbors [n].
+
+    The gate's log-odds are those against the vocabulary alone. Against all that the model predicts without this source they are
+    lower by the log of 1 / `kept`.
+    """
+    odds = source.log_odds(tokens.longest, tokens.agree) + tokens.kept
+    copied = source.probability(tokens.wrong, tokens.right).clamp(min=torch.finfo(torch.float32).tiny).log()
+    return -torch.logaddexp(F.logsigmoid(-odds) - tokens.nats, F.logsigmoid(odds) + copied)

@@ -1,0 +1,127 @@
+"""Fitted copying lowers the loss on the text it was fitted to, does no harm without copies, and changes nothing else."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retro.device import choose_placement
+from retro.model.copy_head import LONGEST
+from retro.model.loss import IGNORED_LABEL
+from retro.model.retro import Retro
+from retro.training.fitted_copy_head import _PULL, fit_copy_head
+from tests.retro.small_model import B, M, T, U, V, build
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
+
+HERE = choose_placement("cpu", "float32")
+BASES: dict[str, dict[str, Any]] = {
+    "plain decoder": {"retrieval.cca_layers": ()},
+    "own context": {"retrieval.cca_layers": (), "copy_head.context": True},
+    "cross-attention": {},
+}
+
+
+def make_batch(seed: int, *, telling: bool = True) -> dict[str, Tensor | None]:
+    """Random text of two documents a row. One neighbor of each chunk is its continuation, or random if not `telling`."""
+    torch.manual_seed(seed)
+    tokens = torch.randint(V, (B, T))
+    chunks = tokens.unflatten(1, (U, M))
+    following = torch.cat((chunks, chunks.roll(-1, 1)), dim=2)
+    others = torch.randint(V, following.shape)
+    neighbors = torch.stack((others, following if telling else others.flip(-1)), dim=2)
+    labels = tokens.roll(-1, 1)
+    labels[:, [T // 2 - 1, T - 1]] = IGNORED_LABEL
+    documents = (torch.arange(U) // 2).expand(B, U)
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "documents": documents,
+        "neighbors": neighbors,
+        "neighbor_lengths": None,
+    }
+
+
+def batches(count: int = 20, **options: Any) -> list[dict[str, Tensor | None]]:
+    return [make_batch(seed, **options) for seed in range(count)]
+
+
+@torch.no_grad()
+def mean_loss(model: Retro, found: list[dict[str, Tensor | None]], *, on: bool = True) -> float:
+    """Over the tokens that can read a neighbor: those from the last one of the first chunk of a document on."""
+    total = count = 0.0
+    for batch in found:
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", "neighbors")}
+        labels = batch["labels"]
+        assert labels is not None
+        losses = model.token_losses(labels, **inputs, neighbors=batch["neighbors"] if on else None)
+        reads = (torch.arange(T) % (T // 2) >= M - 1) & (labels != IGNORED_LABEL)
+        total, count = total + float(losses[reads].sum()), count + int(reads.sum())
+    return total / count
+
+
+def build_base(base: str) -> Retro:
+    """A model that reads neighbors, with the initial tables and no gate vector, as a base has when it is fitted."""
+    model = build(**BASES[base], **{"copy_head.neighbors": True})
+    assert model.copy_head is not None
+    assert model.copy_head.neighbors is not None
+    model.copy_head.neighbors.initialize()
+    return model
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_fitting_lowers_the_loss_by_as_much_as_it_reports(base: str) -> None:
+    model, found = build_base(base), batches()
+    before, off = mean_loss(model, found), mean_loss(model, found, on=False)
+    fit = fit_copy_head(model, found, HERE)
+    torch.testing.assert_close(torch.tensor([fit.before, fit.after]), torch.tensor([before, mean_loss(model, found)]))
+    assert fit.after < fit.before
+    assert fit.after < off - 1  # the neighbors hold every token
+    if base != "cross-attention":  # there `without` is the loss with the other neighbors' part
+        torch.testing.assert_close(fit.without, off)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_fitting_changes_three_tables_and_no_logit_off(base: str) -> None:
+    model, found = build_base(base), batches(2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    off = model(found[0]["tokens"])
+    fit_copy_head(model, found, HERE)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert changed <= {f"copy_head.neighbors.{table}" for table in ("scores", "agreed", "disagreed")}
+    assert torch.equal(model(found[0]["tokens"]), off)
+
+
+def test_fitting_does_no_harm_if_neighbors_are_random() -> None:
+    model, found = build_base("plain decoder"), batches(telling=False)
+    fit = fit_copy_head(model, found, HERE)
+    assert fit.after < fit.without + 0.01
+
+
+def test_lengths_that_do_not_occur_keep_their_numbers() -> None:
+    model = build_base("plain decoder")
+    source = model.copy_head.neighbors  # type: ignore[union-attr]
+    before = source.tables.detach()  # type: ignore[union-attr]
+    fit_copy_head(model, batches(2), HERE)
+    after = source.tables.detach()  # type: ignore[union-attr]
+    assert torch.equal(after[:, M + 1 : LONGEST], before[:, M + 1 : LONGEST])  # a match has at most m tokens
+    assert not torch.equal(after[:, : M + 1], before[:, : M + 1])
+
+
+def test_a_few_tokens_move_the_tables_by_little() -> None:
+    """The loss of n tokens falls by less than their loss before, which bounds the pull."""
+    model = build_base("plain decoder")
+    source = model.copy_head.neighbors  # type: ignore[union-attr]
+    before = source.tables.detach()  # type: ignore[union-attr]
+    fit = fit_copy_head(model, batches(1), HERE)
+    moved = float((source.tables.detach() - before).square().sum())  # type: ignore[union-attr]
+    assert 0 < _PULL * moved <= fit.num_tokens * (fit.before - fit.after)
+
+
+def test_without_neighbors_nothing_is_fitted(caplog: pytest.LogCaptureFixture) -> None:
+    model = build_base("plain decoder")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert fit_copy_head(model, [{**make_batch(0), "neighbors": None}], HERE).num_tokens == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert "the batches have no neighbors" in caplog.text
