@@ -1,0 +1,129 @@
+"""A model with added retrieval equals its base OFF, copies ON, and works wherever a checkpoint does."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.config import Config
+from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
+from retro.checkpoints.tensor_files import index, read_tensors
+from retro.device import choose_placement
+from retro.inference.language_model import LanguageModel
+from retro.model.settings import updated
+from retro.training.added_retrieval import add_retrieval
+from retro.training.fitted_copy_head import CopyFit
+from retro.training.trainer import train
+from retro.tuning.settings import TuningSettings
+from tests.conftest import build_local, tiny_config
+
+HERE = choose_placement("cpu", "float32")
+BASES = {
+    "plain": {"retrieval.cca_layers": ()},
+    "own context": {"retrieval.cca_layers": (), "copy_head.context": True},
+    "cross-attention": {},
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    return replace(tiny_config(tmp_path_factory.mktemp("added"), tiny_corpus), datastore=tiny_datastore.folder)
+
+
+def trained(config: Config, name: str, changes: dict[str, object], **sections: object) -> Checkpoint:
+    made = replace(config, run=config.run.with_name(name), model=updated(config.model, changes), **sections)
+    return open_checkpoint(train(made.run, made.run_settings).checkpoint)
+
+
+@pytest.fixture(scope="module", params=BASES)
+def base(request: pytest.FixtureRequest, config: Config) -> Checkpoint:
+    return trained(config, request.param, BASES[request.param])
+
+
+def added(base: Checkpoint, folder: Path, file: Path, **options: int) -> tuple[Checkpoint, CopyFit]:
+    fit = add_retrieval(base, folder, file, HERE, **{"k": 2, "num_tokens": 1000} | options)
+    return open_checkpoint(file), fit
+
+
+@torch.no_grad()
+def logits(checkpoint: Checkpoint, neighbors: Tensor | None = None) -> Tensor:
+    """Of 64 tokens that repeat, so that a model with own-context copying copies."""
+    return load_model(checkpoint, HERE.device)((torch.arange(64) % 20)[None], neighbors=neighbors)
+
+
+def test_off_equals_the_base_to_the_bit_and_on_copies(
+    base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
+) -> None:
+    found, fit = added(base, tiny_datastore.folder, tmp_path / "added.safetensors")
+    weights, before = read_tensors(index(found.weights)), read_tensors(index(base.weights))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in before.items())
+    assert {name.rpartition(".")[0] for name in set(weights) - set(before)} == {"copy_head.neighbors"}
+    assert torch.equal(logits(found), logits(base))
+    neighbors = torch.arange(4 * 2 * 32).view(1, 4, 2, 32) % 40
+    assert not torch.equal(logits(found, neighbors), logits(base, neighbors))
+    assert fit.after < fit.without
+
+    text = tiny_datastore.train.tokens.gather(np.arange(4)).reshape(-1).astype(np.int64)
+    of_base = LanguageModel.open(base.path, tiny_datastore.folder).score([text])[0]
+    model = LanguageModel.open(found.path)  # it names the datastore
+    assert np.array_equal(model.score([text])[0], of_base)
+    assert not np.array_equal(model.score([text], k=2)[0], of_base)
+
+
+def test_the_file_names_its_base_and_its_datastore(base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path) -> None:
+    found, fit = added(base, tiny_datastore.folder, tmp_path / "added.safetensors")
+    assert (found.started_from, found.datastores) == (base.fingerprint, [tiny_datastore.fingerprint])
+    assert found.folders == [str(tiny_datastore.folder.resolve())]
+    assert (found.step, found.tokens, found.model.copy_head.neighbors) == (base.step, base.tokens, True)
+    again, other = added(base, tiny_datastore.folder, tmp_path / "again.safetensors")
+    assert (again.fingerprint, other) == (found.fingerprint, fit)
+    assert again.path.read_bytes() == found.path.read_bytes()
+    with pytest.raises(InputError, match="copies from neighbors already"):
+        added(found, tiny_datastore.folder, tmp_path / "twice.safetensors")
+
+
+def test_a_retrofit_goes_on_from_the_fitted_tables(config: Config, tiny_datastore: Datastore, tmp_path: Path) -> None:
+    base = trained(config, "start", BASES["plain"])
+    found, _ = added(base, tiny_datastore.folder, tmp_path / "added.safetensors")
+    still = replace(config.train, steps=2, lr=1e-30, warmup_steps=0, init_from=str(found.path))
+    changes = {"copy_head.neighbors": True, **BASES["plain"]}
+    on = trained(config, "on", changes, train=still, tuning=TuningSettings(weights="retrieval"))
+    weights = read_tensors(index(on.weights))
+    for name, tensor in read_tensors(index(found.weights)).items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-20)  # zeros move by the learning rate
+
+
+def test_a_base_without_retrieval_takes_the_chunk_length_of_the_datastore(
+    tiny_corpus: Path, config: Config, tmp_path: Path
+) -> None:
+    other = tiny_config(tmp_path, tiny_corpus, chunks=replace(config.chunks, chunk_length=8))
+    build_local(other)
+    base = trained(config, "short", BASES["plain"])
+    found, _ = added(base, other.datastore, tmp_path / "added.safetensors")
+    assert (base.model.chunk_length, found.model.chunk_length) == (16, 8)
+    assert torch.equal(logits(found), logits(base))
+    retro = trained(config, "long", {})
+    with pytest.raises(InputError, match=r"model\.chunk_length = 16, but .* has chunk_length = 8"):
+        added(retro, other.datastore, tmp_path / "refused.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda base: {"base": replace(base, num_ids=7)}, "tokenizer has 7 ids, but .* has vocab_size"),
+        (lambda base: {"k": 100}, r"k = 100: .* stores 6 neighbors of each chunk \(neighbors\.stored\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(
+    base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path, change: Callable, words: str
+) -> None:
+    options = {"base": base, **change(base)}
+    with pytest.raises(InputError, match=words):
+        added(options.pop("base"), tiny_datastore.folder, tmp_path / "refused.safetensors", **options)
+    assert not list(tmp_path.iterdir())
