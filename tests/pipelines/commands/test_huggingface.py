@@ -119,3 +119,17 @@ def test_importing_a_folder_twice_gives_equal_weights_and_fingerprints(
     one, two = open_checkpoint(imported), open_checkpoint(again)
     assert one.fingerprint == two.fingerprint
     assert one.model == two.model
+
+
+def test_retrieval_is_added_to_an_imported_model_and_off_scores_as_before(
+    imported: Path, datastore: Datastore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, store = tmp_path / "added.safetensors", ["--datastore", str(datastore.folder)]
+    assert main(["add-retrieval", str(imported), *store, "--output", str(file), "--k", "2", "--tokens", "2000"]) == 0
+    text = datastore.train.tokens.gather(np.arange(4)).reshape(-1).astype(np.int64)
+    base, model = LanguageModel.open(imported, datastore.folder), LanguageModel.open(file)
+    assert np.array_equal(model.score([text])[0], base.score([text])[0])
+    assert model.score([text], k=2)[0].sum() > base.score([text])[0].sum()
+    assert main(["export", str(file), "--output", str(tmp_path / "folder")]) == 0
+    assert main(["import", str(tmp_path / "folder"), "--output", str(tmp_path / "again.safetensors")]) == 0
+    assert open_checkpoint(tmp_path / "again.safetensors").fingerprint == open_checkpoint(file).fingerprint
