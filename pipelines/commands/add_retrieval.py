@@ -32,8 +32,6 @@ class AddRetrievalOptions:
         for key in ("k", "tokens"):
             if getattr(self, key) < 1:
                 raise InputError(f"{key} = {getattr(self, key)}: must be 1 or more.")
-        if self.output.suffix != ".safetensors":
-            raise InputError(f"output = {str(self.output)!r}: the file name must end in .safetensors.")
 
 
 def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
@@ -42,6 +40,8 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
     from retro.device import choose_inference_placement
     from retro.training import added_retrieval
 
+    if options.output.suffix != ".safetensors":
+        raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
     check_target(options.output, options.overwrite)
     checkpoint = open_checkpoint(Path(path))
     folder = options.datastore or checkpoint.folders[0]
