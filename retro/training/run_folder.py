@@ -41,6 +41,9 @@ _FREE = {
     "finetune": ["examples", "template", "epochs"],
 }
 
+# Settings of the learning rate. They may change if the finished steps keep theirs: a `constant` run can end as `wsd`.
+_SCHEDULE = ("lr_schedule", "steps", "warmup_steps", "lr", "min_lr_ratio", "decay_ratio")
+
 
 def last_checkpoint(
     run: Path, resolved: dict[str, Any], defaults: dict[str, Any], datastores: list[str]
@@ -100,10 +103,10 @@ def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: 
         for key, value in _flat(values).items():
             if before[key] == value or key in _FREE.get(section, []):
                 continue
+            if section == "train" and key in _SCHEDULE and _same_learning_rates(before, values, found.step):
+                continue
             words = f"{section}.{key} was {before[key]!r}, now {value!r}"
             if (section, key) == ("train", "steps"):
-                if _same_learning_rates(before, values, found.step):
-                    continue
                 words += (
                     f" (under train.lr_schedule = {values['lr_schedule']!r} the {found.step} steps done would have had other "
                     "learning rates; 'constant' and 'wsd', before it decays, can be made longer)"
@@ -124,8 +127,7 @@ def _flat(section: dict[str, Any]) -> dict[str, Any]:
 
 def _same_learning_rates(before: dict[str, Any], now: dict[str, Any], steps_done: int) -> bool:
     """True if the new settings give the finished steps the learning rates that they had."""
-    names = ("lr_schedule", "steps", "warmup_steps", "lr", "min_lr_ratio", "decay_ratio")
-    old, new = (TrainSettings(**{name: settings[name] for name in names}) for settings in (before, now))
+    old, new = (TrainSettings(**{name: settings[name] for name in _SCHEDULE}) for settings in (before, now))
     return all(learning_rate(step, old) == learning_rate(step, new) for step in range(steps_done))
 
 

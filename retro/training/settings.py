@@ -29,7 +29,8 @@ class TrainSettings:
     warmup_steps: int = 100
     """Steps of linear warm-up from 1e-7 (paper: 750)."""
     lr_schedule: Schedule = "cosine"
-    """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay)."""
+    """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay). A `constant` run can be
+    continued as `wsd`."""
     decay_ratio: float = 0.2
     """Fraction of the steps in which `wsd` decays, the last ones."""
     weight_decay: float = 0.1

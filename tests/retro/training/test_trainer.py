@@ -154,6 +154,13 @@ def test_a_run_can_be_extended_if_completed_steps_keep_their_learning_rates(
     assert weights(run(longer)) == weights(straight)
 
 
+def test_a_constant_run_can_end_as_wsd(config: Config, tmp_path: Path) -> None:
+    decayed = with_train(config, lr_schedule="wsd", steps=12, decay_ratio=0.5)
+    straight = run(replace(decayed, run=tmp_path / "straight"))
+    run(with_train(config, lr_schedule="constant", steps=6))
+    assert weights(run(decayed)) == weights(straight)
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_an_extension_that_changes_past_learning_rates_is_rejected(config: Config, schedule) -> None:
     run(with_train(config, lr_schedule=schedule))
