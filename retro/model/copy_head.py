@@ -251,6 +251,22 @@ class Found(NamedTuple):
         return x if self.windows is None else self.windows.join(x, num_tokens, fill)
 
 
+class Origins(NamedTuple):
+    """Where the probability of labels [B, T] comes from, as far as it is copied from neighbors.
+
+    Attributes:
+        share: share of the probability of a label that is copied from the neighbors, float32 [B, T], 0 to 1.
+        lengths: longest match in a neighbor among those that vote for the label, int64 [B, T]; -1 = no position votes for it.
+        neighbors: number of this neighbor, the first one of several, int64 [B, T]; -1 = none.
+        positions: the token of this neighbor that equals the label, int64 [B, T]; -1 = none.
+    """
+
+    share: Tensor
+    lengths: Tensor
+    neighbors: Tensor
+    positions: Tensor
+
+
 class CopyHead(nn.Module):
     """The sources of a model, and the mixture. Computed in float32."""
 
@@ -305,6 +321,34 @@ class CopyHead(nn.Module):
                 weights, following = (each.join(x, hidden.shape[1])[:, kept] for x in (weights, following))
                 copied = copied.scatter_add(2, following, weights * share[:, kept, None].exp())
             return torch.logaddexp(log_p, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
+
+    def origins(
+        self, hidden: Tensor, labels: Tensor, losses: Tensor, found: list[Found], neighbor_length: int
+    ) -> Origins:
+        """Find where labels [B, T] were copied from.
+
+        Args:
+            hidden: activations [B, T, D].
+            labels: int64 [B, T]; nothing votes for `IGNORED_LABEL`.
+            losses: of the labels in nats, float32 [B, T].
+            found: the sources.
+            neighbor_length: R.
+        """
+        share, none = torch.zeros_like(losses, dtype=torch.float32), torch.full_like(labels, -1)
+        number = next((n for n, each in enumerate(found) if each.source is self.neighbors), None)
+        if number is None:
+            return Origins(share, none, none, none)
+        each, num_tokens = found[number], labels.shape[1]
+        with torch.autocast(hidden.device.type, enabled=False):
+            own = each.join(each.source.probability(*count_votes(each.matches, each.split(labels))), num_tokens)
+            gate = self._log_shares(hidden.float(), found)[1 + number]
+            share = (own * (gate + losses.float()).exp()).clamp(max=1.0)
+        votes = each.matches.following[:, None] == each.split(labels)[..., None]  # [N, Q, S]
+        lengths, places = each.matches.lengths.masked_fill(~votes, -1).long().max(2)
+        lengths, places = each.join(lengths, num_tokens, fill=-1), each.join(places, num_tokens, fill=-1)
+        places = places.masked_fill(lengths < 0, -1)
+        positions = (places % neighbor_length + 1).where(places >= 0, none)
+        return Origins(share, lengths, places.div(neighbor_length, rounding_mode="floor"), positions)
 
     def _log_shares(self, hidden: Tensor, found: list[Found]) -> Tensor:
         """Logs of the shares of the vocabulary and of each source, float32 [1 + sources, B, T]."""

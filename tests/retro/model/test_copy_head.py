@@ -6,11 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from retro.model.copy_head import LONGEST, CopyHead, context_matches, longest_match, match_lengths, neighbor_matches
+from retro.model.copy_head import (
+    LONGEST,
+    CopyHead,
+    Origins,
+    context_matches,
+    longest_match,
+    match_lengths,
+    neighbor_matches,
+)
 from retro.model.loss import IGNORED_LABEL, Copying, loss, token_losses
 from retro.model.retro import Retro
 from retro.model.settings import updated
-from tests.retro.small_model import SETTINGS, B, K, M, R, T, U, batch, build, loss_of
+from tests.retro.small_model import SETTINGS, B, K, M, R, T, U, V, batch, build, loss_of
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FEW = 3  # ids of tokens: matches are frequent and long
@@ -164,3 +172,64 @@ def test_off_is_a_head_without_neighbors_to_the_bit() -> None:
         hidden = model.hidden(tokens)
         logits = model.logits(hidden)
         assert torch.equal(model(tokens), alone.mixed(logits, hidden, alone.find(tokens)))
+
+
+def test_origins_name_the_neighbor_and_the_token_that_a_label_was_copied_from() -> None:
+    model = build(**heads()[2])
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])  # chunks of 4 tokens
+    neighbors = torch.tensor([[[9, 9, 9, 9, 9, 9, 9], [9, 3, 4, 5, 6, 9, 4]], [[9] * 7] * 2])[None]
+    lengths = torch.tensor([[[7, 7], [7, 7]]])
+    labels = tokens.roll(-1, 1)
+    origins = origins_of(model, labels, tokens, None, neighbors, lengths)
+    none = [-1] * 3
+    assert origins.neighbors[0].tolist() == [*none, 1, 1, -1, -1, -1]  # 5 after 3 4, then 6 after 3 4 5
+    assert origins.positions[0].tolist() == [*none, 3, 4, -1, -1, -1]
+    assert origins.lengths[0].tolist() == [*none, 2, 3, -1, -1, -1]
+    assert (origins.share[0] > 0).tolist() == [False] * 3 + [True] * 2 + [False] * 3
+
+
+@pytest.mark.parametrize("settings", heads(), ids=str)
+def test_origins_are_tokens_equal_to_the_labels_and_shares_of_their_probability(settings) -> None:
+    model = build(**settings)
+    tokens, neighbors, lengths = batch()
+    tokens, neighbors = tokens % FEW, neighbors % FEW
+    lengths[0, 1] = 0
+    labels = tokens.roll(-1, 1)
+    labels[1, 5] = IGNORED_LABEL
+    origins = origins_of(model, labels, tokens, None, neighbors, lengths)
+    copied = origins.positions >= 0
+    assert copied.any() == settings["copy_head.neighbors"]
+    assert ((origins.share >= 0) & (origins.share <= 1)).all()
+    assert torch.equal(origins.share > 0, copied)
+    for b, t in copied.nonzero().tolist():
+        place = b, (t + 1) // M - 1, int(origins.neighbors[b, t])
+        assert neighbors[*place, origins.positions[b, t]] == labels[b, t]
+        assert origins.positions[b, t] < lengths[place]
+
+
+def test_the_share_of_neighbors_is_what_the_mixture_loses_without_their_votes() -> None:
+    model = build(**heads()[2])
+    tokens, neighbors, lengths = batch()
+    tokens, neighbors = tokens % FEW, neighbors % FEW
+    labels = tokens.roll(-1, 1)
+    origins = origins_of(model, labels, tokens, None, neighbors, lengths)
+    assert model.copy_head is not None
+    with torch.no_grad():
+        hidden = model.hidden(tokens, None, neighbors, lengths)
+        logits = model.logits(hidden)
+        found = model.copy_head.find(tokens, None, neighbors, lengths)
+        p = model.copy_head.mixed(logits, hidden, found).exp()
+        theirs = [each._replace(matches=each.matches._replace(following=each.matches.following + V)) for each in found]
+        wide = torch.cat((logits, torch.full_like(logits, -torch.inf)), 2)  # the neighbors vote for other tokens
+        without = model.copy_head.mixed(wide, hidden, [found[0], theirs[1]]).exp()
+    p, without = (each.gather(2, labels[..., None])[..., 0] for each in (p, without))
+    torch.testing.assert_close(origins.share, 1 - without / p, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def origins_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Origins:
+    hidden = model.hidden(*inputs)
+    losses = token_losses(hidden, model.output_weight, labels, model.copying(hidden, labels, *inputs))
+    assert model.copy_head is not None
+    assert inputs[2] is not None
+    return model.copy_head.origins(hidden, labels, losses, model.copy_head.find(*inputs), inputs[2].shape[3])

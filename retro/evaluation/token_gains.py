@@ -1,0 +1,148 @@
+"""What retrieval brings to each token of a passage, and the neighbors that tokens were copied from.
+
+a window of chunks ─┬─ retrieval OFF ─ log p of every token ──────────────────────────────┬─ gain
+                    └─ retrieval ON ── log p, share copied from neighbors, which of them ─┘
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from indexing.store.datastore import Split
+from indexing.store.errors import InputError
+from indexing.store.retrieval_set import RetrievalSet
+from retro.data.batches import Batch, read_sequences
+from retro.data.loader import as_tensors
+from retro.data.neighbor_choice import NeighborUse, Queries, choose_neighbors
+from retro.device import Placement, TensorBatch
+from retro.evaluation.bits_per_byte import ChunkScores
+from retro.evaluation.sets import EvaluationSet
+from retro.model.copy_head import Origins
+from retro.model.loss import token_losses
+from retro.model.retro import Retro
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A held-out chunk with its context, scored token by token. All tokens of a chunk read the neighbors of the chunk before it.
+
+    Attributes:
+        chunk: its id in the split.
+        before: int64 [c], the tokens before it that the model read.
+        tokens: int64 [t], its tokens.
+        off, on: float64 [t], log2 of their probabilities, retrieval OFF and ON.
+        copied: float32 [t], share of the probability of each token that is copied from neighbors, 0 to 1.
+        neighbors: int64 [t], number of the neighbor with the longest match that votes for the token; -1 = none.
+        positions: int64 [t], the token of this neighbor that votes; -1 = none.
+        neighbor_ids: int64 [k], ids in the retrieval set; -1 = none.
+        neighbor_tokens: the tokens of each neighbor and its continuation, without padding: k of int64 [r].
+    """
+
+    chunk: int
+    before: np.ndarray
+    tokens: np.ndarray
+    off: np.ndarray
+    on: np.ndarray
+    copied: np.ndarray
+    neighbors: np.ndarray
+    positions: np.ndarray
+    neighbor_ids: np.ndarray
+    neighbor_tokens: list[np.ndarray]
+
+    @property
+    def gains(self) -> np.ndarray:
+        """Bits that retrieval saves for each token: float64 [t]; negative = it costs bits."""
+        return self.on - self.off
+
+
+def chunk_by_gain(off: ChunkScores, on: ChunkScores, split: Split, quantile: float) -> tuple[int, int]:
+    """Choose a chunk by the bits that retrieval saves for it, among chunks that are scored whole and read neighbors.
+
+    Args:
+        off: scores with retrieval OFF.
+        on: scores of the same chunks, retrieval ON.
+        split: the split of the chunks.
+        quantile: 0 = the chunk with the smallest gain, 0.5 = the median, 1 = the largest.
+
+    Returns:
+        its id, and the number of chunks that it was chosen from.
+
+    Raises:
+        InputError: no document has two full chunks.
+    """
+    _, first, _ = split.documents_of(off.ids)
+    rows = np.flatnonzero((off.tokens == split.chunk_length) & (off.ids > first))
+    if not len(rows):
+        raise InputError(
+            f"{split.folder}: no {split.name} document has two full chunks, so none of them read neighbors."
+        )
+    order = np.argsort((off.nats - on.nats)[rows], kind="stable")
+    return int(off.ids[rows[order[round(quantile * (len(rows) - 1))]]]), len(rows)
+
+
+@torch.inference_mode()
+def score_passage(
+    model: Retro, evaluation_set: EvaluationSet, chunk: int, placement: Placement, *, k: int, window: int
+) -> Passage:
+    """Score the tokens of a held-out chunk that is not the first of its document.
+
+    Args:
+        model: in evaluation mode; without a copy head nothing is copied.
+        evaluation_set: the held-out documents.
+        chunk: id of the chunk.
+        placement: device and precision.
+        k: neighbors of each chunk.
+        window: chunks that the model reads at most, this one included.
+    """
+    split, m = evaluation_set.split, evaluation_set.split.chunk_length
+    retrieval = RetrievalSet.of(evaluation_set.datastore)
+    first = max(int(split.documents_of(np.array([chunk]))[1][0]), chunk + 1 - window)
+    batch = read_sequences(split, retrieval, [(first, chunk + 1)], chunk + 1 - first, NeighborUse(k))
+    inputs = placement.put(as_tensors(batch))
+    labels = inputs.pop("labels")
+    with placement.autocast():
+        off = model.token_losses(labels, **(inputs | {"neighbors": None, "neighbor_lengths": None}))
+        hidden = model.hidden(**inputs)
+        on = token_losses(hidden, model.output_weight, labels, model.copying(hidden, labels, **inputs))
+        origins = _origins(model, hidden, labels, on, inputs)
+    length = int(batch.lengths[0, -1])
+    start = (chunk - first) * m
+    own = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted
+    assert batch.neighbors is not None
+    assert batch.neighbor_lengths is not None
+    read, lengths = batch.neighbors[0, -2], batch.neighbor_lengths[0, -2]
+    as_array = {name: each[0, own].cpu().numpy() for name, each in origins._asdict().items()}
+    return Passage(
+        chunk=chunk,
+        before=batch.tokens[0, :start],
+        tokens=batch.tokens[0, start : start + length],
+        off=-off[0, own].double().cpu().numpy() / np.log(2),
+        on=-on[0, own].double().cpu().numpy() / np.log(2),
+        copied=as_array["share"],
+        neighbors=as_array["neighbors"],
+        positions=as_array["positions"],
+        neighbor_ids=choose_neighbors(split, retrieval, _query(batch, chunk - 1, m), NeighborUse(k))[0],
+        neighbor_tokens=[tokens[:count] for tokens, count in zip(read, lengths, strict=True)],
+    )
+
+
+def _origins(model: Retro, hidden: Tensor, labels: Tensor, losses: Tensor, inputs: TensorBatch) -> Origins:
+    """Where the labels were copied from: nowhere without a copy head."""
+    if model.copy_head is None or inputs["neighbors"] is None:
+        none = torch.full_like(labels, -1)
+        return Origins(torch.zeros_like(losses), none, none, none)
+    found = model.copy_head.find(*(inputs[name] for name in ("tokens", "documents", "neighbors", "neighbor_lengths")))
+    return model.copy_head.origins(hidden, labels, losses, found, inputs["neighbors"].shape[3])
+
+
+def _query(batch: Batch, chunk: int, m: int) -> Queries:
+    """The chunk before the last one of a batch of one window, as a query of a held-out split."""
+    return Queries(
+        ids=np.array([chunk]),
+        excluded=np.zeros((1, 2), dtype=np.int64),
+        tokens=batch.tokens.reshape(-1, m)[-2:-1],
+        lengths=batch.lengths[0, -2:-1],
+        followed=np.array([True]),
+    )

@@ -1,0 +1,64 @@
+"""Gains of tokens sum to those of their chunk, and a chunk is chosen by the quantile of its gain."""
+
+import numpy as np
+import pytest
+
+from indexing.store.datastore import Datastore
+from retro.data.neighbor_choice import NeighborUse
+from retro.device import choose_placement
+from retro.evaluation.bits_per_byte import ChunkScores, evaluate
+from retro.evaluation.sets import EvaluationSet
+from retro.evaluation.settings import EvaluationSettings
+from retro.evaluation.token_gains import chunk_by_gain, score_passage
+from retro.model.retro import Retro
+from retro.model.settings import updated
+
+FLOAT32 = choose_placement("cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Retro) -> Retro:
+    heads = {"copy_head.context": True, "copy_head.neighbors": True}
+    return Retro(updated(tiny_model.settings, heads)).eval()
+
+
+def scores(model: Retro, held_out: EvaluationSet, k: int) -> ChunkScores:
+    settings = EvaluationSettings(window=1024, stride=512)  # whole documents
+    result = evaluate(model, held_out, settings, FLOAT32, use=NeighborUse(k), sequence_length=64, by_chunk=True)
+    assert result.chunks is not None
+    return result.chunks
+
+
+def test_gains_of_tokens_sum_to_those_of_the_chosen_chunk(model: Retro, tiny_datastore: Datastore) -> None:
+    held_out = EvaluationSet("valid", tiny_datastore)
+    off, on = scores(model, held_out, 0), scores(model, held_out, 2)
+    chunk, among = chunk_by_gain(off, on, held_out.split, 1.0)
+    assert 1 < among < held_out.split.num_chunks
+    passage = score_passage(model, held_out, chunk, FLOAT32, k=2, window=64)
+    row = int(np.flatnonzero(off.ids == chunk)[0])
+    assert len(passage.tokens) == off.tokens[row] == held_out.split.chunk_length
+    for ours, theirs in ((passage.off, off), (passage.on, on)):
+        assert -ours.sum() * np.log(2) == pytest.approx(theirs.nats[row], rel=1e-4)
+    assert np.array_equal(passage.tokens, held_out.split.tokens.read(chunk, chunk + 1)[0])
+    assert np.array_equal(passage.neighbor_ids, held_out.split.neighbor_ids.read(chunk - 1, chunk)[0][:2])
+    for at in np.flatnonzero(passage.neighbors >= 0):
+        assert passage.neighbor_tokens[passage.neighbors[at]][passage.positions[at]] == passage.tokens[at]
+
+
+def test_nothing_is_copied_without_a_copy_head(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+    held_out = EvaluationSet("valid", tiny_datastore)
+    passage = score_passage(tiny_model.eval(), held_out, 1, FLOAT32, k=2, window=64)
+    assert not passage.copied.any()
+    assert (passage.neighbors == -1).all()
+    assert passage.gains.any()
+
+
+def test_quantiles_choose_the_smallest_and_the_largest_gain(model: Retro, tiny_datastore: Datastore) -> None:
+    split = tiny_datastore.valid
+    full = np.flatnonzero(np.asarray(split.lengths.read(0, split.num_chunks)) == split.chunk_length)
+    later = [chunk for chunk in full if split.documents_of(np.array([chunk]))[1][0] < chunk][:3]
+    ids, gains = np.array(later), [0.5, -2.0, 3.0]
+    tokens, zero = np.full(3, split.chunk_length, dtype=np.int32), np.zeros(3, dtype=np.int32)
+    off = ChunkScores(ids, split.documents_of(ids)[0], np.full(3, 10.0), tokens, zero)
+    on = ChunkScores(ids, off.documents, off.nats - gains, tokens, zero)
+    assert [chunk_by_gain(off, on, split, q) for q in (0, 0.5, 1)] == [(later[n], 3) for n in (1, 0, 2)]
