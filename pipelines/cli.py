@@ -51,7 +51,7 @@ class Verb:
 GROUPS: dict[str, dict[str, Verb]] = {
     "Start here": {
         "demo": Verb(
-            "Build a datastore, train two small models and compare them, in minutes",
+            "Build a datastore, train three small models and compare them, in minutes",
             "commands.demo", "demo", "DemoOptions",
         ),
         "doctor": Verb(

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TextIO
 
 from rich.console import Console, RenderableType
@@ -260,10 +261,32 @@ def grouped(groups: Mapping[str, list[list[str]]]) -> str:
 
 
 def echo(text: object = "", file: TextIO | None = None) -> None:
-    """Print text, `printable`, on standard output or to a file. The project prints through this function alone."""
+    """Print text, `printable`, on standard output or to a file. The project prints through this function and `echo_shaded`."""
     file = file or sys.stdout
     with exit_if_closed(file):
         print(printable(str(text)), file=file)
+
+
+_SHADES = {2: "1;32", 1: "32", -1: "31", -2: "1;31"}  # strong green, green, red, strong red
+_MARKS = {True: ("{+", "+}"), False: ("[-", "-]")}
+
+
+def echo_shaded(pieces: Iterable[tuple[str, int]], file: TextIO | None = None) -> None:
+    """Print pieces of text, `printable`, each with a shade from 2 (strong green) to -2 (strong red); 0 = no color.
+
+    Without a terminal, and if NO_COLOR is set, green text is printed as `{+text+}` and red text as `[-text-]`, like
+    `git diff --word-diff`.
+    """
+    file = file or sys.stdout
+    colored = file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    out = ""
+    for shade, group in groupby(pieces, key=lambda piece: piece[1] if colored else (piece[1] > 0) - (piece[1] < 0)):
+        text = printable("".join(each for each, _ in group))
+        core = text.strip()
+        begin, end = (f"\x1b[{_SHADES.get(shade)}m", "\x1b[0m") if colored else _MARKS[shade > 0]
+        out += text.replace(core, f"{begin}{core}{end}", 1) if shade and core else text
+    with exit_if_closed(file):
+        print(out, file=file)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,13 @@
-"""`retro demo`: from text to two trained models and their comparison, with all real stages.
+"""`retro demo`: from text to trained models and what retrieval brings, with all real stages.
 
-Python's own documentation and sources (or --corpus) → datastore → baseline and RETRO of the same size, trained on the
-same tokens → held-out bits-per-byte → neighbors, a generated paragraph, report.html
+Python's own documentation and sources (or --corpus) → datastore → two baselines and a RETRO of the same size, trained on the
+same tokens → held-out bits per byte → a passage colored by token gain, report.html
+
+One deadline holds for all of it: see `demo_training.py` for the number of steps. Held-out tokens are as many as fit.
 """
 
-import logging
+import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,33 +18,40 @@ from indexing.corpus.python_library import write_python_corpus
 from indexing.store.artifact import remove
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_bytes, write_json
+from indexing.store.files import read_json, write_json
 from pipelines.commands.datastore import indented
-from pipelines.commands.model import GenerateOptions, generate_texts
+from pipelines.commands.demo_training import Trained, runs_of, train_models
 from pipelines.config import Config
-from pipelines.launch.in_process import run_training
 from pipelines.reports import html as report
 from pipelines.results import Table
-from pipelines.settings.load import load
-from pipelines.settings.toml_file import to_toml
-from pipelines.terminal import echo, one_line
+from pipelines.terminal import echo
+from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
-from retro.model.settings import AttentionSettings, EncoderSettings, RetrievalSettings
+from retro.model.settings import AttentionSettings, CopyHeadSettings, EncoderSettings, RetrievalSettings
 
 if TYPE_CHECKING:
+    from retro.device import Placement
     from retro.evaluation.bits_per_byte import SetResult
+    from retro.evaluation.sets import EvaluationSet
+    from retro.model.retro import Retro
 
-log = logging.getLogger("retro")
+_EVALUATION = 0.2
+"""Part of the minutes that training leaves for the evaluation."""
+_LEAST_TOKENS = 4_000
+_PASSAGES = {0.9: "a tenth of them gain more", 0.5: "the median gain", 0.1: "a tenth of them gain less"}
+"""Passages of the report by the quantile of their gain. The terminal shows the first one."""
+NAMES = {"plain": "plain baseline", "baseline": "copying baseline", "retro": "RETRO"}
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Build a datastore, train two small models and compare them, in minutes."""
+    """Build a datastore, train three small models and compare them, in minutes."""
 
     corpus: tuple[str, ...] = ()
     """Files, folders, globs or URLs of text; empty: Python's own documentation and sources."""
-    minutes: float = 2.5
-    """Minutes of training for both models together. The rest of the demo takes one or two minutes."""
+    minutes: float = 5.0
+    """Minutes for the whole demo. The datastore comes first; training steps and held-out tokens fill the rest, as many as this
+    machine can do. Training has at least 7 steps and evaluation 4,000 tokens, even if that takes longer."""
     output: Path = Path("retro-demo")
     """Folder for all files of the demo."""
     seed: int = 0
@@ -52,109 +62,167 @@ class DemoOptions:
             raise InputError(f"minutes = {self.minutes}: must be above 0.")
 
 
+@dataclass(frozen=True)
+class Compared:
+    """The models on the held-out documents.
+
+    Attributes:
+        plain, copying, off, on: results of the two baselines, and of the RETRO without and with neighbors.
+        verdict: what was gained, in words; then the other comparisons.
+        passages: colored by the gain of their tokens.
+    """
+
+    plain: "SetResult"
+    copying: "SetResult"
+    off: "SetResult"
+    on: "SetResult"
+    verdict: list[str]
+    passages: list[report.ColoredPassage]
+
+
 def demo(options: DemoOptions) -> int:
     """`retro demo`."""
-    from indexing.retrieval.retriever import Retriever
+    # Threads that wait by spinning slow each other down where other work shares the cores. Torch reads this when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from pipelines.evaluation.passages import print_passage
     from pipelines.executors.factory import make_executor
-    from pipelines.reports.datastore import plots_of, sample_examples, summary_table, write_index_report
+    from pipelines.reports.datastore import write_index_report
     from pipelines.stages.table import build
 
+    deadline = time.monotonic() + 60 * options.minutes
     config = _config(options)
     echo(f"1. datastore: {config.datastore}")
     measured = write_index_report(build(config, make_executor(config.executor)))
     _print_datastore(measured)
 
-    config = _with_steps(config, options)
-    tokens = config.train.steps * config.train.batch_size * config.data.sequence_length
-    echo(f"\n2. two models, {tokens:,} tokens each ({config.train.steps} steps)")
-    outcomes = {name: run_training(run, name) for name, run in runs_of(config).items()}
-    for name, outcome in outcomes.items():
-        echo(f"   {name}: {outcome.parameters:,} parameters without embeddings")
+    echo("\n2. three models")
+    trained = train_models(config, options.output, deadline - _EVALUATION * 60 * options.minutes)
+    echo(f"   each read {trained.tokens:,} tokens in {trained.config.train.steps} steps")
+    for name, outcome in trained.outcomes.items():
+        echo(f"   {NAMES[name]}: {outcome.parameters:,} parameters without embeddings")
 
-    echo("\n3. held-out documents")
-    table, verdict = _compare(config, outcomes, options.output / "results.json")
-    echo("\n".join([indented(table.text), *(f"   {line}" for line in verdict)]))
+    compared = _compare(trained, options.output, deadline)
+    first, *others = compared.verdict
+    table = _results_table(compared)
+    echo(f"\n3. {first}\n" + "\n".join([indented(table.text), *(f"   {line}" for line in others)]))
+    echo(f"\n4. {compared.passages[0].title}")
+    echo("   Green: its neighbors made the token likelier; red: less likely. [n] ends a run copied from neighbor n.\n")
+    print_passage(compared.passages[0])
 
-    retriever = Retriever.open(config.datastore)
-    examples = sample_examples(retriever, 3)
-    echo("\n4. three held-out chunks and their neighbors")
-    _print_examples(examples)
-
-    prompt = _first_words(retriever)
-    text = _continued(prompt, retriever, config, outcomes["retro"].checkpoint)
-    echo(f"\n5. a paragraph with retrieval (prompt: {prompt!r})\n{indented(text)}")
-
-    report.write_report(
-        options.output / "report.html",
-        title="RETRO demo",
-        subtitle=f"{tokens:,} training tokens for each model",
-        figures=[(row[0], row[1], f"{row[2]} against the baseline") for row in table.rows],
-        sections=[
-            report.Section("Does retrieval help?", text=" ".join(f"{line}." for line in verdict), table=table),
-            report.Section("Training", plots=_training_plots(outcomes)),
-            report.Section("Datastore", table=summary_table(measured), plots=plots_of(retriever, measured)),
-            report.Section("Three held-out chunks and their neighbors", examples=examples),
-            report.Section("A paragraph with retrieval", text=text),
-        ],
-    )
-    _print_next(options.output, config.datastore, outcomes["retro"].checkpoint)
+    _write_report(options.output / "report.html", trained, compared, measured)
+    _print_next(options.output, config.datastore, trained.outcomes["retro"].checkpoint)
     return 0
 
 
-def _compare(config: Config, outcomes: dict[str, Any], file: Path) -> tuple[Table, list[str]]:
-    """Score both models on the held-out documents; writes the results to a file.
+# --- measurement ---------------------------------------------------------------------------------------------------
 
-    Returns:
-        a table, and the comparisons in words.
-    """
-    from pipelines.evaluation.bits_per_byte import in_words, measure_all
+
+def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
+    """Score all models on held-out documents until the deadline; writes `results.json`."""
+    from pipelines.evaluation.bits_per_byte import measure_all
     from retro.checkpoints.checkpoint import load_model, open_checkpoint
     from retro.device import choose_placement
     from retro.evaluation.bits_per_byte import compare
     from retro.evaluation.sets import EvaluationSet
 
+    config = trained.config
     placement = choose_placement(config.train.device, config.train.precision)
     held_out = EvaluationSet("valid", Datastore.open(config.datastore))
-    results = {}
-    for name, outcome in outcomes.items():
-        model = load_model(open_checkpoint(outcome.checkpoint), placement.device)
-        length = config.data.sequence_length
-        results[name] = measure_all(model, held_out, config.evaluation, placement, sequence_length=length)
-    baseline, off, *on = results["baseline"] + results["retro"]
+    models = {
+        name: load_model(open_checkpoint(outcome.checkpoint), placement.device)
+        for name, outcome in trained.outcomes.items()
+    }
+    tokens = _tokens_until(deadline, list(models.values()), held_out, config, placement, folder / "demo.json")
+    settings, length = replace(config.evaluation, max_tokens=tokens), config.data.sequence_length
+    echo()
+    results = {
+        name: measure_all(
+            model, held_out, settings, placement, sequence_length=length, by_chunk=model.settings.retrieves
+        )
+        for name, model in models.items()
+    }
+    plain, copying, off, on = results["plain"] + results["baseline"] + results["retro"]
     verdict = [
-        f"RETRO ON (k={on[0].k}) against OFF, the same weights: {in_words(*compare(on[0], off))}",
-        f"RETRO ON (k={on[0].k}) against the baseline: {in_words(*compare(on[0], baseline))}; "
-        "one training run each, and another seed can move a small model by more than that",
+        f"Reading neighbors, RETRO needs {_fewer(compare(on, copying), first=True)} than a baseline that copies from its own "
+        f"context, and {_fewer(compare(on, plain))} than a plain baseline.",
+        f"RETRO needs {_fewer(compare(on, off))} with neighbors than without them, with the same weights.",
+        f"{on.tokens:,} held-out tokens. Each model is one training run: with another seed the figures differ.",
     ]
-    rows = {name: [result.as_json() for result in of_model] for name, of_model in results.items()}
-    write_json(file, {"results": rows, "verdict": verdict})
-    return _results_table(baseline, off, on), verdict
+    rows = {NAMES[name]: [result.as_json() for result in of_model] for name, of_model in results.items()}
+    write_json(folder / "results.json", {"results": rows, "verdict": verdict})
+    return Compared(plain, copying, off, on, verdict, _passages(models["retro"], off, on, held_out, placement, config))
 
 
-def _continued(prompt: str, retriever: Any, config: Config, checkpoint: Path) -> str:
-    """The prompt and its continuation with retrieval."""
-    from retro.inference.language_model import LanguageModel
-
-    language_model = LanguageModel.open(checkpoint, retriever, config.train.device)
-    (text,) = generate_texts(language_model, GenerateOptions(prompt=(prompt,), k=config.data.k, max_tokens=150))
-    return prompt + text
+def _fewer(change: tuple[float, float, float], *, first: bool = False) -> str:
+    """A change of bits per byte in words, with its interval."""
+    percent, low, high = change
+    words = f"{abs(percent):.1f}% {'fewer' if percent < 0 else 'more'} bits per byte"
+    return f"{words} ({'95% interval over documents: ' if first else ''}{low:+.1f}% to {high:+.1f}%)"
 
 
-def _print_next(folder: Path, datastore: Path, checkpoint: Path) -> None:
-    """Print the files, and commands to try next."""
-    echo(
-        f'\nreport:     {folder / "report.html"}\ndatastore:  {datastore}   try: retro search {datastore} "open a file"'
-    )
-    echo(f"checkpoint: {checkpoint}")
-    echo(f"page:       retro serve {datastore} --checkpoint {folder / 'retro'}")
-    echo(f"settings:   {folder / 'demo.toml'}   change them and run: retro train {folder / 'demo.toml'} --run NEW")
+def _tokens_until(
+    deadline: float,
+    models: "list[Retro]",
+    held_out: "EvaluationSet",
+    config: Config,
+    placement: "Placement",
+    stored: Path,
+) -> int:
+    """The number of held-out tokens that all models can score until the deadline, from a trial. It is stored for a rerun."""
+    from retro.evaluation.bits_per_byte import evaluate
+
+    demo = read_json(stored)
+    if "held_out_tokens" not in demo:
+        started, trial, scored = time.monotonic(), replace(config.evaluation, max_tokens=1), 1
+        for model in models:
+            for k in (0, *config.evaluation.k) if model.settings.retrieves else (0,):
+                use = NeighborUse(k)
+                scored = evaluate(
+                    model, held_out, trial, placement, use=use, sequence_length=config.data.sequence_length
+                ).tokens
+        per_token = (time.monotonic() - started) / scored
+        fitting = int(0.8 * (deadline - time.monotonic()) / per_token)
+        demo |= {"held_out_tokens": min(held_out.tokens, max(_LEAST_TOKENS, fitting))}
+        write_json(stored, demo)
+    return int(demo["held_out_tokens"])
+
+
+def _passages(
+    model: "Retro",
+    off: "SetResult",
+    on: "SetResult",
+    held_out: "EvaluationSet",
+    placement: "Placement",
+    config: Config,
+) -> list[report.ColoredPassage]:
+    """Held-out chunks at quantiles of the gain, scored by token."""
+    from indexing.store.retrieval_set import RetrievalSet
+    from indexing.tokenization.tokenizer import Tokenizer
+    from pipelines.evaluation.passages import colored
+    from retro.evaluation.token_gains import chunk_by_gain, score_passage
+
+    tokenizer, retrieval = Tokenizer.open(config.datastore / "tokenizer"), RetrievalSet.of(held_out.datastore)
+    window = config.data.sequence_length // held_out.split.chunk_length
+    out = []
+    assert off.chunks is not None and on.chunks is not None  # noqa: PT018
+    for quantile, words in _PASSAGES.items():
+        chunk, among = chunk_by_gain(off.chunks, on.chunks, held_out.split, quantile)
+        passage = score_passage(model, held_out, chunk, placement, k=on.k, window=window)
+        (document,) = held_out.split.metadata(held_out.split.documents_of(np.array([chunk]))[0].tolist())
+        title = (
+            f"A passage of {document['id']}, one of {among:,} held-out chunks by the gain from retrieval ({words}): "
+            f"{-passage.off.sum():.0f} bits without neighbors, {-passage.on.sum():.0f} with them."
+        )
+        out.append(colored(passage, title, tokenizer, retrieval))
+    return out
 
 
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
 def _config(options: DemoOptions) -> Config:
-    """The demo's settings. An earlier demo in the same folder must have the same corpus and seed."""
+    """The demo's settings. An earlier demo in the same folder must have the same corpus and seed; with other minutes, its
+    models are trained again."""
     from indexing.corpus.readers import CorpusSettings
     from indexing.tokenization.tokenizer import TokenizerSettings
     from retro.data.settings import DataSettings
@@ -164,14 +232,14 @@ def _config(options: DemoOptions) -> Config:
     out = options.output
     wanted = {"corpus": list(options.corpus), "seed": options.seed}
     stored = out / "demo.json"
-    if stored.exists() and {key: read_json(stored).get(key) for key in wanted} != wanted:
+    earlier = read_json(stored) if stored.exists() else wanted
+    if {key: earlier.get(key) for key in wanted} != wanted:
         raise InputError(
             f"{out} contains a demo with another corpus or seed ({stored}). Name another folder: --output NEW."
         )
     out.mkdir(parents=True, exist_ok=True)
     paths = options.corpus or (str(write_python_corpus(out / "corpus")),)
-    write_json(stored, (read_json(stored) if stored.exists() else {}) | wanted)
-    return Config(
+    config = Config(
         datastore=out / "datastore",
         run=out / "retro",
         corpus=CorpusSettings(paths=paths),
@@ -184,54 +252,28 @@ def _config(options: DemoOptions) -> Config:
             num_layers=4,
             retrieval=RetrievalSettings(cca_layers=(2, 4)),
             encoder=EncoderSettings(d_model=96, d_ffw=384, num_heads=2, head_dim=48, num_layers=1),
+            copy_head=CopyHeadSettings(context=True, neighbors=True),
             shared_embeddings=True,  # with these and smeared keys, copying starts earlier: docs/results/copying.md
             copying_init=True,
         ),
-        train=TrainSettings(batch_size=4, lr=3e-3, warmup_steps=20, eval_every=0, log_every=5, seed=options.seed),
-        evaluation=EvaluationSettings(k=(2,), max_tokens=60_000),
+        train=TrainSettings(
+            batch_size=4,
+            lr=3e-3,
+            warmup_steps=3,
+            eval_every=0,
+            eval_tokens=1,  # one window: the real evaluation follows
+            log_every=3,
+            monitor_every=0,
+            seed=options.seed,
+        ),
+        evaluation=EvaluationSettings(k=(4,), stride=384),
     )
-
-
-def _with_steps(config: Config, options: DemoOptions) -> Config:
-    """Set the number of steps that fit into the minutes, from a short trial of both models. It is stored, so that a rerun resumes."""
-    stored = options.output / "demo.json"
-    remembered = read_json(stored)
-    if remembered.get("minutes") != options.minutes:
+    if earlier.get("minutes") != options.minutes:
         for run in runs_of(config).values():
             if run.run.exists():
                 remove(run.run)
-        seconds = sum(_seconds_per_step(run) for run in runs_of(config).values())
-        steps = max(20, int(60 * options.minutes / seconds))
-        write_json(stored, remembered | {"minutes": options.minutes, "steps": steps})
-    steps = read_json(stored)["steps"]
-    train = replace(config.train, steps=steps, checkpoint_every=max(1, steps // 4), warmup_steps=max(1, steps // 20))
-    config = replace(config, train=replace(train, eval_every=-(-steps // 5), eval_tokens=20_000))
-    write_bytes(options.output / "demo.toml", to_toml(config).encode())
-    return load(Config, options.output / "demo.toml", [], verb="train")
-
-
-def _seconds_per_step(config: Config) -> float:
-    """Median time of a few steps of a trial run."""
-    from retro.training.trainer import train
-
-    trial = replace(
-        config.train, steps=6, warmup_steps=1, log_every=1, eval_every=0, monitor_every=0, eval_tokens=1, report_to=()
-    )
-    run = config.run.with_name(f".trial-{config.run.name}")
-    logging.getLogger("retro").setLevel(logging.WARNING)
-    outcome = train(run, replace(config, train=trial).run_settings)
-    logging.getLogger("retro").setLevel(logging.INFO)
-    remove(run)
-    rates = [line["tokens_per_second"] for line in outcome.metrics if "tokens_per_second" in line]
-    return trial.batch_size * config.data.sequence_length / float(np.median(rates[1:]))
-
-
-def runs_of(config: Config) -> dict[str, Config]:
-    """The baseline, a plain decoder with as many parameters, and the RETRO model."""
-    from retro.model.presets import baseline_of
-
-    baseline = replace(config, run=config.run.with_name("baseline"), model=baseline_of(config.model))
-    return {"baseline": baseline, "retro": config}
+        write_json(stored, wanted | {"minutes": options.minutes})
+    return config
 
 
 # --- output --------------------------------------------------------------------------------------------------------
@@ -252,56 +294,61 @@ def _print_datastore(measured: dict[str, Any]) -> None:
     )
 
 
-def _results_table(baseline: "SetResult", off: "SetResult", on: "list[SetResult]") -> Table:
-    names = ["baseline (no retrieval)", "RETRO, retrieval OFF", *(f"RETRO, retrieval ON, k={r.k}" for r in on)]
+def _results_table(compared: Compared) -> Table:
+    named = {
+        "plain baseline": compared.plain,
+        "baseline that copies from its own context": compared.copying,
+        "RETRO, retrieval OFF": compared.off,
+        f"RETRO, retrieval ON, k={compared.on.k}": compared.on,
+    }
     rows = [
         [
             name,
-            f"{r.bits_per_byte:.4f}",
-            f"{100 * (r.bits_per_byte / baseline.bits_per_byte - 1):+.2f}%",
-            f"{r.perplexity:.2f}",
+            f"{result.bits_per_byte:.4f}",
+            *(
+                f"{100 * (result.bits_per_byte / other.bits_per_byte - 1):+.2f}%"
+                for other in (compared.copying, compared.plain)
+            ),
+            f"{result.perplexity:.2f}",
         ]
-        for name, r in zip(names, [baseline, off, *on], strict=True)
+        for name, result in named.items()
     ]
-    return Table(["held-out text", "bits per byte", "against baseline", "perplexity"], rows)
+    return Table(["held-out text", "bits per byte", "against copying", "against plain", "perplexity"], rows)
 
 
-def _print_examples(examples: list[report.NeighborExample]) -> None:
-    for example in examples:
-        echo(f"   ─── chunk\n{indented(_shortened(example.chunk))}")
-        for neighbor in example.neighbors:
-            echo(f"   ─── neighbor from {one_line(neighbor.document)}, squared distance {neighbor.score:.3f}")
-            echo(indented(_shortened(neighbor.text) + " ⋯ " + _shortened(neighbor.continuation)))
-        echo()
+def _write_report(path: Path, trained: Trained, compared: Compared, measured: dict[str, Any]) -> None:
+    from indexing.retrieval.retriever import Retriever
+    from pipelines.reports.datastore import plots_of, summary_table
 
-
-def _shortened(text: str, limit: int = 220) -> str:
-    return text if len(text) <= limit else text[:limit] + "…"
-
-
-def _first_words(retriever: Any) -> str:
-    """The beginning of a held-out document, at most two chunks long, so that retrieval starts soon."""
-    datastore = retriever.datastore
-    split = datastore.valid if datastore.valid.num_chunks else datastore.train
-    number = int(np.random.default_rng(5).integers(split.num_documents))
-    first, stop = split.chunk_range(number)
-    tokens = split.tokens.read(first, min(first + 1, stop)).ravel()[: int(split.lengths.read(first, first + 1)[0])]
-    return retriever.tokenizer.decode(tokens[:60])
+    retriever, table = Retriever.open(trained.config.datastore), _results_table(compared)
+    report.write_report(
+        path,
+        title="RETRO demo",
+        subtitle=f"{trained.tokens:,} training tokens for each model",
+        figures=[(row[0], row[1], f"{row[2]} against copying, {row[3]} against plain") for row in table.rows],
+        sections=[
+            report.Section("Does retrieval help?", text=" ".join(compared.verdict), table=table),
+            report.Section("Where retrieval helps, and what it copies", passages=compared.passages),
+            report.Section("Training", plots=_training_plots(trained.outcomes)),
+            report.Section("Datastore", table=summary_table(measured), plots=plots_of(retriever, measured)),
+        ],
+    )
 
 
 def _training_plots(outcomes: dict[str, Any]) -> list[str]:
-    """Training loss and held-out bits per byte of both models."""
-    losses, held_out = {}, {}
+    """Training loss of all models, on the same batches."""
+    losses = {}
     for name, outcome in outcomes.items():
         lines = [line for line in outcome.metrics if "loss" in line]
-        losses[name] = ([line["tokens"] for line in lines], [line["loss"] for line in lines])
-        for mode in ("off", "on"):
-            key = f"valid_bits_per_byte_{mode}"
-            scored = [line for line in outcome.metrics if key in line]
-            if scored:
-                label = name if name == "baseline" else f"{name} {mode.upper()}"
-                held_out[label] = ([line["tokens"] for line in scored], [line[key] for line in scored])
-    return [
-        report.line_plot(losses, "tokens", "nats per token", "Training loss"),
-        report.line_plot(held_out, "tokens", "bits per byte", "Held-out bits per byte"),
-    ]
+        losses[NAMES[name]] = ([line["tokens"] for line in lines], [line["loss"] for line in lines])
+    return [report.line_plot(losses, "tokens", "nats per token", "Training loss")]
+
+
+def _print_next(folder: Path, datastore: Path, checkpoint: Path) -> None:
+    """Print the files, and commands to try next."""
+    echo(
+        f'\nreport:     {folder / "report.html"}\ndatastore:  {datastore}   try: retro search {datastore} "open a file"'
+    )
+    echo(f"checkpoint: {checkpoint}")
+    echo(f"page:       retro serve {datastore} --checkpoint {folder / 'retro'}")
+    echo(f"settings:   {folder / 'demo.toml'}   change them and run: retro train {folder / 'demo.toml'} --run NEW")

@@ -26,6 +26,9 @@ _INK, _SOFT, _LINE = _THEMED
 # Shorter runs of shared words are likely to be chance. A Chinese character counts less than a word.
 _MARKED_WORDS = 3
 _CHARACTER = 0.75
+SHADE_BITS = (0.5, 2.0)
+"""Gains from which a token has a pale and a strong color."""
+_SHADES = {2: "up2", 1: "up1", -1: "down1", -2: "down2"}  # classes of the page
 # Characters that fit above a plot, with six for the sample of each line.
 _LEGEND_CHARACTERS = 72
 
@@ -50,6 +53,52 @@ class NeighborExample:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A few characters of a text.
+
+    Attributes:
+        text: the characters.
+        gain: bits that retrieval saves for them; negative = it costs bits.
+        neighbor: number of the neighbor that the run of pieces ending here was copied from; 0 = none.
+    """
+
+    text: str
+    gain: float = 0.0
+    neighbor: int = 0
+
+    @property
+    def shade(self) -> int:
+        """Color: 2 and 1 = retrieval helps (green), -1 and -2 = it hurts (red), 0 = about the same."""
+        return int(np.sign(self.gain)) * sum(abs(self.gain) >= bits for bits in SHADE_BITS)
+
+
+@dataclass(frozen=True)
+class CopiedNeighbor:
+    """A neighbor as text, cut into parts that were copied (True) and others."""
+
+    number: int
+    document: str
+    parts: list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class ColoredPassage:
+    """A passage colored by the gain of its tokens, and the neighbors that it could read.
+
+    Attributes:
+        title: which passage it is.
+        before: the end of the text before it.
+        pieces: its text.
+        neighbors: the neighbors.
+    """
+
+    title: str
+    before: str
+    pieces: list[Piece]
+    neighbors: list[CopiedNeighbor]
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of a report; empty parts are not shown."""
 
@@ -58,6 +107,7 @@ class Section:
     table: Table | None = None
     plots: list[str] = field(default_factory=list)
     examples: list[NeighborExample] = field(default_factory=list)
+    passages: list[ColoredPassage] = field(default_factory=list)
 
 
 def write_report(
@@ -82,7 +132,7 @@ def write_report(
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True)
     environment.filters["marked"] = marked
     html = environment.get_template("report.html").render(
-        title=title, subtitle=subtitle, sections=sections, figures=figures
+        title=title, subtitle=subtitle, sections=sections, figures=figures, shades=_SHADES
     )
     write_bytes(path, html.encode("utf-8", errors="replace"))
 

@@ -1,6 +1,7 @@
 """Control characters from a corpus, a model or an error are escaped, so the terminal does not execute them."""
 
 import ast
+import io
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import pytest
 
 from pipelines.cli import main
 from pipelines.commands import model as model_verbs
-from pipelines.terminal import one_line, print_rows, printable
+from pipelines.terminal import echo_shaded, one_line, print_rows, printable
 from retro.inference.language_model import LanguageModel
 from tests.conftest import build_local, tiny_config
 
@@ -42,6 +43,27 @@ def test_control_characters_are_escaped_and_other_text_is_unchanged() -> None:
 
 def test_name_with_line_breaks_is_printed_on_one_line() -> None:
     assert one_line("a\nb\tc\x1b") == "a\\u000ab\\u0009c\\u001b"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shaded(file: io.StringIO) -> str:
+    echo_shaded([("same", 0), (" a", 1), ("b", 2), (" ", -1), ("c", -1), ("d\x1b[0m", -2), ("\n", 1)], file)
+    return file.getvalue()
+
+
+def test_shades_are_colors_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = "same {+ab+} [-cd\\u001b[0m-]\n\n"
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert shaded(io.StringIO()) == plain
+    colored = shaded(Terminal())
+    assert colored == "same \x1b[32ma\x1b[0m\x1b[1;32mb\x1b[0m \x1b[31mc\x1b[0m\x1b[1;31md\\u001b[0m\x1b[0m\n\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shaded(Terminal()) == plain
 
 
 @pytest.mark.parametrize("layer", ["indexing", "retro", "pipelines"])
