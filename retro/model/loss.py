@@ -4,9 +4,9 @@ With a 128k vocabulary, 16,384 tokens have 8 GB of float32 logits, and their gra
 block of rows at a time. In training, the forward pass also computes the gradient of the block (softmax minus label), so logits
 are neither kept nor recomputed.
 
-With a copy head the probability of a label is that of a mixture, `Copying`. It depends on the logits only by the probability
-that the vocabulary gives to the label, so the gradient of the logits is the usual one times the vocabulary's part of the
-label's probability.
+With a copy head the probability of a label is that of a mixture, `Copying`. The mixture trains the copy head, and the plain
+cross-entropy trains the vocabulary, as without a copy head. With the mixture's gradient the vocabulary would learn little from
+tokens that can be copied, and be worse with and without copying (docs/results/copy-head.md).
 """
 
 import functools
@@ -59,6 +59,9 @@ def loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, copying: Copying | None = None, *, compiled: bool = False
 ) -> Tensor:
     """Mean cross-entropy over labels that are not ignored, with gradients; 0 if all are ignored.
+
+    With `copying`, the value is the cross-entropy of the mixture, and the gradients of `hidden` and `weight` are those of the
+    vocabulary's cross-entropy.
 
     Args:
         hidden: [B, T, D].
@@ -187,15 +190,14 @@ def _losses(logits: Tensor, labels: Tensor, copying: Copying | None) -> tuple[Te
 def _logit_gradients(logits: Tensor, labels: Tensor, copying: Copying | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The sum of cross-entropies, its gradient for every logit [rows, V] in the logits' dtype, and that for `copying` [2, rows].
 
-    The gradient is softmax minus label, times the vocabulary's part of the label's probability. Float16 gradients are multiplied
-    by `_FLOAT16_SCALE`; `_product` divides by it.
+    The gradient is softmax minus label, that of the vocabulary's cross-entropy. Float16 gradients are multiplied by
+    `_FLOAT16_SCALE`; `_product` divides by it.
     """
     losses, log_p, kept = _losses(logits, labels, copying)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     ignored, to_copying = labels == IGNORED_LABEL, None
     gradients = log_p.exp() - is_label.float()
     if kept is not None:
-        gradients = gradients * kept.exp()[:, None]
         to_copying = -torch.stack((kept.exp(), losses.exp())).masked_fill(ignored, 0.0)
     gradients = gradients.masked_fill(ignored[:, None], 0.0)
     scaled = gradients * _FLOAT16_SCALE if logits.dtype == torch.float16 else gradients
