@@ -81,7 +81,7 @@ def build(out: Path, options: argparse.Namespace, limit: Budget) -> None:
         file = out / "corpus.jsonl"
         megabytes = options.corpus_mb or (0 if file.exists() else megabytes_that_fit(paths, options, limit))
         paths = (write_part(paths, megabytes, file),)
-    for name in EMBEDDERS:
+    for name in options.embedders:
         retro("index", written(out / f"{name}.toml", datastore_config(out / name, name, paths, options)))
 
 
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/learning"))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *COPY_HEADS, *ABLATIONS])
     parser.add_argument("--against", default="baseline", choices=PLAIN, help="the model that `score` compares with")
+    parser.add_argument("--embedders", nargs="*", default=list(EMBEDDERS), choices=EMBEDDERS, help="of `build`")
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
     parser.add_argument("--k", type=int, default=2)
