@@ -6,7 +6,7 @@ are neither kept nor recomputed.
 
 With a copy head the probability of a label is that of a mixture, `Copying`. The mixture trains the copy head, and the plain
 cross-entropy trains the vocabulary, as without a copy head. With the mixture's gradient the vocabulary would learn little from
-tokens that can be copied, and be worse with and without copying (docs/results/copy-head.md).
+tokens that can be copied, and be worse with and without copying (docs/explanation/copy-head.md).
 """
 
 import functools
