@@ -24,7 +24,7 @@ from pipelines.commands.demo_training import Trained, runs_of, train_models
 from pipelines.config import Config
 from pipelines.reports import html as report
 from pipelines.results import Table
-from pipelines.terminal import echo
+from pipelines.terminal import echo, one_line
 from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import AttentionSettings, CopyHeadSettings, EncoderSettings, RetrievalSettings
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _EVALUATION = 0.2
 """Part of the minutes that training leaves for the evaluation."""
 _LEAST_TOKENS = 4_000
-_PASSAGES = {0.9: "a tenth of them gain more", 0.5: "the median gain", 0.1: "a tenth of them gain less"}
+_PASSAGES = {0.9: "a tenth gain more", 0.5: "half gain more", 0.1: "nine in ten gain more"}
 """Passages of the report by the quantile of their gain. The terminal shows the first one."""
 NAMES = {"plain": "plain baseline", "baseline": "copying baseline", "retro": "RETRO"}
 
@@ -51,7 +51,7 @@ class DemoOptions:
     """Files, folders, globs or URLs of text; empty: Python's own documentation and sources."""
     minutes: float = 5.0
     """Minutes for the whole demo. The datastore comes first; training steps and held-out tokens fill the rest, as many as this
-    machine can do. Training has at least 7 steps and evaluation 4,000 tokens, even if that takes longer."""
+    machine can do. Training has at least 5 steps and evaluation 4,000 tokens, even if that takes longer."""
     output: Path = Path("retro-demo")
     """Folder for all files of the demo."""
     seed: int = 0
@@ -106,7 +106,9 @@ def demo(options: DemoOptions) -> int:
     table = _results_table(compared)
     echo(f"\n3. {first}\n" + "\n".join([indented(table.text), *(f"   {line}" for line in others)]))
     echo(f"\n4. {compared.passages[0].title}")
-    echo("   Green: its neighbors made the token likelier; red: less likely. [n] ends a run copied from neighbor n.\n")
+    echo(
+        "   Green: neighbors make the token likelier; red: less likely. [n] ends a run that is copied from neighbor n.\n"
+    )
     print_passage(compared.passages[0])
 
     _write_report(options.output / "report.html", trained, compared, measured)
@@ -210,8 +212,8 @@ def _passages(
         passage = score_passage(model, held_out, chunk, placement, k=on.k, window=window)
         (document,) = held_out.split.metadata(held_out.split.documents_of(np.array([chunk]))[0].tolist())
         title = (
-            f"A passage of {document['id']}, one of {among:,} held-out chunks by the gain from retrieval ({words}): "
-            f"{-passage.off.sum():.0f} bits without neighbors, {-passage.on.sum():.0f} with them."
+            f"{one_line(str(document['id']))}, a passage of {len(passage.tokens)} tokens: {-passage.off.sum():.0f} bits without "
+            f"neighbors, {-passage.on.sum():.0f} with them; of {among:,} held-out passages, {words}"
         )
         out.append(colored(passage, title, tokenizer, retrieval))
     return out

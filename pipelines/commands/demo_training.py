@@ -1,13 +1,13 @@
 """The models of `retro demo`, trained on the same tokens until a time.
 
-    trial ─► steps for half of the time ─► steps for the rest, with a falling learning rate
+    trial ─► steps for half of the time left, again while that is most of it ─► steps for the rest, the learning rate falls
 
 The number of steps of each round follows from the speed of the round before. All models finish a round before the next one
-begins, so a slower machine means fewer steps, the same for all models. The rounds are stored, so that a stopped demo resumes.
+begins, so a slower machine means fewer steps, the same for all models. The round is stored, so that a stopped demo resumes.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,24 @@ from pipelines.terminal import echo
 from retro.model.settings import updated
 
 _TRIAL_STEPS = 3
-_SHARES = (0.5, 0.8)
-"""Part of the time left that the second and the third round take. The rest is for evaluations, checkpoints and a slower machine."""
 _LEAST_STEPS = 2
+_GROWTH = 5
+"""A round has at most this many times the steps before it: the speed of a few steps says little about that of many."""
+_FILLED = 0.8
+"""Part of the time left that the last round takes. The rest is for evaluations, checkpoints and a machine that becomes slower."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A part of the training.
+
+    Attributes:
+        steps: that each model has done at its end.
+        falls_from: step from which the learning rate falls; 0 = it is constant, and another round follows.
+    """
+
+    steps: int = _TRIAL_STEPS
+    falls_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,34 +71,35 @@ def train_models(config: Config, folder: Path, until: float) -> Trained:
 
     Args:
         config: settings of the RETRO.
-        folder: of the demo; `demo.json` there stores the rounds, `demo.toml` the final settings.
+        folder: of the demo; `demo.json` there stores the round, `demo.toml` the final settings.
         until: end of the training, in seconds of `time.monotonic`.
     """
-    stored = folder / "demo.json"
-    rounds: list[int] = read_json(stored).get("rounds") or [_TRIAL_STEPS]
+    stored, begun = folder / "demo.json", time.monotonic()
+    now = Round(**read_json(stored).get("round", {}))
     while True:
-        write_json(stored, read_json(stored) | {"rounds": rounds})
-        planned = _with_steps(config, rounds)
-        names = ("trial", "constant learning rate", "falling learning rate")
-        echo(f"   {names[len(rounds) - 1]}: to step {rounds[-1]}")
+        write_json(stored, read_json(stored) | {"round": asdict(now)})
+        planned = _with_steps(config, now)
+        echo(f"   to step {now.steps}" + (", the learning rate falls" if now.falls_from else ""))
         outcomes = {name: run_training(run, name) for name, run in runs_of(planned).items()}
-        if len(rounds) > len(_SHARES):
+        if now.falls_from:
             break
-        seconds = sum(map(_seconds_per_step, outcomes.values()))
         left = max(0.0, until - time.monotonic())
-        rounds = [*rounds, rounds[-1] + max(_LEAST_STEPS, int(_SHARES[len(rounds) - 1] * left / seconds))]
+        fitting = left / sum(map(_seconds_per_step, outcomes.values()))
+        if left > (until - begun) / 2:
+            now = Round(now.steps + max(_LEAST_STEPS, int(min(fitting / 2, _GROWTH * now.steps))))
+        else:
+            now = Round(now.steps + max(_LEAST_STEPS, int(fitting * _FILLED)), falls_from=now.steps)
     write_bytes(folder / "demo.toml", to_toml(planned).encode())
     tokens = planned.train.steps * planned.train.batch_size * planned.data.sequence_length
     return Trained(load(Config, folder / "demo.toml", [], verb="train"), outcomes, tokens)
 
 
-def _with_steps(config: Config, rounds: list[int]) -> Config:
-    """Settings to train to the end of the last of these rounds."""
-    steps, before = rounds[-1], rounds[-2] if rounds[:-1] else 0
-    train = replace(config.train, steps=steps, checkpoint_every=max(20, (steps - before) // 3), lr_schedule="constant")
-    if len(rounds) > len(_SHARES):
-        ratio = (steps - before) / (steps - train.warmup_steps)
-        train = replace(train, lr_schedule="wsd", decay_ratio=ratio)
+def _with_steps(config: Config, now: Round) -> Config:
+    """Settings to train to the end of a round."""
+    train = replace(config.train, steps=now.steps, checkpoint_every=20, lr_schedule="constant")
+    if now.falls_from:
+        falling = (now.steps - now.falls_from) / (now.steps - train.warmup_steps)
+        train = replace(train, lr_schedule="wsd", decay_ratio=falling)
     return replace(config, train=train)
 
 

@@ -50,12 +50,15 @@ def colored(passage: Passage, title: str, tokenizer: Tokenizer, retrieval: Retri
     """A passage as text: pieces with their gains, and the neighbors with the copied parts marked."""
     runs = copied_runs(passage)
     text, ends = token_ends(tokenizer.decode_batch, passage.tokens)
-    sources = {run.stop - 1: run.neighbor + 1 for run in runs}
-    pieces = []
-    for start, stop in character_groups(ends):
-        begin, end = characters(ends, start, stop)
-        number = next((sources[token] for token in range(start, stop) if token in sources), 0)
-        pieces.append(Piece(text[begin:end], float(passage.gains[start:stop].sum()), number))
+    groups = [(start, stop, slice(*characters(ends, start, stop))) for start, stop in character_groups(ends)]
+    numbers = {}
+    for run in runs:
+        words = [start for start, stop, part in groups if run.start < stop <= run.stop and text[part].strip()]
+        if words:  # not only blanks
+            numbers[words[-1]] = run.neighbor + 1
+    pieces = [
+        Piece(text[part], float(passage.gains[start:stop].sum()), numbers.get(start, 0)) for start, stop, part in groups
+    ]
     real = [number for number, tokens in enumerate(passage.neighbor_tokens) if len(tokens)]
     documents = retrieval.metadata(passage.neighbor_ids[real]) if real else []
     return ColoredPassage(
@@ -88,7 +91,11 @@ def print_passage(passage: ColoredPassage) -> None:
     """Print a passage in color, and the part of each neighbor around its longest copied run."""
     pieces: list[tuple[str, int]] = []
     for piece in passage.pieces:
-        pieces += [(piece.text, piece.shade), *([(f"[{piece.neighbor}]", 0)] if piece.neighbor else [])]
+        word = piece.text.rstrip()
+        number = f"[{piece.neighbor}]" if piece.neighbor else ""
+        pieces += (
+            [(word, piece.shade), (number, 0), (piece.text[len(word) :], 0)] if number else [(piece.text, piece.shade)]
+        )
     echo_shaded(_indented([("   ", 0), *pieces]))
     used = {piece.neighbor for piece in passage.pieces}
     for neighbor in passage.neighbors:

@@ -66,47 +66,54 @@ def small(tmp_path: Path, tiny_corpus: Path) -> Config:
     return replace(config, model=heads, train=replace(config.train, warmup_steps=3))
 
 
-def trained_on(machine: Machine, config: Config, until: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rounds of a training on a machine."""
+def trained_on(machine: Machine, config: Config, until: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The last step of a training on a machine."""
     monkeypatch.setattr(demo_training, "run_training", machine.train)
     monkeypatch.setattr(demo_training.time, "monotonic", lambda: machine.now)
-    train_models(config, config.run.parent, until)
-    return list(read_json(config.run.parent / "demo.json")["rounds"])
+    return train_models(config, config.run.parent, until).config.train.steps
 
 
 def test_steps_fill_the_time_and_are_the_same_for_all_models(small: Config, monkeypatch) -> None:
     machine = Machine(lambda _: 0.5)
-    rounds = trained_on(machine, small, 600, monkeypatch)
-    assert machine.runs == [(name, steps) for steps in rounds for name in ("plain", "baseline", "retro")]
-    assert 480 < machine.now <= 600
-    settings = read_json(small.run.parent / "demo.json")
-    assert settings == {"seed": 0, "rounds": rounds}
+    steps = trained_on(machine, small, 600, monkeypatch)
+    assert [name for name, _ in machine.runs[:3]] == ["plain", "baseline", "retro"]
+    ends = [{steps for _, steps in machine.runs[first : first + 3]} for first in range(0, len(machine.runs), 3)]
+    assert [len(each) for each in ends] == [1] * len(ends)
+    assert ends[-1] == {steps}
+    assert 500 < machine.now <= 600
+
+
+@pytest.mark.parametrize("first", [5.0, 0.1], ids=["slow", "fast"])
+def test_a_trial_at_another_speed_changes_little(small: Config, monkeypatch, first: float) -> None:
+    machine = Machine(lambda step: first if step < 3 else 0.5)
+    steps = trained_on(machine, small, 600, monkeypatch)
+    assert machine.now <= 600
+    assert steps > 250
 
 
 def test_a_machine_that_becomes_slower_trains_fewer_steps(small: Config, monkeypatch) -> None:
     machine = Machine(lambda step: 0.5 if step < 120 else 1.0)
-    rounds = trained_on(machine, small, 600, monkeypatch)
+    assert trained_on(machine, small, 600, monkeypatch) < 300
     assert machine.now <= 600
-    assert len({steps for _, steps in machine.runs[-3:]}) == 1
-    assert rounds[-1] < 400
 
 
 def test_training_has_a_few_steps_without_any_time_left(small: Config, monkeypatch) -> None:
-    assert trained_on(Machine(lambda _: 100.0), small, 1.0, monkeypatch) == [3, 5, 7]
+    assert trained_on(Machine(lambda _: 100.0), small, 1.0, monkeypatch) == 5
 
 
-def test_a_stopped_training_resumes_with_the_stored_rounds(small: Config, monkeypatch) -> None:
+def test_a_stopped_training_resumes_with_the_stored_round(small: Config, monkeypatch) -> None:
     machine = Machine(lambda _: 0.5, stop_at=4010)  # the second model in the second round
     with pytest.raises(KeyboardInterrupt):
         trained_on(machine, small, 600, monkeypatch)
-    stored = read_json(small.run.parent / "demo.json")["rounds"]
+    stored = read_json(small.run.parent / "demo.json")
+    assert stored["seed"] == 0
     machine.stop_at = 10**9
-    rounds = trained_on(machine, small, machine.now + 100, monkeypatch)
-    assert rounds[:2] == stored
-    assert {name: machine.done[name] for name in runs_of(small)} == dict.fromkeys(runs_of(small), rounds[-1])
+    steps = trained_on(machine, small, machine.now + 100, monkeypatch)
+    assert [end for _, end in machine.runs[3:7]] == [stored["round"]["steps"]] * 4
+    assert machine.done == dict.fromkeys(runs_of(small), steps)
     before = list(machine.runs)
-    assert trained_on(machine, small, machine.now + 100, monkeypatch) == rounds  # a finished demo trains no more
-    assert machine.runs == [*before, *((name, rounds[-1]) for name in runs_of(small))]
+    assert trained_on(machine, small, machine.now + 100, monkeypatch) == steps  # a finished demo trains no more
+    assert machine.runs == [*before, *((name, steps) for name in runs_of(small))]
 
 
 def test_the_models_have_the_same_number_of_parameters(small: Config) -> None:
@@ -166,7 +173,7 @@ def test_a_colored_passage_has_all_characters_and_marks_what_was_copied(tiny_dat
 VIEW = ColoredPassage(
     "title",
     "before",
-    [Piece("same "), Piece("copied\n<b>", 2.5, neighbor=1), Piece(" lost", -0.6)],
+    [Piece("same "), Piece("copied\n<b>\n", 2.5, neighbor=1), Piece("lost", -0.6)],
     [CopiedNeighbor(1, "doc.py", [("x" * 100, False), ("copied\n<b>", True), (" y", False)])],
 )
 
@@ -174,15 +181,15 @@ VIEW = ColoredPassage(
 def test_a_passage_is_printed_with_the_neighbor_that_it_was_copied_from(capsys) -> None:
     print_passage(VIEW)
     text, source = capsys.readouterr().out.split("   [1]")
-    assert text == "   same {+copied\n   <b>+}[1] [-lost-]\n"
+    assert text == "   same {+copied\n   <b>+}[1]\n   [-lost-]\n"
     assert source == f" doc.py: …{'x' * 60}{{+copied ⏎ <b>+}} y…\n"
 
 
 def test_a_report_has_the_colors_their_legend_and_the_neighbors(tmp_path: Path) -> None:
     write_report(tmp_path / "r.html", title="T", subtitle="", sections=[Section("A", passages=[VIEW])])
     html = (tmp_path / "r.html").read_text()
-    assert '<span class="up2" title="+2.50 bits">copied\n&lt;b&gt;</span><sup>1</sup>' in html
-    assert '<span class="down1" title="-0.60 bits"> lost</span>' in html
+    assert '<span class="up2" title="+2.50 bits">copied\n&lt;b&gt;\n</span><sup>1</sup>' in html
+    assert '<span class="down1" title="-0.60 bits">lost</span>' in html
     assert "<mark>copied\n&lt;b&gt;</mark>" in html
     assert "log2 p with neighbors" in html
 
