@@ -56,9 +56,11 @@ def colored(passage: Passage, title: str, tokenizer: Tokenizer, retrieval: Retri
         words = [start for start, stop, part in groups if run.start < stop <= run.stop and text[part].strip()]
         if words:  # not only blanks
             numbers[words[-1]] = run.neighbor + 1
-    pieces = [
-        Piece(text[part], float(passage.gains[start:stop].sum()), numbers.get(start, 0)) for start, stop, part in groups
-    ]
+    pieces = []
+    for start, stop, part in groups:
+        number, word, gain = numbers.get(start, 0), text[part], float(passage.gains[start:stop].sum())
+        blank = word[len(word.rstrip()) :] if number else ""  # the number comes before a line break
+        pieces += [Piece(word.removesuffix(blank), gain, number), *([Piece(blank)] if blank else [])]
     real = [number for number, tokens in enumerate(passage.neighbor_tokens) if len(tokens)]
     documents = retrieval.metadata(passage.neighbor_ids[real]) if real else []
     return ColoredPassage(
@@ -91,11 +93,7 @@ def print_passage(passage: ColoredPassage) -> None:
     """Print a passage in color, and the part of each neighbor around its longest copied run."""
     pieces: list[tuple[str, int]] = []
     for piece in passage.pieces:
-        word = piece.text.rstrip()
-        number = f"[{piece.neighbor}]" if piece.neighbor else ""
-        pieces += (
-            [(word, piece.shade), (number, 0), (piece.text[len(word) :], 0)] if number else [(piece.text, piece.shade)]
-        )
+        pieces += [(piece.text, piece.shade), *([(f"[{piece.neighbor}]", 0)] if piece.neighbor else [])]
     echo_shaded(_indented([("   ", 0), *pieces]))
     used = {piece.neighbor for piece in passage.pieces}
     for neighbor in passage.neighbors:

@@ -162,6 +162,7 @@ def test_a_colored_passage_has_all_characters_and_marks_what_was_copied(tiny_dat
     assert "".join(piece.text for piece in view.pieces) == tokenizer.decode(text)
     assert sum(piece.gain for piece in view.pieces) == pytest.approx(original.gains.sum())
     assert [piece.neighbor for piece in view.pieces if piece.neighbor] == [1]
+    assert not any(piece.text[-1:].isspace() for piece in view.pieces if piece.neighbor)
     for neighbor, tokens in zip(view.neighbors, original.neighbor_tokens, strict=True):
         assert "".join(part for part, _ in neighbor.parts) == tokenizer.decode(tokens)
     marked = "".join(part for part, is_copied in view.neighbors[0].parts if is_copied)
@@ -173,7 +174,7 @@ def test_a_colored_passage_has_all_characters_and_marks_what_was_copied(tiny_dat
 VIEW = ColoredPassage(
     "title",
     "before",
-    [Piece("same "), Piece("copied\n<b>\n", 2.5, neighbor=1), Piece("lost", -0.6)],
+    [Piece("same "), Piece("copied\n<b>", 2.5, neighbor=1), Piece(" lost", -0.6)],
     [CopiedNeighbor(1, "doc.py", [("x" * 100, False), ("copied\n<b>", True), (" y", False)])],
 )
 
@@ -181,15 +182,15 @@ VIEW = ColoredPassage(
 def test_a_passage_is_printed_with_the_neighbor_that_it_was_copied_from(capsys) -> None:
     print_passage(VIEW)
     text, source = capsys.readouterr().out.split("   [1]")
-    assert text == "   same {+copied\n   <b>+}[1]\n   [-lost-]\n"
+    assert text == "   same {+copied\n   <b>+}[1] [-lost-]\n"
     assert source == f" doc.py: …{'x' * 60}{{+copied ⏎ <b>+}} y…\n"
 
 
 def test_a_report_has_the_colors_their_legend_and_the_neighbors(tmp_path: Path) -> None:
     write_report(tmp_path / "r.html", title="T", subtitle="", sections=[Section("A", passages=[VIEW])])
     html = (tmp_path / "r.html").read_text()
-    assert '<span class="up2" title="+2.50 bits">copied\n&lt;b&gt;\n</span><sup>1</sup>' in html
-    assert '<span class="down1" title="-0.60 bits">lost</span>' in html
+    assert '<span class="up2" title="+2.50 bits">copied\n&lt;b&gt;</span><sup>1</sup>' in html
+    assert '<span class="down1" title="-0.60 bits"> lost</span>' in html
     assert "<mark>copied\n&lt;b&gt;</mark>" in html
     assert "log2 p with neighbors" in html
 
