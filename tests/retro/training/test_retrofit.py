@@ -17,6 +17,7 @@ from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
+from retro.huggingface.import_folder import import_base, read_base
 from retro.inference.decoder import Decoder
 from retro.model.presets import resolve
 from retro.model.settings import ModelSettings, updated
@@ -122,6 +123,62 @@ def test_a_retrofit_with_copying_init_is_fitted_and_keeps_the_base(
     caplog.clear()
     run(config, tmp_path / "plain", base.path, model=copying)
     assert "is fitted to copy" not in caplog.text
+
+
+def check_added(before: Checkpoint, after: Checkpoint, prefixes: tuple[str, ...]) -> None:
+    """The base's weights and its logits OFF are unchanged to the bit; ON differs; only weights with the prefixes are new."""
+    old, new = tensors(before), tensors(after)
+    assert all(torch.equal(new[name], tensor) for name, tensor in old.items())
+    assert {name for name in new if name not in old} == {name for name in new if name.startswith(prefixes)}
+    assert torch.equal(logits_off(before), logits_off(after))
+    model, neighbors = (
+        checkpoints.load_model(after, torch.device("cpu")),
+        torch.arange(4 * 2 * 32).view(1, 4, 2, 32) % 60,
+    )
+    with torch.no_grad():
+        assert not torch.allclose(model(torch.arange(64)[None], neighbors=neighbors), logits_off(before), atol=1e-3)
+
+
+@pytest.mark.parametrize("own_context", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_retrofit_with_a_copy_head_is_fitted_and_keeps_the_base(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, own_context: bool, alone: bool
+) -> None:
+    caplog.set_level("INFO")
+    plain = updated(config.model, {"retrieval.cca_layers": (), "copy_head.context": own_context})
+    base = run(config, tmp_path / "base", tuning=TuningSettings(), model=plain)
+    without = {"retrieval.cca_layers": ()} if alone else {}
+    copying = updated(ModelSettings(preset="base"), {"copy_head.neighbors": True} | without)
+    outcome = run(config, tmp_path / "retro", base.checkpoint, model=copying)
+    before, after = map(checkpoints.open_checkpoint, (base.checkpoint, outcome.checkpoint))
+    check_added(before, after, RETRIEVAL[-1:] if alone else RETRIEVAL)
+    assert caplog.text.count("copying from neighbors is fitted to") == 1
+    off = [line["valid_bits_per_byte_off"] for each in (base, outcome) for line in each.metrics[-1:]]
+    assert off[0] == off[1]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
+def test_a_retrofit_of_an_imported_model_keeps_the_base(config: Config, tmp_path: Path, family: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.retro.huggingface.small_bases import make, save
+
+    folder, file = save(make(family, vocab_size=400), tmp_path / "folder"), tmp_path / "base.safetensors"
+    import_base(read_base(folder), file)
+    copying = updated(ModelSettings(preset="base", chunk_length=16), {"copy_head.neighbors": True})
+    outcome = run(config, tmp_path / "retro", file, model=copying)
+    check_added(*map(checkpoints.open_checkpoint, (file, outcome.checkpoint)), RETRIEVAL)
+
+
+def test_a_retrofit_without_cross_attention_leaves_out_that_of_the_base(
+    config: Config, retro: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    copying = updated(ModelSettings(preset="base"), {"copy_head.neighbors": True, "retrieval.cca_layers": ()})
+    outcome = run(config, tmp_path / "run", retro.path, model=copying)
+    after = checkpoints.open_checkpoint(outcome.checkpoint)
+    assert torch.equal(logits_off(after), logits_off(retro))
+    assert not [name for name in tensors(after) if name.startswith(("encoder.", "cross."))]
+    assert "left out: " in caplog.text
 
 
 def test_preset_base_combines_the_bases_decoder_with_default_retrieval(base: Checkpoint, retro: Checkpoint) -> None:

@@ -33,9 +33,18 @@ METHODS: dict[str, dict[str, Any]] = {
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
-def build_tuned(scheme: str = "rope", trained: bool = False, **settings: Any) -> Retro:
+READERS: dict[str, dict[str, Any]] = {
+    "cross-attention": {},
+    "copying": {"copy_head.neighbors": True, "retrieval.cca_layers": ()},
+    "cross-attention and copying, a base that copies": {"copy_head.context": True, "copy_head.neighbors": True},
+}
+"""Options of models that read neighbors."""
+every_reader = pytest.mark.parametrize("reader", READERS)
+
+
+def build_tuned(scheme: str = "rope", trained: bool = False, reader: str = "cross-attention", **settings: Any) -> Retro:
     """A small model with an adapter. With `trained`, adapter weights are random instead of their initial values."""
-    model = build(scheme)
+    model = build(scheme, **READERS[reader])
     tuning = TuningSettings(**{"rank": 2, "virtual_tokens": 3, **settings})
     add_adapter(model, tuning)
     train_only(model, tuning)
@@ -83,8 +92,9 @@ def test_exactly_the_selected_weights_are_trained(method: str) -> None:
     assert changed == {name for name in before if is_adapter(name) or name.startswith(whole)}
 
 
-def test_retrieval_off_stays_bit_equal_to_the_base() -> None:
-    model = build_tuned(weights="retrieval")
+@every_reader
+def test_retrieval_off_stays_bit_equal_to_the_base(reader: str) -> None:
+    model = build_tuned(weights="retrieval", reader=reader)
     tokens, neighbors, lengths = batch()
     off, on = logits(model, tokens), logits(model, tokens, None, neighbors, lengths)
     train_steps(model, 3, tensors())
@@ -92,9 +102,10 @@ def test_retrieval_off_stays_bit_equal_to_the_base() -> None:
     assert not torch.allclose(logits(model, tokens, None, neighbors, lengths), on, atol=1e-3)
 
 
+@every_reader
 @pytest.mark.parametrize("method", ["retrieval", "retrieval and prefix"])
-def test_a_batch_without_neighbors_trains_adapters_only(method: str) -> None:
-    model = build_tuned(**METHODS[method])
+def test_a_batch_without_neighbors_trains_adapters_only(method: str, reader: str) -> None:
+    model = build_tuned(reader=reader, **METHODS[method])
     before = weights(model)
     losses = train_steps(model, 3, tensors(off=True))
     after = weights(model)
