@@ -111,7 +111,7 @@ def score(out: Path, options: argparse.Namespace) -> None:
     for name in ("scratch", *UNTRAINED, "retrofit-copying", "retrofit-both"):
         path = out / f"{name}.safetensors" if name in UNTRAINED else out / name
         file = out / f"score-{name}.json"
-        against = ("--against", str(out / "base"), "--evaluation.k", str(options.k))
+        against = ("--against", str(out / "base"), "--k", str(options.k))
         retro("eval", "perplexity", str(path), *against, *tokens, "--output", str(file))
         results = json.loads(file.read_text())["results"]
         rows = {(row["model"], row["k"]): row["bits_per_byte"] for row in results}

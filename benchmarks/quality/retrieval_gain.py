@@ -180,7 +180,7 @@ def score(out: Path, reference: str, limit: Budget) -> None:
     """Write OUT/score-NAME.json for each model against another one, and one page with all curves."""
     runs = [name for name in (*MODELS, *COPY_HEADS, *ABLATIONS) if (out / f"run-{name}").exists()]
     for name in limit.each([name for name in runs if name != reference], "model"):
-        neighbors = ("--evaluation.k", "1", "2", "4", "8") if name not in PLAIN else ()
+        neighbors = ("--k", "1", "2", "4", "8") if name not in PLAIN else ()
         against = ("--against", str(out / f"run-{reference}"), "--leakage-from", str(out / "lexical"))
         tokens = ("--evaluation.max-tokens", str(0 if math.isinf(limit.seconds) else SHORT_EVALUATION))
         output = ("--output", str(out / f"score-{name}.json"))

@@ -22,6 +22,7 @@ from indexing.store.files import read_json, write_json
 from pipelines.commands.datastore import indented
 from pipelines.commands.demo_training import Trained, runs_of, train_models
 from pipelines.config import Config
+from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.reports import html as report
 from pipelines.results import Table
 from pipelines.terminal import echo, one_line
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 _EVALUATION = 0.2
 """Part of the minutes that training leaves for the evaluation."""
 _LEAST_TOKENS = 4_000
+_K = 4
+"""Neighbors of each chunk in the evaluation."""
 _PASSAGES = {0.9: "a tenth gain more", 0.5: "half gain more", 0.1: "nine in ten gain more"}
 """Passages of the report by the quantile of their gain. The terminal shows the first one."""
 NAMES = {"plain": "plain baseline", "baseline": "copying baseline", "retro": "RETRO"}
@@ -135,7 +138,8 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
         for name, outcome in trained.outcomes.items()
     }
     tokens = _tokens_until(deadline, list(models.values()), held_out, config, placement, folder / "demo.json")
-    settings, length = replace(config.evaluation, max_tokens=tokens), config.data.sequence_length
+    limited = replace(config.evaluation, max_tokens=tokens)
+    settings, length = PerplexitySettings(**vars(limited), k=(_K,)), config.data.sequence_length
     echo()
     results = {
         name: measure_all(
@@ -177,7 +181,7 @@ def _tokens_until(
     if "held_out_tokens" not in demo:
         started, trial, scored = time.monotonic(), replace(config.evaluation, max_tokens=1), 1
         for model in models:
-            for k in (0, *config.evaluation.k) if model.settings.retrieves else (0,):
+            for k in (0, _K) if model.settings.retrieves else (0,):
                 use = NeighborUse(k)
                 scored = evaluate(
                     model, held_out, trial, placement, use=use, sequence_length=config.data.sequence_length
@@ -268,7 +272,7 @@ def _config(options: DemoOptions) -> Config:
             monitor_every=0,
             seed=options.seed,
         ),
-        evaluation=EvaluationSettings(k=(4,), stride=384),
+        evaluation=EvaluationSettings(stride=384),
     )
     if earlier.get("minutes") != options.minutes:
         for run in runs_of(config).values():

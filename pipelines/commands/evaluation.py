@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from pipelines.evaluation.settings import QaSettings
+from pipelines.evaluation.settings import PerplexitySettings, QaSettings
 from pipelines.results import ResultOptions
 from retro.evaluation.settings import EvaluationSettings
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class EvalOptions(ResultOptions):
     """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON."""
 
+    k: tuple[int, ...] = (2,)
+    """Numbers of neighbors to measure with retrieval ON."""
     against: str = ""
     """Another checkpoint, for example a baseline, to score on the same sets and windows and to compare with."""
     datastore: str = ""
@@ -31,6 +33,11 @@ class EvalOptions(ResultOptions):
     """JSON file to write the results to, `NAME.json`; a page with plots is written next to it, `NAME.html`."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
+    @property
+    def settings(self) -> PerplexitySettings:
+        """The section and `k`."""
+        return PerplexitySettings(**vars(self.evaluation), k=self.k)
+
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval perplexity CHECKPOINT`."""
@@ -42,7 +49,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     from retro.evaluation.overlap_statistics import OverlapStatistics
     from retro.evaluation.sets import open_sets
 
-    settings = options.evaluation
+    settings = options.settings
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
     eval_fractions.check_fractions(opened, settings)
     folders = [options.datastore] if options.datastore else opened[0].folders

@@ -12,6 +12,7 @@ import numpy as np
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborSource, NeighborUse
@@ -20,7 +21,6 @@ from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
 from retro.evaluation.leakage import by_leakage, check_source, leakage_of
 from retro.evaluation.overlap_statistics import OverlapStatistics, overlap_statistics
 from retro.evaluation.sets import EvaluationSet, short_names
-from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
 
 
@@ -70,7 +70,7 @@ class Level:
 def measure_all(
     model: Retro,
     evaluation_set: EvaluationSet,
-    settings: EvaluationSettings,
+    settings: PerplexitySettings,
     placement: Placement,
     *,
     sequence_length: int,
@@ -87,7 +87,7 @@ def measure_all(
 def measure(
     model: Retro,
     evaluation_set: EvaluationSet,
-    settings: EvaluationSettings,
+    settings: PerplexitySettings,
     placement: Placement,
     use: NeighborUse,
     sequence_length: int,
@@ -114,7 +114,7 @@ def measure(
 def measure_checkpoints(
     checkpoints: Sequence[Checkpoint],
     sets: Sequence[EvaluationSet],
-    settings: EvaluationSettings,
+    settings: PerplexitySettings,
     device: str,
     source: Datastore | None = None,
 ) -> list[list[Measured]]:
@@ -194,7 +194,7 @@ def statistics_of(
 def levels_of(
     evaluation_set: EvaluationSet,
     measured: Sequence[Measured],
-    settings: EvaluationSettings,
+    settings: PerplexitySettings,
     leakage: np.ndarray | None,
 ) -> Iterator[Level]:
     """Measurements over all chunks of a set, then, if leakage is known, over the chunks below each threshold.
@@ -241,7 +241,7 @@ def _pairs(measured: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
 def settings_of(
     checkpoints: Sequence[Checkpoint],
     sets: Sequence[EvaluationSet],
-    settings: EvaluationSettings,
+    settings: PerplexitySettings,
     source: Datastore | None = None,
 ) -> dict[str, Any]:
     """Paths and settings, for people."""

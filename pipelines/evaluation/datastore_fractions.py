@@ -11,13 +11,13 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from pipelines.evaluation.bits_per_byte import Change, Measured, measure, rows_and_changes
+from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_inference_placement
 from retro.evaluation.datastore_fractions import search_fractions
 from retro.evaluation.sets import EvaluationSet
-from retro.evaluation.settings import EvaluationSettings
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class FractionLevel:
     changes: list[Change]
 
 
-def check_fractions(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> None:
+def check_fractions(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) -> None:
     """Raise InputError if fractions are set and no model retrieves, or one was trained with random neighbors."""
     retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.retrieves]
     if settings.datastore_fractions and not (retrieving and settings.k):
         raise InputError(
             f"evaluation.datastore_fractions = {settings.datastore_fractions}: "
             + (
-                "evaluation.k is empty."
+                "--k is empty."
                 if retrieving
                 else f"{checkpoints[0].path} does not retrieve (model.retrieval.cca_layers)."
             )
@@ -64,7 +64,7 @@ def measure_fractions(
     checkpoints: Sequence[Checkpoint],
     evaluation_set: EvaluationSet,
     measured: Sequence[Measured],
-    settings: EvaluationSettings,
+    settings: PerplexitySettings,
     device: str,
 ) -> Iterator[FractionLevel]:
     """Measure retrieval ON with neighbors from each fraction of the datastore, in ascending order, and add OFF.

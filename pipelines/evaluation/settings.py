@@ -1,10 +1,25 @@
-"""Settings of `retro eval qa`."""
+"""Settings of `retro eval perplexity` and `retro eval qa`."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from indexing.retrieval.results import Rerank
 from indexing.store.errors import InputError
+from retro.evaluation.settings import EvaluationSettings
+
+
+@dataclass(frozen=True)
+class PerplexitySettings(EvaluationSettings):
+    """What `retro eval perplexity` measures."""
+
+    k: tuple[int, ...] = (2,)
+    """Numbers of neighbors to measure with retrieval ON."""
+
+    def __post_init__(self) -> None:
+        """As `EvaluationSettings`; and check the numbers of neighbors."""
+        super().__post_init__()
+        if any(k < 1 for k in self.k):
+            raise InputError(f"k = {self.k}: each number of neighbors must be at least 1.")
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class EvaluationSet:
             stored = self.split.neighbor_ids.row_shape[0]
             if k > stored:
                 raise InputError(
-                    f"evaluation.k = {k} (while training: data.k): {where} stores {stored} neighbors (neighbors.stored)."
+                    f"k = {k} (while training: data.k): {where} stores {stored} neighbors (neighbors.stored)."
                 )
 
 

@@ -13,8 +13,6 @@ class EvaluationSettings:
     sets: tuple[str, ...] = ()
     """Each is `NAME=DATASTORE:SPLIT`, `NAME=DATASTORE` (split `valid`), or a SPLIT of the first training datastore.
     Empty: `valid` of every training datastore."""
-    k: tuple[int, ...] = (2,)
-    """Numbers of neighbors to measure with retrieval ON."""
     window: int = 0
     """Tokens in a window; 0 = the sequence length of training."""
     stride: int = 0
@@ -34,8 +32,6 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         check_entries(self.sets)
-        if any(k < 1 for k in self.k):
-            raise InputError(f"evaluation.k = {self.k}: each number of neighbors must be at least 1.")
         if any(not 0 <= threshold <= 1 for threshold in self.leakage_thresholds):
             raise InputError(
                 f"evaluation.leakage_thresholds = {self.leakage_thresholds}: each must be between 0 and 1."

@@ -50,7 +50,7 @@ def test_finished_run_trains_again_without_error_and_a_changed_setting_is_refuse
 
 def test_eval_prints_off_and_on_results_and_writes_fingerprints(trained: Path, tmp_path, capsys) -> None:
     out = tmp_path / "results.json"
-    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.k", "1", "2", "--output", str(out)]) == 0
+    assert main(["eval", "perplexity", str(trained / "run"), "--k", "1", "2", "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "OFF" in printed
     assert re.search(r"valid +ON k=2 +OFF +[-+]\d+\.\d\d%", printed)
@@ -271,7 +271,7 @@ def test_verbs_accept_an_exported_file_and_the_best_checkpoint_as_checkpoint(tra
         (["export", "RUN"], ["--output", "required"]),
         (["export", "RUN", "--output", "model.pt"], ["model.pt", ".safetensors"]),
         (["train", "CONFIG", "--run", "new", "--train.init-from", "nowhere"], ["nowhere is neither a checkpoint"]),
-        (["eval", "perplexity", "RUN", "--evaluation.k", "7"], ["evaluation.k = 7", "stores 6"]),
+        (["eval", "perplexity", "RUN", "--k", "7"], ["k = 7", "stores 6"]),
         (["eval", "perplexity", "RUN", "--evaluation.window", "50"], ["evaluation.window = 50"]),
         (
             ["eval", "perplexity", "RUN", "--evaluation.sets", "test9"],

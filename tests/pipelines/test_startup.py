@@ -30,7 +30,7 @@ MISTAKES = (
     ["train", "missing.toml"],
     ["train", "--train.lr"],
     ["plan", "train", "--devices", "0"],
-    ["eval", "perplexity", "run", "--evaluation.k", "0"],
+    ["eval", "perplexity", "run", "--k", "0"],
     ["eval", "qa", "run", "questions.jsonl", "--gold"],
     ["generate", "run", "--max-tokens", "0"],
     ["serve", "datastore", "--port", "70000"],

@@ -27,7 +27,7 @@ def test_other_verbs_accept_the_model(base: Path, tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     assert "tokens of training text" in said
     assert f"{file}: " in said
-    assert main(["eval", "perplexity", str(file), "--against", str(base), "--evaluation.k", "3"]) == 0
+    assert main(["eval", "perplexity", str(file), "--against", str(base), "--k", "3"]) == 0
     assert "added.safetensors ON k=3" in capsys.readouterr().out
     assert main(["generate", str(file), "--prompt", "The", "--max-tokens", "20"]) == 0
     assert capsys.readouterr().out.startswith("The")

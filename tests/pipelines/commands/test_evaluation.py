@@ -53,7 +53,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_fractions_of_the_datastore_are_measured_and_printed(trained: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
-    arguments = ["--evaluation.datastore-fractions", "0.1", "1", "--evaluation.k", "1", "2", "4", "--output", str(out)]
+    arguments = ["--evaluation.datastore-fractions", "0.1", "1", "--k", "1", "2", "4", "--output", str(out)]
     assert main(["eval", "perplexity", str(trained / "run"), "--against", str(trained / "baseline"), *arguments]) == 0
     assert re.search(r"0\.1 +\d+ +\d+ +run ON k=1", capsys.readouterr().out)
     written = json.loads(out.read_text())
@@ -85,7 +85,7 @@ def test_page_contains_every_figure_and_loads_nothing_from_outside(trained: Path
         "--evaluation.datastore-fractions",
         "0.2",
         "1",
-        "--evaluation.k",
+        "--k",
         "1",
         "2",
         "--evaluation.leakage-thresholds",
@@ -126,8 +126,8 @@ def test_datastore_fractions_are_refused_without_retrieval_and_for_a_control(
     fractions = ["--evaluation.datastore-fractions", "0.5"]
     assert main(["eval", "perplexity", str(trained / "baseline"), *fractions]) == 2
     assert "does not retrieve" in capsys.readouterr().err
-    assert main(["eval", "perplexity", str(trained / "run"), *fractions, "--evaluation.k"]) == 2
-    assert "evaluation.k is empty" in capsys.readouterr().err
+    assert main(["eval", "perplexity", str(trained / "run"), *fractions, "--k"]) == 2
+    assert "--k is empty" in capsys.readouterr().err
     control = [
         "train",
         str(trained / "run.toml"),

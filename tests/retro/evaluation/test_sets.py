@@ -120,7 +120,7 @@ def test_a_set_that_does_not_fit_the_model_is_rejected_by_name(
             open_sets((entry,), [tiny_datastore.folder], model, k)
 
     expect_error(f"web={tmp_path}", r"evaluation\.sets has 'web=.*is not a datastore")
-    expect_error(f"web={copied}", r"evaluation\.k = 7 .*evaluation set 'web'.* stores 6", k=7)
+    expect_error(f"web={copied}", r"k = 7 .*evaluation set 'web'.* stores 6", k=7)
     expect_error(f"web={copied}", r"evaluation set 'web'.*vocab_size", model=replace(settings, vocab_size=99))
     expect_error(f"web={copied}", r"evaluation set 'web'.*chunk_length", model=replace(settings, chunk_length=32))
     manifest = read_json(copied / "tokenizer" / "manifest.json")
