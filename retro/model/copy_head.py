@@ -32,6 +32,12 @@ LONGEST = 16
 _STEP = 10.0
 """Tables and gates are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
 
+_SCORES = (-2.5, 4.0, 6.3, 8.0, 8.7, 9.5, 10.5, 12.5, 15.5, 17.5, 19.5, 22.0, 24.0, 26.0, 28.0, 30.0, 32.0)
+_AGREED = (-5.0, -2.4, -1.2, -0.6, -0.1, 0.2, 0.4, 0.5, 0.7, 0.8, 0.9, 1.0)
+_DISAGREED = (-5.0, -2.6, -1.8, -1.6, -1.4)
+"""Initial tables by match length; the last number is repeated. They are near those of fitted and of trained copy heads, which
+were alike for both sources and for bases with and without copying (docs/results/retrofit.md)."""
+
 
 class Matches(NamedTuple):
     """Where the last tokens of each query occur in its source.
@@ -180,10 +186,9 @@ class CopySource(nn.Module):
     @torch.no_grad()
     def initialize(self) -> None:
         """Begin as a suffix matcher: a longer match outweighs shorter ones, and the gate opens with its length."""
-        length = torch.arange(LONGEST + 1, device=self.scores.device)
-        self.scores.copy_(2.0 * length / _STEP)
-        self.agreed.copy_((0.75 * length.clamp(max=8) - 4.0) / _STEP)
-        self.disagreed.copy_((0.5 * length.clamp(max=8) - 5.0) / _STEP)
+        for table, first in ((self.scores, _SCORES), (self.agreed, _AGREED), (self.disagreed, _DISAGREED)):
+            filled = torch.tensor(first + first[-1:] * (LONGEST + 1 - len(first)), device=table.device)
+            table.copy_(filled / _STEP)
         self.gate.zero_()
 
     @property
