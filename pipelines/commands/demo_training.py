@@ -85,7 +85,7 @@ def train_models(config: Config, folder: Path, until: float) -> Trained:
             break
         left = max(0.0, until - time.monotonic())
         fitting = left / sum(map(_seconds_per_step, outcomes.values()))
-        if left > (until - begun) / 2:
+        if left > max(0.0, until - begun) / 2:
             now = Round(now.steps + max(_LEAST_STEPS, int(min(fitting / 2, _GROWTH * now.steps))))
         else:
             now = Round(now.steps + max(_LEAST_STEPS, int(fitting * _FILLED)), falls_from=now.steps)

@@ -97,8 +97,9 @@ def test_a_machine_that_becomes_slower_trains_fewer_steps(small: Config, monkeyp
     assert machine.now <= 600
 
 
-def test_training_has_a_few_steps_without_any_time_left(small: Config, monkeypatch) -> None:
-    assert trained_on(Machine(lambda _: 100.0), small, 1.0, monkeypatch) == 5
+@pytest.mark.parametrize("until", [1.0, -1.0], ids=["little time", "too late"])
+def test_training_has_a_few_steps_without_any_time_left(small: Config, monkeypatch, until: float) -> None:
+    assert trained_on(Machine(lambda _: 100.0), small, until, monkeypatch) == 5
 
 
 def test_a_stopped_training_resumes_with_the_stored_round(small: Config, monkeypatch) -> None:
