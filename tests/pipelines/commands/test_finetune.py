@@ -11,6 +11,7 @@ from pipelines.config import Config
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.finetuning.settings import FinetuneSettings
+from retro.model.settings import ModelSettings
 from tests.conftest import tiny_config
 from tests.retro.finetuning.examples import INSTRUCTIONS, write_lines
 
@@ -18,6 +19,7 @@ from tests.retro.finetuning.examples import INSTRUCTIONS, write_lines
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, tiny_run: Path) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
+    config = replace(config, model=ModelSettings(preset="base", chunk_length=16))
     train = replace(config.train, init_from=str(tiny_run), steps=4, eval_every=2)
     examples = write_lines(tmp_path / "examples.jsonl", INSTRUCTIONS)
     data = replace(config.data, sequence_length=128)

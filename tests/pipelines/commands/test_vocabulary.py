@@ -13,6 +13,7 @@ from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings
 from pipelines.cli import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.language_model import LanguageModel
+from retro.model.settings import ModelSettings
 from retro.training.trainer import train
 from tests.conftest import build_local, tiny_config
 from tests.indexing.tokenization.test_extension import CHINESE
@@ -55,7 +56,8 @@ def test_new_run_trains_with_an_extended_vocabulary(
     text = np.append(tokenizer.bos_id, tokenizer.encode(CHINESE[0]))
     before = LanguageModel.open(out / "model.safetensors", config.datastore, retrieval=False).score([text])
     start = replace(config.train, steps=2, init_from=str(out / "model.safetensors"), warmup_steps=0)
-    outcome = train(config.run, replace(config, train=start).run_settings)
+    base = ModelSettings(preset="base", chunk_length=16)
+    outcome = train(config.run, replace(config, model=base, train=start).run_settings)
     after = LanguageModel.open(outcome.checkpoint, retrieval=False).score([text])
     assert after[0].sum() > before[0].sum()
 
