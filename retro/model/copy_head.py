@@ -8,10 +8,11 @@ arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911.00172). The score o
 length: how many tokens up to this position, at most 16, equal the last tokens that were read. The gates g depend on the
 activations and on what was found. Not in the paper of RETRO.
 
-    tokens, neighbors ─ match lengths ─┬─ positions counted by match length (17 numbers per token) ─ p(label) ─┐
+    tokens, neighbors ─ match lengths ─┬─ positions counted by match length (34 numbers per token) ─ p(label) ─┐
                                        └─ longest match, agreement of its votes ─ gates ───────────────────────┴─ loss
 
-Match lengths are exact and need no gradient, so training keeps 17 counts per token and source instead of an attention matrix.
+Match lengths are exact and need no gradient, so training keeps 34 counts per token and source (for and against
+the label, for each of 17 lengths) instead of an attention matrix.
 Retrieval OFF removes the term of the neighbors: the other gates stay in proportion.
 
 Letters of the shape comments as in `retro.py`. In addition, N is a batch of texts with S positions each, Q the queries of a text.
