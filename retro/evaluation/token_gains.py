@@ -20,7 +20,6 @@ from retro.device import Placement, TensorBatch
 from retro.evaluation.bits_per_byte import ChunkScores
 from retro.evaluation.sets import EvaluationSet
 from retro.model.copy_head import Origins
-from retro.model.loss import token_losses
 from retro.model.retro import Retro
 
 
@@ -105,7 +104,7 @@ def score_passage(
     with placement.autocast():
         off = model.token_losses(labels, **(inputs | {"neighbors": None, "neighbor_lengths": None}))
         hidden = model.hidden(**inputs)
-        on = token_losses(hidden, model.output_weight, labels, model.copying(hidden, labels, **inputs))
+        on = model.losses_of(hidden, labels, **inputs)
         origins = _origins(model, hidden, labels, on, inputs)
     length = int(batch.lengths[0, -1])
     start = (chunk - first) * m

@@ -18,7 +18,7 @@ from indexing.store.errors import InputError
 from retro.device import Placement, TensorBatch
 from retro.evaluation.windows import ScoringWindow, sliding_windows
 from retro.inference.decoder import RetrieveNeighbors
-from retro.model.loss import IGNORED_LABEL, token_losses
+from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 
 # Limits of a batch: its tokens, padding included, and the tokens of its neighbors.
@@ -84,7 +84,7 @@ def score(
         with placement.autocast():
             put, targets = placement.put(inputs), placement.put({"labels": labels})["labels"]
             hidden = model.hidden(**put)
-            losses = token_losses(hidden, model.output_weight, targets, model.copying(hidden, targets, **put)).cpu()
+            losses = model.losses_of(hidden, targets, **put).cpu()
         for row, window in enumerate(group):
             of_window = slice(
                 window.scored - window.start - 1, window.stop - window.start - 1

@@ -320,7 +320,10 @@ class Retro(nn.Module):
 
     def token_losses(self, labels: Tensor, **inputs: Any) -> Tensor:
         """The loss of each label [B, T], copying included: see `loss.token_losses`. The inputs are those of `hidden`."""
-        hidden = self.hidden(**inputs)
+        return self.losses_of(self.hidden(**inputs), labels, **inputs)
+
+    def losses_of(self, hidden: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+        """As `token_losses`, from the activations [B, T, D] that `hidden` returns for these inputs."""
         return token_losses(hidden, self.output_weight, labels, self.copying(hidden, labels, **inputs))
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
