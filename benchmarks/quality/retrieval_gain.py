@@ -6,7 +6,7 @@
     python -m benchmarks.quality.retrieval_gain score --output FOLDER
 
 `build` writes two datastores with the same chunks, lexical and MiniLM. `score` writes held-out bits per byte by
-leakage, and curves.
+leakage, and curves. Runs and scores of --seed N are in OUTPUT/seed-N.
 
 `baseline` has as many parameters as the RETRO models: its FFW width replaces encoder and cross-attention. `decoder` is
 their decoder alone, the paper's baseline. The control `random` is trained and scored with random neighbors. `retrofit`
@@ -113,7 +113,7 @@ def megabytes_that_fit(paths: tuple[str, ...], options: argparse.Namespace, limi
 
 
 def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
-    """Train the runs OUT/run-NAME."""
+    """Train the runs OUT/seed-N/run-NAME."""
     steps = options.steps
     if steps:
         limit = Budget(math.inf)  # --steps overrides the time limit
@@ -121,11 +121,16 @@ def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
         slowest = next((name for name in options.models if name not in (*PLAIN, "retrofit")), options.models[0])
         shares = [options.share if name == "retrofit" else 1.0 for name in options.models]
         config_of = partial(run_config, out, slowest, options)
-        steps = steps_that_fit(out / "steps", "train", config_of, shares, limit)
+        steps = steps_that_fit(seeded(out, options) / "steps", "train", config_of, shares, limit)
     for name in limit.each(options.models, "model"):
         say(name)
         own = max(1, round(steps * options.share)) if name == "retrofit" else steps
-        retro("train", written(out / f"run-{name}.toml", run_config(out, name, options, own)))
+        retro("train", written(seeded(out, options) / f"run-{name}.toml", run_config(out, name, options, own)))
+
+
+def seeded(out: Path, options: argparse.Namespace) -> Path:
+    """Return the folder of the runs with this seed."""
+    return out / f"seed-{options.seed}"
 
 
 def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) -> Config:
@@ -144,17 +149,22 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
     source: Literal["random", "nearest"] = "random" if name.endswith("random") else "nearest"
     return Config(
         datastore=out / ("minilm" if name == "minilm" else "lexical"),
-        run=out / f"run-{name}",
+        run=seeded(out, options) / f"run-{name}",
         model=model,
         data=DataSettings(
-            sequence_length=512, k=options.k, neighbor_source=source, retrieval_dropout=options.retrieval_dropout
+            sequence_length=512,
+            k=options.k,
+            neighbor_source=source,
+            retrieval_dropout=options.retrieval_dropout,
+            seed=options.seed,
         ),
         train=TrainSettings(
             steps=steps,
             batch_size=2,
             lr=options.lr,
+            seed=options.seed,
             warmup_steps=min(100, steps // 10),
-            init_from=str(out / "run-baseline") if retrofit else "",
+            init_from=str(seeded(out, options) / "run-baseline") if retrofit else "",
             num_threads=options.threads,
             compile="yes" if options.compile else "no",
             eval_every=min(500, max(1, steps // 3)),
@@ -176,12 +186,13 @@ def _sizes(options: argparse.Namespace) -> ModelSettings:
     return updated(sizes, {"retrieval.cca_layers": tuple(options.cca_layers), **width})
 
 
-def score(out: Path, reference: str, limit: Budget) -> None:
-    """Write OUT/score-NAME.json for each model against another one, and one page with all curves."""
+def score(out: Path, options: argparse.Namespace, limit: Budget) -> None:
+    """Write OUT/seed-N/score-NAME.json for each model against another one, and one page with all curves."""
+    datastore, reference, out = out / "lexical", options.against, seeded(out, options)
     runs = [name for name in (*MODELS, *COPY_HEADS, *ABLATIONS) if (out / f"run-{name}").exists()]
     for name in limit.each([name for name in runs if name != reference], "model"):
         neighbors = ("--k", "1", "2", "4", "8") if name not in PLAIN else ()
-        against = ("--against", str(out / f"run-{reference}"), "--leakage-from", str(out / "lexical"))
+        against = ("--against", str(out / f"run-{reference}"), "--leakage-from", str(datastore))
         tokens = ("--evaluation.max-tokens", str(0 if math.isinf(limit.seconds) else SHORT_EVALUATION))
         output = ("--output", str(out / f"score-{name}.json"))
         retro("eval", "perplexity", str(out / f"run-{name}"), *neighbors, *against, *tokens, *output)
@@ -214,6 +225,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, default=0, help="steps of each model; 0: as many as fit into --minutes")
     parser.add_argument("--share", type=float, default=0.03, help="steps of `retrofit` as a fraction of --steps")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--vocab-size", type=int, default=4096)
@@ -229,7 +241,7 @@ def main() -> None:
     elif options.part == "train":
         train(options.output, options, limit)
     else:
-        score(options.output, options.against, limit)
+        score(options.output, options, limit)
 
 
 if __name__ == "__main__":

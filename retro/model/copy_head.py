@@ -207,7 +207,8 @@ class CopySource(nn.Module):
         """The attention to positions that vote for the label, summed: float32 [N, Q], from the counts of `count_votes`."""
         scores = _STEP * self.scores
         weights = (scores - scores.detach().max()).exp()
-        return (right @ weights) / ((wrong + right) @ weights).clamp(min=torch.finfo(torch.float32).tiny)
+        total = (wrong + right) @ weights
+        return (right @ weights) / (total + (total == 0))  # a query that can read no position: 0, and finite gradients
 
     def log_odds(self, longest: Tensor, agree: Tensor) -> Tensor:
         """Log-odds of the gate against the vocabulary without its activations' part, float32 [N, Q].
@@ -234,7 +235,8 @@ def count_votes(matches: Matches, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def longest_match(matches: Matches) -> tuple[Tensor, Tensor]:
     """The longest match of each query [N, Q]: its length (-1 = none), and whether all matches as long vote for the same token."""
-    longest = matches.lengths.amax(2).long()
+    # Of int8, compiled code for CPUs returns 0 if all are negative (pytorch/pytorch#191499, torch 2.13).
+    longest = matches.lengths.int().amax(2).long()
     is_longest, following = matches.lengths == longest[..., None], matches.following[:, None]
     largest = following.masked_fill(~is_longest, -1).amax(2)
     smallest = following.masked_fill(~is_longest, torch.iinfo(torch.int64).max).amin(2)

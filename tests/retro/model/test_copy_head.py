@@ -10,8 +10,11 @@ from torch import Tensor
 from retro.model.copy_head import (
     LONGEST,
     CopyHead,
+    CopySource,
+    Matches,
     Origins,
     context_matches,
+    count_votes,
     longest_match,
     match_lengths,
     neighbor_matches,
@@ -87,6 +90,22 @@ def test_the_longest_match_says_whether_all_as_long_agree() -> None:
     assert longest[0].tolist() == [-1, 0, 0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert agree[0, 4:8].tolist() == [True, True, True, True]
     assert not agree[0, 10]  # 5 and 7 followed
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
+def test_queries_without_positions_have_no_match_and_finite_gradients_when_compiled() -> None:
+    nothing = Matches(torch.full((2, 3, 64), -1, dtype=torch.int8), torch.zeros(2, 64, dtype=torch.int64))
+    source = CopySource(8)
+    source.initialize()
+    # Wrong for int8 with torch 2.13 (pytorch/pytorch#191499).
+    longest, agree = torch.compile(longest_match, fullgraph=True)(nothing)
+    assert (longest == -1).all()
+    assert (source.log_odds(longest, agree) == -torch.inf).all()
+    probability = source.probability(*count_votes(nothing, torch.zeros(2, 3, dtype=torch.int64)))
+    assert (probability == 0).all()
+    (1e6 * probability).sum().backward()
+    assert source.scores.grad is not None
+    assert torch.isfinite(source.scores.grad).all()
 
 
 def heads() -> list[dict[str, Any]]:
