@@ -7,7 +7,7 @@ depend on the number of processes, and resuming needs no state.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,13 @@ def drop_neighbors(batch: Batch, samples: range, retrieval_dropout: float, seed:
         for row, sample in enumerate(samples):
             if mix(mix(seed + 1) ^ sample) < retrieval_dropout * 2**64:
                 batch.neighbor_lengths[row] = 0
+
+
+def without_absent_neighbors(batch: Batch) -> Batch:
+    """The batch with retrieval OFF if none of its sequences has a neighbor: the same results for less work."""
+    if batch.neighbor_lengths is None or batch.neighbor_lengths.any():
+        return batch
+    return replace(batch, neighbors=None, neighbor_lengths=None)
 
 
 def _labels(tokens: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from retro.data.batches import Batch
+from retro.data.batches import Batch, without_absent_neighbors
 from retro.device import Placement, TensorBatch
 
 
@@ -40,8 +40,9 @@ class _Batches(Dataset):
 
     def __getitem__(self, number: int) -> TensorBatch:
         first = number * self.size
-        samples = range(first + self.rows.start, first + self.rows.stop)
-        return as_tensors(self.data.batch(samples, self.retrieval_dropout))
+        batch = self.data.batch(range(first + self.rows.start, first + self.rows.stop), self.retrieval_dropout)
+        # Processes that share a batch run the same layers.
+        return as_tensors(without_absent_neighbors(batch) if len(self.rows) == self.size else batch)
 
 
 def as_tensors(batch: Batch) -> TensorBatch:

@@ -12,17 +12,20 @@ from retro.data.settings import DataSettings
 from retro.device import Placement, TensorBatch
 
 SETTINGS = DataSettings(sequence_length=32, k=2)
+WHOLE = range(3)
 HERE = Placement(torch.device("cpu"), torch.float32)
 
 
-def batches(folder: Path, numbers: range, workers: int) -> list[TensorBatch]:
+def batches(
+    folder: Path, numbers: range, workers: int = 0, rows: range = WHOLE, dropout: float = 0.3
+) -> list[TensorBatch]:
     return list(
         load(
             TrainingData([folder], SETTINGS, retrieval=True),
             batches=numbers,
             batch_size=3,
-            rows=range(3),
-            retrieval_dropout=0.3,
+            rows=rows,
+            retrieval_dropout=dropout,
             workers=workers,
             placement=HERE,
         )
@@ -31,7 +34,7 @@ def batches(folder: Path, numbers: range, workers: int) -> list[TensorBatch]:
 
 def equal_batches(first: TensorBatch, second: TensorBatch) -> bool:
     return first.keys() == second.keys() and all(
-        (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
+        (one is None and other is None) or torch.equal(one, other)
         for one, other in zip(first.values(), second.values(), strict=True)
     )
 
@@ -50,3 +53,13 @@ def test_loading_can_start_at_any_batch(tiny_datastore: Datastore) -> None:
     rest = batches(tiny_datastore.folder, range(4, 6), workers=0)
     assert [equal_batches(*pair) for pair in zip(whole[4:], rest, strict=True)] == [True, True]
     assert not equal_batches(whole[0], whole[1])
+
+
+def test_a_batch_without_any_neighbor_leaves_retrieval_out_unless_processes_share_it(tiny_datastore: Datastore) -> None:
+    (whole,) = batches(tiny_datastore.folder, range(1), dropout=1.0)
+    assert whole["neighbors"] is None
+    assert whole["neighbor_lengths"] is None
+    (part,) = batches(tiny_datastore.folder, range(1), rows=range(1), dropout=1.0)
+    assert part["neighbors"] is not None
+    (some,) = batches(tiny_datastore.folder, range(1), dropout=0.0)
+    assert some["neighbors"] is not None
