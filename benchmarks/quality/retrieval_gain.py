@@ -12,8 +12,8 @@ leakage, and curves. Runs and scores of --seed N are in OUTPUT/seed-N.
 their decoder alone, the paper's baseline. The control `random` is trained and scored with random neighbors. `retrofit`
 is the trained and frozen `baseline` with an encoder and cross-attention that are trained on a fraction of its tokens.
 
-With a copy head: `context` is the baseline that copies from its own context, `copy` a decoder that copies from context and
-neighbors without cross-attention, `both` has cross-attention too, and `both-random` is its control.
+With a copy head: `context` is the baseline that copies from its own context, `copy` the same baseline that copies from its
+neighbors too, `both` a RETRO with cross-attention that copies from both, and `both-random` its control.
 All models are scored on the same held-out documents. Leakage is always computed with the lexical neighbors, so that an
 α selects the same chunks for all models. Each part resumes if it was stopped.
 
@@ -52,7 +52,7 @@ PLAIN = ("baseline", "decoder", "plain", "context")
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
 COPY_HEADS: dict[str, dict[str, Any]] = {
     "context": {"copy_head.context": True},
-    "copy": {"copy_head.context": True, "copy_head.neighbors": True, "retrieval.cca_layers": ()},
+    "copy": {"copy_head.context": True},
     "both": {"copy_head.context": True, "copy_head.neighbors": True},
     "both-random": {"copy_head.context": True, "copy_head.neighbors": True},
 }
@@ -140,6 +140,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
     plain = {
         "baseline": baseline_of(sizes),
         "context": baseline_of(sizes),
+        "copy": updated(baseline_of(sizes), {"copy_head.neighbors": True}),
         "plain": baseline_of(sizes),
         "decoder": updated(sizes, {"retrieval.cca_layers": ()}),
     }
