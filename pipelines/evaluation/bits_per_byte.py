@@ -1,7 +1,7 @@
 """Measurements of `retro eval perplexity`: every evaluation set, retrieval OFF and ON, one model or two.
 
 model, set → Measured (OFF, ON k=2 …) ┬→ all chunks ─────────────────────────┬→ Level: results and changes
-chunks, neighbors → leakage r(C) ─────┴→ chunks with r(C) ≤ α, for every α ──┘
+chunks, neighbors → leakage r(C) ─────┴→ chunks with r(C) ≤ t/m, for every t ┘
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,13 +54,15 @@ class Level:
 
     Attributes:
         set: its name.
-        leakage_at_most: α; None = all chunks.
+        shared_tokens_at_most: t, the longest run that a chunk shares with a neighbor; None = all chunks.
+        leakage_at_most: the paper's α = t/m; None = all chunks.
         share_of_chunks: fraction of the chunks that are scored.
         results: of every model, retrieval OFF and ON, without arrays; empty if no chunk is left.
         changes: between them; empty if no chunk is left.
     """
 
     set: str
+    shared_tokens_at_most: int | None
     leakage_at_most: float | None
     share_of_chunks: float
     results: list[dict[str, Any]]
@@ -123,7 +125,7 @@ def measure_checkpoints(
     Args:
         checkpoints: the model, and the one to compare with.
         sets: sets that fit the first model.
-        settings: k, windows, thresholds of leakage.
+        settings: k, windows, shared tokens.
         device: `auto`, `cpu`, `cuda` …
         source: datastore whose neighbors define leakage; None: the datastore of each set, if it stores neighbors.
 
@@ -150,7 +152,7 @@ def measure_checkpoints(
                 source=checkpoint.settings["data"].get(
                     "neighbor_source", "nearest"
                 ),  # a control keeps random neighbors
-                by_chunk=bool(settings.leakage_thresholds) and (source or each.datastore).has("neighbors"),
+                by_chunk=bool(settings.leakage_tokens) and (source or each.datastore).has("neighbors"),
             )
             rows += [Measured(name, result) for result in results]
     return measured
@@ -197,25 +199,28 @@ def levels_of(
     settings: PerplexitySettings,
     leakage: np.ndarray | None,
 ) -> Iterator[Level]:
-    """Measurements over all chunks of a set, then, if leakage is known, over the chunks below each threshold.
+    """Measurements over all chunks of a set, then, if leakage is known, over the chunks that share at most t tokens, for each t.
 
     Args:
         evaluation_set: the set.
         measured: on this set: OFF and ON of the first model, then of the second.
-        settings: thresholds, seed of the bootstrap.
+        settings: shared tokens, seed of the bootstrap.
         leakage: r of every scored chunk, or None.
     """
-    yield _level(evaluation_set.name, None, 1.0, measured, settings.seed)
+    yield Level(evaluation_set.name, None, None, 1.0, *rows_and_changes(measured, settings.seed))
     if leakage is None:
         return
-    filtered = [by_leakage(each.result, leakage, settings.leakage_thresholds) for each in measured]
+    m = evaluation_set.split.chunk_length
+    filtered = [by_leakage(each.result, leakage, settings.leakage_tokens, m) for each in measured]
     for row in zip(*filtered, strict=True):
         left = [Measured(each.model, part.result) for each, part in zip(measured, row, strict=True) if part.result]
-        yield _level(evaluation_set.name, row[0].threshold, row[0].share, left, settings.seed)
-
-
-def _level(name: str, threshold: float | None, share: float, measured: Sequence[Measured], seed: int) -> Level:
-    return Level(name, threshold, share, *rows_and_changes(measured, seed))
+        yield Level(
+            evaluation_set.name,
+            row[0].shared_tokens,
+            row[0].threshold,
+            row[0].share,
+            *rows_and_changes(left, settings.seed),
+        )
 
 
 def rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[dict[str, Any]], list[Change]]:
@@ -258,7 +263,7 @@ def settings_of(
 def as_json(levels: Sequence[Level], statistics: Sequence[OverlapStatistics] = ()) -> dict[str, Any]:
     """Measurements over all chunks and by leakage.
 
-    `results` and `changes`: rows over all chunks; `leakage`: the same for each set and α, with the fraction of chunks;
+    `results` and `changes`: rows over all chunks; `leakage`: the same for each set and t, with α and the fraction of chunks;
     `overlap`: a row for each set.
     """
     whole = [level for level in levels if level.leakage_at_most is None]

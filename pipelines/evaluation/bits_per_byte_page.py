@@ -42,7 +42,7 @@ _TEXTS = {
     "Changes": "Bits per byte compared with another measurement of the same tokens.",
     "By leakage": (
         "Leakage r of a chunk: the longest run of its tokens that also occurs in one of its nearest neighbors, divided by its "
-        "length. The table scores only chunks with r of at most α. Gains at a small α are not copies."
+        "length. The table scores only chunks that share at most t tokens: r of at most α = t/m. Gains at a small t are not copies."
     ),
     "By size of the datastore": (
         "Retrieval ON with neighbors from a fraction of the datastore's documents, drawn by a hash. Larger fractions contain the "
@@ -88,8 +88,10 @@ def _plots_by_k(rows: Rows, sets: Sequence[str]) -> list[str]:
 
 
 def _plots_by_leakage(levels: Rows, sets: Sequence[str]) -> list[str]:
-    """Bits per byte by α for every measurement; OFF is dashed."""
-    return _plots_by(levels, sets, "leakage_at_most", "α: overlap with neighbors at most", "by α", log_x=False)
+    """Bits per byte by shared tokens for every measurement; OFF is dashed."""
+    return _plots_by(
+        levels, sets, "shared_tokens_at_most", "shared tokens at most", "by tokens shared with a neighbor", log_x=False
+    )
 
 
 def _plots_by_fraction(levels: Rows, sets: Sequence[str]) -> list[str]:

@@ -51,16 +51,21 @@ def _changes(rows: Rows) -> Table:
 
 
 def _leakage(levels: Rows) -> Table:
-    """A row for each set and α. The changes are those of all chunks; a level without chunks has none."""
+    """A row for each set and number of shared tokens. The changes are those of all chunks; a level without chunks has none."""
     labels = list(dict.fromkeys(label_of(row) for level in levels for row in level["results"]))
     pairs = list(dict.fromkeys(_pair(change) for level in levels for change in level["changes"]))
     cells = []
     for level in levels:
         figures = {label_of(row): f"{row['bits_per_byte']:.4f}" for row in level["results"]}
         figures |= {_pair(change): f"{_percent(change)} ({_interval(change)})" for change in level["changes"]}
-        first = [level["set"], f"{level['leakage_at_most']:g}", f"{100 * level['share_of_chunks']:.1f}%"]
+        first = [
+            level["set"],
+            f"{level['shared_tokens_at_most']}",
+            f"{level['leakage_at_most']:g}",
+            f"{100 * level['share_of_chunks']:.1f}%",
+        ]
         cells.append(first + [figures.get(column, "–") for column in (*labels, *pairs)])
-    return Table(["set", "leakage at most", "chunks", *labels, *pairs], cells)
+    return Table(["set", "shared tokens at most", "α", "chunks", *labels, *pairs], cells)
 
 
 def _overlap(rows: Rows) -> Table:

@@ -1,7 +1,7 @@
 """Bits-per-byte of chunks with limited leakage from the datastore (paper, sections 2.6 and 2.7).
 
 chunk C, its nearest neighbors [N, F] → s, the longest token run common to C and one of them → r(C) = s/m
-bits-per-byte(α) = bits / bytes over the chunks with r(C) ≤ α; α = 1 includes all chunks
+bits-per-byte(t) = bits / bytes over the chunks with r(C) ≤ α = t/m; t = m includes all chunks
 """
 
 import logging
@@ -32,11 +32,13 @@ class Filtered:
     """A measurement over the chunks with leakage up to a threshold.
 
     Attributes:
-        threshold: α, the largest r(C) of a chunk.
+        shared_tokens: t, the longest run that a chunk shares with a neighbor.
+        threshold: the paper's α = t/m, the largest r(C) of a chunk.
         share: fraction of the scored chunks with r(C) ≤ α.
         result: measurement over these chunks; None if there are none.
     """
 
+    shared_tokens: int
     threshold: float
     share: float
     result: SetResult | None
@@ -117,17 +119,22 @@ def _other_chunks(source: Datastore, evaluation_set: EvaluationSet) -> InputErro
     )
 
 
-def by_leakage(result: SetResult, leakage: np.ndarray, thresholds: Sequence[float]) -> Iterator[Filtered]:
-    """Restrict a measurement to the chunks with r(C) ≤ α, for each threshold α in order.
+def by_leakage(
+    result: SetResult, leakage: np.ndarray, shared_tokens: Sequence[int], chunk_length: int
+) -> Iterator[Filtered]:
+    """Restrict a measurement to the chunks with r(C) ≤ α = t/m, for each t in ascending order.
+
+    The last chunk of a document may be shorter than m. It must not share a larger part of itself than a full chunk.
 
     Args:
         result: a measurement with scores by chunk.
         leakage: [n] r of each chunk in `result.chunks.ids`.
-        thresholds: values of α.
+        shared_tokens: values of t; those above m count as m.
+        chunk_length: m.
     """
-    for threshold in thresholds:
-        kept = leakage <= threshold
-        yield Filtered(threshold, float(kept.mean()), _restricted(result, kept))
+    for tokens in sorted({min(tokens, chunk_length) for tokens in shared_tokens}):
+        kept = leakage <= tokens / chunk_length
+        yield Filtered(tokens, tokens / chunk_length, float(kept.mean()), _restricted(result, kept))
 
 
 def _restricted(result: SetResult, kept: np.ndarray) -> SetResult | None:

@@ -21,9 +21,10 @@ class EvaluationSettings:
     """Approximate number of tokens of a set to score; 0 = all held-out documents."""
     batch_size: int = 8
     """Windows in a batch."""
-    leakage_thresholds: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
-    """Also measure bits per byte over the chunks whose overlap with their ten nearest neighbors is at most α, for each of these α.
-    Not during training."""
+    leakage_tokens: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """Also measure bits per byte over the chunks that share a run of at most this number of tokens with one of their ten
+    nearest neighbors. Divided by the chunk length, a number is the paper's α. Larger numbers count as the chunk length, which
+    includes all chunks. Not during training."""
     datastore_fractions: tuple[float, ...] = ()
     """Also measure retrieval ON with a new search in these fractions of the datastore's documents, for example 0.01 0.1 0.5 1.
     A larger fraction contains the smaller ones. Not during training."""
@@ -32,10 +33,8 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         check_entries(self.sets)
-        if any(not 0 <= threshold <= 1 for threshold in self.leakage_thresholds):
-            raise InputError(
-                f"evaluation.leakage_thresholds = {self.leakage_thresholds}: each must be between 0 and 1."
-            )
+        if any(tokens < 0 for tokens in self.leakage_tokens):
+            raise InputError(f"evaluation.leakage_tokens = {self.leakage_tokens}: each must be 0 or more.")
         if any(not 0 < fraction <= 1 for fraction in self.datastore_fractions):
             raise InputError(
                 f"evaluation.datastore_fractions = {self.datastore_fractions}: each must be above 0 and at most 1."

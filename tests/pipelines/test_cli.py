@@ -62,16 +62,17 @@ def test_eval_prints_off_and_on_results_and_writes_fingerprints(trained: Path, t
 def test_eval_compares_two_checkpoints_by_evaluation_set_and_by_leakage(trained: Path, tmp_path, capsys) -> None:
     out, earlier = tmp_path / "results.json", trained / "run" / "checkpoints" / "00000004"
     sets = ["valid", f"copy={trained / 'datastore'}"]
-    arguments = ["--evaluation.sets", *sets, "--evaluation.leakage-thresholds", "0", "0.5", "1", "--output", str(out)]
+    arguments = ["--evaluation.sets", *sets, "--evaluation.leakage-tokens", "0", "8", "64", "--output", str(out)]
     assert main(["eval", "perplexity", str(trained / "run"), "--against", str(earlier), *arguments]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"copy +00000008 ON k=2 +00000004 ON k=2 ", printed)
-    assert "leakage at most" in printed
+    assert "shared tokens at most" in printed
     written = json.loads(out.read_text())
     assert {(row["set"], row["model"], row["k"]) for row in written["results"]} == {
         (name, step, k) for name in ("valid", "copy") for step in ("00000008", "00000004") for k in (0, 2)
     }
     assert len(written["changes"]) == 2 * 3
+    assert [level["shared_tokens_at_most"] for level in written["leakage"]] == [0, 8, 16] * 2
     assert [level["leakage_at_most"] for level in written["leakage"]] == [0, 0.5, 1] * 2
     first, _, last = written["leakage"][:3]
     assert first["results"] == first["changes"] == []  # every chunk shares a token with a neighbor
@@ -81,8 +82,8 @@ def test_eval_compares_two_checkpoints_by_evaluation_set_and_by_leakage(trained:
     assert last["changes"][0]["percent"] == pytest.approx(written["changes"][0]["percent"])
 
 
-def test_eval_without_thresholds_measures_no_leakage(trained: Path, capsys) -> None:
-    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.leakage-thresholds"]) == 0
+def test_eval_without_leakage_tokens_measures_no_leakage(trained: Path, capsys) -> None:
+    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.leakage-tokens"]) == 0
     assert "leakage" not in capsys.readouterr().out
 
 
@@ -135,7 +136,7 @@ def test_json_on_standard_output_equals_the_output_file(trained: Path, tmp_path:
     arguments = [
         "--evaluation.max-tokens",
         "100",
-        "--evaluation.leakage-thresholds",
+        "--evaluation.leakage-tokens",
         "--output",
         str(out),
         "--format",
@@ -282,8 +283,8 @@ def test_verbs_accept_an_exported_file_and_the_best_checkpoint_as_checkpoint(tra
             ["evaluation.sets has 'a=nowhere'", "not a datastore"],
         ),
         (
-            ["eval", "perplexity", "RUN", "--evaluation.leakage-thresholds", "2"],
-            ["evaluation.leakage_thresholds = (2.0,)", "between 0 and 1"],
+            ["eval", "perplexity", "RUN", "--evaluation.leakage-tokens", "-1"],
+            ["evaluation.leakage_tokens = (-1,)", "0 or more"],
         ),
         (["eval", "perplexity", "RUN", "--against", "RUN"], ["--against", "same checkpoint"]),
         (["eval", "perplexity", "RUN", "--leakage-from", "nowhere"], ["nowhere is not a datastore"]),

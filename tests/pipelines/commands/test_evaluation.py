@@ -88,10 +88,10 @@ def test_page_contains_every_figure_and_loads_nothing_from_outside(trained: Path
         "--k",
         "1",
         "2",
-        "--evaluation.leakage-thresholds",
+        "--evaluation.leakage-tokens",
         "0",
-        "0.5",
-        "1",
+        "8",
+        "16",
     ]
     sets = ["--evaluation.sets", "valid", f"copy={trained / 'datastore'}"]
     assert main(["eval", "perplexity", str(trained / "run"), *arguments, *sets, "--output", str(out)]) == 0
@@ -100,7 +100,7 @@ def test_page_contains_every_figure_and_loads_nothing_from_outside(trained: Path
     for level in (*written["leakage"], *written["datastore_fractions"], {"results": written["results"]}):
         for row in level["results"]:
             assert f"{row['bits_per_byte']:.4f}" in html
-    # For each of the two sets: by k, by α, by datastore fraction, and the overlap.
+    # For each of the two sets: by k, by shared tokens, by datastore fraction, and the overlap.
     assert html.count("<svg") == 4 * 2
     assert open_checkpoint(trained / "run").fingerprint in html
     assert Datastore.open(trained / "datastore").fingerprint in html
@@ -110,7 +110,7 @@ def test_page_contains_every_figure_and_loads_nothing_from_outside(trained: Path
 def test_page_is_next_to_the_json_file_and_omits_missing_measurements(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     assert (
-        main(["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage-thresholds", "--output", str(out)])
+        main(["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage-tokens", "--output", str(out)])
         == 0
     )
     html = (tmp_path / "results.html").read_text()

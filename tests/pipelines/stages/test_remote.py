@@ -265,8 +265,8 @@ def test_datastore_at_a_url_can_be_searched_inspected_and_used_for_training(
                 str(tmp_path / "run"),
                 "--evaluation.max-tokens",
                 "200",
-                "--evaluation.leakage-thresholds",
-                "1",
+                "--evaluation.leakage-tokens",
+                "64",
             ]
         )
         == 0

@@ -19,7 +19,7 @@ from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
 
-THRESHOLDS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SHARED_TOKENS = (0, 4, 8, 12, 16)
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,13 @@ def test_a_chunk_copied_from_training_has_leakage_1(tiny_datastore: Datastore, t
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_the_threshold_1_gives_the_plain_result(tiny_model: Retro, held_out: EvaluationSet, k: int) -> None:
+def test_the_chunk_length_as_shared_tokens_gives_the_plain_result(
+    tiny_model: Retro, held_out: EvaluationSet, k: int
+) -> None:
     result = measure(tiny_model, held_out, k)
     assert result.chunks is not None
     leakage = leakage_of(held_out, result.chunks.ids, 10)
-    *_, whole = by_leakage(result, leakage, THRESHOLDS)
+    *_, whole = by_leakage(result, leakage, SHARED_TOKENS, held_out.split.chunk_length)
     assert whole.share == 1
     assert whole.result is not None
     assert whole.result.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-12)
@@ -94,14 +96,14 @@ def test_the_threshold_1_gives_the_plain_result(tiny_model: Retro, held_out: Eva
     assert np.array_equal(whole.result.bytes_by_document, result.bytes_by_document)
 
 
-def test_higher_thresholds_include_more_chunks_and_sum_their_bits_and_bytes(
+def test_more_shared_tokens_include_more_chunks_and_sum_their_bits_and_bytes(
     tiny_model: Retro, held_out: EvaluationSet
 ) -> None:
     result = measure(tiny_model, held_out)
     chunks = result.chunks
     assert chunks is not None
     leakage = leakage_of(held_out, chunks.ids, 10)
-    levels = list(by_leakage(result, leakage, THRESHOLDS))
+    levels = list(by_leakage(result, leakage, SHARED_TOKENS, held_out.split.chunk_length))
     assert [level.share for level in levels] == sorted(level.share for level in levels)
     assert 0 < levels[2].share < 1
     for level in levels:
@@ -111,6 +113,24 @@ def test_higher_thresholds_include_more_chunks_and_sum_their_bits_and_bytes(
             continue
         bits = chunks.nats[kept].sum() / math.log(2)
         assert level.result.bits_per_byte == pytest.approx(bits / chunks.bytes[kept].sum())
+
+
+def test_a_level_holds_full_chunks_by_the_length_of_the_run_and_short_ones_by_their_share(
+    tiny_model: Retro, held_out: EvaluationSet
+) -> None:
+    result, m = measure(tiny_model, held_out), held_out.split.chunk_length
+    assert result.chunks is not None
+    lengths = held_out.split.lengths.gather(result.chunks.ids).astype(int)
+    assert set(lengths) != {m}
+    generator = np.random.default_rng(0)
+    runs = generator.integers(0, lengths + 1)
+    levels = list(by_leakage(result, runs / lengths, (32, 8, 4, 64), m))
+    assert [(level.shared_tokens, level.threshold) for level in levels] == [(4, 4 / m), (8, 8 / m), (m, 1)]
+    for level in levels:
+        kept = np.where(lengths == m, runs <= level.shared_tokens, runs * m <= level.shared_tokens * lengths)
+        assert level.share == kept.mean()
+        assert level.result is not None
+        assert level.result.tokens == result.chunks.tokens[kept].sum()
 
 
 def test_a_token_is_counted_for_its_chunk(tiny_model: Retro, held_out: EvaluationSet) -> None:
