@@ -55,10 +55,12 @@ class Matches(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- matches
 
 
+# Opaque to torch.compile: fused code would compute each length again for every position that reads it, 10 times slower.
+@torch.library.custom_op("retro::match_lengths", mutates_args=())
 def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tensor:
     """Number of tokens before and including each query that equal those before and including each position.
 
-    Doubles the length: a full match of n tokens continues with the match n tokens earlier.
+    Doubles the length: a full match of n tokens continues with the match n tokens earlier. It has no gradient.
 
     Args:
         read: int64 [..., Q + longest - 1], the queries after `longest` - 1 earlier tokens; -1 = none.
@@ -73,7 +75,14 @@ def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tenso
         before = F.pad(lengths, (n, 0, n, 0))[..., :-n, :-n]
         lengths = lengths + (lengths == n) * before
         n *= 2
-    return lengths[..., longest - 1 :, :]
+    return lengths[..., longest - 1 :, :].contiguous()
+
+
+@match_lengths.register_fake
+def _(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tensor:
+    """The shape of the result, which torch.compile needs."""
+    shape = torch.broadcast_shapes(read.shape[:-1], source.shape[:-1])
+    return read.new_empty((*shape, read.shape[-1] - longest + 1, source.shape[-1]), dtype=torch.int8)
 
 
 def context_matches(tokens: Tensor, documents: Tensor | None, chunk_length: int) -> Matches:
