@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from indexing.device import has_bfloat16
+from pipelines.results import Table
 from retro.device import Placement, choose_placement
 
 MINUTES = 6.0
@@ -131,6 +132,12 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
 def placement(precision: Any = "auto", device: str = "auto") -> Placement:
     """Choose device and precision as training does: `auto` is bfloat16 if the hardware supports it, else float32."""
     return choose_placement(device, precision)
+
+
+def markdown(table: Table) -> str:
+    """Return a table as Markdown."""
+    rows = [table.header, ["---"] * len(table.header), *table.rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def write(file: Path, results: dict[str, Any]) -> None:

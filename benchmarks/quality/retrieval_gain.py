@@ -4,9 +4,11 @@
     python -m benchmarks.quality.retrieval_gain train --output FOLDER [--models baseline lexical …] [--steps 6000]
     python -m benchmarks.quality.retrieval_gain train --output FOLDER --models retrofit [--share 0.03]
     python -m benchmarks.quality.retrieval_gain score --output FOLDER
+    python -m benchmarks.quality.retrieval_gain summary --output FOLDER
 
-`build` writes two datastores with the same chunks, lexical and MiniLM. `score` writes held-out bits per byte by
-leakage, and curves. Runs and scores of --seed N are in OUTPUT/seed-N.
+`build` writes two datastores with the same chunks, lexical and MiniLM. `train` writes the runs of --seed N to
+OUTPUT/seed-N. `score` scores the finished runs of all seeds. `summary` prints bits per byte, changes against `context` and
+`baseline`, also by leakage, and curves, and writes OUTPUT/summary.html.
 
 `baseline` has as many parameters as the RETRO models: its FFW width replaces encoder and cross-attention. `decoder` is
 their decoder alone, the paper's baseline. The control `random` is trained and scored with random neighbors. `retrofit`
@@ -14,8 +16,8 @@ is the trained and frozen `baseline` with an encoder and cross-attention that ar
 
 With a copy head: `context` is the baseline that copies from its own context, `copy` the same baseline that copies from its
 neighbors too, `both` a RETRO with cross-attention that copies from both, and `both-random` its control.
-All models are scored on the same held-out documents. Leakage is always computed with the lexical neighbors, so that an
-α selects the same chunks for all models. Each part resumes if it was stopped.
+All models are scored on the same held-out documents. Leakage is always computed with the lexical neighbors, so that a
+level has the same chunks for all models. Each part resumes if it was stopped.
 
 By default the size of the corpus and the number of steps are chosen so that each part ends within --minutes, and few
 held-out tokens are scored (--minutes 0: all). This is enough to try the script. Results need thousands of steps: see
@@ -23,7 +25,6 @@ docs/results/retrieval-gain.md.
 """
 
 import argparse
-import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -31,9 +32,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from benchmarks.common import Budget, add_minutes, budget, measured_on, say, seconds
 from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_fit, write_part, written
+from benchmarks.quality.retrieval_scores import score_runs
+from benchmarks.quality.retrieval_summary import summarize
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedders import EmbedderSettings, TransformerEmbedder
@@ -188,41 +192,18 @@ def _sizes(options: argparse.Namespace) -> ModelSettings:
     return updated(sizes, {"retrieval.cca_layers": tuple(options.cca_layers), **width})
 
 
-def score(out: Path, options: argparse.Namespace, limit: Budget) -> None:
-    """Write OUT/seed-N/score-NAME.json for each model against another one, and one page with all curves."""
-    datastore, reference, out = out / "lexical", options.against, seeded(out, options)
-    runs = [name for name in (*MODELS, *COPY_HEADS, *ABLATIONS) if (out / f"run-{name}").exists()]
-    for name in limit.each([name for name in runs if name != reference], "model"):
-        neighbors = ("--k", "1", "2", "4", "8") if name not in PLAIN else ()
-        against = ("--against", str(out / f"run-{reference}"), "--leakage-from", str(datastore))
-        tokens = ("--evaluation.max-tokens", str(0 if math.isinf(limit.seconds) else SHORT_EVALUATION))
-        output = ("--output", str(out / f"score-{name}.json"))
-        retro("eval", "perplexity", str(out / f"run-{name}"), *neighbors, *against, *tokens, *output)
-    retro("report", *(str(out / f"run-{name}") for name in runs), "--output", str(out / "learning.html"))
-    for name in runs:
-        lines = [json.loads(line) for line in (out / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
-        for line in lines:
-            if "valid_bits_per_byte_off" in line:
-                on = line.get("valid_bits_per_byte_on")
-                print(
-                    f"{name:9} {line['tokens']:10,} tokens  OFF {line['valid_bits_per_byte_off']:.4f}"
-                    + (f"  ON {on:.4f}" if on else "")
-                )
-
-
 def main() -> None:
-    """Run one of the three parts."""
+    """Run one of the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["build", "train", "score"])
+    parser.add_argument("part", choices=["build", "train", "score", "summary"])
     parser.add_argument("corpus", nargs="*")
     parser.add_argument("--output", type=Path, default=Path("runs/learning"))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *COPY_HEADS, *ABLATIONS])
-    parser.add_argument("--against", default="baseline", choices=PLAIN, help="the model that `score` compares with")
     parser.add_argument("--embedders", nargs="*", default=list(EMBEDDERS), choices=EMBEDDERS, help="of `build`")
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
     parser.add_argument("--k", type=int, default=2)
-    parser.add_argument("--chunk-length", type=int, default=64, help="must be the same for all three parts")
+    parser.add_argument("--chunk-length", type=int, default=64, help="must be the same for `build` and `train`")
     parser.add_argument("--retrieval-dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, default=0, help="steps of each model; 0: as many as fit into --minutes")
@@ -242,8 +223,11 @@ def main() -> None:
         build(options.output, options, limit)
     elif options.part == "train":
         train(options.output, options, limit)
+    elif options.part == "score":
+        torch.set_num_threads(options.threads or torch.get_num_threads())
+        score_runs(options.output, limit, 0 if math.isinf(limit.seconds) else SHORT_EVALUATION)
     else:
-        score(options.output, options, limit)
+        summarize(options.output, [*MODELS, *COPY_HEADS, *ABLATIONS])
 
 
 if __name__ == "__main__":
