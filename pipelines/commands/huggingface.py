@@ -31,6 +31,7 @@ class ImportOptions:
 def import_(folder: str, options: ImportOptions) -> int:
     """`retro import FOLDER --output FILE.safetensors`."""
     from retro.checkpoints.single_file import write_exported
+    from retro.finetuning.chat_template import template_in
     from retro.huggingface.compare_logits import has_transformers, verify
     from retro.huggingface.export import is_exported, read_folder
     from retro.huggingface.import_folder import import_base, read_base
@@ -51,7 +52,7 @@ def import_(folder: str, options: ImportOptions) -> int:
         )
     elif options.verify:
         echo("logits were not compared: transformers is not installed (pip install 'retro[transformer]')")
-    import_base(base, options.output, options.context, options.precision)
+    import_base(base, options.output, options.context, options.precision, template_in(Path(folder)))
     number = sum(tensor.numel() for tensor in base.tensors.values())
     echo(f"{options.output}: {base.family}, {number:,} parameters, {human_bytes(options.output.stat().st_size)}")
     if base.added_rows:

@@ -88,7 +88,7 @@ class GenerateOptions(GenerationSettings):
     prompt: tuple[str, ...] = ("",)
     """Texts to continue, in one batch; an empty text continues from the beginning of a document."""
     chat: bool = False
-    """Answer the texts with the chat template of a model that was fine-tuned on instructions."""
+    """Answer the texts with the chat template of a model that was fine-tuned on instructions, or imported with one."""
     retrieval: bool = True
     """Search neighbors for finished chunks (ON)."""
     k: int = 2
@@ -135,7 +135,7 @@ def _prompts(language_model: Any, options: GenerateOptions) -> list[np.ndarray]:
         from retro.finetuning.chat_template import template_of
         from retro.finetuning.conversations import Message
 
-        template = template_of(tokenizer, language_model.checkpoint.settings.get("finetune"))
+        template = template_of(tokenizer, language_model.checkpoint.settings)
         return [template.prompt([Message("user", prompt)]) for prompt in options.prompt]
     return [np.append(tokenizer.bos_id, tokenizer.encode(prompt)).astype(np.int64) for prompt in options.prompt]
 

@@ -50,6 +50,7 @@ PLAIN: dict[Language, str] = {
 # tokenizer has no names for these.
 _MARK, _MARKS = "\ue000{}\ue001", re.compile("\ue000(\\d+)\ue001")
 _BEGIN, _END = "\ue002", "\ue003"
+_STORED = "the checkpoint's chat template"
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,13 @@ class ChatTemplate:
         tokenizer: the model's.
         source: the Jinja template; empty = plain words.
         language: of the plain words; `auto` = that of each conversation.
+        option: the name of the template in errors.
     """
 
     tokenizer: Tokenizer
     source: str = ""
     language: Language | Literal["auto"] = "auto"
+    option: str = "finetune.template"
 
     def write(self, conversation: Conversation) -> Written:
         """Write a conversation that ends with the assistant's message.
@@ -102,6 +105,14 @@ class ChatTemplate:
             tokens, answers = [*tokens, self.tokenizer.eos_id], [*answers, True]
         return Written(np.array(tokens, dtype=np.int64), np.array(answers))
 
+    @cached_property
+    def end_of_turn(self) -> int:
+        """The token with which the assistant's turn ends: a control token of the template, or the end of the document."""
+        written = self.write((Message("user", "x"), Message("assistant", "x")))
+        control = {*self._control_tokens.values()}
+        answer = np.flatnonzero(written.is_answer)
+        return next(token for token in written.tokens[answer].tolist() if token in control)
+
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
         """The tokens [t] int64 after which the assistant's answer starts."""
         written = self.write((*messages, Message("assistant", "x")))
@@ -112,7 +123,7 @@ class ChatTemplate:
         """Messages, and the template's words between them."""
         words = _MARKS.split(self._render(conversation))  # words, number of a message, words, number …, words
         if words[1::2] != [str(number) for number in range(len(conversation))]:
-            raise InputError("finetune.template leaves out a message, or writes one twice or in another order.")
+            raise InputError(f"{self.option} leaves out a message, or writes one twice or in another order.")
         ending, answered = words[-1].rstrip(), False
         for between, message in zip(words[:-1:2], conversation, strict=True):
             if answered and between.startswith(ending):
@@ -135,7 +146,7 @@ class ChatTemplate:
             template = self._templates[self.source or PLAIN[language]]
             return template.render(messages=marked, bos_token=begin, eos_token=end, add_generation_prompt=False)
         except jinja2.TemplateError as error:
-            raise InputError(f"finetune.template: {error}") from error
+            raise InputError(f"{self.option}: {error}") from error
 
     def _encoded(self, spans: Sequence[_TextSpan]) -> Iterator[int]:
         """Encode spans; adjacent text is encoded together. Only the template's words can contain control tokens."""
@@ -200,25 +211,29 @@ def _generation_blocks() -> Any:
     return Generation
 
 
-def template_of(tokenizer: Tokenizer, finetuned: Mapping[str, Any] | None) -> ChatTemplate:
-    """The template of a fine-tuned model.
+def template_of(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> ChatTemplate:
+    """The template of a model that was fine-tuned on instructions, or imported with a template.
 
     Args:
         tokenizer: the model's.
-        finetuned: the section `finetune` of its checkpoint, which contains the text of the template; None if it has none.
+        settings: those of its checkpoint. The sections `finetune` and `imported` contain the text of a template.
 
     Raises:
-        InputError: the model was not fine-tuned on instructions.
+        InputError: the checkpoint has no template.
     """
-    if finetuned is None or finetuned["format"] != "instructions":
-        raise InputError(
-            "the model was not fine-tuned on instructions: `retro finetune`, with finetune.format = 'instructions'."
-        )
-    return ChatTemplate(tokenizer, finetuned["template"], finetuned["language"])
+    finetuned, imported = settings.get("finetune"), settings.get("imported", {}).get("chat_template")
+    if finetuned is not None and finetuned["format"] == "instructions":
+        return ChatTemplate(tokenizer, finetuned["template"], finetuned["language"], _STORED)
+    if imported:
+        return ChatTemplate(tokenizer, imported, option=_STORED)
+    raise InputError(
+        "the checkpoint has no chat template: the model was neither fine-tuned on instructions (`retro finetune`, with "
+        "finetune.format = 'instructions') nor imported from a folder with a chat_template."
+    )
 
 
-def read_template(path: str) -> str:
-    """The Jinja template that `finetune.template` names; empty if it is empty.
+def read_template(path: str, option: str = "finetune.template") -> str:
+    """The Jinja template that an option names; empty if it is empty.
 
     Raises:
         InputError: the file or folder has no template.
@@ -226,17 +241,22 @@ def read_template(path: str) -> str:
     if not path:
         return ""
     location = Path(path).expanduser()
-    file = location / "chat_template.jinja" if location.is_dir() else location
-    config = location / "tokenizer_config.json"
-    if not file.is_file() and config.is_file():
-        found = read_object(config).get("chat_template")
-        if isinstance(found, list):  # several by name
-            found = {each.get("name"): each.get("template") for each in found}.get("default")
-        if isinstance(found, str):
-            return found
-    if not file.is_file():
-        raise InputError(
-            f"finetune.template = {path!r}: name a Jinja file, or the folder of a tokenizer with a chat_template.jinja or with "
-            'a "chat_template" in tokenizer_config.json; empty = plain words.'
-        )
-    return file.read_text(encoding="utf-8")
+    if location.is_file():
+        return location.read_text(encoding="utf-8")
+    if found := template_in(location):
+        return found
+    raise InputError(
+        f"{option} = {path!r}: name a Jinja file, or the folder of a tokenizer with a chat_template.jinja or with "
+        'a "chat_template" in tokenizer_config.json.'
+    )
+
+
+def template_in(folder: Path) -> str:
+    """The chat template in the folder of a Hugging Face tokenizer; empty if it has none."""
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = read_object(config).get("chat_template") if config.is_file() else None
+    if isinstance(found, list):  # several by name
+        found = {each.get("name"): each.get("template") for each in found}.get("default")
+    return found if isinstance(found, str) else ""

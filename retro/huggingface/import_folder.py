@@ -115,7 +115,9 @@ def tokenizer_size(folder: Path) -> int:
         return read_meta(Path(installed)).vocab_size
 
 
-def import_base(base: ImportedDecoder, file: Path, context: int = 0, precision: Precision = "auto") -> None:
+def import_base(
+    base: ImportedDecoder, file: Path, context: int = 0, precision: Precision = "auto", chat_template: str = ""
+) -> None:
     """Write an imported decoder as one file, like an exported checkpoint of step 0 without a datastore.
 
     Args:
@@ -123,6 +125,7 @@ def import_base(base: ImportedDecoder, file: Path, context: int = 0, precision: 
         file: output file with the ending `.safetensors`.
         context: context length for scoring and generation in tokens, in whole chunks; 0 = the decoder's, at most 2,048.
         precision: precision of matrix products, `TrainSettings.precision`.
+        chat_template: Jinja template of conversations, kept for chat; empty = none.
 
     Raises:
         InputError: the file has another ending, or the context is longer than the table of positions or shorter than a chunk.
@@ -134,7 +137,12 @@ def import_base(base: ImportedDecoder, file: Path, context: int = 0, precision: 
             f"context: at most {base.context} tokens, fewer than model.chunk_length = {m}. Set model.chunk_length lower."
         )
     base.settings.check_length(context)
-    imported = {"folder": str(base.folder.resolve()), "family": base.family, "added_rows": base.added_rows}
+    imported = {
+        "folder": str(base.folder.resolve()),
+        "family": base.family,
+        "added_rows": base.added_rows,
+        "chat_template": chat_template,
+    }
     settings: dict[str, Any] = {
         "model": asdict(base.settings),
         "data": asdict(DataSettings(sequence_length=context)),

@@ -14,7 +14,7 @@ tokens per row.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,8 +161,8 @@ class Decoder:
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows except these."""
-        self.rows = [self.rows[row] for row in rows]
+        """Drop all rows except these. A row that is named several times is copied."""
+        self.rows = [replace(self.rows[row], found=[*self.rows[row].found]) for row in rows]
         self.cache = Cache(*(tensor[list(rows)] for tensor in self.cache))
 
     def _drop(self, row: _Row) -> None:

@@ -3,7 +3,7 @@
 prompts → decoder (finds neighbors of every completed chunk) → logits → one token of each row → text → …
 
 A continuation depends only on its prompt and the seed, not on the other prompts of the batch: each row has its own random
-generator with the same seed. (Up to rounding: matrix products of a batch may sum in another order than those of a single row.)
+generator with the same seed. Several continuations of a prompt have consecutive seeds; their prompt is read once. (Up to rounding: matrix products of a batch may sum in another order than those of a single row.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from retro.inference.decoder import Decoder
+from retro.inference.sampling import draw, with_penalties
 from retro.inference.settings import GenerationSettings
 from retro.inference.text_stream import Decode, TextStream
 
@@ -26,11 +26,11 @@ class GeneratedToken:
     """A generated token of one prompt.
 
     Attributes:
-        row: number of the prompt.
+        row: number of the continuation: that of the prompt, or prompt · n + number of its continuation.
         token: the sampled token id; it can be the end of the document.
         text: new text of the continuation. The concatenated texts of a row are its continuation.
         log_probability: log-probability of the token in nats, before temperature, top-k and top-p.
-        finish_reason: for the row's last token `stop` (end of the document or a stop string) or `length`; else None.
+        finish_reason: for the row's last token `stop` (end of the document, a stop token or a stop string) or `length`; else None.
         top: `GenerationSettings.logprobs` likeliest tokens with log-probabilities, likeliest first.
     """
 
@@ -43,7 +43,13 @@ class GeneratedToken:
 
 
 def generate(
-    decoder: Decoder, prompts: Sequence[np.ndarray], settings: GenerationSettings, *, decode: Decode, eos_id: int
+    decoder: Decoder,
+    prompts: Sequence[np.ndarray],
+    settings: GenerationSettings,
+    *,
+    decode: Decode,
+    eos_id: int,
+    n: int = 1,
 ) -> Iterator[list[GeneratedToken]]:
     """Continue prompts; yield after every step the new tokens of all unfinished rows, in order.
 
@@ -53,13 +59,20 @@ def generate(
         settings: length and sampling.
         decode: converts tokens to text.
         eos_id: the end-of-document token.
+        n: continuations of each prompt.
     """
-    rows = [_Row(number, prompt, settings, decode, eos_id) for number, prompt in enumerate(prompts)]
+    rows = [
+        _Row(number, prompts[number // n], settings, decode, eos_id, number % n) for number in range(len(prompts) * n)
+    ]
     if not rows:
         return
     logits = decoder.read(prompts)
+    if n > 1:
+        decoder.keep([row.number // n for row in rows])
+        logits = logits.repeat_interleave(n, 0)
     while True:
-        drawn = draw(logits, settings, [row.random for row in rows])
+        changed = with_penalties(logits, settings, [row.prompt for row in rows], [row.generated for row in rows])
+        drawn = draw(changed, logits, settings, [row.random for row in rows])
         new = [row.add(*each) for row, each in zip(rows, drawn, strict=True)]
         yield new
         unfinished = [number for number, token in enumerate(new) if token.finish_reason is None]
@@ -75,53 +88,23 @@ class _Row:
     """State of a row in addition to its tokens: text, random generator, remaining length."""
 
     def __init__(
-        self, number: int, prompt: np.ndarray, settings: GenerationSettings, decode: Decode, eos_id: int
+        self, number: int, prompt: np.ndarray, settings: GenerationSettings, decode: Decode, eos_id: int, copy: int
     ) -> None:
-        self.number, self.left, self.eos_id = number, settings.max_tokens, eos_id
+        self.number, self.prompt, self.left = number, prompt, settings.max_tokens
+        self.ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else (eos_id,))}
+        self.generated: list[int] = []
         self.text = TextStream(decode, prompt, settings.stop)
-        self.random = torch.Generator().manual_seed(settings.seed)
+        self.random = torch.Generator().manual_seed((settings.seed + copy) % 2**63)
 
     def add(self, token: int, log_probability: float, top: tuple[tuple[int, float], ...]) -> GeneratedToken:
         """Append a sampled token."""
         self.left -= 1
-        shown = "" if token == self.eos_id else self.text.add(token)
-        finish: FinishReason | None = "stop" if token == self.eos_id or self.text.stopped else None
+        self.generated.append(token)
+        shown = "" if token in self.ends else self.text.add(token)
+        finish: FinishReason | None = "stop" if token in self.ends or self.text.stopped else None
         if finish is None and self.left == 0:
             finish = "length"
         if finish:
             shown += self.text.rest()
             finish = "stop" if self.text.stopped else finish
         return GeneratedToken(self.number, token, shown, log_probability, finish, top)
-
-
-SampledToken = tuple[int, float, tuple[tuple[int, float], ...]]
-"""Token id, its log-probability before temperature, top-k and top-p, and the likeliest tokens with log-probabilities."""
-
-
-def draw(logits: Tensor, settings: GenerationSettings, random: Sequence[torch.Generator]) -> list[SampledToken]:
-    """Sample a token for each row of logits [rows, V] float32, with temperature, then top-k, then top-p.
-
-    Each row takes one number from its generator and looks it up in the cumulative sum of its probabilities.
-    """
-    log_p = logits.log_softmax(-1)
-    if settings.temperature == 0:
-        tokens = logits.argmax(-1, keepdim=True)
-    else:
-        kept = min(settings.top_k or logits.shape[1], logits.shape[1])
-        ordered, ids = logits.topk(kept) if kept < logits.shape[1] else logits.sort(descending=True, stable=True)
-        # Subtract the largest logit and divide in float64: any temperature above 0 is then safe.
-        probabilities = ((ordered - ordered[:, :1]).double() / settings.temperature).softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # of all likelier tokens; the likeliest token is always kept
-        below = probabilities.masked_fill(before >= settings.top_p, 0).cumsum(-1)  # [rows, kept]
-        numbers = torch.cat([torch.rand(1, generator=each) for each in random])[:, None].to(logits.device)
-        places = torch.searchsorted(below, numbers * below[:, -1:], right=True)
-        last = (before < settings.top_p).sum(
-            -1, keepdim=True
-        ) - 1  # rounding near 1 must not go past the last kept token
-        tokens = ids.gather(1, places.minimum(last))
-    chosen = log_p.gather(1, tokens)[:, 0].tolist()
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(chosen)
-    if settings.logprobs:
-        values, likeliest = log_p.topk(min(settings.logprobs, logits.shape[1]))
-        tops = [tuple(zip(*row, strict=True)) for row in zip(likeliest.tolist(), values.tolist(), strict=True)]
-    return list(zip(tokens[:, 0].tolist(), chosen, tops, strict=True))

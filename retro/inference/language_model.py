@@ -119,6 +119,7 @@ class LanguageModel:
         k: int = 0,
         given: GivenNeighbors | None = None,
         check: Callable[[], None] = lambda: None,
+        n: int = 1,
     ) -> Iterator[list[GeneratedToken]]:
         """Continue prompts together; yield after every step the new tokens of all unfinished rows.
 
@@ -128,14 +129,17 @@ class LanguageModel:
             k: number of neighbors of each complete chunk, found by search; 0 = retrieval OFF.
             given: neighbors of each prompt, which all its chunks read; no search runs.
             check: called before each window of the prompts is read; an exception in it ends the generation.
+            n: continuations of each prompt, with the seeds `settings.seed`, `settings.seed` + 1 …
 
         Raises:
-            InputError: see `score`. It is raised by this call, before the first step.
+            InputError: see `score`; or an id in the settings is outside the vocabulary. It is raised by this call, before the
+                first step.
         """
+        settings.check_ids(self.model.settings.vocab_size)
         checked = [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)]
         retrieve = self._retrieve(k) if given is None else None
         decoder = Decoder(self.model, self.placement, self.context, retrieve, given, check)
-        return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id)
+        return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id, n=n)
 
     def _retrieve(self, k: int) -> RetrieveNeighbors | None:
         """Return the function that finds k neighbors of chunks; None for k = 0 and for models without retrieval."""

@@ -18,10 +18,24 @@ class GenerationSettings:
     """Sample from the k likeliest tokens; 0 = all."""
     top_p: float = 0.95
     """Sample from the smallest set of likeliest tokens with this total probability."""
+    min_p: float = 0.0
+    """Sample only from tokens with at least this fraction of the likeliest token's probability."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the continuation contains."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that the continuation contains it."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the continuation are divided by it if above 0, and multiplied by it if below."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and the numbers that are added to their logits."""
     seed: int = 0
     """Seed of the random numbers; every prompt of a batch uses the same seed."""
     stop: tuple[str, ...] = ()
     """Texts that end the continuation; the continuation does not include them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the continuation, in addition to the end of the document."""
+    ignore_eos: bool = False
+    """Continue after the end of the document."""
     logprobs: int = 0
     """Number of likeliest tokens to return with each token."""
 
@@ -33,9 +47,28 @@ class GenerationSettings:
                 f"temperature = {self.temperature} and top_k = {self.top_k} must be 0 or more, "
                 f"top_p = {self.top_p} must be above 0 and at most 1."
             )
+        if not 0 <= self.min_p <= 1 or not 0 < self.repetition_penalty < math.inf:
+            raise InputError(
+                f"min_p = {self.min_p} must be 0 to 1, and repetition_penalty = {self.repetition_penalty} above 0."
+            )
+        if not all(
+            map(math.isfinite, (self.presence_penalty, self.frequency_penalty, *dict(self.logit_bias).values()))
+        ):
+            raise InputError("presence_penalty, frequency_penalty and logit_bias must be finite.")
         if self.logprobs < 0 or not 0 <= self.seed < 2**63:
             raise InputError(
                 f"logprobs = {self.logprobs} and seed = {self.seed}: both must be 0 or more, and the seed below 2^63."
             )
         if "" in self.stop:
             raise InputError("stop has an empty text, which would end every continuation at once. Remove it.")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits depend on tokens that were generated before, or have a bias."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1 or self.logit_bias)
+
+    def check_ids(self, size: int) -> None:
+        """Raise InputError if `logit_bias` or `stop_token_ids` has an id outside a vocabulary of this size."""
+        for name, ids in (("logit_bias", list(dict(self.logit_bias))), ("stop_token_ids", self.stop_token_ids)):
+            if outside := [each for each in ids if not 0 <= each < size]:
+                raise InputError(f"{name} has the token id {outside[0]}; accepted are 0 to {size - 1}.")

@@ -27,6 +27,7 @@ from retro.server.errors import ApiError, error_responses, reraise_errors
 from retro.server.json_route import DirectJson
 from retro.server.limits import Limits
 from retro.server.openai import api as openai_api
+from retro.server.openai import chat, models
 from retro.server.service import Service, ServiceDependency
 from retro.server.settings import ServeSettings
 
@@ -63,7 +64,10 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.service = service
-    routers = (router, search_api.router, model_api.router, openai_api.router, docs_page.router)
+    routers = (
+        router, search_api.router, model_api.router,
+        models.router, chat.router, openai_api.router, docs_page.router,
+    )  # fmt: skip
     for each in routers:
         app.include_router(each)
     # One route for each file of the page: a mount at / would answer every path that has no GET.

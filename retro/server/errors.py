@@ -23,22 +23,21 @@ from retro.server.schemas import ErrorResponse
 
 log = logging.getLogger("retro.server")
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "forbidden",
+# OpenAI's type and code for all errors of a status; OpenAI has no code for some.
+_TYPES = {429: "requests", 500: "server_error", 503: "server_error", 504: "server_error"}
+_CODES = {
+    401: "invalid_api_key",
+    403: "host_not_allowed",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
     413: "request_too_large",
-    422: "invalid_request_error",
-    429: "overloaded",
+    429: "rate_limit_exceeded",
     431: "request_too_large",
     500: "internal_error",
     503: "unavailable",
     504: "timeout",
 }
-_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's codes for all errors of a status
 _REASONS = {
     400: "The request is invalid or not supported.",
     401: "The bearer token is missing or wrong.",
@@ -64,8 +63,8 @@ class ApiError(Exception):
         status: HTTP status.
         message: what was found and what is accepted.
         param: the field of the request that caused the error; None if no single field did.
-        type: kind of error, for programs; None = the kind of the status.
-        code: OpenAI's more specific code; None = the code of the status, if it has one.
+        type: OpenAI's kind of error: `invalid_request_error`, `requests` (too many) or `server_error`.
+        code: reason, for programs; None = that of the status, if it has one.
         headers: additional headers of the answer.
     """
 
@@ -75,13 +74,12 @@ class ApiError(Exception):
         message: str,
         *,
         param: str | None = None,
-        type: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
-        self.type, self.code = type or _TYPES.get(status, "error"), code or _CODES.get(status)
+        self.type, self.code = _TYPES.get(status, "invalid_request_error"), code or _CODES.get(status)
         self.headers = headers
 
 

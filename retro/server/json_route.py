@@ -6,7 +6,8 @@ FastAPI creates the OpenAPI description from the endpoints' parameters and answe
 requests in the same way, but its layers take a large part of the time of a request.
 """
 
-from collections.abc import Callable, Coroutine, Iterable
+import re
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, get_args
 
@@ -18,6 +19,8 @@ from pydantic_core import ErrorDetails
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+_MOST_NAMES, _LONGEST_NAME = 16, 64  # of ignored fields in a header
 
 
 def as_json(model: BaseModel) -> Response:
@@ -63,8 +66,34 @@ class JsonRoute(APIRoute):
         except ValidationError as error:
             problems = error.errors(include_url=False, include_input=False)
             raise RequestValidationError([_located(self._request_model, each) for each in problems]) from error
-        answer = await self.endpoint(request=received, service=scope["app"].state.service)
-        return answer if isinstance(answer, Response) else as_json(answer)
+        service, unknown = scope["app"].state.service, list(_unknown_fields(received))
+        if unknown and service.settings.strict_fields:
+            refused = ErrorDetails(type="extra_forbidden", loc=unknown[0], msg="", input=None)
+            raise RequestValidationError([_located(self._request_model, refused)])
+        answer = await self.endpoint(request=received, service=service)
+        response = answer if isinstance(answer, Response) else as_json(answer)
+        if unknown:
+            response.headers["Warning"] = _warning(unknown)
+        return response
+
+
+def _unknown_fields(received: Any, *place: str | int) -> Iterator[tuple[str | int, ...]]:
+    """Yield the places of unknown fields in a request that accepts them; other requests have none."""
+    if isinstance(received, BaseModel):
+        yield from ((*place, name) for name in received.model_extra or ())
+        for name in received.model_fields_set & type(received).model_fields.keys():
+            yield from _unknown_fields(getattr(received, name), *place, name)
+    elif isinstance(received, list):
+        for number, each in enumerate(received):
+            yield from _unknown_fields(each, *place, number)
+
+
+def _warning(unknown: Sequence[tuple[str | int, ...]]) -> str:
+    """Return the value of the header `Warning` that names ignored fields; 299 is HTTP's code for any warning."""
+    names = [re.sub(r"[^\w.-]", "?", ".".join(map(str, place)), flags=re.ASCII)[:_LONGEST_NAME] for place in unknown]
+    if len(names) > _MOST_NAMES:
+        names[_MOST_NAMES:] = [f"{len(names) - _MOST_NAMES} more"]
+    return f'299 retro "ignored unknown fields: {", ".join(names)}"'
 
 
 def _located(model: type[BaseModel], problem: ErrorDetails) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from fastapi import Depends, Request
 
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import CANDIDATES, Rerank, Retriever
+from indexing.store.errors import InputError
+from retro.finetuning.chat_template import ChatTemplate, read_template, template_of
+from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel, Scores
 from retro.inference.settings import GenerationSettings
@@ -70,6 +73,7 @@ class Service:
         embed: ("texts" | "tokens", texts or token ids) → unit vectors [d].
         score: ((k, number of likeliest tokens), token ids) → scores; None without a model.
         generations: None without a model.
+        chat_template: None without a model, or if it has no template.
         started: time of the start in seconds since 1970.
     """
 
@@ -83,6 +87,7 @@ class Service:
     embed: Batcher[str, Query, np.ndarray]
     score: Batcher[tuple[int, int], np.ndarray, Scores] | None
     generations: GenerationQueue | None
+    chat_template: ChatTemplate | None
     started: int
 
     @classmethod
@@ -119,6 +124,7 @@ class Service:
             embed,
             score,
             generations,
+            None if language_model is None else _chat_template(language_model, settings.chat_template),
             int(time.time()),
         )
 
@@ -159,7 +165,7 @@ class Service:
             message = (
                 "this server was started without --checkpoint, so it has no model. Only search and embedding work."
             )
-            raise ApiError(404, message, type="no_model", code="model_not_found")
+            raise ApiError(404, message, code="model_not_found")
         return self.language_model
 
     async def scores(self, sequences: Sequence[np.ndarray], k: int, top: int = 0) -> list[Scores]:
@@ -169,12 +175,12 @@ class Service:
         return await self.score((k, top), sequences)
 
     def generate(
-        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int
+        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, n: int = 1
     ) -> AsyncIterator[list[GeneratedToken]]:
         """See `GenerationQueue.generate`."""
         self.model()
         assert self.generations is not None
-        return self.generations.generate(prompts, settings, k, self.settings.request_seconds)
+        return self.generations.generate(prompts, settings, k, n, self.settings.request_seconds)
 
     # --- limits -----------------------------------------------------------------------------------------------------
 
@@ -230,15 +236,23 @@ class Service:
         """Raise ApiError if a request has too many texts, token lists or vectors."""
         self._checked(number, "max_queries", param)
 
-    def check_max_tokens(self, number: int) -> int:
+    def check_max_tokens(self, number: int, param: str = "max_tokens") -> int:
         """Return the number of tokens to generate; raise ApiError if it is too large."""
-        return self._checked(number, "max_tokens", "max_tokens")
+        return self._checked(number, "max_tokens", param)
 
     def _checked(self, number: int, setting: str, param: str) -> int:
         limit = getattr(self.settings, setting)
         if number > limit:
             raise InvalidRequest(f"{param} = {number:,}: at most {limit:,} ({setting}).", param=param)
         return number
+
+    def check_ids(self, ids: Sequence[int] | np.ndarray, name: str, param: str = "") -> None:
+        """Raise ApiError if a token id is not in the tokenizer."""
+        size = self.retriever.tokenizer.vocab_size
+        if len(ids) and (largest := max(ids)) >= size:
+            raise InvalidRequest(
+                f"{name} has the token id {largest}: accepted are 0 to {size - 1}.", param=param or name
+            )
 
     async def encoded(self, texts: Sequence[str], param: str) -> list[np.ndarray]:
         """Return the token ids [t] int64 of texts, without beginning and end of document.
@@ -298,6 +312,24 @@ def _embed_with(retriever: Retriever) -> Callable[[str, list[Query], Wanted], Se
 
 def _score_with(language_model: LanguageModel) -> Callable[[tuple[int, int], list[np.ndarray], Wanted], list[Scores]]:
     return lambda key, sequences, wanted: language_model.score_with_likeliest(sequences, *key, wanted)
+
+
+def _chat_template(language_model: LanguageModel, path: str) -> ChatTemplate | None:
+    """Return the template in a file or folder, or the checkpoint's; None if there is none.
+
+    Raises:
+        InputError: there is no template at the path, or it cannot write conversations.
+    """
+    if path:
+        template = ChatTemplate(
+            language_model.tokenizer, read_template(path, "chat_template"), option=f"chat_template = {path!r}"
+        )
+        template.prompt([Message("user", "x")])
+        return template
+    try:
+        return template_of(language_model.tokenizer, language_model.checkpoint.settings)
+    except InputError:
+        return None
 
 
 def _name_of(retriever: Retriever, language_model: LanguageModel | None) -> str:

@@ -54,6 +54,10 @@ class ServeSettings:
     """Origins of web pages that may use this server from a browser. Empty = only the server's own page."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names that a server without a token accepts, in addition to `localhost`, `--host` and IP addresses; `*` = any."""
+    chat_template: str = ""
+    """Jinja file, or folder of a tokenizer with a chat template, for `/v1/chat/completions`. Empty = that of the checkpoint."""
+    strict_fields: bool = False
+    """Refuse requests under /v1 with unknown fields. Otherwise they are ignored, and the answer's header `Warning` names them."""
     access_log: bool = False
     """Write one line for each request to standard error."""
 

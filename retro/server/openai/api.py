@@ -1,12 +1,9 @@
-"""OpenAI-compatible endpoints under /v1, and the tokenizer endpoints that lm-eval uses.
-
-    model NAME ─► retrieval ON      NAME:off ─► the same weights, retrieval OFF      NAME:embedder ─► /v1/embeddings
+"""OpenAI's completions and embeddings under /v1, and the tokenizer endpoints that lm-eval uses; `chat.py` has chat.
 
 A prompt is always the beginning of a document: the server puts the beginning-of-document token in front unless the client has
 sent it, and never echoes it. So the first token of a text has a log-probability too.
 """
 
-import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -18,50 +15,17 @@ from starlette.responses import Response
 
 from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
-from retro.server.errors import ApiError, InvalidRequest, error_responses
+from retro.server.errors import InvalidRequest, error_responses
 from retro.server.json_route import JsonRoute, as_json
-from retro.server.model_api import as_document, effective_temperature, event_stream, with_first_step
+from retro.server.model_api import as_document, event_stream, with_first_step
 from retro.server.openai import schemas
-from retro.server.openai.completions import CompletionBuilder, join_choices, special_names
+from retro.server.openai.completions import CompletionBuilder, join_choices, special_names, usage_of
+from retro.server.openai.models import check_embedder, neighbors_of
+from retro.server.openai.sampling import continuations, generation_settings
 from retro.server.search_api import encoded
 from retro.server.service import Service, ServiceDependency
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
-
-_OFF, _EMBEDDER = ":off", ":embedder"
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
-def _model_names(service: Service) -> list[str]:
-    names = [service.name] if service.language_model else []
-    return [*names, *(name + _OFF for name in names if service.retrieves), service.name + _EMBEDDER]
-
-
-@router.get("/v1/models", response_model=schemas.ModelList, responses=error_responses())
-def models(service: ServiceDependency) -> schemas.ModelList:
-    """List the models."""
-    return schemas.ModelList(data=[_model(service, name) for name in _model_names(service)])
-
-
-@router.get("/v1/models/{model}", response_model=schemas.Model, responses=error_responses(404))
-def model(model: str, service: ServiceDependency) -> schemas.Model:
-    """Return one model."""
-    _check_model(service, model, _model_names(service))
-    return _model(service, model)
-
-
-def _model(service: Service, name: str) -> schemas.Model:
-    context = None if name.endswith(_EMBEDDER) else service.model().context
-    return schemas.Model(id=name, created=service.started, max_model_len=context)
-
-
-def _check_model(service: Service, name: str, accepted: Sequence[str]) -> None:
-    if name not in accepted:
-        message = f"model = {name!r}: accepted are {', '.join(accepted)}."
-        raise ApiError(404, message, param="model", type="invalid_request_error", code="model_not_found")
-
 
 # --- completions -----------------------------------------------------------------------------------------------------
 
@@ -79,15 +43,19 @@ def _check_model(service: Service, name: str, accepted: Sequence[str]) -> None:
 )
 async def completions(request: schemas.CompletionRequest, service: ServiceDependency) -> Response:
     """Continue prompts. With `echo` and `logprobs`, the answer also has the log-probabilities of the prompts."""
-    service.model()
-    _check_model(service, request.model, [name for name in _model_names(service) if not name.endswith(_EMBEDDER)])
+    k = neighbors_of(service, request)
     _check_supported(request)
-    settings = _generation_settings(service, request)
-    k = service.check_model_k(request.k) if service.retrieves and not request.model.endswith(_OFF) else 0
+    max_tokens = service.check_max_tokens(16 if request.max_tokens is None else request.max_tokens)
+    settings = (
+        generation_settings(service, request, max_tokens=max_tokens, logprobs=request.logprobs or 0)
+        if max_tokens
+        else None
+    )
     prompts = await _token_rows(service, request.prompt, "prompt")
-    _check_lengths(service, prompts, settings, k)
+    n = continuations(service, request, len(prompts))
+    _check_lengths(service, prompts, settings, k, n)
     builder = CompletionBuilder(service.retriever.tokenizer, request.logprobs)
-    steps = await with_first_step(_steps(service, request, prompts, settings, k, builder))
+    steps = await with_first_step(_steps(service, request, prompts, settings, k, n, builder))
     answer = schemas.CompletionResponse.model_construct(
         id=f"cmpl-{uuid.uuid4().hex}",
         created=int(time.time()),
@@ -97,16 +65,16 @@ async def completions(request: schemas.CompletionRequest, service: ServiceDepend
     if request.stream:
         return event_stream(_events(request, answer, steps, prompts, builder))
     choices = join_choices([part async for step in steps for part in step], request.logprobs)
-    return as_json(answer.model_copy(update={"choices": choices, "usage": _usage(prompts, builder.generated)}))
+    return as_json(answer.model_copy(update={"choices": choices, "usage": usage_of(prompts, builder.generated)}))
 
 
 def _check_lengths(
-    service: Service, prompts: Sequence[np.ndarray], settings: GenerationSettings | None, k: int
+    service: Service, prompts: Sequence[np.ndarray], settings: GenerationSettings | None, k: int, n: int
 ) -> None:
-    """Raise ApiError if a prompt does not fit into the context, or the prompts would read too many neighbor tokens."""
+    """Raise ApiError if a prompt does not fit into the context, or the texts would read too many neighbor tokens."""
     rows = [as_document(service, prompt) for prompt in prompts]
     if settings is not None:
-        service.check_generation(rows, settings.max_tokens, k, "prompt")
+        service.check_generation(rows * n, settings.max_tokens, k, "prompt")
     else:  # prompts are only scored, in any number of windows
         service.check_neighbors([len(row) for row in rows], k, "prompt")
 
@@ -117,6 +85,7 @@ async def _steps(
     prompts: Sequence[np.ndarray],
     settings: GenerationSettings | None,
     k: int,
+    n: int,
     builder: CompletionBuilder,
 ) -> AsyncIterator[list[schemas.CompletionChoice]]:
     """Yield the parts of the answer step by step. Without settings, generate nothing."""
@@ -125,11 +94,11 @@ async def _steps(
         scores: Sequence[Scores | None] = [None] * len(rows)
         if request.logprobs is not None:
             scores = await service.scores(rows, k, request.logprobs)
-        yield [builder.echo(*each) for each in zip(range(len(rows)), prompts, scores, strict=True)]
+        yield [builder.echo(index, prompts[index // n], scores[index // n]) for index in range(len(rows) * n)]
     if settings is None:
-        yield [builder.end(index) for index in range(len(rows))]
+        yield [builder.end(index) for index in range(len(rows) * n)]
         return
-    async for step in service.generate(rows, settings, k):
+    async for step in service.generate(rows, settings, k, n):
         yield [builder.add(token) for token in step]
 
 
@@ -145,39 +114,19 @@ async def _events(
         for part in step:
             yield answer.model_copy(update={"choices": [part]}).model_dump_json()
     if request.stream_options and request.stream_options.include_usage:
-        usage = _usage(prompts, builder.generated)
+        usage = usage_of(prompts, builder.generated)
         yield answer.model_copy(update={"choices": [], "usage": usage}).model_dump_json()
-
-
-def _generation_settings(service: Service, request: schemas.CompletionRequest) -> GenerationSettings | None:
-    """Return the settings of the generation; None if the request generates nothing."""
-    max_tokens = service.check_max_tokens(16 if request.max_tokens is None else request.max_tokens)
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if max_tokens == 0:
-        return None
-    return GenerationSettings(
-        max_tokens=max_tokens,
-        temperature=effective_temperature(1.0 if request.temperature is None else request.temperature),
-        top_k=request.top_k,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        seed=secrets.randbits(32) if request.seed is None else request.seed,
-        stop=tuple(each for each in stop if each),
-        logprobs=request.logprobs or 0,
-    )
 
 
 def _check_supported(request: schemas.CompletionRequest) -> None:
     """Raise ApiError if a request uses a feature of OpenAI's API that this server does not have."""
-    only: dict[str, Any] = {"n": 1, "best_of": 1, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0}
-    for name, accepted in (only | {"logit_bias": None}).items():
-        received = getattr(request, name)
-        if received is not None and received != accepted and received != {}:
-            raise InvalidRequest(f"{name} = {received!r} is not supported; remove it.", param=name)
-
-
-def _usage(prompts: Sequence[np.ndarray], generated: int = 0) -> schemas.Usage:
-    received = sum(map(len, prompts))
-    return schemas.Usage(prompt_tokens=received, completion_tokens=generated, total_tokens=received + generated)
+    if request.suffix:
+        raise InvalidRequest(f"suffix = {request.suffix!r} is not supported; remove it.", param="suffix")
+    if request.best_of not in (None, request.n or 1):
+        raise InvalidRequest(
+            f"best_of = {request.best_of}: continuations are not ranked. Remove it; n = {request.n or 1}.",
+            param="best_of",
+        )
 
 
 async def _token_rows(service: Service, prompt: schemas.Prompt, param: str) -> list[np.ndarray]:
@@ -194,12 +143,8 @@ async def _token_rows(service: Service, prompt: schemas.Prompt, param: str) -> l
         return await service.encoded(several, param)
     service.check_input([len(row) for row in several], param)
     rows = [np.array(row, dtype=np.int64) for row in several]
-    size = service.retriever.tokenizer.vocab_size
     for number, row in enumerate(rows):
-        if len(row) and row.max() >= size:
-            raise InvalidRequest(
-                f"{param}[{number}] has the token id {row.max()}: accepted are 0 to {size - 1}.", param=param
-            )
+        service.check_ids(row, f"{param}[{number}]", param)
     return rows
 
 
@@ -209,7 +154,7 @@ async def _token_rows(service: Service, prompt: schemas.Prompt, param: str) -> l
 @router.post("/v1/embeddings", response_model=schemas.EmbeddingResponse, responses=error_responses(400, 404, 413))
 async def embeddings(request: schemas.EmbeddingRequest, service: ServiceDependency) -> Response:
     """Embed texts or token ids; returns unit vectors."""
-    _check_model(service, request.model, [service.name + _EMBEDDER])
+    check_embedder(service, request.model)
     dimension = service.retriever.embedder.dimension
     if request.dimensions not in (None, dimension):
         raise InvalidRequest(f"dimensions = {request.dimensions}: the embedder has {dimension}.", param="dimensions")
@@ -219,7 +164,7 @@ async def embeddings(request: schemas.EmbeddingRequest, service: ServiceDependen
         schemas.Embedding.model_construct(index=index, embedding=encoded(vector, request.encoding_format))
         for index, vector in enumerate(vectors)
     ]
-    return as_json(schemas.EmbeddingResponse.model_construct(data=data, model=request.model, usage=_usage(rows)))
+    return as_json(schemas.EmbeddingResponse.model_construct(data=data, model=request.model, usage=usage_of(rows)))
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
-from retro.server.openai.schemas import CompletionChoice, Logprobs
+from retro.server.openai.schemas import CompletionChoice, Logprobs, Usage
 from retro.server.spans import token_ends
 
 LikeliestTokens = Sequence[tuple[int, float]]
@@ -83,11 +83,7 @@ class CompletionBuilder:
         """Return log-probabilities of the likeliest tokens and of the token itself, by text."""
         if value is None:
             return None
-        return {self._name(each): theirs for each, theirs in top or ()} | {self._name(token): value}
-
-    def _name(self, token: int) -> str:
-        name = special_names(self.tokenizer).get(token) or self.tokenizer.decode([token])
-        return f"token:{token}" if not name or "\ufffd" in name else name  # part of a character
+        return {token_name(self.tokenizer, each): theirs for each, theirs in (*(top or ()), (token, value))}
 
 
 def join_choices(parts: Iterable[CompletionChoice], logprobs: int | None) -> list[CompletionChoice]:
@@ -115,6 +111,18 @@ def join_choices(parts: Iterable[CompletionChoice], logprobs: int | None) -> lis
             )
         )
     return choices
+
+
+def usage_of(prompts: Sequence[np.ndarray], generated: int = 0) -> Usage:
+    """Count the tokens of prompts and of their continuations."""
+    received = sum(map(len, prompts))
+    return Usage(prompt_tokens=received, completion_tokens=generated, total_tokens=received + generated)
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """Return the text of a token, the name of a special token, or `token:ID` for a part of a character."""
+    name = special_names(tokenizer).get(token) or tokenizer.decode([token])
+    return f"token:{token}" if not name or "\ufffd" in name else name
 
 
 def special_names(tokenizer: Tokenizer) -> dict[int, str]:

@@ -1,10 +1,11 @@
 """Requests and answers of OpenAI's completions, embeddings and models under /v1, and of the tokenizer endpoints.
 
-Fields that OpenAI's API has and this server does not support are included with the single accepted value: other values are
-errors and are never ignored.
+Fields of OpenAI's API that change answers and are not supported are included with the accepted value: other values are errors.
+Fields that are not listed are ignored, and the answer's header `Warning` names them (`ServeSettings.strict_fields`).
+`chat_schemas.py` has those of chat.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,42 +14,64 @@ from retro.server.schemas import Request, Seed, TokenId
 Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 """One or several prompts, each a text or a list of token ids."""
 
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
-class StreamOptions(Request):
+
+def example(**fields: Any) -> ConfigDict:
+    """Return the configuration of a request with an example."""
+    return ConfigDict(json_schema_extra={"examples": [fields]})
+
+
+class LenientRequest(Request):
+    """Base of requests under /v1: unknown fields are accepted; see `json_route.py`."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class StreamOptions(LenientRequest):
     """Options of a stream. With `include_usage`, its last event has the numbers of tokens."""
 
     include_usage: bool = False
 
 
-class CompletionRequest(Request):
-    """OpenAI's request with two additional fields, `k` and `top_k`. Model `NAME` has retrieval ON, `NAME:off` has it OFF."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"model": "retro", "prompt": "import os\n", "max_tokens": 16, "temperature": 0}]
-        }
-    )
+class SamplingRequest(LenientRequest):
+    """Fields of completions and chat. Model `NAME` has retrieval ON, `NAME:off` has it OFF."""
 
     model: str
-    prompt: Prompt
-    max_tokens: int | None = Field(16, ge=0)
     temperature: float | None = Field(1, ge=0, le=100)
     top_p: float | None = Field(1, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31, description="Sample from the k likeliest tokens; 0 and -1 = all.")
+    min_p: float | None = Field(
+        0, ge=0, le=1, description="Least probability of a token, relative to the likeliest token's."
+    )
+    presence_penalty: float | None = Field(0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0, ge=-2, le=2)
+    repetition_penalty: float | None = Field(1, gt=0, le=100)
+    logit_bias: dict[str, Bias] | None = Field(
+        None, max_length=1024, description="Token id → number that is added to its logit, -100 to 100."
+    )
     seed: Seed | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool = Field(False, description="Continue after the end of the document.")
+    n: int | None = Field(1, ge=1, description="Number of continuations.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    k: int = Field(2, ge=1, description="Neighbors of each chunk; used if retrieval is ON.")
+    user: str | None = None
+
+
+class CompletionRequest(SamplingRequest):
+    """OpenAI's request and fields of vLLM."""
+
+    model_config = example(model="retro", prompt="import os\n", max_tokens=16, temperature=0)
+
+    prompt: Prompt
+    max_tokens: int | None = Field(16, ge=0)
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=5)
-    k: int = Field(2, ge=1, description="Neighbors of each chunk; used if retrieval is ON.")
-    top_k: int = Field(0, ge=0, lt=2**31, description="Sample from the k likeliest tokens; 0 = all.")
-    user: str | None = None
-    n: int | None = Field(1, description="Only 1.")
-    best_of: int | None = Field(1, description="Only 1.")
+    best_of: int | None = Field(None, description="Only null or n.")
     suffix: str | None = Field(None, description="Only null.")
-    presence_penalty: float | None = Field(0, description="Only 0.")
-    frequency_penalty: float | None = Field(0, description="Only 0.")
-    logit_bias: dict[str, float] | None = Field(None, description="Only null.")
 
 
 class Logprobs(BaseModel):
@@ -64,7 +87,7 @@ class Logprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """The continuation of one prompt. With `echo`, the text begins with the prompt."""
+    """A continuation; `index` = number of the prompt · n + number of the continuation. With `echo`, it begins with the prompt."""
 
     index: int
     text: str
@@ -92,12 +115,10 @@ class CompletionResponse(BaseModel):
     system_fingerprint: str | None = None
 
 
-class EmbeddingRequest(Request):
+class EmbeddingRequest(LenientRequest):
     """OpenAI's request. The model is `NAME:embedder`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"model": "retro:embedder", "input": ["how do I open a file"]}]}
-    )
+    model_config = example(model="retro:embedder", input=["how do I open a file"])
 
     model: str
     input: Prompt
@@ -140,10 +161,10 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(LenientRequest):
     """A text to tokenize. The name of a special token is converted to its id."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "import os\n"}]})
+    model_config = example(prompt="import os\n")
 
     prompt: str
     add_special_tokens: bool = Field(False, description="If true, the beginning-of-document id comes first.")
@@ -158,10 +179,10 @@ class TokenizeResponse(BaseModel):
     max_model_len: int | None = Field(description="Context length in tokens; null without a model.")
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(LenientRequest):
     """Token ids to convert to text."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [5, 6, 7]}]})
+    model_config = example(tokens=[5, 6, 7])
 
     tokens: list[TokenId]
     model: str | None = None

@@ -4,9 +4,9 @@ const TOKEN = "retro-token";
 
 /** An error with the server's message. `status` is 0 if the server did not answer. */
 export class ApiError extends Error {
-  constructor(message, { status = 0, type = "", retryAfter = null } = {}) {
+  constructor(message, { status = 0, code = "", retryAfter = null } = {}) {
     super(message);
-    Object.assign(this, { status, type, retryAfter });
+    Object.assign(this, { status, code, retryAfter });
   }
 }
 
@@ -29,7 +29,7 @@ export async function* stream(path, body, signal) {
   for await (const data of eventData(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new ApiError(event.error.message, { status: response.status, type: event.error.type });
+    if (event.error) throw new ApiError(event.error.message, { status: response.status, code: event.error.code });
     yield event;
   }
   throw new ApiError("The server ended the stream early.");
@@ -91,7 +91,7 @@ async function errorOf(response) {
   const details = { status: response.status, retryAfter: response.headers.get("retry-after") };
   try {
     const { error } = JSON.parse(text);
-    return new ApiError(error.message, { ...details, type: error.type });
+    return new ApiError(error.message, { ...details, code: error.code });
   } catch {
     return new ApiError(`The server answered ${response.status} ${response.statusText}.`, details); // Not JSON: a proxy's page.
   }

@@ -46,7 +46,7 @@ export function announce(message) {
  */
 export function problem(error, retry) {
   if (!(error instanceof ApiError)) reportError(error);
-  if (error.type === "no_model") return noModel();
+  if (error.code === "model_not_found") return noModel();
   const wait = error.status === 429 && error.retryAfter ? ` Wait ${error.retryAfter} s before you try again.` : "";
   return element(
     "div",

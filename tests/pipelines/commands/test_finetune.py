@@ -49,7 +49,7 @@ def test_finetuned_model_is_evaluated_and_answers_chat_prompts(
     assert main(["generate", str(config.run), "--chat", *asked]) == 0
     assert capsys.readouterr().out.startswith("which index?\n")
     assert main(["generate", str(tiny_run), "--chat", *asked]) == 2
-    assert "was not fine-tuned on instructions" in capsys.readouterr().err
+    assert "neither fine-tuned on instructions" in capsys.readouterr().err
 
 
 def test_finetuning_on_questions_accepts_rows_that_end_inside_a_chunk(config: Config, tmp_path: Path, capsys) -> None:

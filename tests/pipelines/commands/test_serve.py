@@ -138,7 +138,7 @@ def test_requests_above_the_limit_get_429_until_there_is_room(with_token: Servin
 
     for refused in asyncio.run(twelve()):
         assert refused.status_code == 429
-        assert refused.json()["error"]["type"] == "overloaded"
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert refused.headers["Retry-After"]
     with asking(with_token) as client:
         wait_until(lambda: client.post("/generate", json={**LONG, "max_tokens": 5}).status_code == 200)
@@ -159,7 +159,7 @@ def test_after_a_signal_accepted_requests_finish_and_new_ones_are_refused(
                 server.process.send_signal(number)
                 wait_until(lambda: other.get("/ready").status_code != 200)
                 refused = other.post("/search", json={"texts": [TEXT]})
-                assert (refused.status_code, refused.json()["error"]["type"]) == (503, "unavailable")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
                 *rest, last, done = events
         assert done == "[DONE]"
         assert json.loads(last)["finish_reason"] in ("length", "stop")
@@ -207,9 +207,9 @@ def cut_off_all(server: Serving, stop: Callable[[], None]) -> None:
         wait_until(lambda: "retro_requests_under_way 2.0" in httpx.get(server.url + "/metrics", timeout=PATIENCE).text)
         stop()
         *_, error, done = (line.removeprefix("data: ") for line in lines if line)
-        assert (json.loads(error)["error"]["type"], done) == ("unavailable", "[DONE]")
+        assert (json.loads(error)["error"]["code"], done) == ("unavailable", "[DONE]")
         answer = whole.result()
-        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
         assert slow.recv(2**16).startswith(b"HTTP/1.1 503 ")
     assert server.process.wait(PATIENCE) == 0
     assert server.process.stdout is not None

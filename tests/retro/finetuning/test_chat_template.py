@@ -142,6 +142,17 @@ def test_invalid_templates_are_rejected(sentencepiece: Tokenizer, source: str, w
         ChatTemplate(sentencepiece, source).write(ENGLISH)
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_the_end_of_a_turn_is_a_control_token_or_the_end_of_the_document(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    assert ChatTemplate(tokenizer).end_of_turn == tokenizer.eos_id
+    assert ChatTemplate(tokenizer, BRACKETS).end_of_turn == tokenizer.eos_id
+    of_chatml = tokenizer.control_tokens.get("<|im_end|>", tokenizer.eos_id)
+    assert ChatTemplate(tokenizer, CHATML).end_of_turn == of_chatml
+
+
 def test_a_template_is_read_from_a_file_or_a_tokenizer_folder(tmp_path: Path) -> None:
     assert read_template("") == ""
     (tmp_path / "mine.jinja").write_text("words")

@@ -7,7 +7,8 @@ import torch
 from indexing.store.errors import InputError
 from retro.device import choose_placement
 from retro.inference.decoder import Decoder
-from retro.inference.generation import GeneratedToken, draw, generate
+from retro.inference.generation import GeneratedToken, generate
+from retro.inference.sampling import draw, with_penalties
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
@@ -34,12 +35,12 @@ def model() -> Retro:
 
 
 def generate_pieces(
-    model: Retro, prompts, retrieve=None, context=64, eos_id=-1, **settings
+    model: Retro, prompts, retrieve=None, context=64, eos_id=-1, n=1, **settings
 ) -> list[list[GeneratedToken]]:
-    """The generated pieces of each prompt."""
+    """The generated pieces of each continuation."""
     settings = GenerationSettings(**{"max_tokens": 12, **settings})
-    decoder, rows = Decoder(model, FLOAT32, context, retrieve), [[] for _ in prompts]
-    steps = generate(decoder, [np.array(prompt) for prompt in prompts], settings, decode=decode, eos_id=eos_id)
+    decoder, rows = Decoder(model, FLOAT32, context, retrieve), [[] for _ in range(len(prompts) * n)]
+    steps = generate(decoder, [np.array(prompt) for prompt in prompts], settings, decode=decode, eos_id=eos_id, n=n)
     for step in steps:
         going_on = [row for row, made in enumerate(rows) if not made or made[-1].finish_reason is None]
         assert [piece.row for piece in step] == going_on
@@ -126,6 +127,10 @@ def test_invalid_settings_are_rejected(model: Retro) -> None:
         ("top_k", -1),
         ("seed", -1),
         ("stop", ("a", "")),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0),
+        ("frequency_penalty", float("inf")),
+        ("logit_bias", ((3, float("nan")),)),
     ):
         with pytest.raises(InputError, match=setting):
             GenerationSettings(**{setting: value})
@@ -187,11 +192,13 @@ def test_log_probabilities_ignore_temperature_top_k_and_top_p(model: Retro) -> N
         ({"top_k": 0, "top_p": 0.75}, [4 / 9, 3 / 9, 2 / 9, 0]),
         ({"top_k": 3, "top_p": 1, "temperature": 0.5}, [16 / 29, 9 / 29, 4 / 29, 0]),
         ({"top_k": 0, "top_p": 1, "temperature": 1e-320}, [1, 0, 0, 0]),
+        ({"top_k": 0, "top_p": 1, "min_p": 0.6}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_k": 0, "top_p": 0.5, "min_p": 0.4}, [4 / 7, 3 / 7, 0, 0]),
     ],
 )
 def test_sampling_frequencies_match_the_probabilities(settings: dict, expected: list[float]) -> None:
     random, logits = torch.Generator().manual_seed(0), torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4000, -1)
-    drawn = draw(logits, GenerationSettings(**{"temperature": 1.0, **settings}), [random] * 4000)
+    drawn = draw(logits, logits, GenerationSettings(**{"temperature": 1.0, **settings}), [random] * 4000)
     shares = np.bincount([token for token, _, _ in drawn], minlength=4) / 4000
     assert shares == pytest.approx(expected, abs=0.03)
     assert (shares[np.array(expected) == 0] == 0).all()
@@ -199,3 +206,58 @@ def test_sampling_frequencies_match_the_probabilities(settings: dict, expected: 
 
 def test_no_prompts_give_no_pieces(model: Retro) -> None:
     assert generate_pieces(model, []) == []
+
+
+def test_several_continuations_equal_those_with_consecutive_seeds_and_search_the_prompt_once(model: Retro) -> None:
+    for options in ({"seed": 4}, {"seed": 5, "context": 2 * M, "max_tokens": 20}):
+        retrieve = RecordingRetrieve(7)
+        together = generate_pieces(model, PROMPTS[1:3], retrieve=retrieve, n=3, **options)
+        expected = [
+            continue_prompt(model, prompt, retrieve=RecordingRetrieve(7), **options | {"seed": options["seed"] + copy})
+            for prompt in PROMPTS[1:3]
+            for copy in range(3)
+        ]
+        assert [[piece.token for piece in row] for row in together] == expected
+        assert retrieve.asked.count(list(PROMPTS[1][:M])) == 1
+
+
+def test_penalties_act_on_what_was_generated_and_repetition_also_on_the_prompt() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]]).expand(2, -1)
+    prompts, generated = [np.array([1]), np.array([3])], [[], [0, 0, 2]]
+
+    def changed(**settings) -> list[list[float]]:
+        return with_penalties(logits, GenerationSettings(**settings), prompts, generated).tolist()
+
+    untouched = [2.0, -2.0, 1.0, 0.5]
+    assert changed(presence_penalty=0.5) == [untouched, [1.5, -2.0, 0.5, 0.5]]
+    assert changed(frequency_penalty=0.5) == [untouched, [1.0, -2.0, 0.5, 0.5]]
+    assert changed(repetition_penalty=2.0) == [[2.0, -4.0, 1.0, 0.5], [1.0, -2.0, 0.5, 0.25]]
+    assert changed(logit_bias=((3, 4.0), (0, -1.0))) == [[1.0, -2.0, 1.0, 4.5]] * 2
+    assert logits.tolist() == [untouched] * 2
+
+
+def test_a_biased_token_is_always_or_never_drawn_and_keeps_its_log_probability(model: Retro) -> None:
+    always = generate_pieces(model, [(1, 5, 6)], logit_bias=((9, 100.0),), seed=1)[0]
+    assert {piece.token for piece in always} == {9}
+    likeliest = continue_prompt(model, temperature=0)[0]
+    assert likeliest not in continue_prompt(model, logit_bias=((likeliest, -100.0),), max_tokens=40, seed=1)
+    plain = generate_pieces(model, [(1, 5, 6)], logprobs=30)[0][0]
+    assert always[0].log_probability == pytest.approx(dict(plain.top)[9])
+
+
+def test_a_large_frequency_penalty_repeats_no_token(model: Retro) -> None:
+    tokens = continue_prompt(model, temperature=0, frequency_penalty=1e6, max_tokens=30)
+    assert len(set(tokens)) == 30
+
+
+def test_stop_tokens_end_the_text_and_the_end_of_document_can_be_ignored(model: Retro) -> None:
+    free = generate_pieces(model, [(1, 5, 6)], seed=1, max_tokens=20)[0]
+    token = free[6].token
+    place = [piece.token for piece in free].index(token)
+    for options in ({"stop_token_ids": (token,)}, {"eos_id": token}):
+        row = generate_pieces(model, [(1, 5, 6)], seed=1, max_tokens=20, **options)[0]
+        assert [piece.token for piece in row] == [piece.token for piece in free[: place + 1]]
+        assert row[-1].finish_reason == "stop"
+        assert row[-1].text == ""
+    ignoring = generate_pieces(model, [(1, 5, 6)], seed=1, max_tokens=20, eos_id=token, ignore_eos=True)[0]
+    assert [piece.token for piece in ignoring] == [piece.token for piece in free]

@@ -20,6 +20,11 @@ from retro.server.settings import ServeSettings
 
 TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role + ': ' + m.content + (eos_token if m.role == 'assistant' else '') + '\n' }}{% endfor %}"
+)
+
 
 @pytest.fixture(scope="session")
 def retriever(tiny_datastore: Datastore) -> Retriever:
@@ -35,11 +40,13 @@ Make = Callable[..., FastAPI]
 
 
 @pytest.fixture(scope="session")
-def app_with(retriever: Retriever, language_model: LanguageModel) -> Make:
+def app_with(retriever: Retriever, language_model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a function that makes an app. Keywords are settings, `token`, and `model=False` for no language model."""
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
 
     def make(token: str = "", model: bool = True, **settings) -> FastAPI:
-        settings = {"name": "tiny", "allowed_hosts": ("testserver",), **settings}
+        settings = {"name": "tiny", "allowed_hosts": ("testserver",), "chat_template": str(template), **settings}
         return make_app(retriever, language_model if model else None, ServeSettings(**settings), token=token)
 
     return make

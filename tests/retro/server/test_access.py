@@ -15,7 +15,7 @@ def status(client: TestClient, host: str, path: str = "/datastore") -> int:
 )
 def test_foreign_host_names_are_rejected(client: TestClient, host: str) -> None:
     answer = client.get("/datastore", headers={"Host": host})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (403, "forbidden")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
     assert "--allowed-hosts" in answer.json()["error"]["message"]
     assert status(client, host, "/metrics") == 403
     assert status(client, host, "/health") == 200  # which reveals nothing

@@ -36,6 +36,7 @@ GOOD = {
     "generate": json_request("/generate", GREEDY),
     "stream": json_request("/generate", GREEDY | {"stream": True}),
     "a model as the answer": json_request("/tokenize", {"prompt": TEXT}),
+    "unknown field of OpenAI's": json_request("/v1/embeddings", {"model": "tiny:embedder", "input": TEXT, "store": 1}),
     "embeddings": json_request("/v1/embeddings", {"model": "tiny:embedder", "input": TEXT}),
 }
 BAD = {

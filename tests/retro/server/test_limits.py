@@ -60,7 +60,7 @@ def reason(response) -> tuple[int, str]:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert "Traceback" not in error["message"]
-    return response.status_code, error["type"]
+    return response.status_code, error["code"]
 
 
 # --- bodies ----------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_url_and_headers_are_limited_before_authentication(changes: dict) -> Non
 def test_requests_without_the_token_are_rejected(sent: str) -> None:
     headers = {"Authorization": sent} if sent else {}
     (response,) = send_all(limited(echo, token="right"), {"headers": headers})
-    assert reason(response) == (401, "authentication_error")
+    assert reason(response) == (401, "invalid_api_key")
     assert response.headers["WWW-Authenticate"] == "Bearer"
 
 
@@ -163,7 +163,7 @@ def test_overload_is_rejected_with_retry_after_and_recovers() -> None:
             while admission.under_way < 2:
                 await asyncio.sleep(0)
             refused = await client.post("/x")
-            assert reason(refused) == (429, "overloaded")
+            assert reason(refused) == (429, "rate_limit_exceeded")
             assert int(refused.headers["Retry-After"]) > 0
             go_on.set()
             assert [each.status_code for each in await asyncio.gather(*accepted)] == [200, 200]
@@ -228,7 +228,7 @@ def test_a_generation_timeout_is_504_or_the_last_event_of_a_stream(
     assert streamed.status_code == 200
     one, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
     assert json.loads(one)["text"] == "one"
-    assert json.loads(error)["error"]["type"] == "timeout"
+    assert json.loads(error)["error"]["code"] == "timeout"
     assert done == "[DONE]"
 
 
@@ -262,10 +262,10 @@ def test_an_internal_error_has_an_id_that_is_in_the_log(caplog: pytest.LogCaptur
     assert "secret details" in caplog.text
 
 
-def test_client_errors_have_a_status_and_a_type(client: TestClient) -> None:
+def test_client_errors_have_a_status_and_a_code(client: TestClient) -> None:
     assert reason(client.get("/nothing")) == (404, "not_found")
     assert reason(client.delete("/search")) == (405, "method_not_allowed")
-    for path in ("/v1/chat/completions", "/search/", "/v1/nothing"):
+    for path in ("/v1/responses", "/search/", "/v1/nothing"):
         assert reason(client.post(path, json={})) == (404, "not_found")
     assert reason(client.post("/search", content=b"{", headers={"Content-Type": "application/json"}))[0] == 422
     assert reason(client.post("/search", json={"texts": ["a"], "nonsense": 1}))[0] == 422
@@ -279,7 +279,7 @@ def test_client_errors_have_a_status_and_a_type(client: TestClient) -> None:
 def test_a_body_needs_the_json_content_type(client: TestClient, kind: str) -> None:
     """Browsers send the other types cross-origin without a preflight request."""
     response = client.post("/search", content=b'{"texts": ["a"]}', headers={"Content-Type": kind})
-    assert reason(response) == (422, "invalid_request_error")
+    assert reason(response) == (422, None)
     assert "application/json" in response.json()["error"]["message"]
 
 
@@ -288,7 +288,7 @@ def test_an_error_message_may_contain_invalid_unicode() -> None:
         raise ApiError(422, "half a character: \ud800")
 
     (response,) = send_all(limited(odd), {})
-    assert reason(response) == (422, "invalid_request_error")
+    assert reason(response) == (422, None)
 
 
 @pytest.mark.parametrize(
@@ -315,10 +315,6 @@ def test_an_unknown_field_is_rejected_with_the_accepted_ones(client: TestClient,
     assert (error["param"], error["code"]) == (name, "unknown_parameter")
     assert error["message"].startswith(f"{name}: unknown field")
     assert "texts, tokens, vectors, k," in error["message"]
-    options = {"model": "tiny", "prompt": "a", "stream_options": {name: True}}
-    error = client.post("/v1/completions", json=options).json()["error"]
-    assert error["param"] == f"stream_options.{name}"
-    assert error["message"].endswith("accepted are include_usage.")
 
 
 def test_error_params_omit_the_types_of_a_union(client: TestClient) -> None:

@@ -211,7 +211,7 @@ def test_without_a_model_its_endpoints_return_404_and_search_works(app_with: Mak
         ]
         for path, body in asked:
             response = client.post(path, json=body)
-            assert (response.status_code, response.json()["error"]["type"]) == (404, "no_model")
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
         assert client.post("/search", json={"texts": ["a"]}).status_code == 200
         assert client.get("/datastore").json()["model"] is None
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["tiny:embedder"]

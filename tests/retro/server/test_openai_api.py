@@ -156,19 +156,21 @@ def test_seed_reproduces_a_text_and_stop_ends_it(api: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 300}, "n"),
+        ({"n": 0}, "n"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
+        ({"extra_body": {"min_p": 1.5}}, "min_p"),
         ({"logprobs": 6}, "logprobs"),
         ({"max_tokens": 100_000}, "max_tokens"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[10**6]]}, "prompt"),
         ({"prompt": [5] * 20_000}, "prompt"),
         ({"prompt": ["a"] * 257}, "prompt"),
-        ({"extra_body": {"nonsense": 1}}, "nonsense"),
     ],
 )
 def test_unsupported_options_are_rejected_with_their_name(api: openai.OpenAI, changes: dict, param: str) -> None:
@@ -181,6 +183,70 @@ def test_unsupported_options_are_rejected_with_their_name(api: openai.OpenAI, ch
 def test_options_at_their_neutral_values_are_accepted(api: openai.OpenAI) -> None:
     neutral = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me"}
     assert api.completions.create(model="tiny", prompt="", **neutral, max_tokens=2).choices[0].text is not None
+
+
+def test_unknown_fields_are_ignored_with_a_warning_or_refused_by_a_strict_server(
+    client: TestClient, app_with: Make
+) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "temperature": 0}
+    odd = {"store": True, 'x"\r\ny': 1, "stream_options": {"query": True}}
+    plain, ignoring = client.post("/v1/completions", json=body), client.post("/v1/completions", json=body | odd)
+    assert "Warning" not in plain.headers
+    assert ignoring.headers["Warning"].startswith('299 retro "ignored unknown fields: ')
+    named = ignoring.headers["Warning"].rpartition(": ")[2].removesuffix('"').split(", ")
+    assert sorted(named) == ["store", "stream_options.query", "x???y"]
+    assert ignoring.json()["choices"] == plain.json()["choices"]
+    many = client.post("/v1/completions", json=body | {f"field{number}": 1 for number in range(1000)})
+    assert many.headers["Warning"].endswith(', 984 more"')
+    with TestClient(app_with(strict_fields=True)) as strict:
+        assert strict.post("/v1/completions", json=body).status_code == 200
+        for extra, param, accepted in (
+            ({"store": True}, "store", "prompt, max_tokens, echo"),
+            ({"stream_options": {"query": True}}, "stream_options.query", "accepted are include_usage."),
+        ):
+            refused = strict.post("/v1/completions", json=body | extra)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"], error["code"]) == (400, param, "unknown_parameter")
+            assert accepted in error["message"]
+
+
+def test_n_continuations_have_consecutive_seeds(api: openai.OpenAI) -> None:
+    body = {"model": "tiny", "prompt": [TEXT, "index"], "max_tokens": 8, "seed": 3}
+    together = api.completions.create(**body, n=2)
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    texts = [[choice.text for choice in api.completions.create(**body | {"seed": seed}).choices] for seed in (3, 4)]
+    assert [choice.text for choice in together.choices] == [texts[0][0], texts[1][0], texts[0][1], texts[1][1]]
+    assert together.usage.completion_tokens > 8
+    echoed = api.completions.create(**body, n=2, echo=True)
+    assert [choice.text for choice in echoed.choices] == [
+        prompt + choice.text for prompt, choice in zip([TEXT, TEXT, "index", "index"], together.choices, strict=True)
+    ]
+
+
+def test_bias_penalties_and_stop_tokens_reach_the_model(api: openai.OpenAI, language_model: LanguageModel) -> None:
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "temperature": 0.0}
+    (token,) = language_model.tokenizer.encode("index").tolist()[-1:]
+    text = language_model.tokenizer.decode([token])
+    biased = api.completions.create(**body, logit_bias={str(token): 100}, logprobs=0).choices[0]
+    assert biased.logprobs.tokens == [text] * 8
+    varied = api.completions.create(
+        **body, logit_bias={str(token): 1.9}, frequency_penalty=2, presence_penalty=2, logprobs=0
+    ).choices[0]
+    assert varied.logprobs.tokens.count(text) <= 1
+    stopped = api.completions.create(
+        **body, logit_bias={str(token): 100}, extra_body={"stop_token_ids": [token]}
+    ).choices[0]
+    assert (stopped.text, stopped.finish_reason) == ("", "stop")
+    eos = {str(language_model.tokenizer.eos_id): 100}
+    ended = api.completions.create(**body, logit_bias=eos)
+    assert (ended.usage.completion_tokens, ended.choices[0].finish_reason) == (1, "stop")
+    ignoring = api.completions.create(**body, logit_bias=eos, extra_body={"ignore_eos": True})
+    assert (ignoring.usage.completion_tokens, ignoring.choices[0].finish_reason) == (8, "length")
+    one = [
+        api.completions.create(**body | {"temperature": 1.0, "seed": seed}, extra_body={"min_p": 1}).choices[0].text
+        for seed in range(3)
+    ]
+    assert one == [api.completions.create(**body).choices[0].text] * 3
 
 
 def test_the_api_key_is_the_token(app_with: Make) -> None:

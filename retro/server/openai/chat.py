@@ -1,0 +1,199 @@
+"""OpenAI's chat completions, for models with a chat template.
+
+    messages ─ template ─► prompt, which ends where the answer begins ─► generated tokens ─► events, or one answer
+
+The template is that of `--chat-template`, or of the checkpoint: a model that `retro finetune` trained on instructions or that
+`retro import` read with its template. The control token that ends a turn ends an answer.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from indexing.store.errors import InputError
+from indexing.tokenization.tokenizer import Tokenizer
+from retro.finetuning.chat_template import ChatTemplate
+from retro.finetuning.conversations import Message
+from retro.inference.generation import GeneratedToken
+from retro.server.errors import InvalidRequest, error_responses
+from retro.server.json_route import JsonRoute, as_json
+from retro.server.model_api import event_stream, with_first_step
+from retro.server.openai import chat_schemas as schemas
+from retro.server.openai.completions import token_name, usage_of
+from retro.server.openai.models import neighbors_of
+from retro.server.openai.sampling import continuations, generation_settings
+from retro.server.service import Service, ServiceDependency
+
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=schemas.ChatResponse,
+    responses={
+        **error_responses(400, 404, 413),
+        200: {
+            "description": "Answers. With `stream`: events `data: {ChatChunk}`, and `data: [DONE]` at the end.",
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        },
+    },
+)
+async def chat_completions(request: schemas.ChatRequest, service: ServiceDependency) -> Response:
+    """Answer a conversation. With retrieval ON the model reads neighbors of every complete chunk."""
+    k = neighbors_of(service, request)
+    template = _template(service)
+    _check_supported(request)
+    prompt = await _prompt(service, template, request.messages)
+    service.check_context([prompt], "messages")
+    settings = generation_settings(
+        service,
+        request,
+        max_tokens=_max_tokens(service, request, len(prompt)),
+        logprobs=request.top_logprobs or 0,
+        end_of_turn=template.end_of_turn,
+    )
+    n = continuations(service, request, 1)
+    service.check_generation([prompt] * n, settings.max_tokens, k, "messages")
+    steps = await with_first_step(service.generate([prompt], settings, k, n))
+    identity: dict[str, Any] = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": request.model,
+        "system_fingerprint": service.model().checkpoint.fingerprint,
+    }
+    tokenizer = service.retriever.tokenizer
+    if request.stream:
+        chunk = schemas.ChatChunk.model_construct(**identity)
+        return event_stream(_events(request, chunk, steps, prompt, tokenizer))
+    answers: list[list[GeneratedToken]] = [[] for _ in range(n)]
+    async for step in steps:
+        for token in step:
+            answers[token.row].append(token)
+    choices = [_choice(index, tokens, request, tokenizer) for index, tokens in enumerate(answers)]
+    usage = usage_of([prompt], sum(map(len, answers)))
+    return as_json(schemas.ChatResponse.model_construct(**identity, choices=choices, usage=usage))
+
+
+def _template(service: Service) -> ChatTemplate:
+    if service.chat_template is None:
+        message = (
+            "this model has no chat template. Use /v1/completions, or start the server with --chat-template, which names a "
+            "Jinja file or the folder of a tokenizer."
+        )
+        raise InvalidRequest(message, code="no_chat_template")
+    return service.chat_template
+
+
+def _check_supported(request: schemas.ChatRequest) -> None:
+    """Raise ApiError if a request uses a feature of OpenAI's API that this server does not have."""
+    kind = (request.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise InvalidRequest(f"response_format has the type {kind!r}; accepted is 'text'.", param="response_format")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs = true.", param="top_logprobs")
+
+
+async def _prompt(service: Service, template: ChatTemplate, received: Sequence[schemas.ChatMessage]) -> np.ndarray:
+    """Return the tokens [t] of messages, after which the answer begins.
+
+    Raises:
+        ApiError: the messages are too long, have other content than text, or are rejected by the template.
+    """
+    messages = [
+        Message("system" if each.role == "developer" else each.role, _text(number, each.content))
+        for number, each in enumerate(received)
+    ]
+    service.check_characters([each.content for each in messages], "messages")
+    try:
+        prompt = await asyncio.to_thread(template.prompt, messages)
+    except InputError as error:
+        raise InvalidRequest(str(error), param="messages") from error
+    service.check_input([len(prompt)], "messages")
+    return prompt
+
+
+def _text(number: int, content: str | list[schemas.ContentPart]) -> str:
+    """Return the text of a message."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text" or part.text is None:
+            message = f"messages[{number}] has content of the type {part.type!r}; accepted is 'text' with its `text`."
+            raise InvalidRequest(message, param="messages")
+    return "".join(part.text or "" for part in content)
+
+
+def _max_tokens(service: Service, request: schemas.ChatRequest, prompt: int) -> int:
+    """Return the largest number of tokens of an answer to a prompt of this length."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (given := getattr(request, name)) is not None:
+            return service.check_max_tokens(given, name)
+    return min(service.settings.max_tokens, max(1, service.model().context - prompt))
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def _choice(
+    index: int, tokens: Sequence[GeneratedToken], request: schemas.ChatRequest, tokenizer: Tokenizer
+) -> schemas.ChatChoice:
+    finish = tokens[-1].finish_reason
+    assert finish is not None
+    return schemas.ChatChoice(
+        index=index,
+        message=schemas.AnswerMessage(content="".join(token.text for token in tokens)),
+        logprobs=_logprobs(tokens, tokenizer) if request.logprobs else None,
+        finish_reason=finish,
+    )
+
+
+async def _events(
+    request: schemas.ChatRequest,
+    chunk: schemas.ChatChunk,
+    steps: AsyncIterator[list[GeneratedToken]],
+    prompt: np.ndarray,
+    tokenizer: Tokenizer,
+) -> AsyncIterator[str]:
+    """Yield the events of a stream as JSON."""
+
+    def event(**fields: object) -> str:
+        return chunk.model_copy(update=fields).model_dump_json()
+
+    for index in range(request.n or 1):
+        yield event(choices=[schemas.ChunkChoice(index=index, delta=schemas.Delta(role="assistant"))])
+    generated = 0
+    async for step in steps:
+        generated += len(step)
+        for token in step:
+            choice = schemas.ChunkChoice(
+                index=token.row,
+                delta=schemas.Delta(content=token.text),
+                logprobs=_logprobs([token], tokenizer) if request.logprobs else None,
+                finish_reason=token.finish_reason,
+            )
+            yield event(choices=[choice])
+    if request.stream_options and request.stream_options.include_usage:
+        yield event(choices=[], usage=usage_of([prompt], generated))
+
+
+def _logprobs(tokens: Sequence[GeneratedToken], tokenizer: Tokenizer) -> schemas.ChatLogprobs:
+    def entry(token: int, value: float) -> schemas.TopLogprob:
+        text = tokenizer.decode([token])
+        known = [*text.encode()] if text and "\ufffd" not in text else None
+        return schemas.TopLogprob(token=token_name(tokenizer, token), logprob=value, bytes=known)
+
+    return schemas.ChatLogprobs(
+        content=[
+            schemas.TokenLogprob(
+                **entry(each.token, each.log_probability).model_dump(),
+                top_logprobs=[entry(*likely) for likely in each.top],
+            )
+            for each in tokens
+        ]
+    )
