@@ -10,11 +10,14 @@ from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
 from pipelines.cli import main
 from retro.checkpoints.checkpoint import open_checkpoint
+from retro.finetuning.chat_template import template_of
+from retro.finetuning.conversations import Message
 from retro.inference.language_model import LanguageModel
 from tests.conftest import build_local, tiny_config
 from tests.retro.huggingface.small_bases import save, transformers_logits
 
 transformers = pytest.importorskip("transformers")
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 
 
 def write_byte_tokenizer(folder: Path) -> None:
@@ -38,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     save(transformers.GPT2LMHeadModel(config), folder)
     write_byte_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 
@@ -84,6 +88,16 @@ def test_verbs_accept_the_imported_model(
     assert capsys.readouterr().out.startswith("The")
     assert main(["inspect", str(imported)]) == 0
     assert "\n[imported]\n" in capsys.readouterr().out
+
+
+def test_an_imported_model_keeps_the_chat_template(
+    imported: Path, datastore: Datastore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = LanguageModel.open(imported, datastore.folder)
+    template = template_of(model.tokenizer, model.checkpoint.settings)
+    assert model.tokenizer.decode(template.prompt([Message("user", "a")])) == "[user] a\n[assistant]"
+    assert main(["generate", str(imported), "--datastore", str(datastore.folder), "--chat", "--max-tokens", "2"]) == 0
+    capsys.readouterr()
 
 
 def test_imported_model_needs_a_datastore_whose_tokenizer_fits(
