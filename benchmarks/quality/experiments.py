@@ -22,8 +22,10 @@ _PLANNED = 0.8  # share of the time that is planned, so that the last run fits o
 
 
 def retro(*arguments: str) -> None:
-    """Run a command of the command line."""
-    subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments], check=True)
+    """Run a command of the command line; exit if it fails, since it has said why."""
+    status = subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments]).returncode
+    if status:
+        raise SystemExit(status)
 
 
 def written(file: Path, config: Config) -> str:
