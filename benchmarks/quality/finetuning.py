@@ -30,20 +30,18 @@ from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from retro.data.settings import DataSettings
 from retro.finetuning.settings import FinetuneSettings
-from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
+from retro.model.settings import AttentionSettings, CopyHeadSettings, ModelSettings, RetrievalSettings
 from retro.training.settings import TrainSettings
 
-# Options with which a model learns to copy early (docs/results/copying.md). The encoder's second layer can use the
-# matches between a neighbor and its question.
+# The copy head alone reads passages: a model of this size does not learn to read them with cross-attention
+# (docs/results/question-answering.md).
 MODEL = ModelSettings(
     d_model=128,
     d_ffw=512,
     attention=AttentionSettings(num_heads=2, head_dim=64, smeared_keys=True, smeared_tokens=3),
     num_layers=4,
-    retrieval=RetrievalSettings(cca_layers=(2, 3, 4)),
-    encoder=EncoderSettings(d_model=128, d_ffw=256, num_heads=2, head_dim=64, num_layers=2, cca_layers=(1,)),
-    shared_embeddings=True,
-    copying_init=True,
+    retrieval=RetrievalSettings(cca_layers=()),
+    copy_head=CopyHeadSettings(neighbors=True, content_width=64),
 )
 VOCABULARY = 8192
 
@@ -72,9 +70,9 @@ class Phase:
 
 
 PHASES = {
-    "pretrained": Phase("", "", 2500, 2, 2e-3, 2),
-    "practised": Phase("practice", "pretrained", 1500, 4, 1e-3, 2),
-    "finetuned": Phase("train", "practised", 600, 4, 5e-4, 4, "hybrid"),
+    "pretrained": Phase("", "", 600, 2, 2e-3, 2),
+    "practised": Phase("practice", "pretrained", 800, 4, 2e-3, 4),
+    "finetuned": Phase("train", "practised", 400, 4, 1e-3, 4, "hybrid"),
 }
 
 

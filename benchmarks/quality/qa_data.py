@@ -52,7 +52,7 @@ class QuestionSet:
 
 
 SETS = {
-    "squad_v11_dev": QuestionSet("en", ("qed_nq/passages_train", "qed_nq/questions_train"), ("eltec_eng/chapters",)),
+    "squad_v11_dev": QuestionSet("en", ("qed_nq/passages_train", "qed_nq/questions_train"), ("msdocs_cpp/docs",)),
     "cmrc2018": QuestionSet("zh", ("drcd/passages", "drcd/questions"), ("zh_laws/laws", "zh_tidb_docs/docs")),
 }
 

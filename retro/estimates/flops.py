@@ -15,6 +15,7 @@ import torch
 
 from indexing.device import has_bfloat16
 from retro.device import Placement
+from retro.model.copy_content import Content
 from retro.model.settings import ModelSettings
 from retro.tuning.settings import ALL, TuningSettings
 
@@ -60,10 +61,12 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     num_feed_forwards = s.num_layers - num_routers + s.experts.per_token * num_routers
     total = s.num_layers * attention + num_feed_forwards * 2 * matrices * t * s.d_model * s.d_ffw
     total += 2 * t * s.d_model * (s.vocab_size + num_routers * s.experts.num_experts)
-    num_chunks = t // m
+    num_chunks, r = t // m, retrieved_length or 2 * m
+    if s.copy_head.content_width:
+        total += num_chunks * content_flops(s.copy_head.content_width, s.d_model, m, k * r)
     if not (k and s.retrieval.cca_layers and num_chunks):
         return total
-    r, d, inner = retrieved_length or 2 * m, s.encoder.d_model, s.encoder.num_heads * s.encoder.head_dim
+    d, inner = s.encoder.d_model, s.encoder.num_heads * s.encoder.head_dim
     encoder = (
         _attention(r, r, d, d, inner, inner, cross_relative * (2 * r - 1)) + 2 * matrices * r * d * s.encoder.d_ffw
     )
@@ -78,6 +81,14 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     # Windows are padded with queries that were not projected.
     missing = num_chunks * m - (t - m + max(1, s.cross_smeared_tokens))
     return total + num_chunks * per_chunk - len(s.retrieval.cca_layers) * 2 * width * s.d_model * missing
+
+
+def content_flops(width: int, d_model: int, num_queries: int, num_positions: int) -> int:
+    """FLOPs of the scores by content of one chunk's neighbors: keys of positions, queries, their products, and the keys that are read."""
+    if not num_positions:
+        return 0
+    keys = Content.flops_per_position(d_model, width)
+    return num_positions * keys + 2 * num_queries * width * (d_model + 2 * num_positions)
 
 
 def training_flops(settings: ModelSettings, num_tokens: int, k: int, tuning: TuningSettings = ALL) -> int:

@@ -132,7 +132,7 @@ def _origins(model: Retro, hidden: Tensor, labels: Tensor, losses: Tensor, input
     if model.copy_head is None or inputs["neighbors"] is None:
         none = torch.full_like(labels, -1)
         return Origins(torch.zeros_like(losses), none, none, none)
-    found = model.copy_head.find(*(inputs[name] for name in ("tokens", "documents", "neighbors", "neighbor_lengths")))
+    found = model.found(*(inputs[name] for name in ("tokens", "documents", "neighbors", "neighbor_lengths")))
     return model.copy_head.origins(hidden, labels, losses, found, inputs["neighbors"].shape[3])
 
 

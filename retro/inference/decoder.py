@@ -24,7 +24,7 @@ from torch import Tensor
 
 from retro.device import Placement
 from retro.model.attention import Attention
-from retro.model.copy_head import Found, context_matches_of_last, neighbor_matches_of_last
+from retro.model.copy_head import CopySource, Found, context_matches_of_last, neighbor_matches_of_last
 from retro.model.masks import neighbor_mask, visible
 from retro.model.positions import (
     AlibiPositions,
@@ -70,6 +70,7 @@ class _Row:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # tokens in the context
     found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # neighbors of its complete chunks
     num_read: int = 0  # tokens in the cache
+    keys: tuple[int, Tensor] | None = None  # of the copy head, with the number of complete chunks that they belong to
 
 
 class _Pass(NamedTuple):
@@ -203,8 +204,25 @@ class Decoder:
             neighbors, lengths = (
                 self._put(np.stack(each)) for each in zip(*(each or none for each in read), strict=True)
             )
-            found.append(Found(head.neighbors, neighbor_matches_of_last(tokens, neighbors, lengths, self.m)))
+            matches = neighbor_matches_of_last(tokens, neighbors, lengths, self.m)
+            found.append(Found(head.neighbors, matches, keys=self._content_keys(head.neighbors, neighbors, lengths)))
         return head.mixed(logits[:, None], hidden[:, None], found)[:, 0] if found else logits
+
+    def _content_keys(self, source: CopySource, neighbors: Tensor, lengths: Tensor) -> Tensor | None:
+        """Keys [rows, S, C] of the neighbors [rows, K, R] of the last complete chunks; they are computed once for each chunk."""
+        if source.content is None:
+            return None
+        new = [n for n, row in enumerate(self.rows) if row.keys is None or row.keys[0] != len(row.found)]
+        if new:
+            chunks = [
+                np.resize(row.tokens[: len(row.found) * self.m][-self.m :], self.m)
+                for row in (self.rows[n] for n in new)
+            ]
+            real = neighbor_mask(neighbors, lengths, None)[new]
+            keys = source.content.keys(neighbors[new], real, self._put(np.stack(chunks)), self.model.embedding.weight)
+            for n, each in zip(new, keys, strict=True):
+                self.rows[n].keys = len(self.rows[n].found), each
+        return torch.stack([row.keys[1] for row in self.rows if row.keys is not None])
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 

@@ -6,13 +6,14 @@ There are two sources: the preceding tokens of the same document (context), and 
 an attention over positions, and a position votes for the token that follows it (pointer networks: Merity et al. 2017,
 arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911.00172). The score of a position is a learned function of its match
 length: how many tokens up to this position, at most 16, equal the last tokens that were read. The gates g depend on the
-activations and on what was found. Not in the paper of RETRO.
+activations and on what was found. Positions of neighbors may have a score by content in addition (`copy_content.py`). Not in the
+paper of RETRO.
 
     tokens, neighbors ─ match lengths ─┬─ positions counted by match length (34 numbers per token) ─ p(label) ─┐
                                        └─ longest match, agreement of its votes ─ gates ───────────────────────┴─ loss
 
 Match lengths are exact and need no gradient, so training keeps 34 counts per token and source (for and against
-the label, for each of 17 lengths) instead of an attention matrix.
+the label, for each of 17 lengths) instead of an attention matrix. Scores by content need the matrix.
 Retrieval OFF removes the term of the neighbors: the other gates stay in proportion.
 
 Letters of the shape comments as in `retro.py`. In addition, N is a batch of texts with S positions each, Q the queries of a text.
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retro.model.copy_content import Content
 from retro.model.loss import Copying
 from retro.model.masks import neighbor_mask, some_key
 from retro.model.settings import CopyHeadSettings
@@ -186,12 +188,13 @@ class Windows(NamedTuple):
 class CopySource(nn.Module):
     """The attention over one source, and its gate."""
 
-    def __init__(self, d_model: int) -> None:
+    def __init__(self, d_model: int, content_width: int = 0) -> None:
         super().__init__()
         self.scores = nn.Parameter(torch.zeros(LONGEST + 1))  # by match length
         self.disagreed = nn.Parameter(torch.zeros(LONGEST + 1))  # gate if the longest matches vote for different tokens
         self.agreed = nn.Parameter(torch.zeros(LONGEST + 1))  # gate if they vote for one token
         self.gate = nn.Parameter(torch.zeros(d_model))
+        self.content = Content(d_model, content_width) if content_width else None
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -200,16 +203,23 @@ class CopySource(nn.Module):
             filled = torch.tensor(first + first[-1:] * (LONGEST + 1 - len(first)), device=table.device)
             table.copy_(filled / _STEP)
         self.gate.zero_()
+        if self.content is not None:
+            self.content.initialize()
 
     @property
     def tables(self) -> Tensor:
         """By match length, float32 [3, 17]: scores, and log-odds of the gate if the longest matches agree, and if they do not."""
         return _STEP * torch.stack((self.scores, self.agreed, self.disagreed))
 
-    def attention(self, matches: Matches) -> Tensor:
-        """Attention of queries to positions, float32 [N, Q, S]; 0 for a query that can read none."""
+    def attention(self, matches: Matches, by_content: Tensor | float = 0.0) -> Tensor:
+        """Attention of queries to positions, float32 [N, Q, S]; 0 for a query that can read none.
+
+        Args:
+            matches: match lengths, of which each has a score.
+            by_content: scores added to these, [N, Q, S].
+        """
         readable = matches.lengths >= 0
-        scores = (_STEP * self.scores)[matches.lengths.long().clamp(min=0)]
+        scores = (_STEP * self.scores)[matches.lengths.long().clamp(min=0)] + by_content
         return scores.masked_fill(~some_key(readable), -torch.inf).softmax(-1) * readable
 
     def probability(self, wrong: Tensor, right: Tensor) -> Tensor:
@@ -253,11 +263,19 @@ def longest_match(matches: Matches) -> tuple[Tensor, Tensor]:
 
 
 class Found(NamedTuple):
-    """One source of a batch: its parameters, its matches, and the windows of its queries (None = one query per token)."""
+    """One source of a batch.
+
+    Attributes:
+        source: its parameters.
+        matches: its matches.
+        windows: of its queries; None = one query per token.
+        keys: of its positions, float32 [N, S, C]; None = scores by match length only.
+    """
 
     source: CopySource
     matches: Matches
     windows: Windows | None = None
+    keys: Tensor | None = None
 
     def split(self, x: Tensor) -> Tensor:
         """Values of tokens to those of queries."""
@@ -267,6 +285,32 @@ class Found(NamedTuple):
         """Values of queries to those of tokens."""
         return x if self.windows is None else self.windows.join(x, num_tokens, fill)
 
+    def read(self, hidden: Tensor) -> "Read":
+        """What the queries of activations [B, T, D] find, with an attention matrix if there are scores by content."""
+        queries, content = self.split(hidden), self.source.content
+        odds = self.source.log_odds(*longest_match(self.matches)) + queries @ self.source.gate
+        if content is None or self.keys is None:
+            return Read(odds, None)
+        attention = self.source.attention(self.matches, content.scores(queries, self.keys))
+        return Read(odds + (attention @ self.keys) @ content.gate, attention)
+
+    def probability(self, read: "Read", labels: Tensor) -> Tensor:
+        """The attention to positions that vote for the labels [B, T], summed: float32 [N, Q]."""
+        if read.attention is None:
+            return self.source.probability(*count_votes(self.matches, self.split(labels)))
+        return (read.attention * self.votes(labels)).sum(2)
+
+    def votes(self, labels: Tensor) -> Tensor:
+        """Which positions vote for the labels [B, T]: bool [N, Q, S]."""
+        return self.matches.following[:, None] == self.split(labels)[..., None]
+
+
+class Read(NamedTuple):
+    """What queries find in a source: log-odds of its gate against the vocabulary [N, Q], and with scores by content the attention."""
+
+    log_odds: Tensor
+    attention: Tensor | None
+
 
 class Origins(NamedTuple):
     """Where the probability of labels [B, T] comes from, as far as it is copied from neighbors.
@@ -274,6 +318,7 @@ class Origins(NamedTuple):
     Attributes:
         share: share of the probability of a label that is copied from the neighbors, float32 [B, T], 0 to 1.
         lengths: longest match in a neighbor among those that vote for the label, int64 [B, T]; -1 = no position votes for it.
+            With scores by content, that of the position with the most attention instead.
         neighbors: number of this neighbor, the first one of several, int64 [B, T]; -1 = none.
         positions: the token of this neighbor that equals the label, int64 [B, T]; -1 = none.
     """
@@ -291,7 +336,7 @@ class CopyHead(nn.Module):
         super().__init__()
         self.chunk_length = chunk_length
         self.context = CopySource(d_model) if settings.context else None
-        self.neighbors = CopySource(d_model) if settings.neighbors else None
+        self.neighbors = CopySource(d_model, settings.content_width) if settings.neighbors else None
 
     def find(
         self,
@@ -299,24 +344,32 @@ class CopyHead(nn.Module):
         documents: Tensor | None = None,
         neighbors: Tensor | None = None,
         neighbor_lengths: Tensor | None = None,
+        table: Tensor | None = None,
     ) -> list[Found]:
-        """Matches in all sources; the arguments are those of `Retro.hidden`. Empty if there is nothing to copy from."""
+        """Matches in all sources; empty if there is nothing to copy from.
+
+        The arguments are those of `Retro.hidden`. In addition `table`: the decoder's embeddings [V, D], for scores by content.
+        """
         found, m = [], self.chunk_length
         if self.context is not None:
             found.append(Found(self.context, context_matches(tokens, documents, m)))
         if self.neighbors is not None and neighbors is not None and neighbors.numel() > 0:
             matches = neighbor_matches(tokens, neighbors, neighbor_lengths, documents, m)
-            found.append(Found(self.neighbors, matches, Windows(m, neighbors.shape[1])))
+            keys = None
+            if self.neighbors.content is not None and table is not None:
+                real = neighbor_mask(neighbors, neighbor_lengths, documents).flatten(0, 1)
+                chunks = tokens[:, : neighbors.shape[1] * m].unflatten(1, (-1, m)).flatten(0, 1)
+                keys = self.neighbors.content.keys(neighbors.flatten(0, 1), real, chunks, table)
+            found.append(Found(self.neighbors, matches, Windows(m, neighbors.shape[1]), keys))
         return found
 
     def mixture_of(self, hidden: Tensor, labels: Tensor, found: list[Found]) -> Copying:
         """The mixture's parameters for labels [B, T], from activations [B, T, D]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            shares = self._log_shares(hidden.float(), found)
+            reads, shares = _read(hidden.float(), found)
             copied = torch.zeros(labels.shape, device=hidden.device)
-            for share, each in zip(shares[1:], found, strict=True):
-                own = each.source.probability(*count_votes(each.matches, each.split(labels)))
-                copied = copied + share.exp() * each.join(own, labels.shape[1])
+            for share, each, read in zip(shares[1:], found, reads, strict=True):
+                copied = copied + share.exp() * each.join(each.probability(read, labels), labels.shape[1])
         return Copying(shares[0], copied)
 
     def mixed(self, logits: Tensor, hidden: Tensor, found: list[Found], kept: Tensor | slice = slice(None)) -> Tensor:
@@ -329,11 +382,11 @@ class CopyHead(nn.Module):
             kept: T' of the T tokens.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            shares = self._log_shares(hidden.float(), found)
+            reads, shares = _read(hidden.float(), found)
             log_p = logits.float().log_softmax(-1) + shares[0][:, kept, None]
             copied = torch.zeros_like(log_p)
-            for share, each in zip(shares[1:], found, strict=True):
-                weights = each.source.attention(each.matches)  # [N, Q, S]
+            for share, each, read in zip(shares[1:], found, reads, strict=True):
+                weights = each.source.attention(each.matches) if read.attention is None else read.attention  # [N, Q, S]
                 following = each.matches.following[:, None].expand_as(weights)
                 weights, following = (each.join(x, hidden.shape[1])[:, kept] for x in (weights, following))
                 copied = copied.scatter_add(2, following, weights * share[:, kept, None].exp())
@@ -357,20 +410,21 @@ class CopyHead(nn.Module):
             return Origins(share, none, none, none)
         each, num_tokens = found[number], labels.shape[1]
         with torch.autocast(hidden.device.type, enabled=False):
-            own = each.join(each.source.probability(*count_votes(each.matches, each.split(labels))), num_tokens)
-            gate = self._log_shares(hidden.float(), found)[1 + number]
-            share = (own * (gate + losses.float()).exp()).clamp(max=1.0)
-        votes = each.matches.following[:, None] == each.split(labels)[..., None]  # [N, Q, S]
-        lengths, places = each.matches.lengths.masked_fill(~votes, -1).long().max(2)
+            reads, shares = _read(hidden.float(), found)
+            own = each.join(each.probability(reads[number], labels), num_tokens)
+            share = (own * (shares[1 + number] + losses.float()).exp()).clamp(max=1.0)
+        lengths = each.matches.lengths.masked_fill(~each.votes(labels), -1).long()  # [N, Q, S]
+        attention = reads[number].attention
+        places = (lengths if attention is None else attention.masked_fill(lengths < 0, -1.0)).argmax(2)
+        lengths = lengths.gather(2, places[..., None])[..., 0]
         lengths, places = each.join(lengths, num_tokens, fill=-1), each.join(places, num_tokens, fill=-1)
         places = places.masked_fill(lengths < 0, -1)
         positions = (places % neighbor_length + 1).where(places >= 0, none)
         return Origins(share, lengths, places.div(neighbor_length, rounding_mode="floor"), positions)
 
-    def _log_shares(self, hidden: Tensor, found: list[Found]) -> Tensor:
-        """Logs of the shares of the vocabulary and of each source, float32 [1 + sources, B, T]."""
-        odds = [hidden.new_zeros(hidden.shape[:2])]
-        for each in found:
-            own = each.source.log_odds(*longest_match(each.matches)) + each.split(hidden) @ each.source.gate
-            odds.append(each.join(own, hidden.shape[1], fill=-torch.inf))
-        return torch.stack(odds).log_softmax(0)
+
+def _read(hidden: Tensor, found: list[Found]) -> tuple[list[Read], Tensor]:
+    """What activations [B, T, D] find in each source, and logs of the shares of vocabulary and sources, float32 [1 + sources, B, T]."""
+    reads = [each.read(hidden) for each in found]
+    odds = [each.join(read.log_odds, hidden.shape[1], -torch.inf) for each, read in zip(found, reads, strict=True)]
+    return reads, torch.stack([hidden.new_zeros(hidden.shape[:2]), *odds]).log_softmax(0)

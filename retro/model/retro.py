@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.model.attention import Attention, initial_taps
-from retro.model.copy_head import CopyHead, CopySource
+from retro.model.copy_head import CopyHead, CopySource, Found
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.loss import Copying, token_losses
@@ -247,7 +247,7 @@ class Retro(nn.Module):
             neighbor_lengths: as in `hidden`.
             kept: T' of the T tokens.
         """
-        found = self.copy_head.find(tokens, documents, neighbors, neighbor_lengths) if self.copy_head else []
+        found = self.found(tokens, documents, neighbors, neighbor_lengths)
         return self.copy_head.mixed(logits, hidden, found, kept) if self.copy_head and found else logits
 
     def copying(
@@ -264,8 +264,12 @@ class Retro(nn.Module):
 
         The other arguments are those of `hidden`.
         """
-        found = self.copy_head.find(tokens, documents, neighbors, neighbor_lengths) if self.copy_head else []
+        found = self.found(tokens, documents, neighbors, neighbor_lengths)
         return self.copy_head.mixture_of(hidden, labels, found) if self.copy_head and found else None
+
+    def found(self, *inputs: Tensor | None) -> list[Found]:
+        """Where the copy head can copy from; the inputs are the first four of `hidden`. Empty without a copy head."""
+        return [] if self.copy_head is None else self.copy_head.find(*inputs, table=self.embedding.weight)
 
     @property
     def output_weight(self) -> Tensor:

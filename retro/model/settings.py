@@ -204,6 +204,9 @@ class CopyHeadSettings(_Section):
     """Copy from the preceding tokens of the same document. A baseline can have it too, which keeps a comparison fair."""
     neighbors: bool = _setting(False, with_base="switch")
     """Copy from the neighbors of the preceding chunk. It needs no encoder and no cross-attention."""
+    content_width: int = _setting(0, minimum=0, with_base="switch")
+    """Width of keys and queries that score positions of neighbors by content too, such as the beginning of an answer, where no
+    token matches yet. 0 = by match length only (docs/explanation/copy-head.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +302,8 @@ class ModelSettings(_Section):
         self._check_layers()
         if self.copying_init and self.retrieval.cca_layers and not self.shared_embeddings:
             self.refuse("copying_init", "false, or set model.shared_embeddings")
+        if self.copy_head.content_width and not self.copy_head.neighbors:
+            self.copy_head.refuse("content_width", "0, or set model.copy_head.neighbors = true")
         if self.attention.smeared_tokens > (self.chunk_length or math.inf):
             self.attention.refuse("smeared_tokens", f"a number from 1 to model.chunk_length = {self.chunk_length}")
         if self.experts.num_experts and self.feed_forward_bias:

@@ -112,7 +112,7 @@ def heads() -> list[dict[str, Any]]:
     return [
         {"copy_head.context": own, "copy_head.neighbors": theirs}
         for own, theirs in ((True, False), (False, True), (True, True))
-    ]
+    ] + [{"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8}]
 
 
 @pytest.mark.parametrize("settings", heads(), ids=str)
@@ -241,7 +241,7 @@ def test_the_share_of_neighbors_is_what_the_mixture_loses_without_their_votes() 
     with torch.no_grad():
         hidden = model.hidden(tokens, None, neighbors, lengths)
         logits = model.logits(hidden)
-        found = model.copy_head.find(tokens, None, neighbors, lengths)
+        found = model.found(tokens, None, neighbors, lengths)
         p = model.copy_head.mixed(logits, hidden, found).exp()
         theirs = [each._replace(matches=each.matches._replace(following=each.matches.following + V)) for each in found]
         wide = torch.cat((logits, torch.full_like(logits, -torch.inf)), 2)  # the neighbors vote for other tokens
@@ -256,4 +256,4 @@ def origins_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Origins:
     losses = token_losses(hidden, model.output_weight, labels, model.copying(hidden, labels, *inputs))
     assert model.copy_head is not None
     assert inputs[2] is not None
-    return model.copy_head.origins(hidden, labels, losses, model.copy_head.find(*inputs), inputs[2].shape[3])
+    return model.copy_head.origins(hidden, labels, losses, model.found(*inputs), inputs[2].shape[3])
