@@ -262,12 +262,15 @@ _trace = functools.lru_cache(maxsize=16)(trace)
 
 
 def copy_head_bytes(settings: ModelSettings, run: Pass) -> int:
-    """Temporary bytes of the copy head: about 12 for each pair of a token and a position, of one source at a time."""
-    sources = (
-        run.sequence_length * settings.copy_head.context,
-        2 * settings.chunk_length * run.k * settings.copy_head.neighbors,
-    )
-    return 12 * run.num_sequences * run.sequence_length * max(sources)
+    """Temporary bytes of the copy head: about 12 for each pair of a token and a position, of one source at a time.
+
+    With scores by content, autograd keeps about 32 for each pair, and the activations from which keys are computed.
+    """
+    own, width = run.sequence_length * settings.copy_head.context, settings.copy_head.content_width
+    neighbors = 2 * settings.chunk_length * run.k * settings.copy_head.neighbors
+    pairs = max(12 * own, (32 if width else 12) * neighbors)
+    keys = neighbors // settings.chunk_length * (60 * width + 4 * settings.d_model) if width else 0
+    return run.num_sequences * run.sequence_length * (pairs + keys)
 
 
 def _loss_bytes(settings: ModelSettings, run: Pass, tensor: int, compiled: bool) -> int:

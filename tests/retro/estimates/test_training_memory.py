@@ -200,12 +200,21 @@ class LiveBytes(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("source", ["context", "neighbors"])
-def test_temporary_bytes_of_the_copy_head_are_those_that_it_takes(source: str) -> None:
-    settings = updated(SETTINGS, {f"copy_head.{source}": True, "chunk_length": 32})
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"copy_head.context": True},
+        {"copy_head.neighbors": True},
+        {"copy_head.neighbors": True, "copy_head.content_width": 8},
+        {"copy_head.neighbors": True, "copy_head.content_width": 64},
+    ],
+    ids=str,
+)
+def test_temporary_bytes_of_the_copy_head_are_those_that_it_takes(heads: dict[str, Any]) -> None:
+    settings = updated(SETTINGS, {**heads, "chunk_length": 32})
     head = CopyHead(settings.copy_head, settings.d_model, 32)
     tokens, neighbors, hidden = torch.zeros(2, 512).long(), torch.zeros(2, 16, 8, 64).long(), torch.zeros(2, 512, 32)
     with LiveBytes() as counted:
-        head.mixture_of(hidden, tokens, head.find(tokens, None, neighbors))
+        head.mixture_of(hidden, tokens, head.find(tokens, None, neighbors, table=torch.zeros(50, 32)))
     expected = copy_head_bytes(settings, Pass(num_sequences=2, sequence_length=512, k=8))
     assert 0.9 * expected < counted.peak < 1.05 * expected
