@@ -70,9 +70,9 @@ class Phase:
 
 
 PHASES = {
-    "pretrained": Phase("", "", 600, 2, 2e-3, 2),
-    "practised": Phase("practice", "pretrained", 800, 4, 2e-3, 4),
-    "finetuned": Phase("train", "practised", 400, 4, 1e-3, 4, "hybrid"),
+    "pretrained": Phase("", "", 200, 2, 2e-3, 2),
+    "practised": Phase("practice", "pretrained", 300, 4, 2e-3, 4),
+    "finetuned": Phase("train", "practised", 150, 4, 1e-3, 4, "hybrid"),
 }
 
 

@@ -218,7 +218,7 @@ class Decoder:
                 np.resize(row.tokens[: len(row.found) * self.m][-self.m :], self.m)
                 for row in (self.rows[n] for n in new)
             ]
-            real = neighbor_mask(neighbors, lengths, None)[new]
+            real = neighbor_mask(neighbors[:, None], lengths[:, None], None)[new, 0]
             keys = source.content.keys(neighbors[new], real, self._put(np.stack(chunks)), self.model.embedding.weight)
             for n, each in zip(new, keys, strict=True):
                 self.rows[n].keys = len(self.rows[n].found), each

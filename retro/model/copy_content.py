@@ -58,16 +58,15 @@ class Content(nn.Module):
             chunks: tokens of the querying chunks, int64 [N, m].
             table: embeddings [V, D].
         """
-        with torch.autocast(table.device.type, enabled=False):
-            shared = real & (neighbors[..., None] == chunks[:, None, None]).any(-1)
-            e = F.rms_norm(F.embedding(neighbors, table).float(), table.shape[1:]).flatten(0, 1)  # [N·K, R, D]
-            is_real, is_shared = (each.flatten(0, 1)[..., None].float() for each in (real, shared))
-            x = self.token(e) + is_shared * self.shared_token(e) + self.counts(_counts(self.weights(e), is_shared))
-            for mix in self.around:
-                windows = F.pad(x * is_real, (0, 0, _AROUND // 2, _AROUND // 2)).unfold(1, _AROUND, 1)
-                x = x + F.gelu(mix(windows.flatten(2)))  # [N·K, R, C·5] to [N·K, R, C]
-            keys = self.key(F.rms_norm(x, x.shape[-1:]))
-            return keys.unflatten(0, neighbors.shape[:2]).flatten(1, 2)
+        shared = real & (neighbors[..., None] == chunks[:, None, None]).any(-1)
+        e = F.rms_norm(F.embedding(neighbors, table), table.shape[1:]).flatten(0, 1)  # [N·K, R, D]
+        is_real, is_shared = (each.flatten(0, 1)[..., None].float() for each in (real, shared))
+        x = self.token(e) + is_shared * self.shared_token(e) + self.counts(_counts(self.weights(e), is_shared))
+        for mix in self.around:
+            windows = F.pad(x * is_real, (0, 0, _AROUND // 2, _AROUND // 2)).unfold(1, _AROUND, 1)
+            x = x + F.gelu(mix(windows.flatten(2)))  # [N·K, R, C·5] to [N·K, R, C]
+        keys = self.key(F.rms_norm(x, x.shape[-1:])).float()
+        return keys.unflatten(0, neighbors.shape[:2]).flatten(1, 2)
 
     def scores(self, hidden: Tensor, keys: Tensor) -> Tensor:
         """Scores of positions, float32 [N, Q, S], for activations [N, Q, D] and keys [N, S, C]."""

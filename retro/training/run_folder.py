@@ -99,7 +99,7 @@ def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: 
     if ("finetune" in found.settings) != ("finetune" in resolved):
         return [f"it was one of `retro {'finetune' if 'finetune' in found.settings else 'train'}`"]
     for section, values in resolved.items():
-        before = _flat({**defaults[section], **found.settings.get(section, {})})
+        before = _flat(defaults[section]) | _flat(found.settings.get(section, {}))
         for key, value in _flat(values).items():
             if before[key] == value or key in _FREE.get(section, []):
                 continue
