@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transformer-xl": {"attention.positions": "transformer-xl", "tied_embeddings": False},
     "experts": {"experts.num_experts": 4, "experts.every": 2},
     "float16": {},
-    "copying": {"copy_head.context": True, "copy_head.neighbors": True},
+    "copying": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8},
     # A frozen base trained by one process: batches without neighbors have no gradient.
     "retrofit": {},
     "lora": {"shared_embeddings": True},
