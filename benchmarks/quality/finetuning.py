@@ -71,8 +71,8 @@ class Phase:
 
 PHASES = {
     "pretrained": Phase("", "", 200, 2, 2e-3, 2),
-    "practised": Phase("practice", "pretrained", 300, 4, 2e-3, 4),
-    "finetuned": Phase("train", "practised", 150, 4, 1e-3, 4, "hybrid"),
+    "practised": Phase("practice", "pretrained", 200, 4, 2e-3, 4),
+    "finetuned": Phase("train", "practised", 100, 4, 1e-3, 4, "hybrid"),
 }
 
 
