@@ -267,9 +267,17 @@ class Retro(nn.Module):
         found = self.found(tokens, documents, neighbors, neighbor_lengths)
         return self.copy_head.mixture_of(hidden, labels, found) if self.copy_head and found else None
 
-    def found(self, *inputs: Tensor | None) -> list[Found]:
-        """Where the copy head can copy from; the inputs are the first four of `hidden`. Empty without a copy head."""
-        return [] if self.copy_head is None else self.copy_head.find(*inputs, table=self.embedding.weight)
+    def found(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        neighbors: Tensor | None = None,
+        neighbor_lengths: Tensor | None = None,
+    ) -> list[Found]:
+        """Where the copy head can copy from; the arguments are those of `hidden`. Empty without a copy head."""
+        if self.copy_head is None:
+            return []
+        return self.copy_head.find(tokens, documents, neighbors, neighbor_lengths, self.embedding.weight)
 
     @property
     def output_weight(self) -> Tensor:

@@ -9,7 +9,7 @@ token depends on them only through what a forward pass gives once: the loss with
 import copy
 import logging
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,8 +98,8 @@ def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Place
 @torch.no_grad()
 def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement) -> _Tokens:
     labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
-    read = (inputs.get(name) for name in ("tokens", "documents", "neighbors", "neighbor_lengths"))
-    *others, own = model.found(*read)
+    read: dict[str, Any] = {name: inputs.get(name) for name in ("tokens", "documents", "neighbors", "neighbor_lengths")}
+    *others, own = model.found(**read)
     with placement.autocast():
         hidden = model.hidden(**inputs)
         copying = head.mixture_of(hidden, labels, others)

@@ -88,3 +88,8 @@ def test_integer_minimums_are_checked_in_every_section() -> None:
                 if each.type in ("int", int) and each.metadata["minimum"] is not None:
                     with pytest.raises(InputError, match=rf"model\.{section.name}\.{each.name} is -1"):
                         updated(ModelSettings(), {f"{section.name}.{each.name}": -1})
+
+
+def test_scores_by_content_need_copying_from_neighbors() -> None:
+    with pytest.raises(InputError, match=r"content_width is 8: set it to 0, or set model\.copy_head\.neighbors = true"):
+        updated(ModelSettings(), {"copy_head.content_width": 8})
