@@ -148,10 +148,14 @@ class Retriever:
 
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Full chunks [n, m] → neighbor tokens with continuations [n, k, 2m] int64, and lengths [n, k] int64."""
+        return self.neighbors_with_ids(chunks, k)[:2]
+
+    def neighbors_with_ids(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """As `neighbors`, with ids [n, k] int64 (-1 = none) and squared distances [n, k] float32."""
         lengths = np.full(len(chunks), chunks.shape[1], dtype=np.int64)
-        ids, _ = self.nearest(self.embedder.embed(chunks, lengths), k)
+        ids, distances = self.nearest(self.embedder.embed(chunks, lengths), k)
         tokens, found = self.retrieval.with_continuation(ids.ravel())
-        return tokens.reshape(len(chunks), k, -1), found.reshape(len(chunks), k)
+        return tokens.reshape(len(chunks), k, -1), found.reshape(len(chunks), k), ids, distances
 
     # --- search -----------------------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ def score_passage(
         off = model.token_losses(labels, **(inputs | {"neighbors": None, "neighbor_lengths": None}))
         hidden = model.hidden(**inputs)
         on = model.losses_of(hidden, labels, **inputs)
-        origins = _origins(model, hidden, labels, on, inputs)
+        origins = origins_of(model, hidden, labels, on, inputs)
     length = int(batch.lengths[0, -1])
     start = (chunk - first) * m
     own = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted
@@ -127,12 +127,12 @@ def score_passage(
     )
 
 
-def _origins(model: Retro, hidden: Tensor, labels: Tensor, losses: Tensor, inputs: TensorBatch) -> Origins:
+def origins_of(model: Retro, hidden: Tensor, labels: Tensor, losses: Tensor, inputs: TensorBatch) -> Origins:
     """Where the labels were copied from: nowhere without a copy head."""
     if model.copy_head is None or inputs["neighbors"] is None:
         none = torch.full_like(labels, -1)
         return Origins(torch.zeros_like(losses), none, none, none)
-    found = model.found(*(inputs[name] for name in ("tokens", "documents", "neighbors", "neighbor_lengths")))
+    found = model.found(inputs["tokens"], inputs.get("documents"), inputs["neighbors"], inputs.get("neighbor_lengths"))
     return model.copy_head.origins(hidden, labels, losses, found, inputs["neighbors"].shape[3])
 
 

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retro.device import Placement
+from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.model.attention import Attention
-from retro.model.copy_head import CopySource, Found, context_matches_of_last, neighbor_matches_of_last
+from retro.model.copy_head import CopySource, Found, Matches, context_matches_of_last, neighbor_matches_of_last
 from retro.model.masks import neighbor_mask, visible
 from retro.model.positions import (
     AlibiPositions,
@@ -40,8 +41,8 @@ KEY_STEP = 128
 """Self-attention reads a multiple of this number of keys, and a mask hides those after the last token. Kernels that are
 prepared for one shape (compiled code, cuDNN's plans) then see few shapes instead of a new one with every token."""
 
-RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
+RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
+"""Chunks [n, m] → the fields of `Neighbors` in order; ids and distances are optional."""
 
 GivenNeighbors = Sequence[tuple[np.ndarray, np.ndarray]]
 """For each row the neighbors [K, R] int64, and their lengths [K] int64, that all its chunks read. K and R are equal for
@@ -68,9 +69,24 @@ class _Row:
 
     given: tuple[np.ndarray, np.ndarray] | None = None  # neighbors of every chunk; None = they are searched
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # tokens in the context
-    found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # neighbors of its complete chunks
+    found: list[Neighbors] = field(default_factory=list)  # neighbors of its complete chunks
+    dropped: int = 0  # chunks before the context
     num_read: int = 0  # tokens in the cache
     keys: tuple[int, Tensor] | None = None  # of the copy head, with the number of complete chunks that they belong to
+
+
+class _Votes(NamedTuple):
+    """What the copy head found for the last tokens of the rows."""
+
+    hidden: Tensor  # [N, D]
+    found: list[Found]
+
+    def of_rows(self, rows: list[int]) -> "_Votes":
+        found = []
+        for each in self.found:
+            matches = Matches(each.matches.lengths[rows], each.matches.following[rows])
+            found.append(each._replace(matches=matches, keys=None if each.keys is None else each.keys[rows]))
+        return _Votes(self.hidden[rows], found)
 
 
 class _Pass(NamedTuple):
@@ -136,6 +152,7 @@ class Decoder:
         self.cross_distance_keys: Sequence[Tensor | None] = ()
         self.layers: list[tuple[Any, Any]] = list(zip(attentions, model.feed_forward.values(), strict=True))
         self.rows: list[_Row] = []
+        self.votes: _Votes | None = None  # of the last tokens, with a copy head
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[np.ndarray]) -> Tensor:
@@ -165,6 +182,7 @@ class Decoder:
         """Drop all rows except these. A row that is named several times is copied."""
         self.rows = [replace(self.rows[row], found=[*self.rows[row].found]) for row in rows]
         self.cache = Cache(*(tensor[list(rows)] for tensor in self.cache))
+        self.votes = self.votes and self.votes.of_rows(list(rows))
 
     def _drop(self, row: _Row) -> None:
         """Drop the oldest tokens of a row that exceeds the context."""
@@ -172,12 +190,13 @@ class Decoder:
         if surplus > 0:
             dropped = -(-surplus // block) * block
             row.tokens, row.found, row.num_read = row.tokens[dropped:], row.found[dropped // self.m :], 0
+            row.dropped += dropped // self.m
 
     def _find_neighbors(self) -> None:
         """Find the neighbors of all chunks that are complete now in one search, or use the given ones."""
         for row in self.rows:
             if row.given is not None:
-                row.found += [row.given] * (len(row.tokens) // self.m - len(row.found))
+                row.found += [Neighbors(*row.given)] * (len(row.tokens) // self.m - len(row.found))
         if self.retrieve is None:
             return
         searching = [row for row in self.rows for _ in range(len(row.found), len(row.tokens) // self.m)]
@@ -186,8 +205,9 @@ class Decoder:
                 row.tokens[: len(row.tokens) // self.m * self.m].reshape(-1, self.m)[len(row.found) :]
                 for row in self.rows
             ]
-            for row, *found in zip(searching, *self.retrieve(np.concatenate(chunks)), strict=True):
-                row.found.append((found[0], found[1]))
+            found = Neighbors(*self.retrieve(np.concatenate(chunks)))
+            for row, each in zip(searching, found.of_chunks(), strict=True):
+                row.found.append(each)
 
     def _mixed(self, logits: Tensor, hidden: Tensor) -> Tensor:
         """Mix logits [rows, V] with what the copy head votes for, given activations [rows, D] of the last tokens."""
@@ -200,12 +220,12 @@ class Decoder:
         found = [] if head.context is None else [Found(head.context, context_matches_of_last(tokens))]
         read = [row.found[-1] if row.found else None for row in self.rows]
         if head.neighbors is not None and (sample := next(filter(None, read), None)) is not None:
-            none = np.zeros_like(sample[0]), np.zeros_like(sample[1])  # a row without a complete chunk
-            neighbors, lengths = (
-                self._put(np.stack(each)) for each in zip(*(each or none for each in read), strict=True)
-            )
+            none = Neighbors(np.zeros_like(sample.tokens), np.zeros_like(sample.lengths))  # no complete chunk yet
+            neighbors = self._put(np.stack([(each or none).tokens for each in read]))
+            lengths = self._put(np.stack([(each or none).lengths for each in read]))
             matches = neighbor_matches_of_last(tokens, neighbors, lengths, self.m)
             found.append(Found(head.neighbors, matches, keys=self._content_keys(head.neighbors, neighbors, lengths)))
+        self.votes = _Votes(hidden, found)
         return head.mixed(logits[:, None], hidden[:, None], found)[:, 0] if found else logits
 
     def _content_keys(self, source: CopySource, neighbors: Tensor, lengths: Tensor) -> Tensor | None:
@@ -223,6 +243,42 @@ class Decoder:
             for n, each in zip(new, keys, strict=True):
                 self.rows[n].keys = len(self.rows[n].found), each
         return torch.stack([row.keys[1] for row in self.rows if row.keys is not None])
+
+    @torch.inference_mode()
+    def copied_from(self, tokens: Sequence[int], log_probabilities: Sequence[float]) -> list[CopiedFrom | None]:
+        """Find which tokens of neighbors the next tokens were copied from.
+
+        Args:
+            tokens: the next token of each row, chosen by the logits of the last `read`.
+            log_probabilities: of these tokens, in nats.
+
+        Returns:
+            the source of each token; None for a token that no neighbor votes for, or without a copy head.
+        """
+        head, read = self.model.copy_head, next((row.found[-1] for row in self.rows if row.found), None)
+        if head is None or self.votes is None or read is None:
+            return [None] * len(tokens)
+        losses = -torch.tensor(log_probabilities, device=self.placement.device)[:, None]
+        origins = head.origins(
+            self.votes.hidden[:, None],
+            self._put(np.array(tokens))[:, None],
+            losses,
+            self.votes.found,
+            read.tokens.shape[1],
+        )
+        columns = zip(self.rows, *(each[:, 0].tolist() for each in origins), strict=True)
+        return [
+            CopiedFrom(share, row.dropped + len(row.found) - 1, neighbor, position) if neighbor >= 0 else None
+            for row, share, _, neighbor, position in columns
+        ]
+
+    def chunks_read(self, row: int, since: int) -> list[ReadChunk]:
+        """Return the chunks of a row whose neighbors were read, from the chunk with the number `since` on."""
+        kept, m = self.rows[row], self.m
+        return [
+            ReadChunk(number, kept.tokens[(number - kept.dropped) * m :][:m], kept.found[number - kept.dropped])
+            for number in range(max(since, kept.dropped), kept.dropped + len(kept.found))
+        ]
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 
@@ -322,7 +378,10 @@ class Decoder:
         completing = np.flatnonzero((starts + 1) % self.m == 0)
         if len(completing):
             found = [rows[place].found[starts[place] // self.m] for place in completing]
-            self._encode_neighbors(span.at[self._put(completing)], *map(np.stack, zip(*found, strict=True)))
+            tokens, lengths = (
+                np.stack(each) for each in zip(*((each.tokens, each.lengths) for each in found), strict=True)
+            )
+            self._encode_neighbors(span.at[self._put(completing)], tokens, lengths)
         chunk[at, places[:, 1:]] = h[:, 1:]
 
     def _encode_neighbors(self, at: Tensor, neighbors: np.ndarray, lengths: np.ndarray) -> None:

@@ -7,7 +7,7 @@ generator with the same seed. Several continuations of a prompt have consecutive
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from retro.inference.decoder import Decoder
 from retro.inference.sampling import draw, with_penalties
 from retro.inference.settings import GenerationSettings
+from retro.inference.sources import CopiedFrom, ReadChunk
 from retro.inference.text_stream import Decode, TextStream
 
 FinishReason = Literal["stop", "length"]
@@ -32,6 +33,8 @@ class GeneratedToken:
         log_probability: log-probability of the token in nats, before temperature, top-k and top-p.
         finish_reason: for the row's last token `stop` (end of the document, a stop token or a stop string) or `length`; else None.
         top: `GenerationSettings.logprobs` likeliest tokens with log-probabilities, likeliest first.
+        read: chunks whose neighbors the model read for this token and for none before.
+        copied: the token of a neighbor that it was copied from.
     """
 
     row: int
@@ -40,6 +43,8 @@ class GeneratedToken:
     log_probability: float
     finish_reason: FinishReason | None = None
     top: tuple[tuple[int, float], ...] = ()
+    read: tuple[ReadChunk, ...] = ()
+    copied: CopiedFrom | None = None
 
 
 def generate(
@@ -50,6 +55,7 @@ def generate(
     decode: Decode,
     eos_id: int,
     n: int = 1,
+    sources: bool = False,
 ) -> Iterator[list[GeneratedToken]]:
     """Continue prompts; yield after every step the new tokens of all unfinished rows, in order.
 
@@ -60,6 +66,7 @@ def generate(
         decode: converts tokens to text.
         eos_id: the end-of-document token.
         n: continuations of each prompt.
+        sources: return the neighbors that were read and the tokens that were copied.
     """
     rows = [
         _Row(number, prompts[number // n], settings, decode, eos_id, number % n) for number in range(len(prompts) * n)
@@ -74,6 +81,8 @@ def generate(
         changed = with_penalties(logits, settings, [row.prompt for row in rows], [row.generated for row in rows])
         drawn = draw(changed, logits, settings, [row.random for row in rows])
         new = [row.add(*each) for row, each in zip(rows, drawn, strict=True)]
+        if sources:
+            new = _with_sources(decoder, rows, new)
         yield new
         unfinished = [number for number, token in enumerate(new) if token.finish_reason is None]
         if not unfinished:
@@ -82,6 +91,17 @@ def generate(
             decoder.keep(unfinished)
             rows = [rows[number] for number in unfinished]
         logits = decoder.read([np.array([new[number].token]) for number in unfinished])
+
+
+def _with_sources(decoder: Decoder, rows: list["_Row"], tokens: list[GeneratedToken]) -> list[GeneratedToken]:
+    """Add to the tokens of a step what the model read for them first, and where they were copied from."""
+    copied = decoder.copied_from([each.token for each in tokens], [each.log_probability for each in tokens])
+    found = []
+    for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        read = tuple(decoder.chunks_read(number, row.chunks_read))
+        row.chunks_read = read[-1].number + 1 if read else row.chunks_read
+        found.append(replace(token, read=read, copied=copied[number]))
+    return found
 
 
 class _Row:
@@ -93,6 +113,7 @@ class _Row:
         self.number, self.prompt, self.left = number, prompt, settings.max_tokens
         self.ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else (eos_id,))}
         self.generated: list[int] = []
+        self.chunks_read = 0  # chunks whose neighbors were returned
         self.text = TextStream(decode, prompt, settings.stop)
         self.random = torch.Generator().manual_seed((settings.seed + copy) % 2**63)
 

@@ -102,14 +102,22 @@ class LanguageModel:
         k: int = 0,
         top: int = 1,
         wanted: Callable[[int], bool] = lambda sequence: True,
+        sources: bool = False,
     ) -> list[Scores]:
-        """Like `score`, with the `top` likeliest tokens at every position; for `wanted` see `retro.inference.scoring.score`."""
+        """Like `score`, with the `top` likeliest tokens at every position; for the rest see `retro.inference.scoring.score`."""
         checked = [self._checked(each, f"sequences[{number}]") for number, each in enumerate(sequences)]
         if top < 0:
             raise InputError(f"top = {top}: must be 0 or more.")
         retrieve = self._retrieve(k)
         return score(
-            self.model, checked, self.placement, context=self.context, retrieve=retrieve, top=top, wanted=wanted
+            self.model,
+            checked,
+            self.placement,
+            context=self.context,
+            retrieve=retrieve,
+            top=top,
+            wanted=wanted,
+            sources=sources,
         )
 
     def generate(
@@ -120,6 +128,7 @@ class LanguageModel:
         given: GivenNeighbors | None = None,
         check: Callable[[], None] = lambda: None,
         n: int = 1,
+        sources: bool = False,
     ) -> Iterator[list[GeneratedToken]]:
         """Continue prompts together; yield after every step the new tokens of all unfinished rows.
 
@@ -130,6 +139,7 @@ class LanguageModel:
             given: neighbors of each prompt, which all its chunks read; no search runs.
             check: called before each window of the prompts is read; an exception in it ends the generation.
             n: continuations of each prompt, with the seeds `settings.seed`, `settings.seed` + 1 …
+            sources: return with each token the neighbors that the model read and the token that the copy head copied.
 
         Raises:
             InputError: see `score`; or an id in the settings is outside the vocabulary. It is raised by this call, before the
@@ -139,7 +149,15 @@ class LanguageModel:
         checked = [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)]
         retrieve = self._retrieve(k) if given is None else None
         decoder = Decoder(self.model, self.placement, self.context, retrieve, given, check)
-        return generate(decoder, checked, settings, decode=self.tokenizer.decode, eos_id=self.tokenizer.eos_id, n=n)
+        return generate(
+            decoder,
+            checked,
+            settings,
+            decode=self.tokenizer.decode,
+            eos_id=self.tokenizer.eos_id,
+            n=n,
+            sources=sources,
+        )
 
     def _retrieve(self, k: int) -> RetrieveNeighbors | None:
         """Return the function that finds k neighbors of chunks; None for k = 0 and for models without retrieval."""
@@ -150,7 +168,7 @@ class LanguageModel:
         retriever = self.retriever
         if retriever is None:
             raise InputError(f"k = {k}: the model was opened without retrieval; use k = 0.")
-        return lambda chunks: retriever.neighbors(chunks, k)
+        return lambda chunks: retriever.neighbors_with_ids(chunks, k)
 
     def _checked(self, tokens: np.ndarray, name: str) -> np.ndarray:
         """Return tokens as int64.

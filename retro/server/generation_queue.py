@@ -49,7 +49,14 @@ class GenerationQueue:
             send(ApiError(503, "the server was stopped before the generation was finished."))
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, n: int, seconds: float
+        self,
+        prompts: Sequence[np.ndarray],
+        settings: GenerationSettings,
+        k: int,
+        seconds: float,
+        *,
+        n: int = 1,
+        sources: bool = False,
     ) -> AsyncIterator[list[GeneratedToken]]:
         """Yield the steps of `LanguageModel.generate`.
 
@@ -74,7 +81,7 @@ class GenerationQueue:
             try:
                 check()
                 since, first = accepted, True
-                for step in self._language_model.generate(prompts, settings, k, check=check, n=n):
+                for step in self._language_model.generate(prompts, settings, k, check=check, n=n, sources=sources):
                     check()
                     now = time.perf_counter()
                     self._metrics.count_step(len(step), now - since, first=first)

@@ -6,18 +6,20 @@ prompt ─► [bos] tokens ─► generated tokens ─► one answer, or server-
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 
-from retro.inference.generation import GeneratedToken
+from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
 from retro.server import schemas
 from retro.server.errors import as_api_error, error_json, error_responses
 from retro.server.json_route import JsonRoute, as_json
-from retro.server.service import Service, ServiceDependency
+from retro.server.service import ScoreKey, Service, ServiceDependency
+from retro.server.sources import Sourced, joined, sources_of_scores, with_sources
 from retro.server.spans import character_groups, token_ends
 
 T = TypeVar("T")
@@ -35,19 +37,21 @@ async def score(request: schemas.ScoreRequest, service: ServiceDependency) -> Re
         service.check_model_k(request.k)
     tokens = (await service.encoded([request.text], "text"))[0]
     sequence = as_document(service, tokens)
-    numbers_of_neighbors = [0]
+    keys = [ScoreKey(0)]
     if service.retrieves:
         service.check_neighbors([len(tokens)], request.k, "text")
-        numbers_of_neighbors.append(request.k)
-    off, *rest = await asyncio.gather(*(service.scores([sequence], k) for k in numbers_of_neighbors))
-    on = rest[0][0].log_probabilities if rest else None
-    return as_json(await asyncio.to_thread(_scored, service, request.text, tokens, on, off[0].log_probabilities))
+        keys.append(ScoreKey(request.k, sources=request.return_sources))
+    off, *rest = await asyncio.gather(*(service.scores([sequence], key) for key in keys))
+    on = rest[0][0] if rest else None
+    return as_json(await asyncio.to_thread(_scored, service, request, tokens, on, off[0]))
 
 
 def _scored(
-    service: Service, text: str, tokens: np.ndarray, on: np.ndarray | None, off: np.ndarray
+    service: Service, request: schemas.ScoreRequest, tokens: np.ndarray, scores_on: Scores | None, scores_off: Scores
 ) -> schemas.ScoreResponse:
-    """Return the answer for a text from its tokens [t] and their log-probabilities [t]."""
+    """Return the answer for a text from its tokens [t] and their scores."""
+    text, off = request.text, scores_off.log_probabilities
+    on = None if scores_on is None else scores_on.log_probabilities
     whole, ends = token_ends(service.retriever.tokenizer.decode_batch, tokens)
     scored, start = [], 0
     for first, stop in character_groups(ends):
@@ -61,11 +65,16 @@ def _scored(
             )
         )
         start = ends[stop - 1]
+    sources = None
+    if request.return_sources:
+        texts = [whole[start:stop] for start, stop in pairwise([0, *ends])]
+        sources = sources_of_scores(service.retriever, texts, scores_on or scores_off)
     bits = len(text.encode()) * np.log(2)
     return schemas.ScoreResponse(
         tokens=scored,
         bits_per_byte_on=None if on is None else float(-on.sum() / bits),
         bits_per_byte_off=float(-off.sum() / bits),
+        sources=sources,
     )
 
 
@@ -94,19 +103,25 @@ async def generate(request: schemas.GenerateRequest, service: ServiceDependency)
     )
     k = service.check_model_k(request.k) if request.retrieval and service.retrieves else 0
     service.check_generation([prompt], request.max_tokens, k, "prompt")
-    steps = await with_first_step(service.generate([prompt], settings, k))
+    wanted = request.return_sources
+    steps = with_sources(
+        service.generate([prompt], settings, k, sources=wanted), service.retriever if wanted else None, [0]
+    )
+    steps = await with_first_step(steps)
     if request.stream:
         return event_stream(_events(steps))
-    tokens = [token async for step in steps for token in step]
+    tokens, sources = zip(*[each async for step in steps for each in step], strict=True)
     text, finish = "".join(token.text for token in tokens), tokens[-1].finish_reason
-    assert finish is not None
-    return as_json(schemas.GenerateResponse(text=text, tokens=len(tokens), finish_reason=finish))
+    return as_json(
+        schemas.GenerateResponse(text=text, tokens=len(tokens), finish_reason=finish, sources=joined(sources))
+    )
 
 
-async def _events(steps: AsyncIterator[list[GeneratedToken]]) -> AsyncIterator[str]:
+async def _events(steps: AsyncIterator[list[Sourced]]) -> AsyncIterator[str]:
     async for step in steps:
-        for token in step:
-            yield schemas.GenerateEvent(text=token.text, finish_reason=token.finish_reason).model_dump_json()
+        for token, sources in step:
+            event = schemas.GenerateEvent(text=token.text, finish_reason=token.finish_reason, sources=sources)
+            yield event.model_dump_json()
 
 
 # --- shared with openai/api.py ---------------------------------------------------------------------------------------

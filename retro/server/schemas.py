@@ -210,6 +210,40 @@ class DatastoreResponse(BaseModel):
 # ------------------------------------------------------------------------------------------------------------ model
 
 
+class ReadChunk(BaseModel):
+    """A complete chunk and its neighbors, nearest first. The model reads them for the tokens of the next chunk."""
+
+    chunk: int = Field(description="Its number in what the model reads (prompt and continuation), from 0.")
+    text: str
+    neighbors: list[Hit]
+
+
+class Copy(BaseModel):
+    """A run of tokens that the copy head copied from a neighbor: at least half of the probability of each."""
+
+    text: tuple[int, int] = Field(description="Characters [start, stop) of the answer's text.")
+    chunk: int = Field(description="Number of the chunk whose neighbors were read.")
+    neighbor: int = Field(description="Number of the neighbor, from 0.")
+    neighbor_text: tuple[int, int] = Field(description="Characters [start, stop) of its `text + continuation`.")
+    tokens: int
+    share: float = Field(description="Mean share of a token's probability that is copied, 0.5 to 1.")
+
+
+class Sources(BaseModel):
+    """What the model read and copied; in an event of a stream, only what is new."""
+
+    chunks: list[ReadChunk]
+    copies: list[Copy]
+
+
+def absent_if_none() -> Any:
+    """Return a field that is None unless the request asks for it; answers do not contain it then."""
+    return Field(default=None, exclude_if=lambda value: value is None)
+
+
+RETURN_SOURCES = "Return the neighbors that the model read, and the runs that it copied from them."
+
+
 class ScoreRequest(Request):
     """A text to score token by token, with retrieval ON (k neighbors) and OFF."""
 
@@ -217,6 +251,7 @@ class ScoreRequest(Request):
 
     text: str = Field(min_length=1)
     k: int = Field(2, ge=1)
+    return_sources: bool = Field(False, description=RETURN_SOURCES)
 
 
 class TokenScore(BaseModel):
@@ -237,6 +272,7 @@ class ScoreResponse(BaseModel):
     tokens: list[TokenScore]
     bits_per_byte_on: float | None
     bits_per_byte_off: float
+    sources: Sources | None = absent_if_none()
 
 
 class GenerateRequest(Request):
@@ -254,6 +290,7 @@ class GenerateRequest(Request):
     seed: Seed = 0
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
     stream: bool = False
+    return_sources: bool = Field(False, description=RETURN_SOURCES)
 
 
 class GenerateResponse(BaseModel):
@@ -262,6 +299,7 @@ class GenerateResponse(BaseModel):
     text: str
     tokens: int
     finish_reason: Literal["stop", "length"]
+    sources: Sources | None = absent_if_none()
 
 
 class GenerateEvent(BaseModel):
@@ -269,6 +307,7 @@ class GenerateEvent(BaseModel):
 
     text: str
     finish_reason: Literal["stop", "length"] | None = None
+    sources: Sources | None = absent_if_none()
 
 
 class ErrorResponse(BaseModel):

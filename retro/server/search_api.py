@@ -42,7 +42,7 @@ _NO_TEXT = {
 async def search(request: schemas.SearchRequest, service: ServiceDependency) -> Response:
     """Find the nearest chunks of texts, token ids or vectors."""
     found = await search_for(service, request)
-    results = [[_hit_fields(hit) for hit in each.hits] for each in found]
+    results = [[hit_fields(hit) for hit in each.hits] for each in found]
     # Without a pydantic model for each hit, which would take longer than the search.
     return Response(to_json({"results": results} | _missing(found)), media_type="application/json")
 
@@ -111,7 +111,8 @@ def _of_document(found: Hit | StoredChunk) -> dict[str, Any]:
     }
 
 
-def _hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
+def hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
+    """Return the fields of `schemas.Hit`."""
     if isinstance(hit, BareHit):
         return _NO_TEXT | {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
     return {
@@ -229,7 +230,7 @@ def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, found
             )
             for i, j, n in shared_runs(tokens, row[:length])
         ]
-        neighbors.append(schemas.NeighborHit(**_hit_fields(hit), overlap=share, spans=spans))
+        neighbors.append(schemas.NeighborHit(**hit_fields(hit), overlap=share, spans=spans))
     return schemas.Chunk(text=text, tokens=len(tokens), neighbors=neighbors)
 
 

@@ -48,6 +48,14 @@ class SearchKey(NamedTuple):
     text: bool = True
 
 
+class ScoreKey(NamedTuple):
+    """Everything except the tokens that scores depend on."""
+
+    k: int
+    top: int = 0
+    sources: bool = False
+
+
 class BareHit(NamedTuple):
     """A hit without text. Unlike `Hit`, it is cheap to create; the search thread is blocked meanwhile."""
 
@@ -71,7 +79,7 @@ class Service:
         name: name of the model, or of the datastore without a model.
         search: (`SearchKey`, queries) → a result for each query.
         embed: ("texts" | "tokens", texts or token ids) → unit vectors [d].
-        score: ((k, number of likeliest tokens), token ids) → scores; None without a model.
+        score: (`ScoreKey`, token ids) → scores; None without a model.
         generations: None without a model.
         chat_template: None without a model, or if it has no template.
         started: time of the start in seconds since 1970.
@@ -85,7 +93,7 @@ class Service:
     metrics: Metrics
     search: Batcher[SearchKey, Query, SearchResult]
     embed: Batcher[str, Query, np.ndarray]
-    score: Batcher[tuple[int, int], np.ndarray, Scores] | None
+    score: Batcher[ScoreKey, np.ndarray, Scores] | None
     generations: GenerationQueue | None
     chat_template: ChatTemplate | None
     started: int
@@ -105,7 +113,7 @@ class Service:
                 _score_with(language_model),
                 settings.max_score_tokens,
                 metrics.count_batch("score"),
-                lambda key, sequence: len(sequence) * (1 + 2 * key[0]),
+                lambda key, sequence: len(sequence) * (1 + 2 * key.k),
             )
             generations = GenerationQueue(language_model, settings.max_generations, metrics)
         queues: dict[str, Sized | None] = {"search": search, "embed": embed, "score": score, "generate": generations}
@@ -168,19 +176,26 @@ class Service:
             raise ApiError(404, message, code="model_not_found")
         return self.language_model
 
-    async def scores(self, sequences: Sequence[np.ndarray], k: int, top: int = 0) -> list[Scores]:
+    async def scores(self, sequences: Sequence[np.ndarray], key: ScoreKey) -> list[Scores]:
         """See `LanguageModel.score_with_likeliest`."""
         self.model()
         assert self.score is not None
-        return await self.score((k, top), sequences)
+        return await self.score(key, sequences)
 
     def generate(
-        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int, n: int = 1
+        self,
+        prompts: Sequence[np.ndarray],
+        settings: GenerationSettings,
+        k: int,
+        *,
+        n: int = 1,
+        sources: bool = False,
     ) -> AsyncIterator[list[GeneratedToken]]:
         """See `GenerationQueue.generate`."""
         self.model()
         assert self.generations is not None
-        return self.generations.generate(prompts, settings, k, n, self.settings.request_seconds)
+        seconds = self.settings.request_seconds
+        return self.generations.generate(prompts, settings, k, seconds, n=n, sources=sources)
 
     # --- limits -----------------------------------------------------------------------------------------------------
 
@@ -310,8 +325,10 @@ def _embed_with(retriever: Retriever) -> Callable[[str, list[Query], Wanted], Se
     return lambda _, queries, wanted: list(retriever.vectors_of(queries))  # type: ignore[arg-type]
 
 
-def _score_with(language_model: LanguageModel) -> Callable[[tuple[int, int], list[np.ndarray], Wanted], list[Scores]]:
-    return lambda key, sequences, wanted: language_model.score_with_likeliest(sequences, *key, wanted)
+def _score_with(language_model: LanguageModel) -> Callable[[ScoreKey, list[np.ndarray], Wanted], list[Scores]]:
+    return lambda key, sequences, wanted: language_model.score_with_likeliest(
+        sequences, key.k, key.top, wanted, key.sources
+    )
 
 
 def _chat_template(language_model: LanguageModel, path: str) -> ChatTemplate | None:

@@ -23,7 +23,8 @@ from retro.server.openai.completions import CompletionBuilder, join_choices, spe
 from retro.server.openai.models import check_embedder, neighbors_of
 from retro.server.openai.sampling import continuations, generation_settings
 from retro.server.search_api import encoded
-from retro.server.service import Service, ServiceDependency
+from retro.server.service import ScoreKey, Service, ServiceDependency
+from retro.server.sources import with_sources
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
@@ -93,13 +94,15 @@ async def _steps(
     if request.echo:
         scores: Sequence[Scores | None] = [None] * len(rows)
         if request.logprobs is not None:
-            scores = await service.scores(rows, k, request.logprobs)
+            scores = await service.scores(rows, ScoreKey(k, request.logprobs))
         yield [builder.echo(index, prompts[index // n], scores[index // n]) for index in range(len(rows) * n)]
     if settings is None:
         yield [builder.end(index) for index in range(len(rows) * n)]
         return
-    async for step in service.generate(rows, settings, k, n):
-        yield [builder.add(token) for token in step]
+    tokens = service.generate(rows, settings, k, n=n, sources=request.return_sources)
+    starts = [builder.length(index) for index in range(len(rows) * n)]
+    async for step in with_sources(tokens, service.retriever if request.return_sources else None, starts):
+        yield [builder.add(*each) for each in step]
 
 
 async def _events(
@@ -120,6 +123,9 @@ async def _events(
 
 def _check_supported(request: schemas.CompletionRequest) -> None:
     """Raise ApiError if a request uses a feature of OpenAI's API that this server does not have."""
+    if request.return_sources and request.max_tokens == 0:
+        message = "return_sources needs max_tokens of 1 or more. `/score` has the sources of a given text."
+        raise InvalidRequest(message, param="return_sources")
     if request.suffix:
         raise InvalidRequest(f"suffix = {request.suffix!r} is not supported; remove it.", param="suffix")
     if request.best_of not in (None, request.n or 1):

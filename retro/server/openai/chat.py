@@ -29,6 +29,7 @@ from retro.server.openai.completions import token_name, usage_of
 from retro.server.openai.models import neighbors_of
 from retro.server.openai.sampling import continuations, generation_settings
 from retro.server.service import Service, ServiceDependency
+from retro.server.sources import Sourced, joined, with_sources
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
@@ -60,7 +61,8 @@ async def chat_completions(request: schemas.ChatRequest, service: ServiceDepende
     )
     n = continuations(service, request, 1)
     service.check_generation([prompt] * n, settings.max_tokens, k, "messages")
-    steps = await with_first_step(service.generate([prompt], settings, k, n))
+    tokens = service.generate([prompt], settings, k, n=n, sources=request.return_sources)
+    steps = await with_first_step(with_sources(tokens, service.retriever if request.return_sources else None, [0] * n))
     identity: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "created": int(time.time()),
@@ -71,11 +73,11 @@ async def chat_completions(request: schemas.ChatRequest, service: ServiceDepende
     if request.stream:
         chunk = schemas.ChatChunk.model_construct(**identity)
         return event_stream(_events(request, chunk, steps, prompt, tokenizer))
-    answers: list[list[GeneratedToken]] = [[] for _ in range(n)]
+    answers: list[list[Sourced]] = [[] for _ in range(n)]
     async for step in steps:
-        for token in step:
-            answers[token.row].append(token)
-    choices = [_choice(index, tokens, request, tokenizer) for index, tokens in enumerate(answers)]
+        for each in step:
+            answers[each[0].row].append(each)
+    choices = [_choice(index, answer, request, tokenizer) for index, answer in enumerate(answers)]
     usage = usage_of([prompt], sum(map(len, answers)))
     return as_json(schemas.ChatResponse.model_construct(**identity, choices=choices, usage=usage))
 
@@ -141,8 +143,9 @@ def _max_tokens(service: Service, request: schemas.ChatRequest, prompt: int) -> 
 
 
 def _choice(
-    index: int, tokens: Sequence[GeneratedToken], request: schemas.ChatRequest, tokenizer: Tokenizer
+    index: int, answer: Sequence[Sourced], request: schemas.ChatRequest, tokenizer: Tokenizer
 ) -> schemas.ChatChoice:
+    tokens = [token for token, _ in answer]
     finish = tokens[-1].finish_reason
     assert finish is not None
     return schemas.ChatChoice(
@@ -150,13 +153,14 @@ def _choice(
         message=schemas.AnswerMessage(content="".join(token.text for token in tokens)),
         logprobs=_logprobs(tokens, tokenizer) if request.logprobs else None,
         finish_reason=finish,
+        sources=joined(sources for _, sources in answer),
     )
 
 
 async def _events(
     request: schemas.ChatRequest,
     chunk: schemas.ChatChunk,
-    steps: AsyncIterator[list[GeneratedToken]],
+    steps: AsyncIterator[list[Sourced]],
     prompt: np.ndarray,
     tokenizer: Tokenizer,
 ) -> AsyncIterator[str]:
@@ -170,12 +174,13 @@ async def _events(
     generated = 0
     async for step in steps:
         generated += len(step)
-        for token in step:
+        for token, sources in step:
             choice = schemas.ChunkChoice(
                 index=token.row,
                 delta=schemas.Delta(content=token.text),
                 logprobs=_logprobs([token], tokenizer) if request.logprobs else None,
                 finish_reason=token.finish_reason,
+                sources=sources,
             )
             yield event(choices=[choice])
     if request.stream_options and request.stream_options.include_usage:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from retro.server.openai.schemas import LenientRequest, SamplingRequest, Usage, example
+from retro.server.schemas import Sources, absent_if_none
 
 
 class ContentPart(LenientRequest):
@@ -80,6 +81,7 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"]
+    sources: Sources | None = absent_if_none()
 
 
 class ChatResponse(BaseModel):
@@ -108,6 +110,7 @@ class ChunkChoice(BaseModel):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    sources: Sources | None = absent_if_none()
 
 
 class ChatChunk(BaseModel):

@@ -14,6 +14,8 @@ from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
 from retro.server.openai.schemas import CompletionChoice, Logprobs, Usage
+from retro.server.schemas import Sources
+from retro.server.sources import joined
 from retro.server.spans import token_ends
 
 LikeliestTokens = Sequence[tuple[int, float]]
@@ -50,10 +52,16 @@ class CompletionBuilder:
             ]
         return self._part(index, texts, prompt.tolist(), values, tops, None)
 
-    def add(self, new: GeneratedToken) -> CompletionChoice:
-        """Return a generated token as a part."""
+    def length(self, index: int) -> int:
+        """Return the number of characters of an answer so far."""
+        return self._lengths.get(index, 0)
+
+    def add(self, new: GeneratedToken, sources: Sources | None) -> CompletionChoice:
+        """Return a generated token as a part, with its sources."""
         self.generated += 1
-        return self._part(new.row, [new.text], [new.token], [new.log_probability], [new.top], new.finish_reason)
+        part = self._part(new.row, [new.text], [new.token], [new.log_probability], [new.top], new.finish_reason)
+        part.sources = sources
+        return part
 
     def end(self, index: int) -> CompletionChoice:
         """Return the end of an answer without generated tokens."""
@@ -76,7 +84,7 @@ class CompletionBuilder:
             named = list(map(self._named, tokens, values, tops)) if self.logprobs else None
             logprobs = Logprobs(tokens=texts, token_logprobs=values, top_logprobs=named, text_offset=offsets[:-1])
         return CompletionChoice.model_construct(
-            index=index, text="".join(texts), logprobs=logprobs, finish_reason=finish_reason
+            index=index, text="".join(texts), logprobs=logprobs, finish_reason=finish_reason, sources=None
         )
 
     def _named(self, token: int, value: float | None, top: LikeliestTokens | None) -> dict[str, float] | None:
@@ -108,6 +116,7 @@ def join_choices(parts: Iterable[CompletionChoice], logprobs: int | None) -> lis
                 text="".join(part.text for part in own),
                 logprobs=whole,
                 finish_reason=own[-1].finish_reason,
+                sources=joined(part.sources for part in own),
             )
         )
     return choices

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from retro.server.schemas import Request, Seed, TokenId
+from retro.server.schemas import RETURN_SOURCES, Request, Seed, Sources, TokenId, absent_if_none
 
 Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 """One or several prompts, each a text or a list of token ids."""
@@ -58,6 +58,7 @@ class SamplingRequest(LenientRequest):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     k: int = Field(2, ge=1, description="Neighbors of each chunk; used if retrieval is ON.")
+    return_sources: bool = Field(False, description=RETURN_SOURCES)
     user: str | None = None
 
 
@@ -93,6 +94,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: Logprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    sources: Sources | None = absent_if_none()
 
 
 class Usage(BaseModel):

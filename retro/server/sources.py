@@ -1,0 +1,148 @@
+"""Sources of answers as JSON: the neighbors that the model read, and the runs of text that it copied from them.
+
+GeneratedToken.read, Scores.read ─► ids ─► chunks of the datastore with their documents ─► ReadChunk
+GeneratedToken.copied, Scores.copied ─► characters of the neighbor's text ─► Copy ─► joined to runs
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from indexing.retrieval.retriever import Retriever
+from retro.inference.generation import GeneratedToken
+from retro.inference.language_model import Scores
+from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
+from retro.server import schemas
+from retro.server.search_api import NeighborTexts, hit_fields
+from retro.server.spans import characters
+
+_LEAST_SHARE = 0.5  # of a token's probability, from which on it counts as copied
+
+Sourced = tuple[GeneratedToken, schemas.Sources | None]
+"""A token, and what is new in the sources of its continuation."""
+
+
+@dataclass
+class SourceFinder:
+    """Finds the sources of one text, from its first token to its last.
+
+    Attributes:
+        retriever: of the model.
+        texts: shared by the texts of a request.
+        length: characters of the text so far.
+    """
+
+    retriever: Retriever
+    texts: NeighborTexts
+    length: int = 0
+    _read: dict[int, Neighbors] = field(default_factory=dict)
+
+    def add(self, text: str, read: Iterable[ReadChunk], copied: CopiedFrom | None) -> schemas.Sources:
+        """Return what the next token adds; `text` is its text."""
+        start, self.length = self.length, self.length + len(text)
+        chunks = [self._chunk(each) for each in read]
+        copies = []
+        if copied is not None and copied.share >= _LEAST_SHARE:
+            copies = [self._copy((start, self.length), copied)]
+        return schemas.Sources(chunks=chunks, copies=copies)
+
+    def _chunk(self, read: ReadChunk) -> schemas.ReadChunk:
+        neighbors = self._read[read.number] = read.neighbors
+        assert neighbors.ids is not None
+        assert neighbors.distances is not None
+        hits = self.retriever.hits(neighbors.ids, neighbors.distances)
+        return schemas.ReadChunk(
+            chunk=read.number,
+            text=self.retriever.tokenizer.decode(read.tokens),
+            neighbors=[schemas.Hit(**hit_fields(hit)) for hit in hits],
+        )
+
+    def _copy(self, text: tuple[int, int], copied: CopiedFrom) -> schemas.Copy:
+        neighbors = self._read[copied.chunk]
+        assert neighbors.ids is not None
+        row = neighbors.tokens[copied.neighbor][: neighbors.lengths[copied.neighbor]]
+        ends = self.texts.ends(int(neighbors.ids[copied.neighbor]), row)
+        return schemas.Copy(
+            text=text,
+            chunk=copied.chunk,
+            neighbor=copied.neighbor,
+            neighbor_text=characters(ends, copied.position, copied.position + 1),
+            tokens=1,
+            share=copied.share,
+        )
+
+
+async def with_sources(
+    steps: AsyncIterator[list[GeneratedToken]], retriever: Retriever | None, starts: Sequence[int]
+) -> AsyncIterator[list[Sourced]]:
+    """Add to each token what is new in the sources of its continuation.
+
+    Args:
+        steps: steps of a generation.
+        retriever: of the model; None = no sources are wanted.
+        starts: for each continuation, the characters of the answer before it.
+    """
+    finders = []
+    if retriever is not None:
+        texts = NeighborTexts(retriever)
+        finders = [SourceFinder(retriever, texts, start) for start in starts]
+
+    def of_step(step: list[GeneratedToken]) -> list[Sourced]:
+        return [(token, finders[token.row].add(token.text, token.read, token.copied)) for token in step]
+
+    async for step in steps:
+        yield await asyncio.to_thread(of_step, step) if finders else [(token, None) for token in step]
+
+
+def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores) -> schemas.Sources:
+    """Return the sources of a scored text.
+
+    Args:
+        retriever: of the model.
+        texts: text of each scored token.
+        scores: of the text, with `read` and `copied`.
+    """
+    finder, read, found = SourceFinder(retriever, NeighborTexts(retriever)), scores.read, list[schemas.Sources]()
+    for text, copied in zip(texts, scores.copied, strict=True):
+        found.append(finder.add(text, read, copied))
+        read = []
+    return joined(found) or schemas.Sources(chunks=[], copies=[])
+
+
+def joined(parts: Iterable[schemas.Sources | None]) -> schemas.Sources | None:
+    """Join the sources of a text in order; copies that continue each other become one run. None if no part has sources."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    runs: list[schemas.Copy] = []
+    for copy in (copy for part in present for copy in part.copies):
+        if runs and _continues(runs[-1], copy):
+            runs[-1] = _run_of(runs[-1], copy)
+        else:
+            runs.append(copy)
+    return schemas.Sources(chunks=[chunk for part in present for chunk in part.chunks], copies=runs)
+
+
+def _continues(run: schemas.Copy, copy: schemas.Copy) -> bool:
+    """Whether a copy is the next text of a run, in the answer and in the same neighbor.
+
+    Tokens that are parts of one character all have the character.
+    """
+    first, last = run.neighbor_text
+    return (run.chunk, run.neighbor, run.text[1]) == (
+        copy.chunk,
+        copy.neighbor,
+        copy.text[0],
+    ) and first <= copy.neighbor_text[0] <= last <= copy.neighbor_text[1]
+
+
+def _run_of(run: schemas.Copy, copy: schemas.Copy) -> schemas.Copy:
+    tokens = run.tokens + copy.tokens
+    return schemas.Copy(
+        text=(run.text[0], copy.text[1]),
+        chunk=run.chunk,
+        neighbor=run.neighbor,
+        neighbor_text=(run.neighbor_text[0], copy.neighbor_text[1]),
+        tokens=tokens,
+        share=(run.share * run.tokens + copy.share * copy.tokens) / tokens,
+    )
