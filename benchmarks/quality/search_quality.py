@@ -1,6 +1,6 @@
 """Bits per byte against recall of the neighbor search: what does a trained model lose by a faster search?
 
-    python -m benchmarks.quality.search_quality RUN... --output FOLDER [--minutes 0]
+    python -m benchmarks.quality.search_quality RUN... --output FOLDER [--max-tokens 0 --minutes 0]
 
 Each RUN is a finished run with retrieval, for example of `benchmarks.quality.retrieval_gain`. Its datastore needs an IVF
 index. The held-out chunks are searched again:
@@ -17,12 +17,11 @@ search finds. Its training is not changed. The share of the gain that is kept is
 Recall@k is the share of the first k found that are as near as the exact k nearest, over all held-out chunks. So ties between
 identical chunks are no misses, as in `index.recall_target` (recall@10).
 
-By default few held-out tokens are scored (--minutes 0: all). Results are stored in FOLDER after every measurement, so the
+By default few held-out tokens are scored. Results are stored in FOLDER after every measurement, so the
 benchmark resumes. It prints Markdown tables, and writes a plot to FOLDER/search_quality.html.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -241,16 +240,16 @@ def main() -> None:
     parser.add_argument("--k", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--recalls", nargs="+", type=float, default=[0.95, 0.8, 0.5, 0.3])
     parser.add_argument("--not-reranked", nargs="*", type=int, default=[32, 1], help="lists of the searches without it")
+    parser.add_argument("--max-tokens", type=int, default=SHORT_EVALUATION, help="held-out tokens to score; 0: all")
     parser.add_argument("--threads", type=int, default=0)
     add_minutes(parser)
     options = parser.parse_args()
     limit = budget(options)
     torch.set_num_threads(options.threads or torch.get_num_threads())
     say(measured_on())
-    max_tokens = 0 if math.isinf(limit.seconds) else SHORT_EVALUATION
     measured = []
     for number, run in enumerate(options.runs):
-        results = RunResults(options.output, open_checkpoint(run), max_tokens)
+        results = RunResults(options.output, open_checkpoint(run), options.max_tokens)
         folder = Path(results.checkpoint.folders[0])
         found = searches(folder, tuple(options.recalls), tuple(options.not_reranked))
         measure_run(results, found, options.k, limit.share(len(options.runs) - number))
