@@ -1,0 +1,98 @@
+"""The retrievers for LangChain and LlamaIndex in the documentation return the server's hits.
+
+The packages are large and not required: without them, the few classes that the retrievers use are replaced by stand-ins.
+"""
+
+import configparser
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from retro.server.settings import ServeSettings
+from tests.conftest import PATIENCE
+from tests.retro.server.conftest import TEXT
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "serve.md"
+
+
+class Record:
+    """Keeps its arguments as attributes."""
+
+    def __init__(self, page_content: str = "", **fields: Any) -> None:
+        self.__dict__.update(fields, page_content=page_content)
+
+
+class LangChainRetriever(Record):
+    def invoke(self, query: str) -> list[Any]:
+        return self._get_relevant_documents(query, run_manager=None)
+
+
+class LlamaIndexRetriever:
+    def retrieve(self, query: str) -> list[Any]:
+        return self._retrieve(SimpleNamespace(query_str=query))
+
+
+STAND_INS = {
+    "langchain_core": {
+        "langchain_core.documents": {"Document": Record},
+        "langchain_core.retrievers": {"BaseRetriever": LangChainRetriever},
+    },
+    "llama_index": {
+        "llama_index.core": {},
+        "llama_index.core.retrievers": {"BaseRetriever": LlamaIndexRetriever},
+        "llama_index.core.schema": {"NodeWithScore": Record, "TextNode": Record},
+    },
+}
+
+
+def documented(package: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The retriever's class of the page's code."""
+    if importlib.util.find_spec(package) is None:
+        for name, members in {package: {}, **STAND_INS[package]}.items():
+            module = ModuleType(name)
+            module.__dict__.update(members)
+            monkeypatch.setitem(sys.modules, name, module)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    (code,) = [block for block in blocks if package in block]
+    defined: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec", dont_inherit=True), defined)
+    return defined["RetroRetriever"]
+
+
+@pytest.fixture
+def hits(url: str) -> list[dict[str, Any]]:
+    body = {"texts": [TEXT], "k": 3, "rerank": "hybrid"}
+    return httpx.post(url + "/search", json=body, timeout=PATIENCE).json()["results"][0]
+
+
+def test_langchain(url: str, hits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = documented("langchain_core", monkeypatch)(url=url, k=3).invoke(TEXT)
+    assert [each.page_content for each in found] == [hit["text"] + hit["continuation"] for hit in hits]
+    assert [each.metadata for each in found] == [hit["metadata"] | {"score": hit["score"]} for hit in hits]
+
+
+def test_llama_index(url: str, hits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = documented("llama_index", monkeypatch)(url=url, k=3).retrieve(TEXT)
+    assert [each.node.text for each in found] == [hit["text"] + hit["continuation"] for hit in hits]
+    assert [each.node.metadata for each in found] == [hit["metadata"] for hit in hits]
+    assert [each.score for each in found] == [hit["score"] for hit in hits]
+
+
+def test_the_unit_of_systemd_gives_the_server_time_to_stop_and_names_its_options() -> None:
+    found = re.search(r"^```ini\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert found is not None
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[method-assign, assignment]
+    unit.read_string(found[1])
+    assert float(unit["Service"]["TimeoutStopSec"]) > ServeSettings().shutdown_seconds
+    _, verb, _, *options = shlex.split(unit["Service"]["ExecStart"])
+    assert verb == "serve"
+    known = set(ServeSettings.__dataclass_fields__) | {"checkpoint"}
+    assert {each[2:].replace("-", "_") for each in options if each.startswith("--")} <= known
