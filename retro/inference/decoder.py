@@ -25,7 +25,8 @@ from torch import Tensor
 from retro.device import Placement
 from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.model.attention import Attention
-from retro.model.copy_head import CopySource, Found, Matches, context_matches_of_last, neighbor_matches_of_last
+from retro.model.copy_head import CopySource, Found
+from retro.model.copy_matches import Matches, context_matches_of_last, neighbor_matches_of_last
 from retro.model.masks import neighbor_mask, visible
 from retro.model.positions import (
     AlibiPositions,

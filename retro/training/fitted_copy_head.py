@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retro.device import Placement, TensorBatch
-from retro.model.copy_head import CopyHead, CopySource, count_votes, longest_match
+from retro.model.copy_head import CopyHead, CopySource
+from retro.model.copy_matches import count_votes, longest_match
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 

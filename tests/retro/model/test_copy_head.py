@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from retro.model.copy_head import (
+from retro.model.copy_head import CopyHead, CopySource, Origins
+from retro.model.copy_matches import (
     LONGEST,
-    CopyHead,
-    CopySource,
     Matches,
-    Origins,
     context_matches,
     count_votes,
     longest_match,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from retro.device import choose_placement
-from retro.model.copy_head import LONGEST
+from retro.model.copy_matches import LONGEST
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.training.fitted_copy_head import _PULL, fit_copy_head

@@ -1,0 +1,176 @@
+"""Match lengths: how many tokens up to a position of a source equal the last tokens that were read.
+
+They are integers, exact, and need no gradient. A position votes for the token that follows it. Letters of the shape comments as in
+`copy_head.py`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retro.model.masks import neighbor_mask
+
+LONGEST = 16
+"""Longer matches count as this long. A power of two, see `match_lengths`."""
+
+
+class Matches(NamedTuple):
+    """Where the last tokens of each query occur in its source.
+
+    Attributes:
+        lengths: match length of each position, int8 [N, Q, S]; -1 = the query cannot read the position.
+        following: the token that each position votes for, int64 [N, S].
+    """
+
+    lengths: Tensor
+    following: Tensor
+
+
+# Opaque to torch.compile: fused code would compute each length again for every position that reads it, 10 times slower.
+@torch.library.custom_op("retro::match_lengths", mutates_args=())
+def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tensor:
+    """Number of tokens before and including each query that equal those before and including each position.
+
+    Doubles the length: a full match of n tokens continues with the match n tokens earlier. It has no gradient.
+
+    Args:
+        read: int64 [..., Q + longest - 1], the queries after `longest` - 1 earlier tokens; -1 = none.
+        source: int64 [..., S].
+        longest: a power of two; longer matches count as this long.
+
+    Returns:
+        int8 [..., Q, S].
+    """
+    lengths, n = (read[..., :, None] == source[..., None, :]).to(torch.int8), 1
+    while n < longest:
+        before = F.pad(lengths, (n, 0, n, 0))[..., :-n, :-n]
+        lengths = lengths + (lengths == n) * before
+        n *= 2
+    return lengths[..., longest - 1 :, :].contiguous()
+
+
+@match_lengths.register_fake
+def _(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tensor:
+    """The shape of the result, which torch.compile needs."""
+    shape = torch.broadcast_shapes(read.shape[:-1], source.shape[:-1])
+    return read.new_empty((*shape, read.shape[-1] - longest + 1, source.shape[-1]), dtype=torch.int8)
+
+
+def context_matches(tokens: Tensor, documents: Tensor | None, chunk_length: int) -> Matches:
+    """Matches in the preceding tokens of the same document: N = B, Q = S = T.
+
+    Args:
+        tokens: int64 [B, T].
+        documents: int64 [B, ceil(T / m)], or None, as in `Retro.hidden`.
+        chunk_length: m.
+    """
+    at, keys = torch.arange(tokens.shape[1], device=tokens.device), tokens
+    readable = at[:, None] > at  # the last token read has no following token yet
+    if documents is not None:
+        document = documents.repeat_interleave(chunk_length, dim=1)[:, : tokens.shape[1]]
+        readable = readable & (document[:, :, None] == document[:, None])
+        keys = tokens + (document << 32)  # matches end where a document begins
+    lengths = match_lengths(F.pad(keys, (LONGEST - 1, 0), value=-1), keys)
+    return Matches(lengths.masked_fill(~readable, -1), F.pad(tokens[:, 1:], (0, 1)))
+
+
+def neighbor_matches(
+    tokens: Tensor, neighbors: Tensor, neighbor_lengths: Tensor | None, documents: Tensor | None, chunk_length: int
+) -> Matches:
+    """Matches in the neighbors of complete chunks: N = B·U, Q = m, S = K·R.
+
+    Queries are those of chunked cross-attention: the last token of chunk u and the first m - 1 of the next one. Earlier tokens of
+    a match are in chunk u too, since a match has at most m tokens here.
+
+    Args:
+        tokens: int64 [B, T].
+        neighbors: int64 [B, U, K, R], U = T // m.
+        neighbor_lengths: int64 [B, U, K] or None, as in `Retro.hidden`.
+        documents: as in `Retro.hidden`.
+        chunk_length: m.
+    """
+    m, num_chunks = chunk_length, neighbors.shape[1]
+    longest = _longest_in_chunk(m)
+    padded = F.pad(tokens, (0, (num_chunks + 1) * m - 1 - tokens.shape[1]), value=-1)
+    windows = padded[:, m - longest :].unfold(1, m + longest - 1, m)  # [B, U, m + longest - 1]
+    lengths = match_lengths(windows[:, :, None], neighbors, longest)  # [B, U, K, m, R]
+    real = neighbor_mask(neighbors, neighbor_lengths, documents)
+    lengths = lengths.masked_fill(~F.pad(real[..., 1:], (0, 1))[:, :, :, None], -1)  # the last token votes for none
+    return Matches(
+        lengths.transpose(2, 3).flatten(0, 1).flatten(2), F.pad(neighbors[..., 1:], (0, 1)).flatten(0, 1).flatten(1)
+    )
+
+
+def context_matches_of_last(tokens: Tensor) -> Matches:
+    """As `context_matches` for the last token of each row only: Q = 1, S = T.
+
+    Args:
+        tokens: int64 [B, T], rows that end in the last column; -1 = no token.
+    """
+    lengths = match_lengths(F.pad(tokens, (LONGEST - 1, 0), value=-1)[:, -LONGEST:], tokens)  # [B, 1, T]
+    readable = (tokens >= 0) & (torch.arange(tokens.shape[1], device=tokens.device) < tokens.shape[1] - 1)
+    return Matches(lengths.masked_fill(~readable[:, None], -1), F.pad(tokens[:, 1:], (0, 1)).clamp(min=0))
+
+
+def neighbor_matches_of_last(tokens: Tensor, neighbors: Tensor, neighbor_lengths: Tensor, chunk_length: int) -> Matches:
+    """As `neighbor_matches` for the last token of each row only: Q = 1, S = K·R.
+
+    Args:
+        tokens: as in `context_matches_of_last`.
+        neighbors: int64 [B, K, R], of the last complete chunk of each row.
+        neighbor_lengths: int64 [B, K].
+        chunk_length: m.
+    """
+    longest = _longest_in_chunk(chunk_length)
+    lengths = match_lengths(F.pad(tokens, (longest - 1, 0), value=-1)[:, None, -longest:], neighbors, longest)
+    votes = torch.arange(1, neighbors.shape[2] + 1, device=tokens.device) < neighbor_lengths[..., None]
+    lengths = lengths.masked_fill(~votes[:, :, None], -1)  # [B, K, 1, R]
+    return Matches(lengths.transpose(1, 2).flatten(2), F.pad(neighbors[..., 1:], (0, 1)).flatten(1))
+
+
+def _longest_in_chunk(chunk_length: int) -> int:
+    """A match in neighbors has at most m tokens: the ones before may be of another document."""
+    return min(LONGEST, 1 << (chunk_length.bit_length() - 1))
+
+
+class Windows(NamedTuple):
+    """The queries of `neighbor_matches`: [B, T, ...] to windows [B·U, m, ...] and back."""
+
+    chunk_length: int
+    num_chunks: int
+
+    def split(self, x: Tensor) -> Tensor:
+        """Values of tokens [B, T, ...] to those of queries [B·U, m, ...]; zeros after the last token."""
+        m = self.chunk_length
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, (self.num_chunks + 1) * m - 1 - x.shape[1]))
+        return x[:, m - 1 :].unflatten(1, (self.num_chunks, m)).flatten(0, 1)
+
+    def join(self, x: Tensor, num_tokens: int, fill: float = 0.0) -> Tensor:
+        """Values of queries [B·U, m, ...] to those of tokens [B, T, ...]; `fill` for the m - 1 tokens before the first query."""
+        x = x.unflatten(0, (-1, self.num_chunks)).flatten(1, 2)
+        return F.pad(x, (0, 0) * (x.ndim - 2) + (self.chunk_length - 1, 0), value=fill)[:, :num_tokens]
+
+
+def count_votes(matches: Matches, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Count positions by match length: those that vote for another token than the label [N, Q], and those that vote for it.
+
+    Counts need no gradient, and little memory: float32 [N, Q, 17] each.
+    """
+    right = matches.following[:, None] == labels[..., None]
+    column = (2 * matches.lengths + 2 + right).long()  # columns 0 and 1: not readable
+    one = torch.ones((), dtype=torch.int32, device=column.device)
+    counts = torch.zeros(*column.shape[:2], 2 * LONGEST + 4, dtype=torch.int32, device=column.device)
+    wrong, hits = counts.scatter_add(2, column, one.expand_as(column))[..., 2:].unflatten(2, (-1, 2)).float().unbind(3)
+    return wrong, hits
+
+
+def longest_match(matches: Matches) -> tuple[Tensor, Tensor]:
+    """The longest match of each query [N, Q]: its length (-1 = none), and whether all matches as long vote for the same token."""
+    # Of int8, compiled code for CPUs returns 0 if all are negative (pytorch/pytorch#191499, torch 2.13).
+    longest = matches.lengths.int().amax(2).long()
+    is_longest, following = matches.lengths == longest[..., None], matches.following[:, None]
+    largest = following.masked_fill(~is_longest, -1).amax(2)
+    smallest = following.masked_fill(~is_longest, torch.iinfo(torch.int64).max).amin(2)
+    return longest, largest == smallest
