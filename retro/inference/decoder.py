@@ -235,10 +235,9 @@ class Decoder:
             return None
         new = [n for n, row in enumerate(self.rows) if row.keys is None or row.keys[0] != len(row.found)]
         if new:
-            chunks = [
-                np.resize(row.tokens[: len(row.found) * self.m][-self.m :], self.m)
-                for row in (self.rows[n] for n in new)
-            ]
+            ends = [(self.rows[n].tokens, len(self.rows[n].found) * self.m) for n in new]
+            # Zeros for a row without a complete chunk, which has no neighbors.
+            chunks = [np.resize(tokens[:end][-self.m :], self.m) for tokens, end in ends]
             real = neighbor_mask(neighbors[:, None], lengths[:, None], None)[new, 0]
             keys = source.content.keys(neighbors[new], real, self._put(np.stack(chunks)), self.model.embedding.weight)
             for n, each in zip(new, keys, strict=True):
