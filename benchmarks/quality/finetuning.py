@@ -7,8 +7,8 @@
 
 DATA contains a folder for each set, as for `passage_retrieval.py`. `qa_data.py` describes training and test data. Each
 part resumes if it was stopped; `--sets` selects one of the sets. By default the number of steps is chosen so that a
-part ends within --minutes, which is enough to try the script. --steps 0 and --questions 0 give the results of
-docs/results/question-answering.md, in hours.
+part ends within --minutes, which is enough to try the script. --steps 0 and --questions 200 give the results of
+docs/results/question-answering.md.
 """
 
 import argparse
