@@ -180,6 +180,16 @@ def fit_lexical(
     write_settings(folder, settings)
 
 
+def token_weights(folder: Path) -> np.ndarray:
+    """Inverse document frequency of each token, [vocabulary] float32, from the lexical embedder in a datastore's `embedder/`.
+
+    Special tokens have 0. The weights of the embedder are its square roots, see `fit_lexical`.
+    """
+    folder = present(folder)
+    num_tokens = len(np.load(folder / "is_special.npy"))
+    return np.load(folder / "weights.npy", mmap_mode="r")[:num_tokens] ** 2
+
+
 def write_settings(folder: Path, settings: EmbedderSettings) -> None:
     """Write `embedder.json`. A transformer embedder needs nothing else: its weights stay at `path`."""
     write_json(folder / "embedder.json", asdict(settings))

@@ -50,6 +50,11 @@ class Config:
     def __post_init__(self) -> None:
         if url := url_of(self.run):
             raise InputError(f"run = {url!r}: must be a local folder; only datastores can have a URL.")
+        if self.neighbors.rerank == "tokens" and self.embedder.kind != "lexical":
+            raise InputError(
+                f"neighbors.rerank = 'tokens' needs the token weights of embedder.kind = 'lexical', not {self.embedder.kind!r}. "
+                "Use neighbors.rerank = 'embeddings'."
+            )
 
     @property
     def run_settings(self) -> RunSettings:

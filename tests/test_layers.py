@@ -15,7 +15,7 @@ LEVELS = (
         "indexing/splitmix64.py",
         "indexing/threads.py",
     ),
-    ("indexing/embedders.py", "indexing/tokenization", "indexing/vectors"),
+    ("indexing/embedders.py", "indexing/shared_tokens.py", "indexing/tokenization", "indexing/vectors"),
     ("indexing/corpus", "indexing/index"),
     ("indexing/dedup", "indexing/neighbors", "indexing/retrieval", "indexing/verification"),
     ("retro/device.py", "retro/model"),

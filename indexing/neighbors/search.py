@@ -1,9 +1,10 @@
 """Find the neighbors of every chunk once, and store them (paper, sections 2.2 and 2.4).
 
     embeddings of a shard → candidates → drop the own document → drop near copies (optional) → exact distances → store the nearest
+                                                                                  or shared tokens (optional) → store the best
 
 Each generation of the datastore and each datastore of `neighbors.extra_datastores` has an index. Every index is searched, and
-the nearest neighbors of all are stored. New generations are merged with the stored neighbors, with the same result as one
+the nearest or best neighbors of all are stored. New generations are merged with the stored neighbors, with the same result as one
 search of everything.
 
 Chunks are excluded by id, never by their position in a result: column 0 of a search need not be the query itself. Chunks
@@ -21,6 +22,7 @@ from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.list_search import ListIndex
 from indexing.overlap import overlap
 from indexing.progress import Advance
+from indexing.shared_tokens import SharedTokens
 from indexing.store.datastore import Split, open_array
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
@@ -45,8 +47,10 @@ class NeighborSettings:
     """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own documents."""
     candidates: int = 64
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
-    rerank: bool = True
-    """Order candidates by the stored embeddings instead of the index's codes."""
+    rerank: Literal["embeddings", "tokens", "none"] = "embeddings"
+    """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: those that share most tokens with
+    the chunk, rare ones and those near its end above all; best for copying, needs the lexical embedder
+    (docs/results/neighbors-for-copying.md). `none`: by the index's codes."""
     search: Literal["auto", "index", "big-batch", "exact", "lists"] = "auto"
     """How candidates are found. `index`: by the index's codes, query by query. `big-batch`: by the codes, many queries at once
     (Faiss's `big_batch_search`). `exact`: by matrix products with all embeddings. `lists`: by matrix products with the embeddings
@@ -62,7 +66,12 @@ class NeighborSettings:
     @property
     def precise_candidates(self) -> int:
         """Candidates of a search by the embeddings: 1.5 times the stored neighbors, because bfloat16 products are not exact."""
-        return min(self.candidates, self.stored + max(8, self.stored // 2))
+        return min(self.candidates, self.kept + max(8, self.kept // 2))
+
+    @property
+    def kept(self) -> int:
+        """Nearest candidates of each index: those that are stored, or that the order by tokens chooses from."""
+        return self.candidates if self.rerank == "tokens" else self.stored
 
     def __post_init__(self) -> None:
         if not 1 <= self.stored <= _MOST_NEIGHBORS:
@@ -158,7 +167,7 @@ def neighbors_of(
         nprobe: inverted lists that the first search visits; None = the index's `nprobe`.
 
     Returns:
-        ids [n, stored] int64 (-1 = none), distances [n, stored] float32 (+inf), and the number of queries searched again.
+        ids [n, kept] int64 (-1 = none), distances [n, kept] float32 (+inf), and the number of queries searched again.
     """
     chunks = _QueryChunks(queries, excluded, tokens)
     nprobe = index.nprobe if nprobe is None else nprobe
@@ -166,8 +175,9 @@ def neighbors_of(
     ids, distances = _search_once(chunks, index, train, settings, first, nprobe)
     if first >= index.num_vectors and nprobe >= index.max_nprobe:
         return ids, distances, 0  # the search has compared everything
-    starved = np.flatnonzero(ids[:, -1] < 0)
-    for rows, depth, wider in _deeper_searches(starved, ids, chunks.own_sizes(), index, settings.candidates, nprobe):
+    wanted = ids[:, : settings.stored]
+    starved = np.flatnonzero(wanted[:, -1] < 0)
+    for rows, depth, wider in _deeper_searches(starved, wanted, chunks.own_sizes(), index, settings.candidates, nprobe):
         ids[rows], distances[rows] = _search_once(chunks.take(rows), index, train, settings, depth, wider)
     return ids, distances, len(starved)
 
@@ -204,16 +214,16 @@ def _search_once(
     ids = index.search(chunks.vectors, depth, chunks.own, nprobe)  # [n, depth]
     if chunks.tokens is not None and settings.max_overlap < 1:
         ids[_too_similar(ids, train, chunks.tokens, settings.max_overlap)] = -1
-    if settings.rerank:
+    if settings.rerank != "none":
         distances, ids = rerank(chunks.vectors, ids, train.embeddings)
     else:
         # Keep the index's order, but store exact distances.
         ids = np.take_along_axis(ids, np.argsort(ids < 0, axis=1, kind="stable"), 1)
         distances = _exact_distances(chunks.vectors, ids, train)
-    if depth < settings.stored:
-        ids = np.pad(ids, ((0, 0), (0, settings.stored - depth)), constant_values=-1)
-        distances = np.pad(distances, ((0, 0), (0, settings.stored - depth)), constant_values=np.inf)
-    return ids[:, : settings.stored], distances[:, : settings.stored]
+    if depth < settings.kept:
+        ids = np.pad(ids, ((0, 0), (0, settings.kept - depth)), constant_values=-1)
+        distances = np.pad(distances, ((0, 0), (0, settings.kept - depth)), constant_values=np.inf)
+    return ids[:, : settings.kept], distances[:, : settings.kept]
 
 
 def _exact_distances(queries: np.ndarray, ids: np.ndarray, train: Split) -> np.ndarray:
@@ -241,6 +251,7 @@ def neighbor_shard(
     searched: Sequence[OpenIndex],
     settings: NeighborSettings,
     *,
+    order: SharedTokens | None = None,
     before: Path | None = None,
     advance: Advance,
 ) -> dict[str, int]:
@@ -252,6 +263,7 @@ def neighbor_shard(
         rows: first and stop of the chunk ids.
         searched: the indexes.
         settings: stored, candidates, re-ranking, overlap.
+        order: for `rerank` = "tokens".
         before: folder with the same two files from a search of other indexes, to merge with this search.
         advance: called with the number of finished chunks.
 
@@ -271,7 +283,11 @@ def neighbor_shard(
             found, deeper = _search_block(split, (start, stop), searched, settings)
             if known:
                 found.append((known[0][start - rows[0] : stop - rows[0]], known[1][start - rows[0] : stop - rows[0]]))
-            ids, distances = merge_nearest(found, settings.stored)
+            if order is None:
+                ids, distances = merge_nearest(found, settings.stored)
+            else:
+                merged = merge_nearest(found, sum(each.shape[1] for each, _ in found))
+                ids, distances = order.best(split.tokens.read(start, stop), *merged, settings.stored)
             id_file.append(ids)
             distance_file.append(distances)
             present = (ids >= 0).sum(axis=1)
@@ -294,7 +310,7 @@ def _block_rows(searched: Sequence[OpenIndex]) -> int:
 def _search_block(
     split: Split, block: tuple[int, int], searched: Sequence[OpenIndex], settings: NeighborSettings
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-    """Search every index for the chunks [first, stop) of a split: ids and distances [n, stored] of each, and queries searched again."""
+    """Search every index for the chunks [first, stop) of a split: ids and distances [n, kept] of each, and queries searched again."""
     own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == "train" else None
     tokens = (split.tokens.read(*block), split.lengths.read(*block)) if settings.max_overlap < 1 else None
     queries = to_float32(split.embeddings.read(*block))

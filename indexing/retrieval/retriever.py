@@ -17,13 +17,15 @@ from typing import get_args
 
 import numpy as np
 
-from indexing.embedders import Embedder, open_embedder
+from indexing.embedders import Embedder, open_embedder, token_weights
 from indexing.index.sharded import ShardedIndex
 from indexing.retrieval.bm25 import TermStatistics, bm25, sample_statistics
 from indexing.retrieval.candidates import Candidates, SearchableIndex, find_candidates
 from indexing.retrieval.filters import Filters, check_filters, matching_chunks
 from indexing.retrieval.results import Hit, Rerank, Results, StoredChunk, StoredDocument
-from indexing.store.datastore import Datastore, Split
+from indexing.shared_tokens import SharedTokens
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.deletions import deleted_ranges
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, check_searchable, neighbor_ids
@@ -147,15 +149,34 @@ class Retriever:
         return Candidates(joined[:, :keep], near[:, :keep], tuple(name for each in found for name in each.missing))
 
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Full chunks [n, m] → neighbor tokens with continuations [n, k, 2m] int64, and lengths [n, k] int64."""
+        """Full chunks [n, m] → neighbor tokens with continuations [n, k, 2m] int64, and lengths [n, k] int64.
+
+        Candidates are ordered as those of the datastore's stored neighbors (`neighbors.rerank`).
+        """
         return self.neighbors_with_ids(chunks, k)[:2]
 
     def neighbors_with_ids(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """As `neighbors`, with ids [n, k] int64 (-1 = none) and squared distances [n, k] float32."""
-        lengths = np.full(len(chunks), chunks.shape[1], dtype=np.int64)
-        ids, distances = self.nearest(self.embedder.embed(chunks, lengths), k)
+        vectors = self.embedder.embed(chunks, np.full(len(chunks), chunks.shape[1], dtype=np.int64))
+        if self._order is None:
+            ids, distances = self.nearest(vectors, k)
+        else:
+            order, candidates = self._order
+            near = self._candidates(vectors, candidates, k, None)
+            ids, distances = order.best(chunks, near.ids, near.distances, k)
         tokens, found = self.retrieval.with_continuation(ids.ravel())
         return tokens.reshape(len(chunks), k, -1), found.reshape(len(chunks), k), ids, distances
+
+    @cached_property
+    def _order(self) -> tuple[SharedTokens, int] | None:
+        """The order by tokens and its number of candidates, if the stored neighbors have it."""
+        if not self.datastore.has("neighbors"):
+            return None
+        settings = read_manifest(self.datastore.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
+        if settings["neighbors.rerank"] != "tokens":
+            return None
+        weights = token_weights(self.datastore.folder / "embedder")
+        return SharedTokens(weights, self.retrieval), settings["neighbors.candidates"]
 
     # --- search -----------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from indexing.device import has_bfloat16, keep_freed_memory, resolve
+from indexing.embedders import token_weights
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors import search as neighbors
 from indexing.neighbors.list_search import ListIndex
 from indexing.neighbors.search_cost import Hardware, Method, cheapest, describe
 from indexing.progress import Advance
+from indexing.shared_tokens import SharedTokens
 from indexing.store import remote
 from indexing.store.artifact import (
     Recipe,
@@ -24,6 +26,7 @@ from indexing.store.artifact import (
     remove,
 )
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
+from indexing.store.retrieval_set import RetrievalSet
 from indexing.vectors.product_search import ProductIndex
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
@@ -70,7 +73,8 @@ def run_neighbors(config: Config, executor: Executor) -> str:
             searched = (*own[known:], *(() if known else others))
             before = _before(out) if known else None
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
-            task = shard_task(out, recipes[-1], shard, config.neighbors, searched, method, before, size=size)
+            retrieved = (folder, *(part.folder for part in others))
+            task = shard_task(out, recipes[-1], shard, config.neighbors, searched, retrieved, method, before, size=size)
             todo.append(task)
     if todo:
         _warn_of_few_chunks(config)
@@ -113,7 +117,7 @@ def _others(config: Config) -> list[SearchedShards]:
 def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[SearchedShards]) -> Recipe:
     return Recipe(
         stage="neighbors",
-        version=4,
+        version=5,
         settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized"))
         | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
@@ -181,15 +185,23 @@ def neighbor_task(
     shard: int,
     settings: Any,
     searched: tuple[SearchedShards, ...],
+    retrieved: tuple[Path, ...],
     method: Method,
     before: Path | None,
     *,
     advance: Advance,
 ) -> None:
-    """Search the neighbors of one shard's chunks for all splits, and merge them with those of earlier generations."""
+    """Search the neighbors of one shard's chunks for all splits, and merge them with those of earlier generations.
+
+    `retrieved` are the folders of the datastores in the retrieval set, in order.
+    """
     keep_freed_memory()
     folder, opened = out.parent.parent, _open_searched(searched, method)
     datastore = Datastore.open(folder)
+    order = None
+    if settings.rerank == "tokens":
+        retrieval = RetrievalSet(tuple(Datastore.open(path).train for path in retrieved))
+        order = SharedTokens(token_weights(folder / "embedder"), retrieval)
     with create(out, recipe) as (work, counts):
         counts["search"] = method
         for split in map(datastore.split, SPLITS):
@@ -200,6 +212,7 @@ def neighbor_task(
                 (int(starts[shard]), int(starts[shard + 1])),
                 opened,
                 settings,
+                order=order,
                 before=before / split.name if before else None,
                 advance=advance,
             )

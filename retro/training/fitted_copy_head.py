@@ -44,7 +44,7 @@ class CopyFit(NamedTuple):
     after: float
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """n tokens that can read a neighbor, on the CPU.
 
     Attributes:
@@ -85,9 +85,9 @@ def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Place
     if not parts:
         log.warning("copying from neighbors is not fitted: the batches have no neighbors")
         return CopyFit(0, 0.0, 0.0, 0.0)
-    tokens = _Tokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    tokens = Tokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
     source = copy.deepcopy(head.neighbors).cpu()
-    fit = _fit(source, tokens)
+    fit = fit_source(source, tokens)
     head.neighbors.load_state_dict(source.state_dict())
     log.info(
         "copying from neighbors is fitted to %s tokens: loss %.4f before, %.4f after, %.4f without it",
@@ -97,7 +97,7 @@ def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Place
 
 
 @torch.no_grad()
-def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement) -> _Tokens:
+def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement) -> Tokens:
     labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
     read: dict[str, Any] = {name: inputs.get(name) for name in ("tokens", "documents", "neighbors", "neighbor_lengths")}
     *others, own = model.found(**read)
@@ -114,10 +114,10 @@ def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement
         longest,
         agree,
     )
-    return _Tokens(*(each[counted].cpu() for each in by_query))
+    return Tokens(*(each[counted].cpu() for each in by_query))
 
 
-def _fit(source: CopySource, tokens: _Tokens) -> CopyFit:
+def fit_source(source: CopySource, tokens: Tokens) -> CopyFit:
     """Fit the tables of a source on the CPU."""
     tables, initial = (source.scores, source.agreed, source.disagreed), source.tables.detach()
     optimizer = torch.optim.LBFGS(tables, max_iter=_STEPS, line_search_fn="strong_wolfe")
@@ -125,7 +125,9 @@ def _fit(source: CopySource, tokens: _Tokens) -> CopyFit:
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        value = _nats(source, tokens).sum() / number + _PULL / number * (source.tables - initial).square().sum()
+        value = (
+            nats_with_copying(source, tokens).sum() / number + _PULL / number * (source.tables - initial).square().sum()
+        )
         value.backward()
         return value
 
@@ -134,11 +136,11 @@ def _fit(source: CopySource, tokens: _Tokens) -> CopyFit:
         optimizer.step(objective)
     optimizer.zero_grad()
     with torch.no_grad():
-        after = float(_nats(source, tokens).sum() / number)
+        after = float(nats_with_copying(source, tokens).sum() / number)
     return CopyFit(len(tokens.nats), float(tokens.nats.sum() / number), before, after)
 
 
-def _nats(source: CopySource, tokens: _Tokens) -> Tensor:
+def nats_with_copying(source: CopySource, tokens: Tokens) -> Tensor:
     """The loss of each token with copying from neighbors [n].
 
     The gate's log-odds are those against the vocabulary alone. Against all that the model predicts without this source they are

@@ -69,7 +69,7 @@ def test_max_overlap_excludes_near_copies(tiny_datastore: Datastore) -> None:
 def test_without_reranking_neighbors_keep_the_order_of_the_index(tiny_datastore: Datastore) -> None:
     train, valid = tiny_datastore.train, tiny_datastore.valid
     index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
-    settings = replace(NeighborSettings(stored=6, candidates=24), rerank=False)
+    settings = replace(NeighborSettings(stored=6, candidates=24), rerank="none")
     queries = valid.embeddings.read(0, 20).astype(np.float32)
     ids, distances, _ = neighbors_of(queries, index, train, settings)
     assert np.array_equal(ids, index.search(queries, 24)[:, :6])

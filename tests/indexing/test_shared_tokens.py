@@ -1,0 +1,112 @@
+"""Neighbors ordered by shared tokens: the scores, and the same order in the datastore, after appending, and in a live search."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.embedders import EmbedderSettings, token_weights
+from indexing.neighbors.search import NeighborSettings
+from indexing.retrieval.retriever import Retriever
+from indexing.shared_tokens import SharedTokens
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.retrieval_set import RetrievalSet
+from indexing.vectors.exact_search import exact_search
+from pipelines.config import Config
+from pipelines.reports.datastore import measure
+from tests.conftest import build_local, contents, tiny_config, write_corpus
+
+SETTINGS = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="exact")
+
+
+def config_of(folder: Path, *files: Path) -> Config:
+    config = tiny_config(folder, files[0], neighbors=SETTINGS)
+    return replace(config, corpus=replace(config.corpus, paths=tuple(map(str, files))))
+
+
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
+    folder = tmp_path_factory.mktemp("ordered")
+    return build_local(config_of(folder, write_corpus(folder / "a.jsonl", 90)))
+
+
+def order_of(datastore: Datastore) -> SharedTokens:
+    return SharedTokens(token_weights(datastore.folder / "embedder"), RetrievalSet.of(datastore))
+
+
+def test_score_is_the_sum_over_the_tokens_that_a_candidate_contains(ordered: Datastore) -> None:
+    order, m = order_of(ordered), ordered.chunk_length
+    tokens = ordered.valid.tokens.read(0, 5)
+    ids = np.random.default_rng(0).integers(0, ordered.train.num_chunks, (5, 7))
+    ids[2, 3] = -1
+    found = order.scores(tokens, ids)
+    for row, column in np.argwhere(ids >= 0):
+        candidate = set(ordered.train.tokens.gather(ids[row, column : column + 1])[0].tolist())
+        parts = [
+            order.weights[token] * 2 ** (-2 * (m - 1 - t) / m)
+            for t, token in enumerate(tokens[row].tolist())
+            if token in candidate
+        ]
+        assert found[row, column] == pytest.approx(sum(parts), rel=1e-5)
+    assert found[2, 3] == -np.inf
+
+
+def test_weights_are_larger_for_rarer_tokens_and_zero_for_padding(ordered: Datastore) -> None:
+    weights, train = token_weights(ordered.folder / "embedder"), ordered.train
+    chunks = [set(row.tolist()) for row in train.tokens.read(0, train.num_chunks)]
+    counted = np.array([sum(token in chunk for chunk in chunks) for token in range(len(weights))])
+    common, rare = np.argsort(counted)[[-2, len(weights) // 2]]  # padding may be the most common one
+    assert 0 < weights[common] < weights[rare]
+    assert weights[train.pad_id] == 0
+
+
+def test_equal_scores_are_ordered_by_distance_then_id(ordered: Datastore) -> None:
+    order = replace(order_of(ordered), weights=np.zeros(400, np.float32))
+    ids, distances = np.array([[9, 7, -1, 5]]), np.array([[0.5, 0.5, np.inf, 0.1]], dtype=np.float32)
+    best, near = order.best(ordered.valid.tokens.read(0, 1), ids, distances, 4)
+    assert best.tolist() == [[5, 7, 9, -1]]
+    assert near.tolist() == [[np.float32(0.1), 0.5, 0.5, np.inf]]
+
+
+@pytest.mark.parametrize("split_name", ["train", "valid"])
+def test_stored_neighbors_are_the_best_of_the_nearest_candidates(ordered: Datastore, split_name: str) -> None:
+    split, train = ordered.split(split_name), ordered.train
+    excluded = split.documents_of(np.arange(split.num_chunks))[1:] if split_name == "train" else None
+    queries = split.embeddings.read(0, split.num_chunks).astype(np.float32)
+    distances, ids = exact_search(queries, train.embeddings, SETTINGS.candidates, excluded)
+    tokens, order = split.tokens.read(0, split.num_chunks), order_of(ordered)
+    best, _ = order.best(tokens, ids, distances, SETTINGS.stored)
+    stored = split.neighbor_ids.read(0, split.num_chunks)
+    equal = (order.scores(tokens, stored) == order.scores(tokens, best)).all(axis=1)
+    assert equal.mean() > 0.95  # candidates at the border are selected in bfloat16
+    assert (np.diff(order.scores(tokens, stored), axis=1) <= 0).all()
+    assert not np.array_equal(stored, ids[:, : SETTINGS.stored])
+
+
+def test_live_search_returns_the_stored_neighbors(ordered: Datastore) -> None:
+    lengths = ordered.valid.lengths.read(0, ordered.valid.num_chunks)
+    full = np.flatnonzero(lengths == ordered.chunk_length)[:20]
+    tokens, _ = Retriever.open(ordered.folder).neighbors(ordered.valid.tokens.gather(full).astype(np.int64), 3)
+    stored, _ = ordered.train.with_continuation(ordered.valid.neighbor_ids.gather(full)[:, :3].ravel())
+    assert (tokens == stored.reshape(tokens.shape)).all(axis=2).mean() > 0.95  # equal scores, candidates in bfloat16
+
+
+def test_appended_datastore_equals_a_rebuild(tmp_path: Path) -> None:
+    files = [write_corpus(tmp_path / f"{seed}.jsonl", 40, seed) for seed in (1, 2)]
+    build_local(config_of(tmp_path, files[0]))
+    appended = build_local(config_of(tmp_path, *files), append=True)
+    before = contents(appended.folder)
+    build_local(config_of(tmp_path, *files), only="neighbors", rebuild=True)
+    build_local(config_of(tmp_path, *files))
+    assert contents(appended.folder) == before
+
+
+def test_report_has_no_recall_because_the_best_are_not_the_nearest(ordered: Datastore) -> None:
+    assert measure(Retriever.open(ordered.folder))["recall"] == {}
+
+
+def test_other_embedders_have_no_token_weights() -> None:
+    with pytest.raises(InputError, match=r"neighbors\.rerank = 'tokens' needs.*embedder\.kind = 'lexical'"):
+        Config(neighbors=SETTINGS, embedder=EmbedderSettings(kind="transformer", path="minilm"))
