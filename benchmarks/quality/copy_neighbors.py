@@ -276,9 +276,9 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     datastore, place = Datastore.open(options.datastore), placement(options.precision)
     checkpoint = open_checkpoint(options.checkpoint)
-    model, window = load_model(checkpoint, place.device).eval(), checkpoint.settings["data"]["sequence_length"]
+    model, length = load_model(checkpoint, place.device).eval(), checkpoint.settings["data"]["sequence_length"]
     texts = {
-        name: read_text(model, datastore.split(name), name == "train", options.max_tokens, window, place)
+        name: read_text(model, datastore.split(name), name == "train", options.max_tokens, length, place)
         for name in ("train", "valid")
     }
     scale = Scale.of(datastore, texts["valid"])

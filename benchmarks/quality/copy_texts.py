@@ -27,7 +27,7 @@ MANY = 256
 """Candidates of each chunk."""
 CELLS = 2**21
 """Pairs of tokens compared at a time."""
-_FITTED_TOKENS = 24_000
+_FITTED_TOKENS = 23_040
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,15 @@ class Chunks:
         return tokens, lengths
 
 
-def read_text(model: Retro, split: Split, fitted: bool, max_tokens: int, window: int, place: Placement) -> Text:
+def read_text(
+    model: Retro, split: Split, fitted: bool, max_tokens: int, sequence_length: int, place: Placement
+) -> Text:
     """Read a split, and score its first documents, or a sample of windows (`fitted`), without neighbors."""
     rows, lengths = split.tokens.read(0, split.num_chunks), split.lengths.read(0, split.num_chunks).astype(np.int64)
     tokens = rows[np.arange(rows.shape[1]) < lengths[:, None]].astype(np.int64)
     before = np.concatenate([[0], np.cumsum(lengths)])
     starts = np.append(before[split.chunk_ranges(np.arange(split.num_documents))[:, 0]], before[-1])
-    stride = max(1, window // split.chunk_length // 2)  # chunks
+    stride = max(1, sequence_length // split.chunk_length // 2)  # chunks
     windows = list(document_windows(split, 2 * stride, stride))
     wanted = max(1, (_FITTED_TOKENS if fitted else max_tokens or len(tokens)) // (stride * split.chunk_length))
     if fitted:
