@@ -162,9 +162,12 @@ class Bm25:
 
     def scores(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Scores [n, c] of candidates."""
-        out = np.empty(ids.shape, dtype=np.float32)
-        for row, each in enumerate(ids):
-            out[row] = (self.documents[np.maximum(each, 0)] @ self.queries[name][row].T).toarray()[:, 0]
+        out, count = np.empty(ids.shape, dtype=np.float32), ids.shape[1]
+        for start in range(0, len(ids), 256):
+            block = np.maximum(ids[start : start + 256], 0)
+            asked = self.queries[name][start + np.repeat(np.arange(len(block)), count)]
+            sums = self.documents[block.ravel()].multiply(asked).sum(axis=1)
+            out[start : start + 256] = np.asarray(sums).reshape(block.shape)
         return out
 
     def search(self) -> Found:
