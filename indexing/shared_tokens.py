@@ -1,12 +1,11 @@
 """Order candidates by the tokens that they share with the querying chunk, for models that copy from neighbors.
 
-    score of a candidate = sum of idf(x_t) · 2^(-2 (m - 1 - t) / m) over the tokens x_t of the chunk that it contains, t = 0 … m - 1
+    score of a candidate = sum of w_t over the tokens x_t of the chunk that it contains, t = 0 … m - 1
+    w_t = idf(x_t) · 2^(-2 (m - 1 - t) / m), halved for each neighbor chosen before that contains x_t
 
 Embeddings compress the tokens of a chunk; the score compares them exactly. Rare tokens count more, and so do tokens near the end
-of the chunk, where the model continues: the first token counts a quarter of the last one. docs/results/neighbors-for-copying.md
-compares this order with others.
-
-The score depends only on the chunk and the candidate, so the best of several searches are the best of all.
+of the chunk, where the model continues: the first token counts a quarter of the last one. Neighbors are chosen one after another,
+so that each adds what the ones before lack. docs/results/neighbors-for-copying.md compares this order with others.
 """
 
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ import numpy as np
 
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.threads import one_thread_each
+from indexing.vectors.exact_search import order_by_distance
 
 _PAIRS = 4096  # pairs of chunk and candidate compared at a time, so that they stay in the cache
+_SEEN = np.float32(0.5)  # factor of a token for each neighbor that contains it
 
 
 @dataclass(frozen=True)
@@ -32,45 +33,51 @@ class SharedTokens:
     retrieval: RetrievalSet
 
     def best(self, tokens: np.ndarray, ids: np.ndarray, distances: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the k best candidates of each chunk, best first; equal scores by distance, then by id.
+        """Choose k candidates of each chunk, one after another; of equal scores the nearest, then the smallest id.
 
         Args:
             tokens: [n, m], the chunks.
             ids: [n, c] int64, candidates; -1 = none.
-            distances: [n, c] float32, their distances.
+            distances: [n, c] float32, their distances; +inf for none.
             k: at most c.
 
         Returns:
             ids [n, k] (-1 = none) and distances [n, k] (+inf).
         """
-        best_ids, best_distances = (np.empty((len(ids), k), each.dtype) for each in (ids, distances))
+        distances, ids = order_by_distance(distances, ids)
+        chosen = np.empty((len(ids), k), dtype=np.int64)
         rows = max(1, _PAIRS // max(1, ids.shape[1]))
 
         def choose(start: int) -> None:
             block = slice(start, start + rows)
-            scores = self.scores(np.asarray(tokens[block]), ids[block])
-            order = np.lexsort((ids[block], distances[block], -scores), axis=-1)[:, :k]
-            best_ids[block] = np.take_along_axis(ids[block], order, 1)
-            best_distances[block] = np.take_along_axis(distances[block], order, 1)
+            chosen[block] = self._choose(np.asarray(tokens[block]), ids[block], k)
 
         with one_thread_each() as run:
             run(choose, range(0, len(ids), rows))
-        return best_ids, best_distances
+        return np.take_along_axis(ids, chosen, 1), np.take_along_axis(distances, chosen, 1)
 
-    def scores(self, tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Scores [n, c] float32 of candidates [n, c] for chunks [n, m]; -inf for a candidate of -1."""
-        (num_chunks, m), num_candidates = tokens.shape, ids.shape[1]
-        places = np.exp2(-2 * np.arange(m - 1, -1, -1, dtype=np.float32) / m)
-        weights = np.repeat(self.weights[tokens] * places, num_candidates, axis=0)  # [pairs, m]
-        wanted = np.repeat(tokens, num_candidates, axis=0)
+    def _choose(self, tokens: np.ndarray, ids: np.ndarray, k: int) -> np.ndarray:
+        """Columns [n, k] of the chosen candidates; missing ones are last."""
+        m, rows = tokens.shape[1], np.arange(len(ids))
+        weights = self.weights[tokens] * np.exp2(-2 * np.arange(m - 1, -1, -1, dtype=np.float32) / m)  # [n, m]
+        shared = self._shared(tokens, ids)
+        columns, excluded = np.empty((len(ids), k), dtype=np.int64), np.where(ids < 0, np.float32(-1), 0)
+        for number in range(k):
+            # einsum, not matmul: BLAS rounds differently with other numbers of threads.
+            best = (np.einsum("tnc,nt->nc", shared, weights) + excluded).argmax(axis=1)
+            columns[:, number], excluded[rows, best] = best, -np.inf
+            weights *= np.where(shared[:, rows, best].T > 0, _SEEN, 1)
+        return columns
+
+    def _shared(self, tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """Which tokens of the chunks [n, m] are in the candidates [n, c]: float32 [m, n, c], 0 for a candidate of -1."""
         present = np.flatnonzero(ids.ravel() >= 0)
-        scores = np.full(num_chunks * num_candidates, -np.inf, dtype=np.float32)
+        wanted = tokens[present // ids.shape[1]]  # [present, m]
         # Pairs are adjacent, so that each operation runs over long rows.
         found = np.ascontiguousarray(
             self.retrieval.chunks(ids.ravel()[present])[0].T, dtype=tokens.dtype
         )  # [m, present]
-        shared = np.zeros(len(present), dtype=np.float32)
-        for t in range(m):
-            shared += weights[present, t] * (found == wanted[present, t]).any(axis=0)
-        scores[present] = shared
-        return scores.reshape(ids.shape)
+        shared = np.zeros((tokens.shape[1], ids.size), dtype=np.float32)
+        for t, token in enumerate(np.ascontiguousarray(wanted.T)):
+            shared[t, present] = (found == token).any(axis=0)
+        return shared.reshape(-1, *ids.shape)

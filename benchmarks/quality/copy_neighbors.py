@@ -9,13 +9,13 @@ once; only the neighbors differ, so any chunk length can be tried with the datas
 | kind | |
 |---|---|
 | `embeddings` | exact search by the lexical embeddings: `neighbors.rerank = "embeddings"` |
-| `tokens` | 64 of these candidates, ordered by shared tokens: `neighbors.rerank = "tokens"` |
+| `tokens` | 64 of these candidates, chosen by shared tokens: `neighbors.rerank = "tokens"` |
 | `tokens 256` | the same with 256 candidates |
-| `tokens, even` | without the larger weight of the end of the chunk |
 | `n-grams` | as `tokens`, with shared bigrams too |
+| `alone` | as `tokens`, but each candidate is scored alone, whatever the neighbors before it share |
+| `alone, even` | without the larger weight of the end of the chunk, too |
 | `bm25` | 64 candidates, ordered by BM25 of the chunk's tokens |
 | `end` | 64 candidates, ordered by the longest run of tokens that ends the chunk; equal runs by distance |
-| `diverse` | as `n-grams`, one after another: n-grams of neighbors chosen before count half |
 | `sparse` | exact search of all chunks by BM25 of tokens, bigrams and trigrams |
 | `oracle` | 64 candidates, ordered by what each saves in the next chunk: an upper bound that no search reaches |
 
@@ -79,10 +79,10 @@ def shared(corpus: CutCorpus, name: str, ids: np.ndarray) -> np.ndarray:
     return out
 
 
-def by_runs(corpus: CutCorpus, longest: int, name: str, ids: np.ndarray, *, even: bool = False) -> np.ndarray:
-    """Sum over tokens and run lengths up to `longest` of the weight of the token, if the candidate has the run."""
-    runs = np.minimum(shared(corpus, name, ids), longest).astype(np.float32)
-    return np.einsum("ncm,nm->nc", runs, _weights(corpus, name, even))
+def alone(corpus: CutCorpus, name: str, ids: np.ndarray, *, even: bool = False) -> np.ndarray:
+    """Sum over the tokens of the chunk that the candidate contains of their weights: [n, c]."""
+    contained = (shared(corpus, name, ids) >= 1).astype(np.float32)
+    return np.einsum("ncm,nm->nc", contained, _weights(corpus, name, even))
 
 
 def _weights(corpus: CutCorpus, name: str, even: bool = False) -> np.ndarray:
@@ -90,18 +90,19 @@ def _weights(corpus: CutCorpus, name: str, even: bool = False) -> np.ndarray:
     return corpus.weights[corpus.asked(name)] * (1 if even else places)
 
 
-def diverse(corpus: CutCorpus, count: int) -> Found:
-    """Choose candidates one after another; n-grams of those chosen before count half."""
+def diverse(corpus: CutCorpus, count: int, longest: int) -> Found:
+    """Choose candidates one after another; n-grams up to `longest` of those chosen before count half."""
     found = {}
     for name, (ids, _) in corpus.nearest.items():
         runs, rows = shared(corpus, name, ids[:, :count]), np.arange(len(ids))
-        has = np.stack([runs >= 1, runs >= 2], axis=2).astype(np.float32)  # [n, c, 2, m]
-        weights = np.repeat(_weights(corpus, name)[:, None], 2, axis=1)
-        chosen, taken = np.empty((len(ids), 16), dtype=np.int64), np.zeros(has.shape[:2], dtype=bool)
+        weights = np.repeat(_weights(corpus, name)[None], longest, axis=0)  # [lengths, n, m]
+        chosen, taken = np.empty((len(ids), 16), dtype=np.int64), ids[:, :count] < 0
         for number in range(16):
-            best = np.where(taken, -1, np.einsum("ncgm,ngm->nc", has, weights)).argmax(1)
+            scores = sum(np.einsum("ncm,nm->nc", runs > n, each) for n, each in enumerate(weights))
+            best = np.where(taken, -1, scores).argmax(1)
             chosen[:, number], taken[rows, best] = ids[rows, best], True
-            weights = weights * 0.5 ** has[rows, best]
+            for n in range(longest):
+                weights[n] *= np.where(runs[rows, best] > n, 0.5, 1)
         found[name] = chosen
     return found
 
@@ -187,15 +188,15 @@ class Bm25:
 
 KINDS: dict[str, Callable[[CutCorpus], Found]] = {
     "embeddings": lambda corpus: {name: ids for name, (ids, _) in corpus.nearest.items()},
-    "tokens": lambda corpus: reordered(corpus, CANDIDATES, partial(by_runs, corpus, 1)),
-    "tokens 256": lambda corpus: reordered(corpus, MANY, partial(by_runs, corpus, 1)),
-    "tokens, even": lambda corpus: reordered(corpus, CANDIDATES, partial(by_runs, corpus, 1, even=True)),
-    "n-grams": lambda corpus: reordered(corpus, CANDIDATES, partial(by_runs, corpus, 2)),
+    "tokens": lambda corpus: diverse(corpus, CANDIDATES, 1),
+    "tokens 256": lambda corpus: diverse(corpus, MANY, 1),
+    "n-grams": lambda corpus: diverse(corpus, CANDIDATES, 2),
+    "alone": lambda corpus: reordered(corpus, CANDIDATES, partial(alone, corpus)),
+    "alone, even": lambda corpus: reordered(corpus, CANDIDATES, partial(alone, corpus, even=True)),
     "bm25": lambda corpus: reordered(corpus, CANDIDATES, Bm25(corpus, (1,)).scores),
     "end": lambda corpus: reordered(
         corpus, CANDIDATES, lambda name, ids: shared(corpus, name, ids)[..., -1].astype(float)
     ),
-    "diverse": lambda corpus: diverse(corpus, CANDIDATES),
     "sparse": lambda corpus: Bm25(corpus, (1, 2, 3)).search(),
     "oracle": oracle,
 }

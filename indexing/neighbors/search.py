@@ -5,7 +5,7 @@
 
 Each generation of the datastore and each datastore of `neighbors.extra_datastores` has an index. Every index is searched, and
 the nearest or best neighbors of all are stored. New generations are merged with the stored neighbors, with the same result as one
-search of everything.
+search of everything. The order by tokens depends on all candidates, so with it everything is searched again.
 
 Chunks are excluded by id, never by their position in a result: column 0 of a search need not be the query itself. Chunks
 left with fewer neighbors than `neighbors.stored` are searched again with more candidates. Missing neighbors are stored as -1.
@@ -48,9 +48,9 @@ class NeighborSettings:
     candidates: int = 64
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
     rerank: Literal["embeddings", "tokens", "none"] = "embeddings"
-    """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: those that share most tokens with
-    the chunk, rare ones and those near its end above all; best for copying, needs the lexical embedder
-    (docs/results/neighbors-for-copying.md). `none`: by the index's codes."""
+    """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
+    with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
+    (docs/explanation/neighbor-search.md). `none`: by the index's codes."""
     search: Literal["auto", "index", "big-batch", "exact", "lists"] = "auto"
     """How candidates are found. `index`: by the index's codes, query by query. `big-batch`: by the codes, many queries at once
     (Faiss's `big_batch_search`). `exact`: by matrix products with all embeddings. `lists`: by matrix products with the embeddings
@@ -264,7 +264,7 @@ def neighbor_shard(
         searched: the indexes.
         settings: stored, candidates, re-ranking, overlap.
         order: for `rerank` = "tokens".
-        before: folder with the same two files from a search of other indexes, to merge with this search.
+        before: folder with the same two files from a search of other indexes, to merge with this search; None with an order.
         advance: called with the number of finished chunks.
 
     Returns:
@@ -286,8 +286,8 @@ def neighbor_shard(
             if order is None:
                 ids, distances = merge_nearest(found, settings.stored)
             else:
-                merged = merge_nearest(found, sum(each.shape[1] for each, _ in found))
-                ids, distances = order.best(split.tokens.read(start, stop), *merged, settings.stored)
+                candidates = merge_nearest(found, settings.candidates)
+                ids, distances = order.best(split.tokens.read(start, stop), *candidates, settings.stored)
             id_file.append(ids)
             distance_file.append(distances)
             present = (ids >= 0).sum(axis=1)
