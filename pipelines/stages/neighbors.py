@@ -67,9 +67,9 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         # The recipes of this shard for a datastore with one generation, two generations, …
         recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
         out = folder / "neighbors" / shard_name(shard)
-        known = (
-            _set_aside(out, recipes) if config.neighbors.rerank != "tokens" else 0
-        )  # that order needs all candidates
+        known = _set_aside(out, recipes)
+        if config.neighbors.rerank == "tokens":
+            known = 0  # the order needs all candidates, and only the chosen ones are stored
         if not is_finished(out, recipes[-1]):
             method = method or _method(config, Datastore.open(folder).train)
             searched = (*own[known:], *(() if known else others))
