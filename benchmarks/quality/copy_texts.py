@@ -18,7 +18,7 @@ from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement, TensorBatch
 from retro.evaluation.windows import document_windows, window_batches
-from retro.model.copy_head import CopyHead, CopySource, Matches, count_votes, longest_match, neighbor_matches
+from retro.model.copy_head import CopySource, Matches, count_votes, longest_match, neighbor_matches
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 from retro.training.fitted_copy_head import Tokens, fit_source, nats_with_copying
@@ -118,12 +118,11 @@ def read_text(
 def _scored(model: Retro, batch: TensorBatch, place: Placement) -> tuple[np.ndarray, np.ndarray]:
     """Losses and logs of the vocabulary's shares without neighbors, [B, T] each."""
     labels = batch.pop("labels")
-    head: CopyHead | None = model.copy_head
+    head = model.copy_head
     with place.autocast():
         hidden = model.hidden(**batch)
-        copying = (
-            None if head is None else head.mixture_of(hidden, labels, head.find(batch["tokens"], batch["documents"]))
-        )
+        found = model.found(batch["tokens"], batch["documents"])
+        copying = None if head is None else head.mixture_of(hidden, labels, found)
         losses = token_losses(hidden, model.output_weight, labels, copying)
     shares = torch.zeros_like(losses) if copying is None else copying.log_keep
     return losses.float().cpu().numpy(), shares.float().cpu().numpy()
