@@ -43,7 +43,7 @@ from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.leakage import leakage_of
 from retro.evaluation.sets import EvaluationSet
-from retro.model.copy_head import match_lengths
+from retro.model.copy_matches import match_lengths
 
 CANDIDATES = 64
 LEAKAGE = 0.25

@@ -18,7 +18,8 @@ from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement, TensorBatch
 from retro.evaluation.windows import document_windows, window_batches
-from retro.model.copy_head import CopySource, Matches, count_votes, longest_match, neighbor_matches
+from retro.model.copy_head import CopySource
+from retro.model.copy_matches import Matches, count_votes, longest_match, neighbor_matches
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 from retro.training.fitted_copy_head import Tokens, fit_source, nats_with_copying

@@ -9,7 +9,7 @@ index. The held-out chunks are searched again:
 |---|---|
 | exact | all embeddings; defines recall |
 | n lists | candidates by the codes of the index in n inverted lists, re-ranked by the embeddings (`neighbors.search = "index"`) |
-| n lists, not re-ranked | the order of the codes (`neighbors.rerank = false`) |
+| n lists, not re-ranked | the order of the codes (`neighbors.rerank = "none"`) |
 | random | chunks drawn at random |
 
 The numbers of lists are powers of two, those whose recall@2 is nearest to --recalls. The model reads the neighbors that each
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -89,7 +89,9 @@ def searches(folder: Path, recalls: tuple[float, ...], not_reranked: tuple[int, 
         )
     queries = to_float32(held_out.embeddings.read(0, held_out.num_chunks))
 
-    def found(index: Index, nprobe: int | None = None, rerank: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    def found(
+        index: Index, nprobe: int | None = None, rerank: Literal["embeddings", "none"] = "embeddings"
+    ) -> tuple[np.ndarray, np.ndarray]:
         return neighbors_of(queries, index, train, NeighborSettings(rerank=rerank), nprobe=nprobe)[:2]
 
     exact = found(ProductIndex(train.embeddings))
@@ -111,7 +113,7 @@ def searches(folder: Path, recalls: tuple[float, ...], not_reranked: tuple[int, 
         named("exact", exact),
         *(each for each in reversed(ladder.values()) if each.name in chosen),
         *(
-            named(f"{_lists(n)}, not re-ranked", found(index, n, rerank=False))
+            named(f"{_lists(n)}, not re-ranked", found(index, n, rerank="none"))
             for n in sorted(not_reranked, reverse=True)
         ),
         Search("random", (0.0,) * len(RECALL_AT), NeighborUse(1, "random")),
