@@ -97,7 +97,9 @@ def datastore_config(folder: Path, name: str, paths: tuple[str, ...], options: a
         tokenizer=TokenizerSettings(vocab_size=options.vocab_size),
         chunks=ChunkSettings(chunk_length=options.chunk_length),
         embedder=EMBEDDERS[name],
-        neighbors=NeighborSettings(search="exact"),  # the comparison is about models, not about search
+        neighbors=NeighborSettings(
+            search="exact", rerank=options.rerank
+        ),  # the comparison is about models, not about search
     )
 
 
@@ -203,6 +205,7 @@ def main() -> None:
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
     parser.add_argument("--k", type=int, default=2)
+    parser.add_argument("--rerank", default="embeddings", choices=["embeddings", "tokens"], help="of `build`")
     parser.add_argument("--chunk-length", type=int, default=64, help="must be the same for `build` and `train`")
     parser.add_argument("--retrieval-dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=2e-3)
