@@ -131,7 +131,10 @@ def drop_neighbors(batch: Batch, samples: range, retrieval_dropout: float, seed:
 
 
 def without_absent_neighbors(batch: Batch) -> Batch:
-    """The batch with retrieval OFF if none of its sequences has a neighbor: the same results for less work."""
+    """The batch with retrieval OFF if none of its sequences has a neighbor: the same activations for less work.
+
+    Encoder and cross-attention then have no gradient instead of one of zeros, so the optimizer leaves them as they are.
+    """
     if batch.neighbor_lengths is None or batch.neighbor_lengths.any():
         return batch
     return replace(batch, neighbors=None, neighbor_lengths=None)

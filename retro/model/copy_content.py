@@ -18,7 +18,7 @@ from torch import Tensor, nn
 _AROUND = 5
 """Tokens that a key mixes: its own, and as many before as after."""
 _WINDOWS = (9, 33, 129)
-"""Tokens around a position, in each of which shared tokens are counted: about a phrase, a sentence, a passage."""
+"""Lengths of windows around a position. Shared tokens are counted in each: about a phrase, a sentence, a passage."""
 _WEIGHTS = 4
 """Weights of a shared token, each learned from its embedding: rare tokens say more than frequent ones."""
 

@@ -78,7 +78,7 @@ class CopySource(nn.Module):
         """Attention of queries to positions, float32 [N, Q, S]; 0 for a query that can read none.
 
         Args:
-            matches: match lengths, of which each has a score.
+            matches: their lengths decide the scores.
             by_content: scores added to these, [N, Q, S].
         """
         readable = matches.lengths >= 0
