@@ -3,7 +3,8 @@
 prompts → decoder (finds neighbors of every completed chunk) → logits → one token of each row → text → …
 
 A continuation depends only on its prompt and the seed, not on the other prompts of the batch: each row has its own random
-generator with the same seed. Several continuations of a prompt have consecutive seeds; their prompt is read once. (Up to rounding: matrix products of a batch may sum in another order than those of a single row.)
+generator with the same seed. Several continuations of a prompt have consecutive seeds; their prompt is read once. (Up to
+rounding: matrix products of a batch may sum in another order than those of a single row.)
 """
 
 from collections.abc import Iterator, Sequence

@@ -33,7 +33,7 @@ def neighbors_of(service: Service, request: schemas.SamplingRequest) -> int:
     """Return the number of neighbors of each chunk that a request's model reads; 0 = retrieval OFF.
 
     Raises:
-        ApiError: there is no model of this name that generates, or k is too large.
+        ApiError: no model has this name, it does not generate, or k is too large.
     """
     service.model()
     _check(request.model, _generating(service))
