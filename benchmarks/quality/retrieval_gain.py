@@ -42,6 +42,7 @@ from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedders import EmbedderSettings, TransformerEmbedder
 from indexing.neighbors.search import NeighborSettings
+from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.planning.calibration import draw_sample
@@ -230,7 +231,10 @@ def main() -> None:
         torch.set_num_threads(options.threads or torch.get_num_threads())
         score_runs(options.output, limit, 0 if math.isinf(limit.seconds) else SHORT_EVALUATION)
     else:
-        summarize(options.output, [*MODELS, *COPY_HEADS, *ABLATIONS])
+        try:
+            summarize(options.output, [*MODELS, *COPY_HEADS, *ABLATIONS])
+        except InputError as error:
+            parser.error(str(error))
 
 
 if __name__ == "__main__":

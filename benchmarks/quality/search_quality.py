@@ -253,7 +253,10 @@ def main() -> None:
     for number, run in enumerate(options.runs):
         results = RunResults(options.output, open_checkpoint(run), options.max_tokens)
         folder = Path(results.checkpoint.folders[0])
-        found = searches(folder, tuple(options.recalls), tuple(options.not_reranked))
+        try:
+            found = searches(folder, tuple(options.recalls), tuple(options.not_reranked))
+        except InputError as error:
+            parser.error(str(error))
         measure_run(results, found, options.k, limit.share(len(options.runs) - number))
         measured.append((results, found))
     sections = [Section(results.name, table=table_of(results, found, options.k)) for results, found in measured]
