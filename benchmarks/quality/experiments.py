@@ -1,6 +1,7 @@
 """Shared code of experiments that train with the command line: config files, corpus samples, number of steps."""
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,9 +24,19 @@ _PLANNED = 0.8  # share of the time that is planned, so that the last run fits o
 
 def retro(*arguments: str) -> None:
     """Run a command of the command line; exit if it fails, since it has said why."""
-    status = subprocess.run([sys.executable, "-m", "pipelines.cli", *arguments]).returncode
+    status = run([sys.executable, "-m", "pipelines.cli", *arguments])
     if status:
         raise SystemExit(status)
+
+
+def run(command: Sequence[str]) -> int:
+    """Run a command and return its exit status. SIGTERM is passed on, so that a run writes its checkpoint and ends."""
+    with subprocess.Popen(command) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def written(file: Path, config: Config) -> str:
