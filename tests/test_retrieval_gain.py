@@ -28,7 +28,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> P
     """A folder as `retrieval_gain train` leaves it: two finished runs, and one with an earlier checkpoint only."""
     out = tmp_path_factory.mktemp("experiment")
     config = tiny_config(out, tiny_corpus)
-    config = replace(config, datastore=out / "lexical", neighbors=replace(config.neighbors, stored=8))
+    config = replace(config, datastore=out / "lexical", neighbors=replace(config.neighbors, stored=16))
     build_local(config)
     copying = {"copy_head.context": True, "copy_head.neighbors": True, "retrieval.cca_layers": ()}
     for name, changes in {"baseline": {"retrieval.cca_layers": ()}, "copy": copying}.items():
@@ -47,7 +47,7 @@ def test_scores_give_the_figures_of_a_direct_comparison_and_are_reused(
     score_runs(experiment, Budget(math.inf), 0)
     runs, direct = experiment / "seed-0", tmp_path / "direct.json"
     assert sorted(file.name for file in runs.glob("score-*")) == ["score-baseline.npz", "score-copy.npz"]
-    arguments = ["--against", str(runs / "run-baseline"), "--k", "1", "2", "4", "8", "--output", str(direct)]
+    arguments = ["--against", str(runs / "run-baseline"), "--k", "1", "2", "4", "8", "16", "--output", str(direct)]
     assert main(["eval", "perplexity", str(runs / "run-copy"), *arguments]) == 0
     expected, scores = json.loads(direct.read_text()), load(runs / "score-copy.npz")
     ours = [row for row in expected["results"] if row["model"] == "run-copy"]
@@ -115,8 +115,20 @@ def test_changes_are_against_the_same_seed_with_mean_and_range(two_seeds: Path) 
 def test_changes_by_shared_tokens_count_only_chunks_below_the_level(two_seeds: Path) -> None:
     table = leakage_table(load_all(two_seeds, ORDER), "context")
     assert table.header[2:] == ["4 tokens (α = 0.5, 50.0% of chunks)", "8 tokens (α = 1, 100.0% of chunks)"]
-    assert table.rows[0] == ["context", "bits per byte", "1.0000", "1.0000"]
+    assert table.rows[0] == ["context", "OFF: bits per byte", "1.0000", "1.0000"]
     assert [cell.split(" ")[0] for cell in table.rows[2][2:]] == ["+0.0%", "-20.0%"]
+
+
+def test_a_reference_that_retrieves_is_compared_with_the_same_number_of_neighbors(two_seeds: Path) -> None:
+    for seed in (0, 1):
+        save(two_seeds / f"seed-{seed}" / "score-both.npz", scored({0: [9, 9, 9, 9], 2: [10, 5, 10, 5]}), "mark")
+    scores = load_all(two_seeds, (*ORDER, "both"))
+    rows = {(row[0], row[1]): row[2:] for row in changes_table(scores, "copy").rows}
+    assert rows["both", "OFF"][0].startswith("-10.0%")
+    assert rows["both", "ON, k = 2"][0].startswith("-16.7%")  # 30 bits against 36
+    rows = {(row[0], row[1]): row[2:] for row in leakage_table(scores, "copy").rows}
+    assert rows["copy", "ON, k = 2: bits per byte"] == ["1.0000", "0.8000"]
+    assert [cell.split(" ")[0] for cell in rows["both", "ON, k = 2"]] == ["+0.0%", "-6.2%"]
 
 
 def test_scores_of_different_chunks_are_refused(two_seeds: Path) -> None:

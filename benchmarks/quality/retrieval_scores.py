@@ -24,7 +24,7 @@ from retro.evaluation.bits_per_byte import ChunkScores, SetResult
 from retro.evaluation.leakage import by_leakage
 from retro.evaluation.sets import open_sets
 
-NEIGHBORS = (1, 2, 4, 8)
+NEIGHBORS = (1, 2, 4, 8, 16)
 """Numbers of neighbors that models with retrieval are scored with."""
 
 

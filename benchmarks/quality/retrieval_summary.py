@@ -19,8 +19,8 @@ from pipelines.results import Table
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.settings import EvaluationSettings
 
-REFERENCES = ("context", "baseline")
-"""Models without retrieval that all others are compared with."""
+REFERENCES = ("context", "baseline", "copy")
+"""Models that all others are compared with: `context` and `baseline` OFF; `copy`, which retrieves, with the same k."""
 
 AllScores = Mapping[str, Mapping[int, Scores]]
 """Model → seed → scores."""
@@ -58,8 +58,8 @@ def summarize(out: Path, order: Sequence[str]) -> None:
 
 _MEANS = "With several seeds: the mean, and in brackets the lowest and the highest."
 _CHANGES = (
-    "Each seed against the reference with the same seed, with the 95% interval of bootstraps over documents. Last column: mean "
-    "over seeds, lowest to highest."
+    "Each seed against the reference with the same seed and, if the reference retrieves, the same k; in brackets the 95% interval "
+    "of bootstraps over documents. Last column: mean over seeds, lowest to highest."
 )
 _LEAKAGE = (
     "Only chunks that share a run of at most this number of tokens with one of their ten nearest neighbors; α is this number "
@@ -82,14 +82,15 @@ def bits_table(scores: AllScores) -> Table:
 
 
 def changes_table(scores: AllScores, reference: str) -> Table:
-    """A row for each model and k: change of bits per byte against the reference with the same seed."""
+    """A row for each model and k: change of bits per byte against the reference with the same seed (and k)."""
     all_seeds = sorted({seed for seeds in scores.values() for seed in seeds})
     rows = []
     for name, k in _measurements(scores, reference):
         cells, found = [], []
         for seed in all_seeds:
             if seed in scores[name] and seed in scores[reference]:
-                change = compare(scores[name][seed].results[k], scores[reference][seed].results[0])
+                theirs = scores[reference][seed].results[same_k(scores, reference, k)]
+                change = compare(scores[name][seed].results[k], theirs)
                 found.append(change[0])
                 cells.append(percent(*change))
             else:
@@ -104,9 +105,13 @@ def leakage_table(scores: AllScores, reference: str) -> Table:
     example = next(iter(scores[reference].values()))
     m = example.chunk_length
     header = [f"{t} tokens (α = {t / m:g}, {100 * example.share(t):.1f}% of chunks)" for t in levels]
-    rows = [[reference, "bits per byte"]]
     seeds = set(scores[reference])
-    rows[0] += [f"{part.bits_per_byte:.4f}" if (part := pooled(scores[reference], 0, t, seeds)) else "" for t in levels]
+    rows = []
+    for k in example.results:
+        parts = [pooled(scores[reference], k, tokens, seeds) for tokens in levels]
+        rows.append(
+            [reference, f"{mode(k)}: bits per byte", *(f"{part.bits_per_byte:.4f}" if part else "" for part in parts)]
+        )
     for name, k in _measurements(scores, reference):
         both = seeds & set(scores[name])
         rows.append([name, mode(k), *(_level_change(scores, name, k, reference, t, both) for t in levels)])
@@ -146,6 +151,11 @@ def shared_tokens(scores: AllScores) -> list[int]:
     return sorted({min(tokens, m) for tokens in EvaluationSettings().leakage_tokens})
 
 
+def same_k(scores: AllScores, reference: str, k: int) -> int:
+    """The k that the reference is compared with: the same, or OFF if it does not retrieve."""
+    return k if k in next(iter(scores[reference].values())).results else 0
+
+
 def pooled(seeds: Mapping[int, Scores], k: int, tokens: int, chosen: set[int]) -> SetResult | None:
     """Scores of some seeds together, over the chunks that share at most this number of tokens; None if there are none."""
     parts = [part for seed in sorted(chosen) if (part := seeds[seed].at_most(k, tokens)) is not None]
@@ -182,7 +192,8 @@ def _measurements(scores: AllScores, reference: str) -> list[tuple[str, int]]:
 
 
 def _level_change(scores: AllScores, name: str, k: int, reference: str, tokens: int, seeds: set[int]) -> str:
-    ours, theirs = pooled(scores[name], k, tokens, seeds), pooled(scores[reference], 0, tokens, seeds)
+    ours = pooled(scores[name], k, tokens, seeds)
+    theirs = pooled(scores[reference], same_k(scores, reference, k), tokens, seeds)
     return percent(*compare(ours, theirs)) if ours and theirs else ""
 
 
@@ -205,7 +216,8 @@ def _leakage_plot(scores: AllScores, reference: str) -> str:
     largest = dict(_measurements(scores, reference))  # the last k of a model
     for color, (name, k) in enumerate(largest.items()):
         seeds = set(scores[name]) & set(scores[reference])
-        pairs = [(t, pooled(scores[name], k, t, seeds), pooled(scores[reference], 0, t, seeds)) for t in levels]
+        own = same_k(scores, reference, k)
+        pairs = [(t, pooled(scores[name], k, t, seeds), pooled(scores[reference], own, t, seeds)) for t in levels]
         points = [(t, 100 * (a.bits_per_byte / b.bits_per_byte - 1)) for t, a, b in pairs if a and b]
         lines[f"{name} {mode(k)}"] = PlotLine([t for t, _ in points], [change for _, change in points], color)
     return line_plot(lines, "shared tokens at most", "change of bits per byte, %", f"against {reference}", log_x=True)
