@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 
 from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import LanguageModel
-from retro.server import docs_page, model_api, schemas, search_api
+from retro.server import docs_page, model_api, page_api, schemas, search_api
 from retro.server.errors import ApiError, error_responses, reraise_errors
 from retro.server.json_route import DirectJson
 from retro.server.limits import Limits
@@ -65,7 +65,7 @@ def make_app(
     )
     app.state.service = service
     routers = (
-        router, search_api.router, model_api.router,
+        router, search_api.router, page_api.router, model_api.router,
         models.router, chat.router, openai_api.router, docs_page.router,
     )  # fmt: skip
     for each in routers:

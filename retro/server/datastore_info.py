@@ -6,9 +6,9 @@ from typing import Any
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json
-from indexing.store.remote import present, url_of
+from indexing.store.remote import present
 from retro.model.presets import count_parameters
-from retro.server.service import Service
+from retro.server.service import Service, datastore_name
 
 
 def datastore_info(service: Service) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def datastore_info(service: Service) -> dict[str, Any]:
 def _datastore(folder: Path) -> dict[str, Any]:
     datastore = Datastore.open(folder)
     totals = datastore.manifest["splits"]["train"]
-    info: dict[str, Any] = {"name": url_of(folder) or "/".join(folder.resolve().parts[-2:])}
+    info: dict[str, Any] = {"name": datastore_name(folder)}
     info["fingerprint"] = datastore.fingerprint
     info |= {key: sum(totals[key]) for key in ("documents", "chunks", "tokens", "bytes")}
     report = present(folder / "report.json")

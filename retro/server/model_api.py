@@ -53,6 +53,7 @@ def _scored(
     text, off = request.text, scores_off.log_probabilities
     on = None if scores_on is None else scores_on.log_probabilities
     whole, ends = token_ends(service.retriever.tokenizer.decode_batch, tokens)
+    m = service.retriever.datastore.chunk_length
     scored, start = [], 0
     for first, stop in character_groups(ends):
         off_sum, on_sum = float(off[first:stop].sum()), None if on is None else float(on[first:stop].sum())
@@ -62,6 +63,7 @@ def _scored(
                 on=on_sum,
                 off=off_sum,
                 difference=None if on_sum is None else on_sum - off_sum,
+                chunk=(first + 1) // m,  # the beginning-of-document token is in the first chunk
             )
         )
         start = ends[stop - 1]

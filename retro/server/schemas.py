@@ -28,6 +28,9 @@ def _example(**fields: Any) -> ConfigDict:
 
 
 Filters = dict[str, Value | list[Value]]
+SEARCHED_DATASTORE: Any = Field(
+    "", description="Name of the only datastore to search, see `GET /datastore`; empty = all."
+)
 
 # ----------------------------------------------------------------------------------------------------------- search
 
@@ -49,6 +52,7 @@ class SearchRequest(Request):
         description="Column of the documents' metadata → the required value, or a list of accepted values.",
     )
     rerank: Rerank = "embeddings"
+    datastore: str = SEARCHED_DATASTORE
     text: bool = Field(
         True,
         description="If false, hits have only id, score and distance: the other fields take most of a search's time.",
@@ -93,6 +97,7 @@ class NeighborsRequest(Request):
     k: int = Field(2, ge=1)
     filters: Filters = Field(default_factory=dict)
     rerank: Rerank = "embeddings"
+    datastore: str = SEARCHED_DATASTORE
 
 
 class Span(BaseModel):
@@ -207,6 +212,28 @@ class DatastoreResponse(BaseModel):
     limits: dict[str, int | float]
 
 
+class Example(BaseModel):
+    """The beginning of a document."""
+
+    document_id: str
+    title: str
+    text: str
+
+
+class ExamplesResponse(BaseModel):
+    """Passages to try. If no documents are held out, they are from the datastore itself, and a search finds them."""
+
+    held_out: bool
+    examples: list[Example]
+
+
+class FilterValuesResponse(BaseModel):
+    """Values of a column. `complete` is false if there are more, or if only the first documents were read."""
+
+    values: list[Value]
+    complete: bool
+
+
 # ------------------------------------------------------------------------------------------------------------ model
 
 
@@ -264,6 +291,7 @@ class TokenScore(BaseModel):
     on: float | None
     off: float
     difference: float | None
+    chunk: int = Field(description="Number of its chunk, from 0. The model reads the neighbors of the chunk before it.")
 
 
 class ScoreResponse(BaseModel):

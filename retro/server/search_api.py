@@ -67,7 +67,8 @@ async def search_for(service: Service, request: schemas.SearchRequest) -> list[S
     service.check_queries(len(queries), kind)
     service.check_candidates(len(queries), service.check_k(request.k), request.rerank)
     filters = json.dumps(request.filters, sort_keys=True)
-    search = SearchKey(kind, request.k, filters, request.rerank, request.text)
+    datastore = service.check_datastore(request.datastore)
+    search = SearchKey(kind, request.k, filters, request.rerank, request.text, datastore)
     return await service.search(search, queries)
 
 
@@ -158,7 +159,8 @@ async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependenc
     service.check_queries(len(rows), "chunks of text")
     service.check_candidates(len(rows), service.check_k(request.k), request.rerank)
     service.check_neighbors([len(rows) * m], request.k, "text")
-    search = SearchKey("tokens", request.k, json.dumps(request.filters, sort_keys=True), request.rerank)
+    filters, datastore = json.dumps(request.filters, sort_keys=True), service.check_datastore(request.datastore)
+    search = SearchKey("tokens", request.k, filters, request.rerank, datastore=datastore)
     found = await service.search(search, rows)
     # Chunk by chunk, so that the work stops when the client disconnects or the time is over.
     texts = NeighborTexts(retriever)

@@ -7,8 +7,9 @@ endpoints ─► Service.search, embed ─► one thread each ─► Retriever
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from fastapi import Depends, Request
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import CANDIDATES, Rerank, Retriever
 from indexing.store.errors import InputError
+from indexing.store.remote import url_of
+from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from retro.finetuning.chat_template import ChatTemplate, read_template, template_of
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
@@ -46,6 +49,7 @@ class SearchKey(NamedTuple):
     filters: str
     rerank: Rerank
     text: bool = True
+    datastore: str = ""
 
 
 class ScoreKey(NamedTuple):
@@ -207,6 +211,13 @@ class Service:
         """Return k of the model; raise ApiError if it is too large."""
         return self._checked(k, "max_model_k", "k")
 
+    def check_datastore(self, name: str) -> str:
+        """Return the name of the only datastore to search (empty = all); raise ApiError if it is not served."""
+        names = [datastore_name(split.folder) for split in self.retriever.retrieval.splits]
+        if name and name not in names:
+            raise InvalidRequest(f"datastore = {name!r}: served are {', '.join(names)}.", param="datastore")
+        return name
+
     def check_neighbors(self, lengths: Sequence[int], k: int, param: str) -> None:
         """Raise ApiError if the neighbors of texts of these lengths have more tokens than allowed for one request."""
         m = self.retriever.datastore.chunk_length
@@ -304,21 +315,45 @@ def _cost_of_search(search: SearchKey, query: Query) -> int:
     return 1 if search.rerank == "embeddings" else _COST_WITH_BM25
 
 
+def datastore_name(folder: Path) -> str:
+    """Return the name of a datastore for clients: its URL, or the last two parts of its path."""
+    return url_of(folder) or "/".join(folder.resolve().parts[-2:])
+
+
 def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query], Wanted], list[SearchResult]]:
+    alone = dict(_each_alone(retriever))
+
     def work(search: SearchKey, queries: list[Query], wanted: Wanted) -> list[SearchResult]:
         received: Any = np.stack(queries) if search.kind == "vectors" else queries
         filters = json.loads(search.filters)
+        first_id, searched = alone[search.datastore] if search.datastore else (0, retriever)
         if search.text:
-            results = retriever.search(received, search.k, filters=filters, rerank=search.rerank)
-            return [SearchResult(hits, results.missing) for hits in results.hits]
-        ranked = retriever.rank(received, search.k, filters=filters, rerank=search.rerank)
-        rows = zip(ranked.ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
+            results = searched.search(received, search.k, filters=filters, rerank=search.rerank)
+            return [SearchResult(_moved(hits, first_id), results.missing) for hits in results.hits]
+        ranked = searched.rank(received, search.k, filters=filters, rerank=search.rerank)
+        ids = np.where(ranked.ids < 0, -1, first_id + ranked.ids)
+        rows = zip(ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
         return [
             SearchResult([BareHit(*each) for each in zip(*row, strict=True) if each[0] >= 0], ranked.missing)
             for row in rows
         ]
 
     return work
+
+
+def _moved(hits: list[Hit], first_id: int) -> list[Hit]:
+    """Add the id of a datastore's first chunk to the ids of hits."""
+    return [replace(hit, chunk_id=first_id + hit.chunk_id) for hit in hits] if first_id else hits
+
+
+def _each_alone(retriever: Retriever) -> Iterator[tuple[str, tuple[int, Retriever]]]:
+    """Yield the name of each datastore with the id of its first chunk and a retriever that searches only this datastore."""
+    for number, split in enumerate(retriever.retrieval.splits):
+        indexes = retriever.indexes[number : number + 1]
+        yield (
+            datastore_name(split.folder),
+            (number << CHUNK_ID_BITS, replace(retriever, indexes=indexes, retrieval=RetrievalSet((split,)))),
+        )
 
 
 def _embed_with(retriever: Retriever) -> Callable[[str, list[Query], Wanted], Sequence[np.ndarray]]:
