@@ -54,7 +54,7 @@ def held_out_passages(retriever: Retriever, count: int, chunks: int) -> schemas.
     chosen = documents[np.unique(places.astype(int))] if len(documents) else documents
     return schemas.ExamplesResponse(
         held_out=split.name != "train",
-        examples=[_beginning(retriever, split, int(document), *ranges[document], chunks) for document in chosen],
+        examples=[_beginning(retriever, split, document, chunks) for document in chosen.tolist()],
     )
 
 
@@ -68,9 +68,8 @@ def _distances(datastore: Datastore, split: Split, ranges: np.ndarray, chunks: i
     return means
 
 
-def _beginning(
-    retriever: Retriever, split: Split, document: int, first: int, stop: int, chunks: int
-) -> schemas.Example:
+def _beginning(retriever: Retriever, split: Split, document: int, chunks: int) -> schemas.Example:
+    first, stop = split.chunk_range(document)
     stop = min(stop, first + chunks)
     rows = zip(split.tokens.read(first, stop), split.lengths.read(first, stop), strict=True)
     tokens = np.concatenate([row[:length] for row, length in rows]).astype(np.int64)
