@@ -59,6 +59,7 @@ os.environ.update(
     RAY_agent_register_timeout_ms=str(1000 * PATIENCE),
     RAY_worker_register_timeout_seconds=str(PATIENCE),
     RAY_raylet_start_wait_time_s=str(PATIENCE),
+    RAY_worker_niceness="0",  # the default, 15, starves workers on a busy machine
 )
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -291,7 +292,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_d
 _S3_SERVER = """
 import threading
 from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server = ThreadedMotoServer(ip_address="0.0.0.0", port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
 threading.Event().wait()
