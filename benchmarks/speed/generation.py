@@ -29,8 +29,9 @@ from benchmarks.common import Budget, add_minutes, add_precision, budget, placem
 from benchmarks.speed.training import SMALL, their_model
 from indexing.retrieval.retriever import Retriever
 from retro.device import Placement
-from retro.inference.decoder import Decoder, RetrieveNeighbors
-from retro.inference.generation import generate
+from retro.inference.decoder import Decoder
+from retro.inference.generation import Batch, generate
+from retro.inference.rows import RetrieveNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.inference.text_stream import Decode
 from retro.model.retro import Retro
@@ -52,8 +53,8 @@ def ours(
     placement.cast(model)
 
     def run(batch: int) -> None:
-        decoder, drawn = Decoder(model, placement, tokens, retrieve), GenerationSettings(max_tokens=tokens - 1)
-        steps = generate(decoder, [np.ones(1, np.int64)] * batch, drawn, decode=decode, eos_id=-1)
+        texts, drawn = Batch(Decoder(model, placement, tokens), decode, -1), GenerationSettings(max_tokens=tokens - 1)
+        steps = generate(texts, [np.ones(1, np.int64)] * batch, drawn, [retrieve] * batch)
         assert sum(map(len, steps)) == batch * (tokens - 1)
 
     return run

@@ -16,8 +16,7 @@ import numpy as np
 from indexing.retrieval.retriever import Retriever
 from pipelines.evaluation.settings import QaSettings
 from pipelines.terminal import progress
-from retro.inference.decoder import GivenNeighbors
-from retro.inference.language_model import LanguageModel
+from retro.inference.language_model import GivenNeighbors, LanguageModel
 from retro.question_answering.answer_metrics import Language
 from retro.question_answering.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.question_answering.question_sets import Question

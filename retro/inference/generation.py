@@ -1,13 +1,13 @@
-"""Batched sampling with retrieval; prompts stop independently.
+"""Continuous batching: texts are continued together, and join and leave the batch between any two steps.
 
-prompts → decoder (finds neighbors of every completed chunk) → logits → one token of each row → text → …
+prompts ─ add ─► decoder (finds neighbors of every completed chunk) ─► logits ─► one token of each row ─► text ─► …
 
-A continuation depends only on its prompt and the seed, not on the other prompts of the batch: each row has its own random
-generator with the same seed. Several continuations of a prompt have consecutive seeds; their prompt is read once. (Up to
-rounding: matrix products of a batch may sum in another order than those of a single row.)
+A continuation depends only on its prompt and settings, not on the other texts of the batch: each has its own random
+generator. Several continuations of a prompt have consecutive seeds; their prompt is read once. (Up to rounding: matrix
+products of a batch may sum in another order than those of a single row.)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from retro.inference.decoder import Decoder
+from retro.inference.rows import RetrieveNeighbors, Row
 from retro.inference.sampling import draw, with_penalties
 from retro.inference.settings import GenerationSettings
 from retro.inference.sources import CopiedFrom, ReadChunk
@@ -48,70 +49,20 @@ class GeneratedToken:
     copied: CopiedFrom | None = None
 
 
-def generate(
-    decoder: Decoder,
-    prompts: Sequence[np.ndarray],
-    settings: GenerationSettings,
-    *,
-    decode: Decode,
-    eos_id: int,
-    n: int = 1,
-    sources: bool = False,
-) -> Iterator[list[GeneratedToken]]:
-    """Continue prompts; yield after every step the new tokens of all unfinished rows, in order.
-
-    Args:
-        decoder: a new decoder.
-        prompts: token ids [t] of each prompt, the beginning-of-document token first; t ≥ 1.
-        settings: length and sampling.
-        decode: converts tokens to text.
-        eos_id: the end-of-document token.
-        n: continuations of each prompt.
-        sources: return the neighbors that were read and the tokens that were copied.
-    """
-    rows = [
-        _Row(number, prompts[number // n], settings, decode, eos_id, number % n) for number in range(len(prompts) * n)
-    ]
-    if not rows:
-        return
-    logits = decoder.read(prompts)
-    if n > 1:
-        decoder.keep([row.number // n for row in rows])
-        logits = logits.repeat_interleave(n, 0)
-    while True:
-        changed = with_penalties(logits, settings, [row.prompt for row in rows], [row.generated for row in rows])
-        drawn = draw(changed, logits, settings, [row.random for row in rows])
-        new = [row.add(*each) for row, each in zip(rows, drawn, strict=True)]
-        if sources:
-            new = _with_sources(decoder, rows, new)
-        yield new
-        unfinished = [number for number, token in enumerate(new) if token.finish_reason is None]
-        if not unfinished:
-            return
-        if len(unfinished) < len(rows):
-            decoder.keep(unfinished)
-            rows = [rows[number] for number in unfinished]
-        logits = decoder.read([np.array([new[number].token]) for number in unfinished])
-
-
-def _with_sources(decoder: Decoder, rows: list["_Row"], tokens: list[GeneratedToken]) -> list[GeneratedToken]:
-    """Add to the tokens of a step what the model read for them first, and where they were copied from."""
-    copied = decoder.copied_from([each.token for each in tokens], [each.log_probability for each in tokens])
-    found = []
-    for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-        read = tuple(decoder.chunks_read(number, row.chunks_read))
-        row.chunks_read = read[-1].number + 1 if read else row.chunks_read
-        found.append(replace(token, read=read, copied=copied[number]))
-    return found
-
-
-class _Row:
-    """State of a row in addition to its tokens: text, random generator, remaining length."""
+class Continuation:
+    """A text in the batch: the state of a row in addition to its tokens."""
 
     def __init__(
-        self, number: int, prompt: np.ndarray, settings: GenerationSettings, decode: Decode, eos_id: int, copy: int
+        self,
+        number: int,
+        copy: int,
+        prompt: np.ndarray,
+        settings: GenerationSettings,
+        decode: Decode,
+        eos_id: int,
+        sources: bool,
     ) -> None:
-        self.number, self.prompt, self.left = number, prompt, settings.max_tokens
+        self.number, self.prompt, self.settings, self.sources = number, prompt, settings, sources
         self.ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else (eos_id,))}
         self.generated: list[int] = []
         self.chunks_read = 0  # chunks whose neighbors were returned
@@ -120,13 +71,147 @@ class _Row:
 
     def add(self, token: int, log_probability: float, top: tuple[tuple[int, float], ...]) -> GeneratedToken:
         """Append a sampled token."""
-        self.left -= 1
         self.generated.append(token)
         shown = "" if token in self.ends else self.text.add(token)
         finish: FinishReason | None = "stop" if token in self.ends or self.text.stopped else None
-        if finish is None and self.left == 0:
+        if finish is None and len(self.generated) == self.settings.max_tokens:
             finish = "length"
         if finish:
             shown += self.text.rest()
             finish = "stop" if self.text.stopped else finish
         return GeneratedToken(self.number, token, shown, log_probability, finish, top)
+
+
+class Batch:
+    """Texts that are continued together.
+
+    Args:
+        decoder: without rows.
+        decode: converts tokens to text.
+        eos_id: the end-of-document token.
+    """
+
+    def __init__(self, decoder: Decoder, decode: Decode, eos_id: int) -> None:
+        self._decoder, self._decode, self._eos_id = decoder, decode, eos_id
+        # Texts of each row: several continuations of a prompt share its row until it was read.
+        self._texts: dict[Row, list[Continuation]] = {}
+
+    def __len__(self) -> int:
+        """Number of continuations in the batch."""
+        return sum(map(len, self._texts.values()))
+
+    def add(
+        self,
+        prompt: np.ndarray,
+        settings: GenerationSettings,
+        retrieve: RetrieveNeighbors | None = None,
+        *,
+        copies: Iterable[tuple[int, int]] = ((0, 0),),
+        sources: bool = False,
+    ) -> list[Continuation]:
+        """Add continuations of a prompt; they are generated from the next step on.
+
+        Args:
+            prompt: token ids [t], the beginning-of-document token first; t ≥ 1.
+            settings: length and sampling.
+            retrieve: finds the neighbors of its chunks; None = retrieval OFF.
+            copies: for each continuation its number, which `GeneratedToken.row` returns, and what is added to the seed.
+            sources: return the neighbors that were read and the tokens that were copied.
+        """
+        texts = [
+            Continuation(number, copy, prompt, settings, self._decode, self._eos_id, sources) for number, copy in copies
+        ]
+        self._texts[self._decoder.add(prompt, retrieve)] = texts
+        return list(texts)
+
+    def remove(self, continuations: Iterable[Continuation]) -> None:
+        """Remove unfinished continuations. Others are unaffected."""
+        gone = set(continuations)
+        for row, texts in list(self._texts.items()):
+            texts[:] = [text for text in texts if text not in gone]
+            if not texts:
+                self._leave(row)
+
+    def step(self) -> list[tuple[Continuation, GeneratedToken]]:
+        """Return the next token of each continuation whose row has been read; finished ones leave the batch."""
+        rows, logits = self._decoder.step()
+        if not rows:
+            return []
+        rows, places = self._divided(rows)
+        texts = [self._texts[row][0] for row in rows]
+        if len(places) > len(logits):
+            logits = logits[places]
+        settings = [text.settings for text in texts]
+        changed = with_penalties(logits, settings, [text.prompt for text in texts], [text.generated for text in texts])
+        drawn = draw(changed, logits, settings, [text.random for text in texts])
+        new = [text.add(*each) for text, each in zip(texts, drawn, strict=True)]
+        new = self._with_sources(rows, places, texts, new)
+        for row, token in zip(rows, new, strict=True):
+            if token.finish_reason is None:
+                self._decoder.append(row, token.token)
+            else:
+                self._leave(row)
+        return list(zip(texts, new, strict=True))
+
+    def _divided(self, rows: list[Row]) -> tuple[list[Row], list[int]]:
+        """Give each continuation its own row; return the rows, and the places of their logits."""
+        divided, places = list[Row](), list[int]()
+        for place, row in enumerate(rows):
+            first, *others = self._texts[row]
+            self._texts[row] = [first]
+            divided.append(row)
+            for text in others:
+                divided.append(self._decoder.copy(row))
+                self._texts[divided[-1]] = [text]
+            places += [place] * (1 + len(others))
+        return divided, places
+
+    def _with_sources(
+        self, rows: list[Row], places: list[int], texts: list[Continuation], tokens: list[GeneratedToken]
+    ) -> list[GeneratedToken]:
+        """Add to the tokens what the model read for them first, and where they were copied from, as far as it is wanted."""
+        wanted = [number for number, text in enumerate(texts) if text.sources]
+        if not wanted:
+            return tokens
+        copied = self._decoder.copied_from(
+            [rows[number] for number in wanted],
+            [places[number] for number in wanted],
+            [tokens[number].token for number in wanted],
+            [tokens[number].log_probability for number in wanted],
+        )
+        for number, each in zip(wanted, copied, strict=True):
+            read = rows[number].chunks_read(texts[number].chunks_read, self._decoder.m)
+            texts[number].chunks_read = read[-1].number + 1 if read else texts[number].chunks_read
+            tokens[number] = replace(tokens[number], read=read, copied=each)
+        return tokens
+
+    def _leave(self, row: Row) -> None:
+        del self._texts[row]
+        self._decoder.remove(row)
+
+
+def generate(
+    batch: Batch,
+    prompts: Sequence[np.ndarray],
+    settings: GenerationSettings,
+    retrieve: Sequence[RetrieveNeighbors | None] | None = None,
+    *,
+    n: int = 1,
+    sources: bool = False,
+) -> Iterator[list[GeneratedToken]]:
+    """Continue prompts; yield after every step the new tokens, in the order of their rows.
+
+    Args:
+        batch: an empty batch.
+        prompts: token ids [t] of each prompt, the beginning-of-document token first; t ≥ 1.
+        settings: length and sampling.
+        retrieve: finds the neighbors of each prompt's chunks; None = retrieval OFF.
+        n: continuations of each prompt.
+        sources: return the neighbors that were read and the tokens that were copied.
+    """
+    for number, prompt in enumerate(prompts):
+        copies = [(number * n + copy, copy) for copy in range(n)]
+        batch.add(prompt, settings, retrieve[number] if retrieve else None, copies=copies, sources=sources)
+    while len(batch):
+        if new := batch.step():
+            yield sorted((token for _, token in new), key=lambda token: token.row)

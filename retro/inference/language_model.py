@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,11 +15,16 @@ from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
-from retro.inference.decoder import Decoder, GivenNeighbors, RetrieveNeighbors
-from retro.inference.generation import GeneratedToken, generate
+from retro.inference.decoder import Decoder
+from retro.inference.generation import Batch, GeneratedToken, generate
+from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import Scores, score
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
+
+GivenNeighbors = Sequence[tuple[np.ndarray, np.ndarray]]
+"""For each prompt the neighbors [K, R] int64, and their lengths [K] int64, that all its chunks read. R is equal for all
+prompts."""
 
 
 @dataclass(frozen=True)
@@ -126,18 +132,16 @@ class LanguageModel:
         settings: GenerationSettings,
         k: int = 0,
         given: GivenNeighbors | None = None,
-        check: Callable[[], None] = lambda: None,
         n: int = 1,
         sources: bool = False,
     ) -> Iterator[list[GeneratedToken]]:
-        """Continue prompts together; yield after every step the new tokens of all unfinished rows.
+        """Continue prompts together; yield after every step the new tokens.
 
         Args:
             prompts: token ids [t] of each prompt, the beginning-of-document token first; t ≥ 1.
             settings: length and sampling.
             k: number of neighbors of each complete chunk, found by search; 0 = retrieval OFF.
             given: neighbors of each prompt, which all its chunks read; no search runs.
-            check: called before each window of the prompts is read; an exception in it ends the generation.
             n: continuations of each prompt, with the seeds `settings.seed`, `settings.seed` + 1 …
             sources: return with each token the neighbors that the model read and the token that the copy head copied.
 
@@ -145,19 +149,25 @@ class LanguageModel:
             InputError: see `score`; or an id in the settings is outside the vocabulary. It is raised by this call, before the
                 first step.
         """
+        checked, search = self.checked(prompts, settings, k if given is None else 0)
+        retrieve = [search] * len(prompts) if given is None else [_always(*each) for each in given]
+        return generate(self.batch(), checked, settings, retrieve, n=n, sources=sources)
+
+    def batch(self) -> Batch:
+        """Return an empty batch. Prompts that join it must be `checked`."""
+        decoder = Decoder(self.model, self.placement, self.context)
+        return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id)
+
+    def checked(
+        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int
+    ) -> tuple[list[np.ndarray], RetrieveNeighbors | None]:
+        """Return prompts as int64, and the search for k neighbors of their chunks.
+
+        Raises:
+            InputError: see `generate`.
+        """
         settings.check_ids(self.model.settings.vocab_size)
-        checked = [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)]
-        retrieve = self._retrieve(k) if given is None else None
-        decoder = Decoder(self.model, self.placement, self.context, retrieve, given, check)
-        return generate(
-            decoder,
-            checked,
-            settings,
-            decode=self.tokenizer.decode,
-            eos_id=self.tokenizer.eos_id,
-            n=n,
-            sources=sources,
-        )
+        return [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)], self._retrieve(k)
 
     def _retrieve(self, k: int) -> RetrieveNeighbors | None:
         """Return the function that finds k neighbors of chunks; None for k = 0 and for models without retrieval."""
@@ -168,7 +178,7 @@ class LanguageModel:
         retriever = self.retriever
         if retriever is None:
             raise InputError(f"k = {k}: the model was opened without retrieval; use k = 0.")
-        return lambda chunks: retriever.neighbors_with_ids(chunks, k)
+        return _Search(retriever, k)
 
     def _checked(self, tokens: np.ndarray, name: str) -> np.ndarray:
         """Return tokens as int64.
@@ -186,6 +196,21 @@ class LanguageModel:
             outside = row[(row < 0) | (row >= size)][0]
             raise InputError(f"{name} has the token id {outside}; this model accepts 0 to {size - 1}.")
         return row
+
+
+class _Search(NamedTuple):
+    """Finds the k nearest neighbors of chunks. Equal searches of a batch are joined."""
+
+    retriever: Retriever
+    k: int
+
+    def __call__(self, chunks: np.ndarray) -> tuple[np.ndarray, ...]:
+        return self.retriever.neighbors_with_ids(chunks, self.k)
+
+
+def _always(tokens: np.ndarray, lengths: np.ndarray) -> RetrieveNeighbors:
+    """Return a search that finds the same neighbors [K, R], with lengths [K], for every chunk."""
+    return lambda chunks: tuple(np.broadcast_to(each, (len(chunks), *each.shape)) for each in (tokens, lengths))
 
 
 def _check_fits(checkpoint: Checkpoint, tokenizer: Tokenizer, retriever: Retriever | None, source: object) -> None:

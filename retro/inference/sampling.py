@@ -16,63 +16,90 @@ SampledToken = tuple[int, float, tuple[tuple[int, float], ...]]
 
 
 def with_penalties(
-    logits: Tensor, settings: GenerationSettings, prompts: Sequence[np.ndarray], generated: Sequence[Sequence[int]]
+    logits: Tensor,
+    settings: Sequence[GenerationSettings],
+    prompts: Sequence[np.ndarray],
+    generated: Sequence[Sequence[int]],
 ) -> Tensor:
     """Apply penalties and biases to logits [rows, V].
 
     Args:
         logits: float32 [rows, V].
-        settings: the penalties and biases.
+        settings: the penalties and biases of each row.
         prompts: int64 [t] of each row.
         generated: the tokens of each row's continuation.
     """
-    if not settings.changes_logits:
+    if not any(each.changes_logits for each in settings):
         return logits
-    logits, penalty = logits.clone(), settings.repetition_penalty
-    for row, prompt, own in zip(logits, prompts, generated, strict=True):
-        if penalty != 1:
-            seen = torch.from_numpy(np.union1d(prompt, own).astype(np.int64)).to(row.device)
-            row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
-        ids, counts = (
-            torch.from_numpy(each).to(row.device) for each in np.unique(np.array(own, np.int64), return_counts=True)
-        )
-        row[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
-    for token, bias in settings.logit_bias:
-        logits[:, token] += bias
+    logits = logits.clone()
+    for row, own, prompt, tokens in zip(logits, settings, prompts, generated, strict=True):
+        if own.changes_logits:
+            _change(row, own, prompt, tokens)
     return logits
 
 
-def draw(
-    logits: Tensor, unchanged: Tensor, settings: GenerationSettings, random: Sequence[torch.Generator]
-) -> list[SampledToken]:
-    """Sample a token for each row, with temperature, then top-k, then top-p and min-p.
+def _change(row: Tensor, settings: GenerationSettings, prompt: np.ndarray, generated: Sequence[int]) -> None:
+    """Apply penalties and biases to the logits [V] of a row, in place."""
+    penalty = settings.repetition_penalty
+    if penalty != 1:
+        seen = torch.from_numpy(np.union1d(prompt, generated).astype(np.int64)).to(row.device)
+        row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    ids, counts = (
+        torch.from_numpy(each).to(row.device) for each in np.unique(np.array(generated, np.int64), return_counts=True)
+    )
+    row[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
+    for token, bias in settings.logit_bias:
+        row[token] += bias
 
-    Each row takes one number from its generator and looks it up in the cumulative sum of its probabilities.
+
+def draw(
+    logits: Tensor, unchanged: Tensor, settings: Sequence[GenerationSettings], random: Sequence[torch.Generator]
+) -> list[SampledToken]:
+    """Sample a token for each row, with its temperature, then top-k, then top-p and min-p.
 
     Args:
         logits: float32 [rows, V], to sample from.
         unchanged: float32 [rows, V], without penalties and biases; the log-probabilities that are returned are theirs.
-        settings: sampling.
+        settings: sampling of each row.
         random: generator of each row.
     """
-    log_p = unchanged.log_softmax(-1)
-    if settings.temperature == 0:
-        tokens = logits.argmax(-1, keepdim=True)
-    else:
-        kept = min(settings.top_k or logits.shape[1], logits.shape[1])
-        ordered, ids = logits.topk(kept) if kept < logits.shape[1] else logits.sort(descending=True, stable=True)
-        # Subtract the largest logit and divide in float64: any temperature above 0 is then safe.
-        probabilities = ((ordered - ordered[:, :1]).double() / settings.temperature).softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # of all likelier tokens; the likeliest token is always kept
-        usable = (before < settings.top_p) & (probabilities >= settings.min_p * probabilities[:, :1])
-        below = probabilities.masked_fill(~usable, 0).cumsum(-1)  # [rows, kept]
-        numbers = torch.cat([torch.rand(1, generator=each) for each in random])[:, None].to(logits.device)
-        places = torch.searchsorted(below, numbers * below[:, -1:], right=True)
-        last = usable.sum(-1, keepdim=True) - 1  # rounding near 1 must not go past the last usable token
-        tokens = ids.gather(1, places.minimum(last))
-    chosen = log_p.gather(1, tokens)[:, 0].tolist()
+    log_p, tokens = unchanged.log_softmax(-1), logits.argmax(-1)
+    drawing = [
+        (number, min(each.top_k or logits.shape[1], logits.shape[1]))
+        for number, each in enumerate(settings)
+        if each.temperature
+    ]
+    for kept in {kept for _, kept in drawing}:
+        rows = [number for number, own in drawing if own == kept]
+        whole = len(rows) == len(logits)  # the usual case, without a copy
+        tokens[rows] = _drawn(
+            logits if whole else logits[rows], kept, [settings[row] for row in rows], [random[row] for row in rows]
+        )
+    chosen = log_p.gather(1, tokens[:, None])[:, 0].tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(chosen)
-    if settings.logprobs:
-        values, likeliest = log_p.topk(min(settings.logprobs, log_p.shape[1]))
-        tops = [tuple(zip(*row, strict=True)) for row in zip(likeliest.tolist(), values.tolist(), strict=True)]
-    return list(zip(tokens[:, 0].tolist(), chosen, tops, strict=True))
+    if most := max((each.logprobs for each in settings), default=0):
+        values, likeliest = log_p.topk(min(most, log_p.shape[1]))
+        columns = zip(likeliest.tolist(), values.tolist(), settings, strict=True)
+        tops = [tuple(zip(ids[: own.logprobs], row[: own.logprobs], strict=True)) for ids, row, own in columns]
+    return list(zip(tokens.tolist(), chosen, tops, strict=True))
+
+
+def _drawn(
+    logits: Tensor, kept: int, settings: Sequence[GenerationSettings], random: Sequence[torch.Generator]
+) -> Tensor:
+    """Sample from the `kept` likeliest tokens of logits [rows, V]: int64 [rows].
+
+    Each row takes one number from its generator and looks it up in the cumulative sum of its probabilities.
+    """
+    ordered, ids = logits.topk(kept) if kept < logits.shape[1] else logits.sort(descending=True, stable=True)
+    table = [(each.temperature, each.top_p, each.min_p) for each in settings]
+    temperature, top_p, min_p = torch.tensor(table, dtype=torch.float64, device=logits.device)[..., None].unbind(1)
+    # Subtract the largest logit and divide in float64: any temperature above 0 is then safe.
+    probabilities = ((ordered - ordered[:, :1]).double() / temperature).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # of all likelier tokens; the likeliest token is always kept
+    usable = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    below = probabilities.masked_fill(~usable, 0).cumsum(-1)  # [rows, kept]
+    numbers = torch.cat([torch.rand(1, generator=each) for each in random])[:, None].to(logits.device)
+    places = torch.searchsorted(below, numbers * below[:, -1:], right=True)
+    last = usable.sum(-1, keepdim=True) - 1  # rounding near 1 must not go past the last usable token
+    return ids.gather(1, places.minimum(last))[:, 0]

@@ -18,7 +18,7 @@ from indexing.store.errors import InputError
 from retro.device import Placement, TensorBatch
 from retro.evaluation.token_gains import origins_of
 from retro.evaluation.windows import ScoringWindow, sliding_windows
-from retro.inference.decoder import RetrieveNeighbors
+from retro.inference.rows import RetrieveNeighbors
 from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.model.copy_head import Origins
 from retro.model.loss import IGNORED_LABEL

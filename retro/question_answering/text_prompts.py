@@ -16,8 +16,7 @@ import numpy as np
 from indexing.progress import Advance
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.inference.decoder import GivenNeighbors
-from retro.inference.language_model import LanguageModel
+from retro.inference.language_model import GivenNeighbors, LanguageModel
 from retro.inference.settings import GenerationSettings
 from retro.question_answering.answer_metrics import Language
 from retro.question_answering.question_sets import Question

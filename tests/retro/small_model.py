@@ -1,14 +1,18 @@
 """A model small enough for loops and gradients, and batches for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
 
-from retro.device import TensorBatch, choose_placement
+from retro.device import Placement, TensorBatch, choose_placement
+from retro.inference.decoder import Decoder
+from retro.inference.rows import RetrieveNeighbors, Row
 from retro.model.loss import IGNORED_LABEL, loss
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
@@ -141,6 +145,31 @@ def loss_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Tensor:
     """Mean loss of labels [B, T], copying included."""
     hidden = model.hidden(*inputs)
     return loss(hidden, model.output_weight, labels, model.copying(hidden, labels, *inputs))
+
+
+class Together:
+    """A decoder whose rows are always read together: prompts first, then one token of each row."""
+
+    def __init__(self, model: Retro, placement: Placement, context: int, *retrieve: RetrieveNeighbors | None) -> None:
+        """`retrieve` is one function for all rows, or one for each row; by default retrieval is OFF."""
+        self.decoder, self.retrieve, self.rows = Decoder(model, placement, context), retrieve or (None,), list[Row]()
+
+    def read(self, tokens: Sequence[np.ndarray]) -> Tensor:
+        """Append the prompts or one token per row; return the logits of the next token, [rows, V]."""
+        if not self.rows:
+            self.rows = [self.decoder.add(*each) for each in zip(tokens, cycle(self.retrieve))]
+        else:
+            for row, (token,) in zip(self.rows, tokens, strict=True):
+                self.decoder.append(row, token)
+        return self.decoder.read(self.rows)
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Remove all rows except these."""
+        kept = [self.rows[place] for place in places]
+        for row in self.rows:
+            if row not in kept:
+                self.decoder.remove(row)
+        self.rows = kept
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ Retrieval is OFF until `model.retrieve_from(…)`, `from_pretrained(…, datasto
 ON and OFF use the same weights.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from retro.device import Placement
 from retro.huggingface.remote_code.configuration_retro import RetroConfig
 from retro.huggingface.remote_code.retrieval_retro import RetrieveNeighbors, open_retrieval
 from retro.inference.decoder import Decoder
+from retro.inference.rows import Row
 from retro.model.mixture_of_experts import routing_loss
 from retro.model.retro import Retro
 
@@ -30,8 +30,9 @@ class RetroCache:
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.num_read = decoder, 0
+    def __init__(self, decoder: Decoder, retrieve: RetrieveNeighbors | None) -> None:
+        self.decoder, self.retrieve, self.num_read = decoder, retrieve, 0
+        self.rows: list[Row] = []  # in the order of `input_ids`
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of columns read, padding included."""
@@ -39,9 +40,9 @@ class RetroCache:
 
     def read(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Read the columns of input_ids [B, n] and return the logits of the next token, [B, V] float32."""
-        rows = input_ids.cpu().numpy()
+        tokens = input_ids.cpu().numpy()
         if self.num_read == 0:
-            starts = np.zeros(len(rows), dtype=np.int64)
+            starts = np.zeros(len(tokens), dtype=np.int64)
             if attention_mask is not None:
                 first, lengths = extents(attention_mask)
                 if bool((first + lengths < attention_mask.shape[1]).any()):
@@ -49,17 +50,30 @@ class RetroCache:
                         "generation continues at the last column, so pad on the left (tokenizer.padding_side = 'left')."
                     )
                 starts = first.cpu().numpy()
-            logits = self.decoder.read([row[start:] for row, start in zip(rows, starts, strict=True)])
+            prompts = [row[start:] for row, start in zip(tokens, starts, strict=True)]
+            self.rows = [self.decoder.add(prompt, self.retrieve) for prompt in prompts]
         else:
-            for column in rows.T:  # the decoder reads one token at a time
-                logits = self.decoder.read(list(column[:, None]))
+            for column in tokens.T[:-1]:  # the decoder appends one token at a time
+                self._append(column)
+                self.decoder.read(self.rows)
+            self._append(tokens[:, -1])
         self.num_read += input_ids.shape[1]
-        return logits.clone()  # callers may modify it; the decoder's tensor was created in inference mode
+        return self.decoder.read(self.rows).clone()  # callers may modify it; it was created in inference mode
+
+    def _append(self, column: np.ndarray) -> None:
+        for row, token in zip(self.rows, column.tolist(), strict=True):
+            self.decoder.append(row, token)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue with these rows; a row may occur several times (beam search)."""
-        self.decoder.keep(beam_idx.tolist())
-        self.decoder.rows = [replace(row, found=list(row.found)) for row in self.decoder.rows]
+        kept = list[Row]()
+        for place in beam_idx.tolist():
+            row = self.rows[place]
+            kept.append(self.decoder.copy(row) if row in kept else row)
+        for row in self.rows:
+            if row not in kept:
+                self.decoder.remove(row)
+        self.rows = kept
 
 
 class RetroForCausalLM(PreTrainedModel, GenerationMixin):
@@ -172,7 +186,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(
                     "labels and neighbors are for whole sequences: leave use_cache and past_key_values out."
                 )
-            cache = past_key_values if past_key_values is not None else RetroCache(self._decoder())
+            cache = past_key_values if past_key_values is not None else RetroCache(self._decoder(), self._retrieve)
             logits, loss = cache.read(input_ids, attention_mask)[:, None], None
         else:
             cache = None
@@ -255,7 +269,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
                 "generation requires embeddings and norms in float32: load the model with from_pretrained(…, dtype=torch.bfloat16) "
                 "instead of converting all its weights."
             )
-        return Decoder(self.model, self._placement(), self.config.context, self._retrieve)
+        return Decoder(self.model, self._placement(), self.config.context)
 
     def prepare_inputs_for_generation(
         self,

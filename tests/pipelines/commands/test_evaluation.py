@@ -19,7 +19,7 @@ from pipelines.evaluation.question_answering_modes import QuestionMode, all_mode
 from pipelines.evaluation.settings import QaSettings
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
-from retro.inference.decoder import GivenNeighbors
+from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import updated
 from retro.question_answering.question_sets import Question

@@ -22,7 +22,7 @@ from retro.finetuning.chat_template import ChatTemplate
 from retro.finetuning.conversations import Message
 from retro.finetuning.settings import FinetuneSettings
 from retro.inference.decoder import Decoder
-from retro.inference.generation import generate
+from retro.inference.generation import Batch, generate
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import ModelSettings, updated
 from retro.question_answering.neighbor_prompts import Passage, QuestionFormat
@@ -163,9 +163,10 @@ def generate_answers(
             assert given is not None
             return np.stack([given[0][row]] * len(chunks)), np.stack([given[1][row]] * len(chunks))
 
-        decoder = Decoder(model, choose_placement("cpu", "float32"), 64, retrieve if given else None)
+        decoder = Decoder(model, choose_placement("cpu", "float32"), 64)
         settings = GenerationSettings(max_tokens=12, temperature=0)
-        pieces = generate(decoder, [prompt], settings, decode=tokenizer.decode, eos_id=tokenizer.eos_id)
+        batch = Batch(decoder, tokenizer.decode, tokenizer.eos_id)
+        pieces = generate(batch, [prompt], settings, [retrieve if given else None])
         texts.append("".join(piece.text for (piece,) in pieces).strip())
     return texts
 

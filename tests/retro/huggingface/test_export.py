@@ -253,13 +253,13 @@ def test_an_exported_model_trains_and_survives_saving_and_importing(
 
 def test_bfloat16_generation_equals_ours(auto: Any, folder: Path, checkpoint: Path) -> None:
     from retro.inference.decoder import Decoder
-    from retro.inference.generation import generate
+    from retro.inference.generation import Batch, generate
 
     placement = choose_placement("cpu", "bfloat16")
     ours = load_model(open_checkpoint(checkpoint), placement.device)
     placement.cast(ours)
     prompt, greedy = np.arange(1, 40), GenerationSettings(max_tokens=20, temperature=0)
-    steps = generate(Decoder(ours, placement, 64), [prompt], greedy, decode=str, eos_id=-1)
+    steps = generate(Batch(Decoder(ours, placement, 64), str, -1), [prompt], greedy)
     model = auto(folder, dtype=torch.bfloat16)
     theirs = model.generate(torch.from_numpy(prompt)[None], max_new_tokens=20, do_sample=False, eos_token_id=[])
     assert theirs[0, len(prompt) :].tolist() == [piece.token for step in steps for piece in step]

@@ -17,10 +17,10 @@ from retro.huggingface.config_json import Config
 from retro.huggingface.families import config_of, settings_of
 from retro.huggingface.import_folder import read_base
 from retro.huggingface.tensor_names import NAMES
-from retro.inference.decoder import Decoder
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, transformers_logits
+from tests.retro.small_model import Together
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def test_logits_and_cached_decoding_equal_transformers(saved_base: tuple[str, An
     largest = float(expected.abs().max())
     with torch.no_grad():
         assert float((ours(TOKENS) - expected).abs().max()) < 1e-5 * largest
-    decoder = Decoder(ours, choose_placement("cpu", "float32"), LONGEST)
+    decoder = Together(ours, choose_placement("cpu", "float32"), LONGEST)
     new = [np.array(row[:length]) for row, length in zip(TOKENS, (3, 21), strict=True)]
     places = np.array([2, 20])
     for _ in range(20):

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from retro.device import Placement, choose_placement
-from retro.inference import decoder as decoding
-from retro.inference.decoder import KEY_STEP, Decoder, RetrieveNeighbors
+from retro.inference import cache
+from retro.inference.cache import KEY_STEP
+from retro.inference.decoder import Decoder
+from retro.inference.rows import RetrieveNeighbors
 from retro.model import attention
 from retro.model.retro import Retro
 from retro.tuning.adapters import add_adapter
 from retro.tuning.settings import TuningSettings
-from tests.retro.small_model import M, R, T, V, build, cached_model, every_scheme
+from tests.retro.small_model import M, R, T, Together, V, build, cached_model, every_scheme
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
@@ -56,7 +58,11 @@ def uncached(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | Non
 
 
 def check_steps(
-    decoder: Decoder, expected: Callable[[np.ndarray], Tensor], prompts: list[np.ndarray], steps: int, keep_at: int = -1
+    decoder: Together,
+    expected: Callable[[np.ndarray], Tensor],
+    prompts: list[np.ndarray],
+    steps: int,
+    keep_at: int = -1,
 ) -> None:
     """Assert the logits of the prompts and of each following step; after step `keep_at` every other row is removed."""
     rng, rows = np.random.default_rng(1), prompts
@@ -76,9 +82,9 @@ def check_steps(
 def test_every_step_gives_the_logits_of_a_full_forward_pass(
     scheme: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "KEY_STEP", 3 * M)  # some steps read a longer run of keys than the previous ones
+    monkeypatch.setattr(cache, "KEY_STEP", 3 * M)  # some steps read a longer run of keys than the previous ones
     model, retrieve = cached_model(scheme), retriever(k)
-    decoder = Decoder(model, FLOAT32, 4 * T, retrieve)
+    decoder = Together(model, FLOAT32, 4 * T, retrieve)
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(*LENGTHS), 2 * M + 2, keep_at=M)
 
 
@@ -88,16 +94,17 @@ def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme
     rng = np.random.default_rng(2)
     given = [(rng.integers(0, V, (5, R)), rng.integers(0, R + 1, 5)) for _ in prompts]
 
+    def own_neighbors(own: tuple[np.ndarray, np.ndarray]) -> RetrieveNeighbors:
+        return lambda chunks: tuple(np.stack([part] * len(chunks)) for part in own)
+
     def expected(row: np.ndarray) -> Tensor:
         own = next(each for each, prompt in zip(given, prompts, strict=True) if prompt[0] == row[0])
-        return uncached(model, row, lambda chunks: tuple(np.stack([part] * len(chunks)) for part in own))
-
-    def no_retrieval(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        raise AssertionError("nothing is to be looked for")
+        return uncached(model, row, own_neighbors(own))
 
     for number, prompt in enumerate(prompts):
         prompt[0] = number
-    check_steps(Decoder(model, FLOAT32, 4 * T, no_retrieval, given), expected, prompts, 2 * M + 2, keep_at=M)
+    decoder = Together(model, FLOAT32, 4 * T, *map(own_neighbors, given))
+    check_steps(decoder, expected, prompts, 2 * M + 2, keep_at=M)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +132,7 @@ def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme
 )
 def test_other_architectures_are_cached(changes: dict) -> None:
     model, retrieve = build(**{"scheme": "smeared", **changes}), retriever(2)
-    decoder = Decoder(model, FLOAT32, 4 * T, retrieve)
+    decoder = Together(model, FLOAT32, 4 * T, retrieve)
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(2, M, 2 * M + 1), M + 1)
 
 
@@ -134,7 +141,7 @@ def test_other_architectures_are_cached(changes: dict) -> None:
 def test_virtual_tokens_are_cached_even_after_a_full_context(scheme: str, adapter: Any) -> None:
     model, retrieve, context = build(scheme), retriever(2), 3 * M
     add_adapter(model, TuningSettings(adapter=adapter, virtual_tokens=3))
-    decoder = Decoder(model.eval(), FLOAT32, context, retrieve)
+    decoder = Together(model.eval(), FLOAT32, context, retrieve)
     prompts = rows(1, M + 1, context, context + 2)
     check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 2 * M, keep_at=M)
 
@@ -143,7 +150,7 @@ def test_virtual_tokens_are_cached_even_after_a_full_context(scheme: str, adapte
 @every_scheme
 def test_a_full_context_is_recomputed_from_its_remaining_tokens(scheme: str, context: int) -> None:
     model, retrieve = cached_model(scheme), retriever(2)
-    decoder = Decoder(model, FLOAT32, context, retrieve)
+    decoder = Together(model, FLOAT32, context, retrieve)
     prompts = rows(3, context - 1, context, context + 1, 3 * context + 2)
     check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 3 * M)
 
@@ -156,8 +163,7 @@ def test_a_context_longer_than_the_position_table_is_rejected() -> None:
 def test_a_full_context_drops_a_quarter_but_at_least_a_chunk() -> None:
     def remaining_length(context: int, length: int) -> int:
         decoder = Decoder(cached_model("rope"), FLOAT32, context)
-        decoder.read(rows(length))
-        return len(decoder.rows[0].tokens)
+        return len(decoder.add(*rows(length)).tokens)
 
     assert [remaining_length(16 * M, length) for length in (16 * M, 16 * M + 1, 20 * M, 20 * M + 1)] == [
         16 * M,
@@ -171,8 +177,8 @@ def test_a_full_context_drops_a_quarter_but_at_least_a_chunk() -> None:
 @every_scheme
 def test_rows_are_independent(scheme: str) -> None:
     model, prompts = cached_model(scheme), rows(*LENGTHS)
-    together = Decoder(model, FLOAT32, 4 * M, retriever(2))
-    alone = [Decoder(model, FLOAT32, 4 * M, retriever(2)) for _ in prompts]
+    together = Together(model, FLOAT32, 4 * M, retriever(2))
+    alone = [Together(model, FLOAT32, 4 * M, retriever(2)) for _ in prompts]
     new = prompts
     for step in range(M + 1):
         expected = torch.cat([decoder.read([tokens]) for decoder, tokens in zip(alone, new, strict=True)])
@@ -186,7 +192,7 @@ def test_rows_are_independent(scheme: str) -> None:
 def test_a_step_computes_one_token_per_row() -> None:
     model, seen = build("rope"), []
     model.feed_forward["0"].register_forward_pre_hook(lambda block, inputs: seen.append(tuple(inputs[0].shape[:2])))
-    decoder = Decoder(model, FLOAT32, 4 * T, retriever(2))
+    decoder = Together(model, FLOAT32, 4 * T, retriever(2))
     decoder.read(rows(2 * M, M + 1))
     assert seen == [(2, M - 1), (2, M), (1, 1)]  # windows; the last one has a token of the longer row only
     seen.clear()
@@ -200,7 +206,7 @@ def test_attention_reads_few_different_numbers_of_keys(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         attention, "dot_product_attention", lambda q, k, *rest: (lengths.add(k.shape[2]), attend(q, k, *rest))[1]
     )
-    decoder = Decoder(cached_model("rope"), FLOAT32, 2 * KEY_STEP + 3 * M)
+    decoder = Together(cached_model("rope"), FLOAT32, 2 * KEY_STEP + 3 * M)
     for prompts in (rows(1, 3), *[rows(1, 1)] * (2 * KEY_STEP)):
         decoder.read(prompts)
     assert lengths == {KEY_STEP, 2 * KEY_STEP, 2 * KEY_STEP + 3 * M}
@@ -208,7 +214,7 @@ def test_attention_reads_few_different_numbers_of_keys(monkeypatch: pytest.Monke
 
 def test_every_complete_chunk_in_the_context_is_searched_once() -> None:
     asked: list[list[int]] = []
-    decoder = Decoder(cached_model("rope"), FLOAT32, 4 * M, retriever(2, asked))
+    decoder = Together(cached_model("rope"), FLOAT32, 4 * M, retriever(2, asked))
     first, second = rows(2 * M + 1, 6 * M)
     decoder.read([first, second])
     assert asked == [*first[: 2 * M].reshape(-1, M).tolist(), *second[2 * M :].reshape(-1, M).tolist()]
@@ -227,7 +233,7 @@ def test_every_complete_chunk_in_the_context_is_searched_once() -> None:
 )
 def test_reduced_precision_differs_only_by_rounding(scheme: str, reduced: Placement, rounding: float) -> None:
     model, retrieve = cached_model(scheme), retriever(2)
-    decoder, plain = Decoder(model, reduced, 4 * T, retrieve), Decoder(model, FLOAT32, 4 * T, retrieve)
+    decoder, plain = Together(model, reduced, 4 * T, retrieve), Together(model, FLOAT32, 4 * T, retrieve)
     new, difference = rows(M, 3), 0.0
     for _ in range(M):
         difference = max(difference, float((decoder.read(new) - plain.read(new)).abs().max()))

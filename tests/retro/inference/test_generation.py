@@ -7,7 +7,7 @@ import torch
 from indexing.store.errors import InputError
 from retro.device import choose_placement
 from retro.inference.decoder import Decoder
-from retro.inference.generation import GeneratedToken, generate
+from retro.inference.generation import Batch, GeneratedToken, generate
 from retro.inference.sampling import draw, with_penalties
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
@@ -39,12 +39,11 @@ def generate_pieces(
 ) -> list[list[GeneratedToken]]:
     """The generated pieces of each continuation."""
     settings = GenerationSettings(**{"max_tokens": 12, **settings})
-    decoder, rows = Decoder(model, FLOAT32, context, retrieve), [[] for _ in range(len(prompts) * n)]
-    steps = generate(decoder, [np.array(prompt) for prompt in prompts], settings, decode=decode, eos_id=eos_id, n=n)
-    for step in steps:
-        going_on = [row for row, made in enumerate(rows) if not made or made[-1].finish_reason is None]
-        assert [piece.row for piece in step] == going_on
+    batch, rows = Batch(Decoder(model, FLOAT32, context), decode, eos_id), [[] for _ in range(len(prompts) * n)]
+    for step in generate(batch, [np.array(prompt) for prompt in prompts], settings, [retrieve] * len(prompts), n=n):
+        assert [piece.row for piece in step] == sorted({piece.row for piece in step})
         for piece in step:
+            assert not rows[piece.row] or rows[piece.row][-1].finish_reason is None
             rows[piece.row].append(piece)
     return rows
 
@@ -198,7 +197,8 @@ def test_log_probabilities_ignore_temperature_top_k_and_top_p(model: Retro) -> N
 )
 def test_sampling_frequencies_match_the_probabilities(settings: dict, expected: list[float]) -> None:
     random, logits = torch.Generator().manual_seed(0), torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4000, -1)
-    drawn = draw(logits, logits, GenerationSettings(**{"temperature": 1.0, **settings}), [random] * 4000)
+    sampling = GenerationSettings(**{"temperature": 1.0, **settings})
+    drawn = draw(logits, logits, [sampling] * 4000, [random] * 4000)
     shares = np.bincount([token for token, _, _ in drawn], minlength=4) / 4000
     assert shares == pytest.approx(expected, abs=0.03)
     assert (shares[np.array(expected) == 0] == 0).all()
@@ -226,7 +226,7 @@ def test_penalties_act_on_what_was_generated_and_repetition_also_on_the_prompt()
     prompts, generated = [np.array([1]), np.array([3])], [[], [0, 0, 2]]
 
     def changed(**settings) -> list[list[float]]:
-        return with_penalties(logits, GenerationSettings(**settings), prompts, generated).tolist()
+        return with_penalties(logits, [GenerationSettings(**settings)] * 2, prompts, generated).tolist()
 
     untouched = [2.0, -2.0, 1.0, 0.5]
     assert changed(presence_penalty=0.5) == [untouched, [1.5, -2.0, 0.5, 0.5]]

@@ -7,7 +7,7 @@ import torch
 from indexing.store.errors import InputError
 from retro.device import choose_placement
 from retro.inference import scoring
-from retro.inference.decoder import RetrieveNeighbors
+from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import Scores, score
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever, rows

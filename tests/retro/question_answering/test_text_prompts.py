@@ -10,8 +10,8 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.inference.decoder import GivenNeighbors
 from retro.inference.generation import GeneratedToken
+from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.question_answering.question_sets import Question
 from retro.question_answering.text_prompts import PromptBuilder, answer, room_for_prompts

@@ -18,13 +18,13 @@ from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.huggingface.import_folder import import_base, read_base
-from retro.inference.decoder import Decoder
 from retro.model.presets import resolve
 from retro.model.settings import ModelSettings, updated
 from retro.training.trainer import Outcome, train
 from retro.tuning.adapters import is_adapter
 from retro.tuning.settings import RETRIEVAL, TuningSettings
 from tests.conftest import tiny_config
+from tests.retro.small_model import Together
 
 RETROFIT = TuningSettings(weights="retrieval")
 ADAPTERS = {
@@ -257,7 +257,7 @@ def test_another_run_continues_an_adapter_and_rejects_other_tuning(
 
 def test_cached_decoding_uses_the_adapter(adapted: Checkpoint) -> None:
     model, tokens = checkpoints.load_model(adapted, torch.device("cpu")), torch.arange(40)
-    decoder = Decoder(model, choose_placement("cpu", "float32"), 64)
+    decoder = Together(model, choose_placement("cpu", "float32"), 64)
     found = [decoder.read([part])[0] for part in (tokens[:30].numpy(), *tokens[30:, None].numpy())]
     with torch.no_grad():
         torch.testing.assert_close(torch.stack(found), model(tokens[None])[0, 29:], rtol=1e-4, atol=1e-4)

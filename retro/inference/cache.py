@@ -1,0 +1,111 @@
+"""Tensors that a decoder keeps of the tokens that its rows have read. Each row has a slot, the first dimension of all of them.
+
+Slots, tokens of a slot and neighbors are enlarged on demand. The letters of the shape comments are those of
+`model/retro.py`; in addition, B is the number of slots.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retro.model.retro import Retro
+
+KEY_STEP = 128
+"""Self-attention reads a multiple of this number of keys, and a mask hides those after the last token. Kernels that are
+prepared for one shape (compiled code, cuDNN's plans) then see few shapes instead of a new one with every token."""
+
+
+@dataclass
+class Cache:
+    """The tensors. S begins with the virtual tokens, if the model has any; `num_virtual` is their number."""
+
+    num_virtual: int
+    keys: Tensor  # [B, L, G, S, C] of every layer, with positions applied
+    values: Tensor  # same shape
+    last_keys: Tensor  # [B, L, W, G, C], projected keys of the last W tokens: smeared keys mix them into the next keys
+    last_queries: Tensor  # [B, L, W - 1, H, C], projected queries of the last tokens
+    last_cross_queries: Tensor  # [B, P, W - 1, H, C], the same for cross-attention
+    chunk: Tensor  # [B, M, D], input of the encoder: activations of token t of the current chunk are at t % m
+    neighbor_keys: Tensor  # [B, P, G, K·R, C] of every layer with cross-attention, for the last complete chunk
+    neighbor_values: Tensor  # same shape
+    readable: Tensor  # bool [B, K, R], False for padding of the neighbors
+
+    @classmethod
+    def of(
+        cls, model: Retro, virtual: dict[str, tuple[Tensor, Tensor]], num_virtual: int, dtype: torch.dtype
+    ) -> "Cache":
+        """Create one slot without tokens. Memory is always zeros at first: masked values are multiplied by 0, not by NaN."""
+        s, device = model.settings, model.embedding.weight.device
+        # On a CPU a single query takes six times as long with bfloat16 keys.
+        dtype = torch.float32 if device.type == "cpu" else dtype
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(1, *shape, dtype=dtype, device=device)
+
+        layers, cca_layers = s.num_layers, len(s.retrieval.cca_layers)
+        head_dim, heads, kv_heads = s.attention.head_dim, s.attention.num_heads, s.attention.kv_heads
+        own, cross = s.self_smeared_tokens, s.cross_smeared_tokens
+        keys, values = (zeros(layers, kv_heads, num_virtual, head_dim) for _ in range(2))
+        for layer, finished in enumerate(virtual.values()):
+            for cached, new in zip((keys, values), finished, strict=True):
+                cached[:, layer] = new.transpose(1, 2)  # [1, G, P, C]
+        return cls(
+            num_virtual=num_virtual,
+            keys=keys,
+            values=values,
+            last_keys=zeros(layers, own, kv_heads, head_dim),
+            last_queries=zeros(layers, max(0, own - 1), heads, head_dim),
+            last_cross_queries=zeros(cca_layers, max(0, cross - 1), heads, head_dim),
+            chunk=zeros(s.chunk_length, s.d_model).float(),
+            neighbor_keys=zeros(cca_layers, kv_heads, 0, head_dim),
+            neighbor_values=zeros(cca_layers, kv_heads, 0, head_dim),
+            readable=zeros(0, 0).bool(),
+        )
+
+    def make_slots(self, num_slots: int) -> None:
+        """Enlarge all tensors for this number of slots. They at least double, so copies are rare."""
+        size = len(self.keys)
+        if num_slots <= size:
+            return
+        more = max(num_slots, 2 * size) - size
+        for name, tensor in self._tensors():
+            setattr(self, name, F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, more)))
+        for tensor in (self.keys, self.values):
+            tensor[size:, :, :, : self.num_virtual] = tensor[:1, :, :, : self.num_virtual]
+
+    def make_tokens(self, num_tokens: int, largest: int) -> int:
+        """Enlarge keys and values for `num_tokens` tokens, virtual ones included; return the number of keys to read.
+
+        They at least double, up to the `largest` number of tokens of a row.
+        """
+        size, largest = self.keys.shape[3], max(self.num_virtual + largest, num_tokens)
+        stop = min(-(-num_tokens // KEY_STEP) * KEY_STEP, largest)
+        if stop > size:
+            more = min(max(stop, 2 * size), largest) - size
+            self.keys, self.values = (F.pad(tensor, (0, 0, 0, more)) for tensor in (self.keys, self.values))
+        return stop
+
+    def make_neighbors(self, k: int, r: int) -> None:
+        """Enlarge for K neighbors of R tokens. R is the same in every call."""
+        more = max(0, k - self.readable.shape[1])
+        self.neighbor_keys, self.neighbor_values = (
+            F.pad(tensor, (0, 0, 0, more * r)) for tensor in (self.neighbor_keys, self.neighbor_values)
+        )
+        self.readable = F.pad(self.readable, (0, r - self.readable.shape[2], 0, more))
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy a slot, with the first `num_tokens` tokens, virtual ones included."""
+        for name, tensor in self._tensors():
+            part = tensor[..., :num_tokens, :] if name in ("keys", "values") else tensor
+            part[target] = part[source]
+
+    def swap(self, first: int, second: int, num_tokens: int) -> None:
+        """Swap two slots, with the first `num_tokens` tokens, virtual ones included."""
+        for name, tensor in self._tensors():
+            part = tensor[..., :num_tokens, :] if name in ("keys", "values") else tensor
+            part[[first, second]] = part[[second, first]]
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [(each.name, getattr(self, each.name)) for each in fields(self) if each.name != "num_virtual"]

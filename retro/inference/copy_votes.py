@@ -1,0 +1,112 @@
+"""The copy head in a decoder: mixes its votes into the logits of the next tokens, and finds what these were copied from."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retro.inference.rows import Row
+from retro.inference.sources import CopiedFrom, Neighbors
+from retro.model.copy_head import CopyHead, CopySource, Found
+from retro.model.copy_matches import Matches, context_matches_of_last, neighbor_matches_of_last
+from retro.model.masks import neighbor_mask
+from retro.model.retro import Retro
+
+
+class _Votes(NamedTuple):
+    """What the copy head found for the last tokens of some rows."""
+
+    hidden: Tensor  # [N, D]
+    found: list[Found]
+
+    def of_rows(self, places: list[int]) -> "_Votes":
+        found = []
+        for each in self.found:
+            matches = Matches(each.matches.lengths[places], each.matches.following[places])
+            found.append(each._replace(matches=matches, keys=None if each.keys is None else each.keys[places]))
+        return _Votes(self.hidden[places], found)
+
+
+class CopyVotes:
+    """The copy head of a model, and its votes of the last step. Letters of the shape comments as in `decoder.py`."""
+
+    def __init__(self, model: Retro, head: CopyHead) -> None:
+        self._head, self._m, self._table = head, model.settings.chunk_length, model.embedding.weight
+        self._votes: _Votes | None = None
+
+    def mixed(self, rows: Sequence[Row], logits: Tensor, hidden: Tensor) -> Tensor:
+        """Mix logits [N, V] with what the copy head votes for, given activations [N, D] of the rows' last tokens."""
+        head = self._head
+        width = max(len(row.tokens) for row in rows)
+        padded = np.full((len(rows), width), -1, np.int64)
+        for tokens, row in zip(padded, rows, strict=True):
+            tokens[width - len(row.tokens) :] = row.tokens
+        tokens = self._put(padded)
+        found = [] if head.context is None else [Found(head.context, context_matches_of_last(tokens))]
+        if head.neighbors is not None and any(row.found for row in rows):
+            neighbors, lengths = (self._put(each) for each in _last_neighbors(rows))
+            matches = neighbor_matches_of_last(tokens, neighbors, lengths, self._m)
+            keys = self._content_keys(rows, head.neighbors, neighbors.shape[1] * neighbors.shape[2])
+            found.append(Found(head.neighbors, matches, keys=keys))
+        self._votes = _Votes(hidden, found)
+        return head.mixed(logits[:, None], hidden[:, None], found)[:, 0] if found else logits
+
+    def _content_keys(self, rows: Sequence[Row], source: CopySource, num_keys: int) -> Tensor | None:
+        """Keys [N, num_keys, C] of the neighbors of the last complete chunks; they are computed once for each chunk."""
+        if source.content is None:
+            return None
+        for row in rows:
+            chunks = row.dropped + len(row.found)
+            if row.found and (row.copy_keys is None or row.copy_keys[0] != chunks):
+                neighbors, lengths = (self._put(each)[None] for each in row.found[-1][:2])
+                real = neighbor_mask(neighbors[:, None], lengths[:, None], None)[:, 0]
+                chunk = self._put(row.tokens[: len(row.found) * self._m][-self._m :])[None]
+                row.copy_keys = chunks, source.content.keys(neighbors, real, chunk, self._table)[0]
+        none = torch.zeros(0, source.content.key.out_features, device=self._table.device)
+        each_row = [none if row.copy_keys is None or not row.found else row.copy_keys[1] for row in rows]
+        return torch.stack([F.pad(keys, (0, 0, 0, num_keys - len(keys))) for keys in each_row])
+
+    def copied_from(
+        self, rows: Sequence[Row], places: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]
+    ) -> list[CopiedFrom | None]:
+        """Find which tokens of neighbors the next tokens were copied from.
+
+        Args:
+            rows: some rows of the last call of `mixed`, or copies of them.
+            places: their numbers in that call.
+            tokens: the next token of each row.
+            log_probabilities: of these tokens, in nats.
+
+        Returns:
+            the source of each token; None for a token that no neighbor votes for.
+        """
+        read = next((row.found[-1] for row in rows if row.found), None)
+        if self._votes is None or read is None:
+            return [None] * len(tokens)
+        votes, device = self._votes.of_rows(places), self._table.device
+        losses = -torch.tensor(log_probabilities, device=device)[:, None]
+        labels = self._put(np.array(tokens))[:, None]
+        origins = self._head.origins(votes.hidden[:, None], labels, losses, votes.found, read.tokens.shape[1])
+        columns = zip(rows, *(each[:, 0].tolist() for each in origins), strict=True)
+        return [
+            CopiedFrom(share, row.dropped + len(row.found) - 1, neighbor, position) if neighbor >= 0 else None
+            for row, share, _, neighbor, position in columns
+        ]
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._table.device)
+
+
+def _last_neighbors(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Neighbors [N, K, R] of the last complete chunks and their lengths [N, K]; rows with fewer neighbors have lengths of 0."""
+    last: list[Neighbors | None] = [row.found[-1] if row.found else None for row in rows]
+    k = max(row.num_neighbors for row in rows)
+    r = next(each.tokens.shape[1] for each in last if each is not None)
+    tokens, lengths = np.zeros((len(rows), k, r), np.int64), np.zeros((len(rows), k), np.int64)
+    for number, each in enumerate(last):
+        if each is not None:
+            tokens[number, : len(each.tokens)], lengths[number, : len(each.lengths)] = each.tokens, each.lengths
+    return tokens, lengths

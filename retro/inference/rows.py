@@ -1,0 +1,66 @@
+"""A text in a decoder's batch, on the host: its tokens, how many of them were read, and the neighbors of its chunks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import Tensor
+
+from retro.inference.sources import Neighbors, ReadChunk
+
+RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
+"""Chunks [n, m] → the fields of `Neighbors` in order; ids and distances are optional."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A text in the batch.
+
+    Attributes:
+        tokens: int64 [t], the tokens in the context.
+        retrieve: finds the neighbors of its complete chunks, R tokens each; None = retrieval OFF.
+        slot: row of the cache.
+        found: neighbors of its complete chunks in the context, as far as they are needed.
+        dropped: number of chunks before the context.
+        num_read: number of tokens in the cache.
+        copy_keys: keys [K·R, C] of the copy head for the neighbors of a chunk, after the number of chunks up to this one.
+    """
+
+    tokens: np.ndarray
+    retrieve: RetrieveNeighbors | None
+    slot: int
+    found: list[Neighbors] = field(default_factory=list)
+    dropped: int = 0
+    num_read: int = 0
+    copy_keys: tuple[int, Tensor] | None = None
+
+    @property
+    def num_unread(self) -> int:
+        """Number of tokens that were not read yet."""
+        return len(self.tokens) - self.num_read
+
+    @property
+    def num_neighbors(self) -> int:
+        """Number K of neighbors of a chunk; 0 as long as no chunk is complete, or with retrieval OFF."""
+        return len(self.found[0].tokens) if self.found else 0
+
+    def copy(self, slot: int) -> "Row":
+        """Return a copy of the row in another slot."""
+        return replace(self, slot=slot, found=[*self.found])
+
+    def drop(self, num_chunks: int, chunk_length: int) -> None:
+        """Drop the oldest chunks of the context; the other tokens must be read again."""
+        self.tokens, self.found = self.tokens[num_chunks * chunk_length :], self.found[num_chunks:]
+        self.dropped, self.num_read = self.dropped + num_chunks, 0
+
+    def missing_chunks(self, chunk_length: int) -> np.ndarray:
+        """Return the complete chunks [n, m] whose neighbors have not been found."""
+        complete = len(self.tokens) // chunk_length * chunk_length
+        return self.tokens[:complete].reshape(-1, chunk_length)[len(self.found) :]
+
+    def chunks_read(self, since: int, chunk_length: int) -> tuple[ReadChunk, ...]:
+        """Return the chunks whose neighbors were read, from the chunk with the number `since` on."""
+        chunks = self.tokens[: len(self.found) * chunk_length].reshape(-1, chunk_length)
+        first = max(0, since - self.dropped)
+        numbered = enumerate(zip(chunks[first:], self.found[first:], strict=True), start=self.dropped + first)
+        return tuple(ReadChunk(number, *each) for number, each in numbered)
