@@ -1,52 +1,98 @@
-"""Generation for many clients: a few threads generate, and each client receives its tokens one by one.
+"""Generation for many clients: one thread continues all texts in one batch, and each client receives its tokens one by one.
 
-    request ─► waits for a thread ─► LanguageModel.generate ─► tokens ─► event loop of the request
+    request ─► waits for places in the batch ─► Batch.step, again and again ─► tokens ─► event loop of the request
 
-When a client disconnects, its generation stops at the next token or at the next window of its prompt.
+Requests join and leave between any two steps. A free place goes to the request with the fewest texts in the batch, the
+first of several, so a request with many prompts does not delay one that arrives later, and no request waits forever. When
+a client disconnects, its texts leave before the next step.
 """
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
-from retro.inference.generation import GeneratedToken
+from retro.inference.generation import Continuation, GeneratedToken
 from retro.inference.language_model import LanguageModel
+from retro.inference.rows import RetrieveNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.server.errors import ApiError, time_limit_error
 from retro.server.metrics import Metrics
 
+Message = list[GeneratedToken] | Exception | None
+"""Tokens of a step, or the end of the generation, with or without an error."""
 
-class _Stopped(Exception):
-    """No client waits for the generation any longer."""
+
+@dataclass(eq=False)
+class _Request:
+    """A request that was not answered yet.
+
+    Attributes:
+        prompts, settings, retrieve, n, sources: as in `generation.generate`.
+        waiting: numbers of the continuations that wait for a place in the batch.
+        since: time of acceptance, later of the last step, in seconds of `time.perf_counter`.
+        running: its texts in the batch.
+        begun: True if it has received a token.
+        gone: True if no client waits for it any longer.
+    """
+
+    prompts: Sequence[np.ndarray]
+    settings: GenerationSettings
+    retrieve: RetrieveNeighbors | None
+    n: int
+    sources: bool
+    waiting: deque[int]
+    since: float
+    loop: asyncio.AbstractEventLoop
+    messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    running: set[Continuation] = field(default_factory=set)
+    begun: bool = False
+    gone: bool = False
+
+    @property
+    def joined(self) -> bool:
+        """True if a text of the request is or was in the batch."""
+        return len(self.waiting) < len(self.prompts) * self.n
 
 
 class GenerationQueue:
-    """Runs one generation on each of its threads.
+    """Continues texts of all requests in one batch, on one thread that runs as long as there are requests.
 
     Args:
         language_model: the model that generates.
-        threads: number of generations at once; others wait.
+        max_num_seqs: largest number of texts in the batch; others wait.
         metrics: counts tokens and measures their latency.
+
+    Attributes:
+        num_running: texts in the batch.
     """
 
-    def __init__(self, language_model: LanguageModel, threads: int, metrics: Metrics) -> None:
-        self._language_model, self._metrics = language_model, metrics
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="generate")
-        self._waiting = set[object]()
-        self._senders = set[Callable[[Exception], None]]()  # one for each request, waiting or running
+    def __init__(self, language_model: LanguageModel, max_num_seqs: int, metrics: Metrics) -> None:
+        self._language_model, self._max_num_seqs, self._metrics = language_model, max_num_seqs, metrics
+        self._batch, self.num_running = language_model.batch(), 0  # only the thread uses the batch
+        self._count_batch = metrics.count_batch("generate")
+        self._thread, self._running = ThreadPoolExecutor(1, thread_name_prefix="generate"), False
+        self._requests: list[_Request] = []
+        self._lock = threading.Lock()  # guards `_requests` and `_running`
 
     def __len__(self) -> int:
-        """Number of requests that wait for a thread."""
-        return len(self._waiting)
+        """Number of texts that wait for a place in the batch."""
+        with self._lock:
+            return sum(len(request.waiting) for request in self._requests)
 
     def cut_off(self) -> None:
         """End every generation with an error, streams included, because the server stops."""
-        for send in self._senders:
-            send(ApiError(503, "the server was stopped before the generation was finished."))
+        with self._lock:
+            requests = [*self._requests]
+        error = ApiError(503, "the server was stopped before the generation was finished.")
+        _send([(request, error) for request in requests])
 
     async def generate(
         self,
@@ -64,52 +110,114 @@ class GenerationQueue:
             ApiError: the generation takes longer than `seconds`.
             InputError: at the first step; see `LanguageModel.generate`.
         """
-        loop, ticket, accepted = asyncio.get_running_loop(), object(), time.perf_counter()
-        steps: asyncio.Queue[list[GeneratedToken] | Exception | None] = asyncio.Queue()
-        stopped = threading.Event()
-
-        def send(step: list[GeneratedToken] | Exception | None) -> None:
-            if not stopped.is_set():
-                loop.call_soon_threadsafe(steps.put_nowait, step)
-
-        def check() -> None:
-            if stopped.is_set():
-                raise _Stopped
-
-        def work() -> None:
-            self._waiting.discard(ticket)
-            try:
-                check()
-                since, first = accepted, True
-                for step in self._language_model.generate(prompts, settings, k, check=check, n=n, sources=sources):
-                    check()
-                    now = time.perf_counter()
-                    self._metrics.count_step(len(step), now - since, first=first)
-                    since, first = now, False
-                    send(step)
-                send(None)
-            except _Stopped:
-                pass
-            except Exception as error:
-                send(error)
-
-        self._waiting.add(ticket)
-        self._senders.add(send)
-        job, until = self._pool.submit(work), loop.time() + seconds
+        checked, retrieve = self._language_model.checked(prompts, settings, k)
+        loop, numbers = asyncio.get_running_loop(), deque(range(len(prompts) * n))
+        request = _Request(checked, settings, retrieve, n, sources, numbers, time.perf_counter(), loop)
+        until = loop.time() + seconds
+        self._accept(request)
         try:
             while True:
                 try:
                     async with asyncio.timeout_at(until):
-                        step = await steps.get()
+                        message = await request.messages.get()
                 except TimeoutError as error:
                     raise time_limit_error(seconds) from error
-                if step is None:
+                if message is None:
                     return
-                if isinstance(step, Exception):
-                    raise step
-                yield step
+                if isinstance(message, Exception):
+                    raise message
+                yield message
         finally:
-            stopped.set()
-            self._senders.discard(send)
-            job.cancel()
-            self._waiting.discard(ticket)
+            request.gone = True
+
+    def _accept(self, request: _Request) -> None:
+        with self._lock:
+            self._requests.append(request)
+            if not self._running:
+                self._running = True
+                self._thread.submit(self._run)
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while requests := self._present():
+            try:
+                self._admit(requests)
+                self._deliver(self._batch.step(), requests)
+            except Exception as error:  # the state of the batch is unknown
+                self._batch = self._language_model.batch()
+                self._end([request for request in requests if request.joined], error)
+
+    def _present(self) -> list[_Request]:
+        """Return the requests that clients wait for; the texts of others leave the batch. Without any, the thread ends."""
+        with self._lock:
+            gone = [request for request in self._requests if request.gone]
+            self._requests = [request for request in self._requests if request not in gone]
+            present = [*self._requests]
+            self._running = bool(present)
+        self._batch.remove(text for request in gone for text in request.running)
+        self.num_running = len(self._batch)
+        return present
+
+    def _admit(self, requests: Sequence[_Request]) -> None:
+        """Give free places of the batch to texts that wait. Continuations of a prompt that join together read it once."""
+        joining: dict[_Request, list[int]] = {}
+        for _ in range(self._max_num_seqs - len(self._batch)):
+            waiting = [request for request in requests if request.waiting]
+            if not waiting:
+                break
+            chosen = min(waiting, key=lambda request: len(request.running) + len(joining.get(request, ())))
+            joining.setdefault(chosen, []).append(chosen.waiting.popleft())
+        for request, numbers in joining.items():
+            for prompt, group in groupby(numbers, key=lambda number, n=request.n: number // n):  # type: ignore[misc]
+                copies = [(number, number % request.n) for number in group]
+                request.running |= set(
+                    self._batch.add(
+                        request.prompts[prompt],
+                        request.settings,
+                        request.retrieve,
+                        copies=copies,
+                        sources=request.sources,
+                    )
+                )
+        self.num_running = len(self._batch)
+
+    def _deliver(self, new: Sequence[tuple[Continuation, GeneratedToken]], requests: Sequence[_Request]) -> None:
+        """Send the tokens of a step to their requests. Each event loop is woken once."""
+        if not new:
+            return
+        self._count_batch(len(new))
+        messages, now, owner = list[tuple[_Request, Message]](), time.perf_counter(), {}
+        for request in requests:
+            owner |= dict.fromkeys(request.running, request)
+        tokens: dict[_Request, list[GeneratedToken]] = {}
+        for text, token in new:
+            request = owner[text]
+            tokens.setdefault(request, []).append(token)
+            if token.finish_reason is not None:
+                request.running.discard(text)
+        for request, step in tokens.items():
+            self._metrics.count_step(len(step), now - request.since, first=not request.begun)
+            request.since, request.begun = now, True
+            messages.append((request, sorted(step, key=lambda token: token.row)))
+        _send(messages)
+        self._end([request for request in tokens if not request.running and not request.waiting])
+
+    def _end(self, requests: Sequence[_Request], error: Exception | None = None) -> None:
+        """Forget requests that are finished or have failed."""
+        with self._lock:
+            self._requests = [request for request in self._requests if request not in requests]
+        _send([(request, error) for request in requests])
+
+
+def _send(messages: Sequence[tuple[_Request, Message]]) -> None:
+    """Send messages to requests, on the event loop of each."""
+
+    def put(own: Sequence[tuple[_Request, Message]]) -> None:
+        for request, message in own:
+            request.messages.put_nowait(message)
+
+    for loop in {request.loop for request, _ in messages}:
+        own = [(request, message) for request, message in messages if request.loop is loop]
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
+            loop.call_soon_threadsafe(put, own)

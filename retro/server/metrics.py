@@ -19,7 +19,9 @@ class Metrics:
             "retro_request_seconds", "Time from a request's first byte to the last byte of its answer.", ["path"],
             buckets=_SECONDS, **own,
         )  # fmt: skip
-        self._batches = Histogram("retro_batch_size", "Items processed at once.", ["work"], buckets=_SIZES, **own)
+        self._batches = Histogram(
+            "retro_batch_size", "Items processed at once; tokens of a generation step.", ["work"], buckets=_SIZES, **own
+        )
         self._tokens = Counter("retro_generated_tokens", "Tokens generated.", **own)
         self._first_token = Histogram(
             "retro_first_token_seconds", "Time to a request's first generated token.", buckets=_SECONDS, **own
@@ -29,16 +31,26 @@ class Metrics:
         )
         ProcessCollector(registry=self._registry)
 
-    def watch(self, waiting: Mapping[str, Callable[[], int]], under_way: Callable[[], int]) -> None:
+    def watch(
+        self,
+        waiting: Mapping[str, Callable[[], int]],
+        running: Mapping[str, Callable[[], int]],
+        under_way: Callable[[], int],
+    ) -> None:
         """Add gauges that are read when the metrics are requested.
 
         Args:
-            waiting: for each kind of work, a function that returns the number of waiting requests.
+            waiting: for each kind of work, a function that returns the number of waiting requests; of texts for `generate`.
+            running: the same for work that is in progress.
             under_way: returns the number of requests that were accepted and not answered yet.
         """
-        gauge = Gauge("retro_waiting", "Requests that wait for a worker.", ["work"], registry=self._registry)
-        for work, count in waiting.items():
-            gauge.labels(work).set_function(count)
+        for name, text, counts in (
+            ("retro_waiting", "Requests that wait for a worker; texts that wait for a place in the batch.", waiting),
+            ("retro_running", "Texts in the batch.", running),
+        ):
+            gauge = Gauge(name, text, ["work"], registry=self._registry)
+            for work, count in counts.items():
+                gauge.labels(work).set_function(count)
         accepted = Gauge("retro_requests_under_way", "Requests accepted and not yet answered.", registry=self._registry)
         accepted.set_function(under_way)
 

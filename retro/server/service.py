@@ -119,10 +119,12 @@ class Service:
                 metrics.count_batch("score"),
                 lambda key, sequence: len(sequence) * (1 + 2 * key.k),
             )
-            generations = GenerationQueue(language_model, settings.max_generations, metrics)
+            generations = GenerationQueue(language_model, settings.max_num_seqs, metrics)
         queues: dict[str, Sized | None] = {"search": search, "embed": embed, "score": score, "generate": generations}
         metrics.watch(
-            {work: each.__len__ for work, each in queues.items() if each is not None}, lambda: admission.under_way
+            {work: each.__len__ for work, each in queues.items() if each is not None},
+            {} if generations is None else {"generate": lambda: generations.num_running},
+            lambda: admission.under_way,
         )
         name = settings.name or _name_of(retriever, language_model)
         return cls(

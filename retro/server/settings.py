@@ -46,8 +46,8 @@ class ServeSettings:
     """Largest number of queries that are searched at once."""
     max_score_tokens: int = 2**15
     """Largest number of tokens that are scored at once, neighbors included."""
-    max_generations: int = 2
-    """Number of requests that generate at the same time; others wait."""
+    max_num_seqs: int = 32
+    """Largest number of texts that are generated in one batch; others wait. A batch has a cache of keys and values for each."""
     shutdown_seconds: float = 30.0
     """Time after SIGTERM to finish accepted requests."""
     cors_origins: tuple[str, ...] = ()

@@ -60,11 +60,14 @@ def test_every_chunk_is_named_once_with_its_neighbors_and_tokens_stay_the_same(
 ) -> None:
     rows = generated(language_model, prompts, n=n, max_tokens=20)
     settings = GenerationSettings(max_tokens=20, seed=2, ignore_eos=True)
-    plain = list(language_model.generate(prompts, settings, K, n=n))
+    plain: list[list[GeneratedToken]] = [[] for _ in rows]
+    for step in language_model.generate(prompts, settings, K, n=n):
+        for token in step:
+            plain[token.row].append(token)
     for number, row in enumerate(rows):
         tokens = [*prompts[number // n].tolist(), *(token.token for token in row)]
-        assert [token.token for token in row] == [step[number].token for step in plain]
-        assert all(not step[number].read and step[number].copied is None for step in plain)
+        assert [token.token for token in row] == [token.token for token in plain[number]]
+        assert all(not token.read and token.copied is None for token in plain[number])
         check_chunks(language_model, tokens[:-1], [each for token in row for each in token.read])
         for place, token in enumerate(row, start=len(tokens) - len(row)):
             assert all((each.number + 1) * M <= place for each in token.read)

@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,8 +15,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from retro.inference.generation import GeneratedToken
-from retro.inference.language_model import LanguageModel
+from retro.inference.generation import Batch, Continuation, GeneratedToken
 from retro.server.errors import ApiError
 from retro.server.limits import Admission, Limits
 from retro.server.metrics import Metrics
@@ -212,22 +211,28 @@ def test_a_request_that_exceeds_its_time_is_cancelled() -> None:
 def test_a_generation_timeout_is_504_or_the_last_event_of_a_stream(
     app_with: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on = threading.Event()
+    go_on, steps = threading.Event(), []
 
-    def one_token(*_, **options) -> Iterator[list[GeneratedToken]]:
-        yield [GeneratedToken(0, 5, "one", -1.0)]
-        assert go_on.wait(PATIENCE)
-        options["check"]()
-        yield [GeneratedToken(0, 6, "two", -1.0)]
+    def step(batch: Batch) -> list[tuple[Continuation, GeneratedToken]]:
+        """The first step of a text is that of the batch; the others wait."""
+        (row,) = batch._texts
+        if row in steps:
+            assert go_on.wait(PATIENCE)
+        steps.append(row)
+        return original(batch)
 
-    monkeypatch.setattr(LanguageModel, "generate", one_token)
+    original = Batch.step
+    monkeypatch.setattr(Batch, "step", step)
+    body = {"prompt": "a", "temperature": 0, "retrieval": False}
     with TestClient(app_with(request_seconds=3)) as client:  # a stream starts with its first token
-        assert reason(client.post("/generate", json={"prompt": TEXT})) == (504, "timeout")
-        streamed = client.post("/generate", json={"prompt": TEXT, "stream": True})
+        assert reason(client.post("/generate", json=body)) == (504, "timeout")
+        go_on.set()
+        go_on.clear()
+        streamed = client.post("/generate", json=body | {"stream": True})
         go_on.set()
     assert streamed.status_code == 200
     one, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
-    assert json.loads(one)["text"] == "one"
+    assert json.loads(one)["finish_reason"] is None
     assert json.loads(error)["error"]["code"] == "timeout"
     assert done == "[DONE]"
 

@@ -171,11 +171,11 @@ def test_prompt_reading_stops_when_the_client_is_gone(
     app_with: Make, language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt is read in windows; the first blocks until the client has received 504."""
-    stopped = Gate(Decoder._read)
-    monkeypatch.setattr(Decoder, "_read", lambda decoder, numbers: stopped(decoder, numbers))
+    stopped = Gate(Decoder._run)
+    monkeypatch.setattr(Decoder, "_run", lambda decoder, span: stopped(decoder, span))
     prompt = language_model.tokenizer.encode(TEXT * 9)[:60].tolist()
     body = {"model": "tiny", "max_tokens": 1}
-    with TestClient(app_with(request_seconds=2, max_generations=1)) as client:
+    with TestClient(app_with(request_seconds=2)) as client:
         assert client.post("/v1/completions", json=body | {"prompt": prompt}).status_code == 504
         assert stopped.calls == 1
         stopped.let_go.set()

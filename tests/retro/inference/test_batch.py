@@ -1,0 +1,234 @@
+"""Texts that join and leave a batch at any step continue as alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retro.device import choose_placement
+from retro.inference import decoder as decoding
+from retro.inference.decoder import Decoder
+from retro.inference.generation import Batch, Continuation, GeneratedToken
+from retro.inference.rows import RetrieveNeighbors
+from retro.inference.settings import GenerationSettings
+from retro.model.retro import Retro
+from tests.retro.inference.test_decoder import retriever
+from tests.retro.small_model import SCHEMES, M, T, V, build, cached_model
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
+
+CONTEXT = 4 * M
+SEARCHES = [None, retriever(1), retriever(3)]
+SETTINGS = (
+    {"temperature": 0},
+    {"temperature": 0.7, "top_k": 5, "logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.8, "min_p": 0.01, "stop_token_ids": (3, 4)},
+    {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 4},
+    {"temperature": 1.5, "frequency_penalty": 0.7, "logit_bias": ((5, 2.0), (6, -100.0))},
+    {"temperature": 0.9, "stop": ("AB", "C")},
+)
+
+
+def decode(tokens) -> str:
+    """One letter per token."""
+    return "".join(chr(ord("A") + token) for token in tokens)
+
+
+def batch_of(model: Retro) -> Batch:
+    return Batch(Decoder(model, choose_placement("cpu", "float32"), CONTEXT), decode, eos_id=0)
+
+
+@dataclass
+class Text:
+    """A text, the step at which it joins, and the number of steps after which it leaves unless it is finished."""
+
+    prompt: np.ndarray
+    settings: GenerationSettings
+    retrieve: RetrieveNeighbors | None
+    joins: int
+    stays: int
+    new: list[GeneratedToken] = field(default_factory=list)
+
+    def join(self, batch: Batch) -> Continuation:
+        return batch.add(self.prompt, self.settings, self.retrieve, sources=True)[0]
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> list[Text]:
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
+
+    def text() -> Text:
+        own = {**SETTINGS[numbers.integers(len(SETTINGS))], "seed": int(numbers.integers(100))}
+        return Text(
+            prompt=numbers.integers(0, V, numbers.integers(1, CONTEXT + 3)),
+            settings=GenerationSettings(max_tokens=int(numbers.integers(1, 2 * M + 2)), **own),
+            retrieve=SEARCHES[numbers.integers(len(SEARCHES))],
+            joins=int(numbers.integers(2 * M)),
+            stays=int(numbers.choice([3, M, 1000])),
+        )
+
+    return [text() for _ in range(6)]
+
+
+def alone(model: Retro, text: Text) -> list[GeneratedToken]:
+    batch = batch_of(model)
+    text.join(batch)
+    new = list[GeneratedToken]()
+    while len(batch):
+        new += [token for _, token in batch.step()]
+    return new
+
+
+def together(model: Retro, all_texts: list[Text]) -> None:
+    batch, running, step = batch_of(model), dict[Continuation, Text](), 0
+    while step == 0 or running or any(text.joins >= step for text in all_texts):
+        running |= {text.join(batch): text for text in all_texts if text.joins == step}
+        leaving = [key for key, text in running.items() if text.joins + text.stays == step]
+        batch.remove(leaving)
+        for key in leaving:
+            del running[key]
+        assert len(batch) == len(running)
+        for key, token in batch.step():
+            running[key].new.append(token)
+            if token.finish_reason is not None:
+                del running[key]
+        step += 1
+
+
+def check_equal(found: GeneratedToken, expected: GeneratedToken) -> None:
+    for name in ("token", "text", "finish_reason"):
+        assert getattr(found, name) == getattr(expected, name)
+    assert found.log_probability == pytest.approx(expected.log_probability, abs=1e-4)
+    assert [token for token, _ in found.top] == [token for token, _ in expected.top]
+    assert [value for _, value in found.top] == pytest.approx([value for _, value in expected.top], abs=1e-4)
+    assert (found.copied is None) == (expected.copied is None)
+    if found.copied is not None and expected.copied is not None:
+        assert found.copied == pytest.approx(expected.copied, abs=1e-4)
+    for one, other in zip(found.read, expected.read, strict=True):
+        assert one.number == other.number
+        assert np.array_equal(one.tokens, other.tokens)
+        assert np.array_equal(one.neighbors.tokens, other.neighbors.tokens)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "experts", "smeared neighbors"])
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(texts=texts())
+def test_a_text_continues_as_alone_whatever_joins_and_leaves(scheme: str, texts: list[Text]) -> None:
+    more = {
+        "experts": {"experts.num_experts": 4, "experts.every": 2, "experts.capacity_factor": 0.5},
+        "smeared neighbors": {"retrieval.smeared_keys": True, "attention.smeared_tokens": 2},
+    }
+    model = build("smeared", **more[scheme]) if scheme in more else cached_model(scheme)
+    together(model, texts)
+    for text in texts:
+        expected = alone(model, text)
+        assert len(text.new) == len(expected) if text.stays == 1000 else len(text.new) <= len(expected)
+        for found, wanted in zip(text.new, expected, strict=False):
+            check_equal(found, wanted)
+
+
+def prompts_of(*lengths: int) -> list[np.ndarray]:
+    return [np.random.default_rng(length).integers(1, V, length) for length in lengths]
+
+
+GREEDY = GenerationSettings(max_tokens=6 * M, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture
+def passes() -> tuple[Retro, list[tuple[int, int]]]:
+    """A model, and the rows and tokens of each of its passes."""
+    model, seen = build("rope"), list[tuple[int, int]]()
+    model.feed_forward["0"].register_forward_pre_hook(lambda block, inputs: seen.append(tuple(inputs[0].shape[:2])))
+    return model, seen
+
+
+def test_a_long_prompt_delays_other_texts_by_one_window_a_step(passes: tuple[Retro, list[tuple[int, int]]]) -> None:
+    model, seen = passes
+    batch = batch_of(model)
+    for prompt in prompts_of(1, 2):
+        batch.add(prompt, GREEDY)
+    batch.step()
+    batch.step()
+    (long,) = prompts_of(4 * M)
+    batch.add(long, GREEDY)
+    seen.clear()
+    steps = [len(batch.step()) for _ in range(6)]
+    assert steps == [2, 2, 2, 2, 3, 3]  # windows of the prompt: M - 1, M, M, M and 1 tokens
+    assert seen == [(2, 1), (1, M - 1), *[(2, 1), (1, M)] * 3, (3, 1), (3, 1)]
+
+
+def test_prompts_are_read_in_the_order_of_arrival_and_none_starves(
+    passes: tuple[Retro, list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "WINDOW_TOKENS", 1)  # one window a step
+    batch, begun = batch_of(passes[0]), list[Continuation]()
+    order = batch.add(prompts_of(3 * M)[0], GREEDY)
+    for length in (2 * M, M, M + 1, 2):
+        begun += [text for text, _ in batch.step() if text not in begun]
+        order += batch.add(prompts_of(length)[0], GREEDY)
+    while len(begun) < len(order):
+        begun += [text for text, _ in batch.step() if text not in begun]
+    assert begun == order
+
+
+def test_texts_at_a_chunk_boundary_share_a_search() -> None:
+    asked: list[int] = []
+
+    def counting(find: RetrieveNeighbors) -> RetrieveNeighbors:
+        return lambda chunks: (asked.append(len(chunks)), find(chunks))[1]
+
+    first, second = counting(retriever(2)), counting(retriever(3))  # type: ignore[arg-type]
+    batch = batch_of(cached_model("rope"))
+    for prompt, retrieve in zip(prompts_of(M, 1, 2, 1), (first, first, first, second), strict=True):
+        batch.add(prompt, GREEDY, retrieve)
+    found = list[list[int]]()
+    for _ in range(M):
+        batch.step()
+        found.append([*asked])
+        asked.clear()
+    # After the prompts, lengths are (M, 1, 2, 1), and each step appends a token.
+    assert found == [[1], *[[]] * (M - 3), [1], [1, 1]]
+
+
+def test_removed_texts_leave_no_memory_behind() -> None:
+    batch = batch_of(cached_model("rope"))
+    decoder = batch._decoder
+    for _ in range(20):
+        first, second, third = (batch.add(prompt, GREEDY)[0] for prompt in prompts_of(M + 1, 2 * M, 3))
+        batch.step()
+        batch.remove([second])
+        batch.step()
+        batch.remove([first, third])
+    assert len(decoder.cache.keys) == 1
+    assert decoder.cache.keys.numel() == 0
+    batch.add(prompts_of(T)[0], GREEDY)
+    for _ in range(20):  # a text always remains
+        (joined,) = batch.add(prompts_of(3)[0], GREEDY)
+        batch.step()
+        batch.remove([joined])
+    assert len(decoder.cache.keys) == 2
+
+
+def test_several_continuations_of_a_prompt_leave_before_and_after_it_is_read() -> None:
+    model, (prompt,) = cached_model("copying"), prompts_of(3 * M)
+    sampling = GenerationSettings(max_tokens=M, temperature=1.0, seed=5, ignore_eos=True)
+
+    def run(leave_at: Callable[[int], list[int]]) -> dict[int, list[int]]:
+        batch, tokens = batch_of(model), dict[int, list[int]]()
+        texts = batch.add(prompt, sampling, retriever(2), copies=[(copy, copy) for copy in range(4)])
+        step = 0
+        while len(batch):
+            batch.remove([texts[copy] for copy in leave_at(step)])
+            for text, token in batch.step() if len(batch) else ():
+                tokens.setdefault(text.number, []).append(token.token)
+            step += 1
+        return tokens
+
+    whole = run(lambda step: [])
+    assert len({tuple(tokens) for tokens in whole.values()}) == 4
+    assert run(lambda step: [0] if step == 1 else []) == {copy: whole[copy] for copy in (1, 2, 3)}
+    part = run(lambda step: [1, 3] if step == 4 else [])  # after a token each
+    assert part == {copy: tokens[: 1 if copy in (1, 3) else None] for copy, tokens in whole.items()}
+    assert run(lambda step: [0, 1, 2, 3] if step == 2 else []) == {}
