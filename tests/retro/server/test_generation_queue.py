@@ -1,0 +1,216 @@
+"""Requests that generate in one batch get the answers that they get alone, and each place is shared fairly."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from retro.inference.generation import Batch
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
+from retro.server.errors import ApiError
+from retro.server.generation_queue import GenerationQueue
+from retro.server.metrics import Metrics
+from tests.conftest import PATIENCE, wait_until
+from tests.retro.server.conftest import TEXT, Make, listening
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "the memory"}]}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"prompt": TEXT, "max_tokens": 20, "temperature": 0, "k": 2, "return_sources": True}),
+    ("/generate", {"prompt": TEXT[:9], "max_tokens": 20, "temperature": 0, "retrieval": False}),
+    ("/generate", {"prompt": TEXT * 2, "max_tokens": 30, "seed": 3, "k": 4, "stream": True, "return_sources": True}),
+    ("/v1/completions", {"model": "tiny", "prompt": [TEXT[:30], "a", TEXT], "max_tokens": 9, "temperature": 0, "logprobs": 3}),
+    ("/v1/completions", {"model": "tiny:off", "prompt": TEXT, "max_tokens": 12, "seed": 2, "n": 3, "frequency_penalty": 1.0}),
+    ("/v1/completions", {"model": "tiny", "prompt": "of", "max_tokens": 25, "seed": 4, "min_p": 0.02, "k": 1, "stream": True}),
+    ("/v1/completions", {"model": "tiny", "prompt": TEXT[9:], "max_tokens": 40, "temperature": 0, "stop": ["the", "a"], "logit_bias": {"60": 3}}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 16, "temperature": 0, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 16, "seed": 6, "n": 2, "stream": True, "repetition_penalty": 1.2}),
+]  # fmt: skip
+
+
+def answer_of(url: str, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream or the one answer, without what differs between two equal requests."""
+    response = httpx.post(url + path, json=body, timeout=PATIENCE)
+    assert response.status_code == 200, response.text
+    texts = [response.text]
+    if body.get("stream"):
+        texts = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line][:-1]
+    answers = [json.loads(text) for text in texts]
+    assert not any("error" in answer for answer in answers)
+    for answer in answers:
+        for name in ("id", "created"):
+            answer.pop(name, None)
+    # The events of several texts of a request may alternate in another order.
+    return sorted(answers, key=lambda answer: [choice["index"] for choice in answer.get("choices", ())])
+
+
+def rounded(value: Any) -> Any:
+    """An answer with rounded numbers: products of a batch may sum in another order."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return pytest.approx(value, abs=2e-2) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("places", [3, 32])
+def test_concurrent_answers_equal_sequential_ones(app_with: Make, places: int) -> None:
+    with listening(app_with(max_num_seqs=places)) as url, ThreadPoolExecutor(2 * len(REQUESTS)) as clients:
+        expected = [answer_of(url, *each) for each in REQUESTS]
+        found = list(clients.map(lambda each: answer_of(url, *each), REQUESTS * 2))
+    for alone, first, second in zip(expected, found, found[len(REQUESTS) :], strict=False):
+        assert first == rounded(alone)
+        assert second == rounded(alone)
+
+
+# --- the batch -------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Holds every step of a batch until `let_go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.let_go, step = threading.Event(), Batch.step
+
+        def held(batch: Batch) -> Any:
+            assert self.let_go.wait(PATIENCE)
+            return step(batch)
+
+        monkeypatch.setattr(Batch, "step", held)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    steps = Held(monkeypatch)
+    yield steps
+    steps.let_go.set()
+
+
+def gauge(url: str, name: str) -> float:
+    families = text_string_to_metric_families(httpx.get(url + "/metrics", timeout=PATIENCE).text)
+    values = {(each.name, each.labels.get("work")): each.value for family in families for each in family.samples}
+    return values[name, "generate"]
+
+
+def test_a_full_batch_queues_and_a_full_queue_refuses(app_with: Make, held: Held) -> None:
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    app = app_with(max_num_seqs=1, max_requests=2)
+    with listening(app) as url, ThreadPoolExecutor(2) as clients:
+        answers = [clients.submit(httpx.post, url + "/generate", json=body, timeout=PATIENCE) for _ in range(2)]
+        wait_until(lambda: gauge(url, "retro_running") == 1 and gauge(url, "retro_waiting") == 1)
+        refused = httpx.post(url + "/generate", json=body, timeout=PATIENCE)
+        assert refused.status_code == 429
+        assert refused.headers["Retry-After"] == "1"
+        held.let_go.set()
+        first, second = (answer.result() for answer in answers)
+        assert first.status_code == second.status_code == 200
+        assert first.json() == second.json()
+        wait_until(lambda: gauge(url, "retro_running") == 0)
+        assert gauge(url, "retro_waiting") == 0
+
+
+GREEDY = GenerationSettings(max_tokens=5, temperature=0, ignore_eos=True)
+PROMPTS = [np.array([1, number], np.int64) for number in range(40, 50)]
+
+
+async def tokens_of(
+    queue: GenerationQueue, prompts: list[np.ndarray], on_end: Callable[[], Any] = int
+) -> list[list[int]]:
+    """The tokens of each prompt."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    async for step in queue.generate(prompts, GREEDY, 0, PATIENCE):
+        for token in step:
+            rows[token.row].append(token.token)
+    on_end()
+    return rows
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        return await work()
+
+    return asyncio.run(main())
+
+
+def test_a_request_with_many_prompts_does_not_delay_a_later_one(language_model: LanguageModel, held: Held) -> None:
+    queue, ended = GenerationQueue(language_model, 2, Metrics()), list[str]()
+
+    async def work() -> None:
+        large = asyncio.create_task(tokens_of(queue, PROMPTS, lambda: ended.append("large")))
+        while queue.num_running < 2:
+            await asyncio.sleep(0.01)
+        small = asyncio.create_task(tokens_of(queue, PROMPTS[:1], lambda: ended.append("small")))
+        while len(queue) < 9:
+            await asyncio.sleep(0.01)
+        held.let_go.set()
+        assert (await large)[:1] == await small
+
+    run(work)
+    assert ended == ["small", "large"]
+
+
+def test_a_client_that_leaves_frees_its_places(language_model: LanguageModel, held: Held) -> None:
+    queue = GenerationQueue(language_model, 2, Metrics())
+
+    async def work() -> None:
+        leaving = asyncio.create_task(tokens_of(queue, PROMPTS))
+        while queue.num_running < 2:
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        held.let_go.set()
+        assert len(await tokens_of(queue, PROMPTS[:1])) == 1
+        while queue.num_running:
+            await asyncio.sleep(0.01)
+        assert len(queue) == 0
+
+    run(work)
+
+
+def test_a_failure_ends_the_requests_of_the_batch_and_no_others(
+    language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, step = GenerationQueue(language_model, 2, Metrics()), Batch.step
+    go_on = threading.Event()
+
+    def broken(batch: Batch) -> Any:
+        assert go_on.wait(PATIENCE)
+        monkeypatch.setattr(Batch, "step", step)
+        raise MemoryError("too many neighbors")
+
+    monkeypatch.setattr(Batch, "step", broken)
+
+    async def work() -> None:
+        failing = [asyncio.create_task(tokens_of(queue, [prompt])) for prompt in PROMPTS[:3]]
+        while len(queue) < 1:
+            await asyncio.sleep(0.01)
+        go_on.set()
+        first, second, third = await asyncio.gather(*failing, return_exceptions=True)
+        assert isinstance(first, MemoryError)
+        assert isinstance(second, MemoryError)
+        assert third == await tokens_of(queue, PROMPTS[2:3])
+
+    run(work)
+
+
+def test_a_stopping_server_ends_running_and_waiting_requests(language_model: LanguageModel, held: Held) -> None:
+    queue = GenerationQueue(language_model, 1, Metrics())
+
+    async def work() -> None:
+        tasks = [asyncio.create_task(tokens_of(queue, [prompt])) for prompt in PROMPTS[:3]]
+        while len(queue) < 2:
+            await asyncio.sleep(0.01)
+        queue.cut_off()
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(error, ApiError)
+            assert error.status == 503
+
+    run(work)
