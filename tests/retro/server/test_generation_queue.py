@@ -25,7 +25,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "the memory"}]
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"prompt": TEXT, "max_tokens": 20, "temperature": 0, "k": 2, "return_sources": True}),
     ("/generate", {"prompt": TEXT[:9], "max_tokens": 20, "temperature": 0, "retrieval": False}),
-    ("/generate", {"prompt": TEXT * 2, "max_tokens": 30, "seed": 3, "k": 4, "stream": True, "return_sources": True}),
+    ("/generate", {"prompt": TEXT + TEXT[:30], "max_tokens": 30, "seed": 3, "k": 4, "stream": True, "return_sources": True}),
     ("/v1/completions", {"model": "tiny", "prompt": [TEXT[:30], "a", TEXT], "max_tokens": 9, "temperature": 0, "logprobs": 3}),
     ("/v1/completions", {"model": "tiny:off", "prompt": TEXT, "max_tokens": 12, "seed": 2, "n": 3, "frequency_penalty": 1.0}),
     ("/v1/completions", {"model": "tiny", "prompt": "of", "max_tokens": 25, "seed": 4, "min_p": 0.02, "k": 1, "stream": True}),
