@@ -4,9 +4,8 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +45,7 @@ class LanguageModel:
     retriever: Retriever | None
     placement: Placement
     context: int
+    _searches: dict[int, RetrieveNeighbors] = field(default_factory=dict)  # by k: a batch joins equal searches
 
     @classmethod
     def open(
@@ -178,7 +178,7 @@ class LanguageModel:
         retriever = self.retriever
         if retriever is None:
             raise InputError(f"k = {k}: the model was opened without retrieval; use k = 0.")
-        return _Search(retriever, k)
+        return self._searches.setdefault(k, lambda chunks: retriever.neighbors_with_ids(chunks, k))
 
     def _checked(self, tokens: np.ndarray, name: str) -> np.ndarray:
         """Return tokens as int64.
@@ -196,16 +196,6 @@ class LanguageModel:
             outside = row[(row < 0) | (row >= size)][0]
             raise InputError(f"{name} has the token id {outside}; this model accepts 0 to {size - 1}.")
         return row
-
-
-class _Search(NamedTuple):
-    """Finds the k nearest neighbors of chunks. Equal searches of a batch are joined."""
-
-    retriever: Retriever
-    k: int
-
-    def __call__(self, chunks: np.ndarray) -> tuple[np.ndarray, ...]:
-        return self.retriever.neighbors_with_ids(chunks, self.k)
 
 
 def _always(tokens: np.ndarray, lengths: np.ndarray) -> RetrieveNeighbors:

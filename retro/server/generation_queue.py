@@ -187,9 +187,8 @@ class GenerationQueue:
         if not new:
             return
         self._count_batch(len(new))
-        messages, now, owner = list[tuple[_Request, Message]](), time.perf_counter(), {}
-        for request in requests:
-            owner |= dict.fromkeys(request.running, request)
+        messages, now = list[tuple[_Request, Message]](), time.perf_counter()
+        owner = {text: request for request in requests for text in request.running}
         tokens: dict[_Request, list[GeneratedToken]] = {}
         for text, token in new:
             request = owner[text]
