@@ -298,9 +298,9 @@ def check(url: str, requests: list[bytes], retriever: Retriever, vectors: np.nda
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *options: str) -> Iterator[Server]:
+def serving(folder: Path) -> Iterator[Server]:
     """Run `retro serve` in another process."""
-    command = [sys.executable, "-m", "pipelines.cli", "serve", str(folder), "--port", "0", *options]
+    command = [sys.executable, "-m", "pipelines.cli", "serve", str(folder), "--port", "0"]
     root = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     environment.pop("RETRO_TOKEN", None)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.speed.serving_generation DATASTORE CHECKPOINT [--clients 1 8 32] [--batches 1 2 32]
 
-Each size of the batch (`--max-num-seqs`) has its own `retro serve`. All run at the same time, but only one has work: the
-sizes alternate in every round. Size 1 generates one text after the other. Clients run in this process; each has one request
-in flight and reads its stream token by token. All requests of a round begin at once, with greedy continuations of held-out
+Each size of the batch (`--max-num-seqs`) has its own application of `retro serve`. All listen in one other process and share
+the model, but only one has work: the sizes alternate in every round. Size 1 generates one text after the other. Clients run
+in this process; each has one request in flight and reads its stream token by token. All requests of a round begin at once, with greedy continuations of held-out
 chunks of different lengths, and every text has `--tokens` tokens. "first" is the time from the request to its first
 token, and "next" the time between two tokens of a text; both are medians over all texts. "equal" is the share of texts
 that are the same, token for token, as with the first size; in bfloat16 the products of a batch can round differently.
@@ -14,20 +14,29 @@ import argparse
 import contextlib
 import http.client
 import json
+import multiprocessing
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
+import uvicorn
 
 from benchmarks.common import add_minutes, budget, say, write
-from benchmarks.speed.serving import serving
 from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
+from retro.inference.language_model import LanguageModel
+from retro.server.app import make_app
+from retro.server.protocol import uvicorn_config
+from retro.server.settings import ServeSettings
 
 
 class Text(NamedTuple):
@@ -45,25 +54,26 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--clients", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 2, 32], help="values of --max-num-seqs")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of each text")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each text")
     parser.add_argument("--longest-prompt", type=int, default=96, help="tokens; the shortest has 8")
     parser.add_argument("--k", type=int, default=2, help="neighbors of each chunk; 0 = retrieval OFF")
     parser.add_argument("--rounds", type=int, default=3)
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-serving-generation.json"))
     options = parser.parse_args()
-    limit, prompts = budget(options), prompts_of(options.datastore, options.longest_prompt, max(options.clients))
+    limit = budget(options)
     rounds = {(clients, batch): list[list[Text]]() for clients in options.clients for batch in options.batches}
-    with contextlib.ExitStack() as servers:
-        urls = {}
-        for batch in options.batches:
-            say(f"start retro serve --max-num-seqs {batch}", file=sys.stderr)
-            more = ("--checkpoint", str(options.checkpoint), "--name", "benchmark", "--max-num-seqs", str(batch))
-            urls[batch] = servers.enter_context(serving(options.datastore, *more)).url
-            texts_of(urls[batch], prompts[:1], options)  # warm-up
+    settings = [ServeSettings(name="benchmark", max_num_seqs=batch) for batch in options.batches]
+    with applications(options.datastore, options.checkpoint, settings) as (addresses, _):
+        urls = dict(zip(options.batches, addresses, strict=True))
+        prompts = prompts_of(options.datastore, options.longest_prompt, max(options.clients))
+        for url in addresses:
+            texts_of(url, prompts[:1], options)  # warm-up
         for _ in limit.rounds(options.rounds):
             for clients, batch in rounds:
-                rounds[clients, batch].append(texts_of(urls[batch], prompts[:clients], options))
+                texts = texts_of(urls[batch], prompts[:clients], options)
+                rounds[clients, batch].append(texts)
+                say(f"{clients} clients, batch {batch}: {rate_of(texts):.1f} tokens/s", file=sys.stderr)
     rows = [row_of(clients, batch, rounds, options) for clients, batch in rounds]
     for row in rows:
         say(
@@ -74,9 +84,41 @@ def main() -> None:
     write(options.output, {"k": options.k, "tokens": options.tokens, "rows": rows})
 
 
+@contextlib.contextmanager
+def applications(
+    datastore: Path, checkpoint: Path, settings: Sequence[ServeSettings]
+) -> Iterator[tuple[list[str], int]]:
+    """Run an application with each of the settings in another process. Yields their addresses and the number of the process."""
+    say("open the datastore and the checkpoint", file=sys.stderr)
+    # Spawn, because a forked process would lack the threads of Faiss.
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(datastore, checkpoint, settings, there))
+    process.start()
+    try:
+        assert process.pid is not None
+        yield here.recv(), process.pid
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _serve(datastore: Path, checkpoint: Path, settings: Sequence[ServeSettings], ready: Connection) -> None:
+    retriever = Retriever.open(datastore)
+    model, addresses = LanguageModel.open(checkpoint, retriever), list[str]()
+    for each in settings:
+        server = uvicorn.Server(uvicorn_config(make_app(retriever, model, each), port=0))
+        threading.Thread(target=server.run, daemon=True).start()
+        while not server.started:
+            time.sleep(0.01)
+        addresses.append(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}")
+    ready.send(addresses)
+    threading.Event().wait()
+
+
 def prompts_of(folder: Path, longest: int, count: int) -> list[list[int]]:
     """Return the beginnings of held-out documents, 8 to `longest` tokens each."""
-    split = Retriever.open(folder).datastore.valid
+    split = Datastore.open(folder).valid
     chunks = -(-longest // split.tokens.row_shape[0])
     starts = np.linspace(0, split.num_chunks - chunks, count).astype(int)
     rows = [split.tokens.read(start, start + chunks).ravel() for start in starts]
@@ -109,23 +151,24 @@ def text_of(url: str, prompt: list[int], options: argparse.Namespace) -> Text:
     return Text(started, times, tokens)
 
 
+def rate_of(texts: list[Text]) -> float:
+    """Return the tokens per second of texts that were requested together."""
+    took = max(text.times[-1] for text in texts) - min(text.started for text in texts)
+    return sum(len(text.tokens) for text in texts) / took
+
+
 def row_of(
     clients: int, batch: int, rounds: dict[tuple[int, int], list[list[Text]]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return a row of the table: medians over rounds."""
-
-    def rate(texts: list[Text]) -> float:
-        took = max(text.times[-1] for text in texts) - min(text.started for text in texts)
-        return len(texts) * options.tokens / took
-
     own, first = rounds[clients, batch], rounds[clients, options.batches[0]]
     texts = [text for each in own for text in each]
     pairs = [pair for each in zip(own, first, strict=True) for pair in zip(*each, strict=True)]
     return {
         "clients": clients,
         "batch": batch,
-        "tokens_per_second": statistics.median(map(rate, own)),
-        "times_first": statistics.median(rate(a) / rate(b) for a, b in zip(own, first, strict=True)),
+        "tokens_per_second": statistics.median(map(rate_of, own)),
+        "times_first": statistics.median(rate_of(a) / rate_of(b) for a, b in zip(own, first, strict=True)),
         "first_seconds": statistics.median(text.times[0] - text.started for text in texts),
         "next_seconds": statistics.median(b - a for text in texts for a, b in pairwise(text.times)),
         "equal": statistics.mean(a.tokens == b.tokens for a, b in pairs),

@@ -22,8 +22,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.common import add_minutes, say, write
-from benchmarks.speed.serving import Server, serving
-from benchmarks.speed.serving_generation import prompts_of
+from benchmarks.speed.serving_generation import applications, prompts_of
+from retro.server.settings import ServeSettings
 
 _ALLOWED = {200, 429, 503, 504}
 _HUNG_UP = 0
@@ -43,10 +43,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmark-serving-soak.json"))
     options = parser.parse_args()
     prompts = prompts_of(options.datastore, options.longest_prompt, 256)
-    more = ("--checkpoint", str(options.checkpoint), "--name", "benchmark", "--max-num-seqs", str(options.batch))
-    with serving(options.datastore, *more) as server:
-        answers, memory = asyncio.run(soaked(server, prompts, options))
-        left = gauge(server.url, "retro_running"), gauge(server.url, "retro_waiting")
+    settings = ServeSettings(name="benchmark", max_num_seqs=options.batch)
+    with applications(options.datastore, options.checkpoint, [settings]) as ((url,), process):
+        answers, memory = asyncio.run(soaked(url, process, prompts, options))
+        left = gauge(url, "retro_running"), gauge(url, "retro_waiting")
     quarter = max(1, len(memory) // 4)
     first, last = (max(part) / 2**20 for part in (memory[quarter : 2 * quarter] or memory, memory[-quarter:]))
     say(
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 async def soaked(
-    server: Server, prompts: list[list[int]], options: argparse.Namespace
+    url: str, process: int, prompts: list[list[int]], options: argparse.Namespace
 ) -> tuple[Counter[int], list[int]]:
     """Run all clients; return the number of answers by status (0: hung up) and the resident memory over time, in bytes."""
     answers, memory, started = Counter[int](), list[int](), time.monotonic()
@@ -72,7 +72,7 @@ async def soaked(
             seconds = rng.uniform(0, 5) if rng.random() < 1 / 3 else None
             try:
                 async with asyncio.timeout(seconds):
-                    answers[await answered(server.url, body)] += 1
+                    answers[await answered(url, body)] += 1
             except TimeoutError:
                 answers[_HUNG_UP] += 1
             if answers[429] + answers[503]:
@@ -81,14 +81,14 @@ async def soaked(
     clients = [asyncio.create_task(client(number)) for number in range(options.clients)]
     while any(not each.done() for each in clients):
         await asyncio.wait(clients, timeout=_EVERY)
-        memory.append(resident_bytes(server.pid))
+        memory.append(resident_bytes(process))
         say(
             f"{time.monotonic() - started:4.0f} of {until - started:.0f} s: {memory[-1] / 2**20:,.0f} MiB, "
             f"answers {dict(sorted(answers.items()))} (0: hung up)",
             file=sys.stderr,
         )
     await asyncio.gather(*clients)
-    while gauge(server.url, "retro_running"):
+    while gauge(url, "retro_running"):
         await asyncio.sleep(0.1)
     return answers, memory
 
