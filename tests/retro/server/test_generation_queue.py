@@ -5,6 +5,9 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,14 +15,18 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from indexing.retrieval.retriever import Retriever
+from retro.device import choose_placement
 from retro.inference.generation import Batch
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
+from retro.server.app import make_app
 from retro.server.errors import ApiError
 from retro.server.generation_queue import GenerationQueue
 from retro.server.metrics import Metrics
+from retro.server.settings import ServeSettings
 from tests.conftest import PATIENCE, wait_until
-from tests.retro.server.conftest import TEXT, Make, listening
+from tests.retro.server.conftest import CHAT_TEMPLATE, TEXT, Make, listening
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "the memory"}]}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -57,12 +64,20 @@ def rounded(value: Any) -> Any:
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list):
         return [rounded(each) for each in value]
-    return pytest.approx(value, abs=2e-2) if isinstance(value, float) else value
+    return pytest.approx(value, abs=1e-3) if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize("places", [3, 32])
-def test_concurrent_answers_equal_sequential_ones(app_with: Make, places: int) -> None:
-    with listening(app_with(max_num_seqs=places)) as url, ThreadPoolExecutor(2 * len(REQUESTS)) as clients:
+def test_concurrent_answers_equal_sequential_ones(
+    retriever: Retriever, language_model: LanguageModel, tmp_path: Path, places: int
+) -> None:
+    """In float32: in bfloat16, rounding could choose the other one of two almost equally likely tokens."""
+    placement, model = choose_placement("cpu", "float32"), deepcopy(language_model.model).float()
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    settings = ServeSettings(name="tiny", chat_template=str(template), max_num_seqs=places)
+    app = make_app(retriever, replace(language_model, model=model, placement=placement), settings)
+    with listening(app) as url, ThreadPoolExecutor(2 * len(REQUESTS)) as clients:
         expected = [answer_of(url, *each) for each in REQUESTS]
         found = list(clients.map(lambda each: answer_of(url, *each), REQUESTS * 2))
     for alone, first, second in zip(expected, found, found[len(REQUESTS) :], strict=False):
