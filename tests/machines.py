@@ -9,6 +9,7 @@ writes. Root is needed.
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -183,9 +184,10 @@ def _environment() -> dict[str, str]:
 
 def _remove() -> None:
     """Remove the network, also that of a killed test."""
-    for name in _ip("netns", "list").stdout.split():
-        if name.startswith("retro-"):
-            _ip("netns", "delete", name)
+    for link in re.findall(r"^\d+: (retro-\d+)@", _ip("link").stdout, re.MULTILINE):
+        _ip("link", "delete", link)  # at once; the deletion of a namespace takes a while
+    for name in re.findall(r"^retro-\d+", _ip("netns", "list").stdout, re.MULTILINE):
+        _ip("netns", "delete", name)
     _ip("link", "delete", _BRIDGE, check=False)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from indexing.index.coarse_quantizer import TWO_LEVELS, train_centroids
 from indexing.index.faiss_files import ivf_of, read_index, transformed, write_index
 from indexing.index.faiss_gpu import on_cpu, on_gpus
 from indexing.index.sharded import ShardedIndex
@@ -102,7 +103,7 @@ def choose_key(num_vectors: int, dimension: int, settings: IndexSettings) -> str
     lists = re.search(r"IVF(\d+)", proposals[0])
     if lists is None:
         return proposals[0]
-    # At most 4·√N lists, as Faiss advises. With autofaiss's 65,536 lists for ten million vectors, k-means takes hours on a CPU.
+    # At most 4·√N lists, as Faiss advises: autofaiss proposes 65,536 for ten million vectors.
     nlist = min(int(lists.group(1)), 2 ** math.ceil(math.log2(4 * math.sqrt(num_vectors))))
     quantizer = f"IVF{nlist}_HNSW32" if nlist >= _HNSW_LISTS else f"IVF{nlist}"
     if settings.codes == "pq":
@@ -154,9 +155,10 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
                 ivf.do_polysemous_training = False  # type: ignore[attr-defined]
                 if ivf.pq.nbits == 4:
                     ivf.by_residual = False  # needed by fast-scan: one distance table serves all lists
-            ivf.clustering_index = clustering = on_gpus(faiss.IndexFlatL2(ivf.d), "k-means")
-            if isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW):
-                _train_graph_quantizer(index, ivf, clustering, sample)
+            ivf.clustering_index = on_gpus(faiss.IndexFlatL2(ivf.d), "k-means")
+            is_graph = isinstance(faiss.downcast_index(ivf.quantizer), faiss.IndexHNSW)
+            if is_graph or ivf.nlist >= TWO_LEVELS:
+                _train_quantizer(index, ivf, sample)
         index.train(sample)
         write_index(work / "trained.faiss", index)
         index.add_with_ids(sample[:1], np.zeros(1, np.int64))  # rejects an index that takes no ids; not stored
@@ -165,8 +167,8 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
     write_json(work / "index.json", {"key": key, "dimension": int(sample.shape[1]), "trained_on": len(sample)})
 
 
-def _train_graph_quantizer(index: Any, ivf: Any, clustering: Any, sample: np.ndarray) -> None:
-    """Run k-means, then build the HNSW graph on one thread: several threads would build a different graph each time."""
+def _train_quantizer(index: Any, ivf: Any, sample: np.ndarray) -> None:
+    """Give the quantizer its centroids. A graph is built on one thread: several would build a different one each time."""
     import faiss
 
     transformed = sample
@@ -177,9 +179,7 @@ def _train_graph_quantizer(index: Any, ivf: Any, clustering: Any, sample: np.nda
             if not transform.is_trained:
                 transform.train(transformed)
             transformed = transform.apply(transformed)
-    kmeans = faiss.Clustering(ivf.d, ivf.nlist, ivf.cp)
-    kmeans.train(transformed, clustering)
-    centroids = faiss.vector_to_array(kmeans.centroids).reshape(ivf.nlist, ivf.d)
+    centroids = train_centroids(transformed, ivf.nlist, ivf.cp)
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     ivf.quantizer.add(centroids)
