@@ -92,7 +92,7 @@ def without_ignored(
     """Drop positions with ignored labels, if they are more than half: activations [N, D], labels [N] and the same of `copying`.
 
     In fine-tuning only answers have labels. `summed_loss` stays the same, for less work. N differs between batches,
-    so this is unsuited to compiled code, and the host waits for the GPU.
+    so this is unsuited to compiled code and to GPUs, where the host would wait for N.
     """
     counts = labels != IGNORED_LABEL
     if not 0 < 2 * int(counts.sum()) < labels.numel():

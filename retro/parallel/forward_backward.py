@@ -147,7 +147,7 @@ def part_of_loss(
         compiled: fuse the operations between matrix products.
     """
     hidden, weight, labels, copying = own
-    if not compiled:
+    if not compiled and hidden.device.type == "cpu":  # on a GPU the host would wait for the number of labels
         hidden, labels, copying = without_ignored(hidden, labels, copying)
     cross_entropy = summed_loss(hidden, weight, labels, copying, compiled=compiled) / context.num_labels
     objective, routed = cross_entropy, cross_entropy.new_zeros(len(ROUTING))
