@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,21 @@ def _has_tf32(device: str) -> bool:
     if not device.startswith("cuda") or not torch.cuda.is_available() or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
+
+
+def start_copy(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Begin to copy values [n] to the host. The returned function waits for the copy, not for later work of the device."""
+    if values.device.type == "cpu":
+        return values.tolist
+    copied = torch.cuda.Event()
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return on_host.tolist()  # type: ignore[no-any-return]
+
+    return read
 
 
 # --- random state ----------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ LEVELS = (
     ("pipelines/config.py",),
     ("pipelines/launch", "pipelines/stages"),
     ("pipelines/planning", "pipelines/reports"),
-    ("pipelines/evaluation",),
+    ("pipelines/evaluation", "pipelines/gpu_checks"),
     ("pipelines/commands",),
     ("pipelines/cli.py",),
     ("pipelines/index.py", "pipelines/train.py"),

@@ -148,7 +148,10 @@ def trace_model(model: Retro, run: Pass) -> Trace:
     shape, num_chunks = (run.num_sequences, run.sequence_length), run.sequence_length // m
     tokens = torch.zeros(shape, dtype=torch.int64)
     documents = torch.zeros(run.num_sequences, -(-run.sequence_length // m), dtype=torch.int64)
-    neighbors = torch.zeros(run.num_sequences, num_chunks, retrieved, 2 * m, dtype=torch.int64) if retrieved else None
+    neighbors = lengths = None
+    if retrieved:
+        neighbors = torch.zeros(run.num_sequences, num_chunks, retrieved, 2 * m, dtype=torch.int64)
+        lengths = torch.full(neighbors.shape[:3], 2 * m)
     recorder = _Recorder(model)
     # On a CPU, attention has a separate path for bfloat16; its float16 path keeps what a GPU keeps in either dtype.
     dtype = torch.float16 if run.gpu else torch.bfloat16
@@ -157,8 +160,9 @@ def trace_model(model: Retro, run: Pass) -> Trace:
         _FusedNorms() if run.gpu else contextlib.nullcontext(),
         torch.autocast("cpu", dtype, enabled=run.narrow),
     ):
-        hidden = model.hidden(tokens, documents if run.documents else None, neighbors)
-        copying = model.copying(hidden, tokens, tokens, documents if run.documents else None, neighbors)
+        inputs = tokens, documents if run.documents else None, neighbors, lengths
+        hidden = model.hidden(*inputs)
+        copying = model.copying(hidden, tokens, *inputs)
         loss(hidden, model.output_weight, tokens, copying)
     return Trace(recorder.storages, recorder.copies if run.narrow else {})
 

@@ -53,12 +53,12 @@ class Encoder(nn.Module):
             self.query_norm = rms_norm(settings.d_model)
         self.norm = rms_norm(width)
 
-    def forward(self, tokens: Tensor, mask: Tensor, h: Tensor, table: nn.Embedding) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor | None, h: Tensor, table: nn.Embedding) -> Tensor:
         """Encode every neighbor of every chunk at once.
 
         Args:
             tokens: of the neighbors, int64 [B, U, K, R].
-            mask: True for real tokens, bool [B, U, K, R].
+            mask: True for real tokens, bool [B, U, K, R]; None = all are real.
             h: decoder activations [B, T, D]; the first U·M are those of the querying chunks.
             table: the decoder's embeddings, for `shared_embeddings`.
 
@@ -83,7 +83,8 @@ class Encoder(nn.Module):
                     f"model.chunk_length = {self.chunk_length}."
                 )
             e = e + self.position_embedding.weight[:r]
-        mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
+        if mask is not None:
+            mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
         inner = positions_of(*self.scheme, range(r), range(r), tokens.device)
         if self.cross:
             m = self.chunk_length

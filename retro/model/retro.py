@@ -59,14 +59,14 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = attention
         self.chunk_length = chunk_length
 
-    def forward(self, x: Tensor, places: Positions, encoded: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, places: Positions, encoded: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from x [B, T, D] to encoded neighbors: [B, T, D], exactly 0 for tokens without neighbors.
 
         Args:
             x: decoder activations, [B, T, D].
             places: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
             encoded: encoded neighbors of the complete chunks, [B, U, K, R, E].
-            mask: bool, which of their tokens are real, [B, U, K, R].
+            mask: bool, which of their tokens are real, [B, U, K, R]; None = all.
         """
         m, num_chunks = self.chunk_length, encoded.shape[1]
         # Smeared queries include tokens of the preceding chunk, but no earlier ones, and a chunk belongs to one document.
@@ -75,7 +75,8 @@ class ChunkedCrossAttention(nn.Module):
         num_readers = q.shape[1]  # the end of the sequence cuts the last window short
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
         windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
-        read = self.attend(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask.flatten(0, 1))
+        mask = None if mask is None else mask.flatten(0, 1)
+        read = self.attend(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask)
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0))
 
@@ -86,9 +87,20 @@ class ChunkedCrossAttention(nn.Module):
         return self.attention.finish_keys(k, places, starts[None]), v
 
     def attend(
-        self, q: Tensor, places: Positions, k: Tensor, v: Tensor, mask: Tensor, distance_keys: Tensor | None = None
+        self,
+        q: Tensor,
+        places: Positions,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        distance_keys: Tensor | None = None,
     ) -> Tensor:
-        """Queries of windows [N, Q, H, C] read keys and values of their chunks' neighbors; mask [N, K, R], the rest as in `Attention`."""
+        """Queries of windows [N, Q, H, C] read keys and values of their chunks' neighbors.
+
+        The mask is [N, K, R], or None if all tokens are real; the rest as in `Attention`.
+        """
+        if mask is None:
+            return self.attention.attend(q, places, k, v, distance_keys=distance_keys)
         mask = mask.flatten(1)[:, None, None]  # [N, 1, 1, K·R]
         read = self.attention.attend(q, places, k, v, some_key(mask), distance_keys=distance_keys)
         return read.masked_fill(~mask.any(-1), 0.0)
@@ -419,7 +431,8 @@ class Retro(nn.Module):
         if neighbors is not None and neighbors.numel() > 0:
             cca_layers, (k, r) = self.settings.retrieval.cca_layers, neighbors.shape[2:]
             there = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
-            real = neighbor_mask(neighbors, neighbor_lengths, documents)
+            whole = neighbor_lengths is None  # faster kernels; the encoder needs no mask for other documents either
+            real = None if whole and documents is None else neighbor_mask(neighbors, neighbor_lengths, documents)
         expert_layers, routing = self.settings.expert_layers, None
         queues = queues_of(h, m, documents, lengths) if expert_layers else None
         for name, attention in self.attention.items():
@@ -427,7 +440,7 @@ class Retro(nn.Module):
             reads = h if self.settings.parallel_residual else None
             h = attention(h, here, mask=mask, causal=not num_virtual, starts=starts, virtual=virtual.get(name))
             if layer == min(cca_layers, default=0):
-                encoded = self.encoder(neighbors, real, h, self.embedding)
+                encoded = self.encoder(neighbors, None if whole else real, h, self.embedding)
             if layer in cca_layers:
                 h = self.cross[str(layer)](h, there, encoded, real)
             if layer not in expert_layers:

@@ -28,7 +28,7 @@ class Processes:
             )
         self._meshes: dict[str, DeviceMesh] = {}
         self.data_rank = 0
-        if self.count > 1:
+        if dist.is_initialized():
             shape = (settings.pipeline, self.data // settings.expert, settings.expert, settings.tensor)
             names = ("pipeline", "replica", "expert", "tensor")
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -53,7 +53,7 @@ class Processes:
         return mesh if mesh is not None and mesh.size() > 1 else None
 
     def mesh(self, name: str) -> DeviceMesh:
-        """As `along`, but also for a dimension of one process. Needs several processes in total."""
+        """As `along`, but also for a dimension of one process. Needs a process group."""
         return self._meshes[name]
 
     def rows(self, batch_size: int) -> range:

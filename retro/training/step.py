@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from indexing.splitmix64 import mix
 from indexing.store.errors import InputError
-from retro.device import Placement, TensorBatch, random_state, restore_random_state
+from retro.device import Placement, TensorBatch, random_state, restore_random_state, start_copy
 from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import routing_metrics
 from retro.model.retro import Retro
@@ -68,6 +68,8 @@ class OptimizerStep:
         self.scaler = make_scaler(placement)
         named = all_parameters(model.model_parts)
         self.parameters = [parameter for _, parameter in named]
+        # The fused optimizer can; not with sharded tensors, which it does not mix with a plain flag.
+        self._skips_on_device = processes.count == 1 and hasattr(optimizer, "_step_supports_amp_scaling")
         self.monitor = Monitor.of(named, placement.dtype, settings.monitor_every) if settings.monitor_every else None
 
     def __call__(self, step: int, batches: Sequence[TensorBatch]) -> StepResult:
@@ -85,11 +87,17 @@ class OptimizerStep:
         monitored = monitor.gradients(scale) if monitor else {}
         self._unscale_gradients()
         norm = clip_(self.parameters, self.settings.max_grad_norm or math.inf, self.model.gradient_norm())
-        norm, loss, *routing = torch.cat((norm.to(measured).reshape(1), measured)).tolist()  # waits
+        measured = torch.cat((norm.to(measured).reshape(1), measured))
+        read, before = start_copy(measured), monitor.weights() if monitor else {}
+        if self._skips_on_device:
+            # The optimizer is queued before the host waits, and changes nothing if a value is not finite.
+            self.optimizer.found_inf = 1 - measured[:2].isfinite().all().float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        norm, loss, *routing = read()  # waits
         update = judge(loss, norm, scale if self.scaler.is_enabled() else None)
         if update == "applied":
-            before = monitor.weights() if monitor else {}
-            self.optimizer.step()
+            if not self._skips_on_device:
+                self.optimizer.step()
             monitored |= monitor.updates(before) if monitor else {}
         elif update == "refused":
             restore_random_state(self.placement.device, randomness)

@@ -44,6 +44,7 @@ class FakeCuda(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)  # needs a driver
         wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
         if torch.is_inference_mode_enabled() and func.namespace == "aten" and _is_composite(func):
             with self:  # without autograd, `to` and `item` arrive here undivided
@@ -136,6 +137,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         }
         for name, value in replaced.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
+        stack.enter_context(mock.patch("torch.cuda.Event"))
         stack.enter_context(mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(with_device)))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", _tolist))
         stack.enter_context(mock.patch.object(nn.Module, "to", _move))

@@ -75,7 +75,19 @@ def reads_of_step(
 def test_a_training_step_reads_the_device_once(name: str) -> None:
     with fake_cuda() as cuda:
         (read,) = reads_of_step(cuda, name, [packed()])
-    assert read.startswith("retro/training/step.py")
+    assert read.startswith("retro/device.py")  # `start_copy`
+
+
+def test_the_optimizer_is_queued_before_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the device would idle while the host queues the optimizer."""
+    order: list[str] = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: (order.append("optimizer"), step(*args))[1])
+    with fake_cuda() as cuda:
+        torch.cuda.Event.return_value.record.side_effect = lambda: order.append("copy")  # type: ignore[attr-defined]
+        torch.cuda.Event.return_value.synchronize.side_effect = lambda: order.append("wait")  # type: ignore[attr-defined]
+        reads_of_step(cuda, "rope", [packed()])
+    assert order == ["copy", "optimizer", "wait"]
 
 
 @pytest.mark.parametrize("name", ["rope", "copying"])

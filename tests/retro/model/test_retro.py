@@ -143,6 +143,16 @@ def test_tokens_beyond_a_neighbors_length_are_ignored(scheme):
     assert (encoder_gradients[49] == 0).all()
 
 
+@pytest.mark.parametrize("documents", [None, [[0, 0, 1, 1], [2, 2, 2, 2]]])
+@every_scheme
+def test_neighbors_without_lengths_equal_neighbors_of_full_length(scheme, documents):
+    """Without lengths there is no mask, and other kernels run."""
+    model, (tokens, neighbors, lengths) = cached_model(scheme), batch()
+    documents = None if documents is None else torch.tensor(documents)
+    full = logits(model, tokens, documents, neighbors, torch.full_like(lengths, R))
+    torch.testing.assert_close(logits(model, tokens, documents, neighbors), full, rtol=1e-4, atol=1e-4)
+
+
 @every_scheme
 def test_a_neighbor_of_length_zero_equals_no_neighbor(scheme):
     tokens, neighbors, lengths = batch()
