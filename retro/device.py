@@ -1,4 +1,10 @@
-"""Choice of device and precision, and the random state of a device."""
+"""Choice of device and precision, of all that follows from them, and the random state of a device.
+
+    device, precision ─► Placement ─► autocast, compilation, pinned memory, worker processes
+                    └──► for the process: TensorFloat-32, kernels of attention
+
+Faiss has its own choice, in `indexing/index/faiss_gpu.py`.
+"""
 
 import contextlib
 import logging
@@ -31,6 +37,33 @@ class Placement:
 
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def pins_memory(self) -> bool:
+        """True if batches are read into pinned memory, from which copies to the device are asynchronous."""
+        return self.device.type == "cuda"
+
+    def num_workers(self, wanted: int) -> int:
+        """Number of processes that prepare batches: `wanted`, or for -1 two on CUDA and none on a CPU, where batches are cheap."""
+        return wanted if wanted >= 0 else 2 if self.device.type == "cuda" else 0
+
+    def compiles(self, choice: str) -> bool:
+        """Decide `yes`, `no` or `auto`, which compiles on CUDA: it always pays there, and takes about a minute first on a CPU.
+
+        Raises:
+            InputError: `yes` on a CPU without a C++ compiler.
+        """
+        if choice == "yes" and self.device.type == "cpu":
+            from torch._inductor.cpp_builder import get_cpp_compiler
+            from torch._inductor.exc import InvalidCxxCompiler
+
+            try:
+                get_cpp_compiler()
+            except InvalidCxxCompiler as error:
+                raise InputError(
+                    "train.compile = 'yes': no C++ compiler was found; install one (g++), or set 'no'."
+                ) from error
+        return choice == "yes" or (choice == "auto" and self.device.type == "cuda")
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:

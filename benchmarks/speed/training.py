@@ -40,7 +40,7 @@ from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
-from retro.training.step import OptimizerStep, wants_compilation
+from retro.training.step import OptimizerStep
 
 # The sizes in the documentation. retro-pytorch has 8 heads of 64 in every attention.
 SMALL = ModelSettings(
@@ -112,7 +112,7 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     data |= {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
     settings = TrainSettings(lr=1e-4, lr_schedule="constant", compile="yes" if case.compiled else "no")
     processes = Processes(ALONE, placement.device)
-    passes = WholeModel(model, processes, placement, compiled=wants_compilation(settings.compile, placement))
+    passes = WholeModel(model, processes, placement, compiled=placement.compiles(settings.compile))
     step = OptimizerStep(passes, optimizer, processes, placement, settings)
     return lambda: step(settings.warmup_steps, [data]), count_parameters(model, embeddings=True)
 

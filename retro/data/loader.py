@@ -79,7 +79,7 @@ def load(
         generator=torch.Generator(),  # DataLoader draws a seed from it, and must not draw from the model's generator
         num_workers=workers,
         prefetch_factor=4 if workers else None,
-        pin_memory=placement.device.type == "cuda",
+        pin_memory=placement.pins_memory,
         # Fork would copy torch's threads and CUDA's state.
         multiprocessing_context="forkserver" if workers else None,
         worker_init_fn=_leave_signals_to_the_trainer,

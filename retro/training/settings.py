@@ -6,7 +6,6 @@ from typing import Literal
 from indexing.device import Precision
 from indexing.store.errors import InputError
 
-Compile = Literal["auto", "yes", "no"]
 OnNan = Literal["stop", "skip"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
@@ -57,7 +56,7 @@ class TrainSettings:
     the beginning; 0 = never. Loss and gradient norm are watched in every step. The monitor warns of signs of divergence."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` …"""
-    compile: Compile = "auto"
+    compile: Literal["auto", "yes", "no"] = "auto"
     """Compile the model with `torch.compile`: `yes`, `no`, or `auto` (on CUDA only). On a CPU it takes about a minute and makes
     steps about a third faster, which pays in long runs."""
     num_workers: int = -1

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from indexing.splitmix64 import mix
-from indexing.store.errors import InputError
 from retro.device import Placement, TensorBatch, random_state, restore_random_state, start_copy
 from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import routing_metrics
@@ -25,7 +24,7 @@ from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
 from retro.training.monitor import Monitor
 from retro.training.optimizer import learning_rate
-from retro.training.settings import Compile, TrainSettings
+from retro.training.settings import TrainSettings
 
 Update = Literal["applied", "overflow", "refused"]
 
@@ -181,26 +180,7 @@ def distributed_model(
     """Divide a model among the processes. With several, each data-parallel process has its own random numbers for dropout."""
     if processes.count > 1:
         torch.manual_seed(mix(mix(settings.seed) + processes.data_rank) >> 1)
-    compiled = wants_compilation(settings.compile, placement)
+    compiled = placement.compiles(settings.compile)
     if processes.along("pipeline") is not None:
         return Pipeline(model, processes, placement, settings.batch_size, compiled=compiled)
     return WholeModel(model, processes, placement, compiled=compiled)
-
-
-def wants_compilation(choice: Compile, placement: Placement) -> bool:
-    """Whether to compile. `auto` compiles on CUDA, where it always pays; on a CPU it takes about a minute first.
-
-    Raises:
-        InputError: `yes` on a CPU without a C++ compiler.
-    """
-    if choice == "yes" and placement.device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            raise InputError(
-                "train.compile = 'yes': no C++ compiler was found; install one (g++), or set 'no'."
-            ) from error
-    return choice == "yes" or (choice == "auto" and placement.device.type == "cuda")

@@ -311,14 +311,14 @@ class Trainer:
     def _load_batches(self) -> Iterator[TensorBatch]:
         """This process's rows of the batches from the current step to the end of the run."""
         settings = self.settings.train
-        count, workers = settings.gradient_accumulation_steps, settings.num_workers
+        count = settings.gradient_accumulation_steps
         return load(
             self.task.data,
             batches=range(self.step * count, settings.steps * count),
             batch_size=settings.batch_size,
             rows=self.processes.rows(settings.batch_size),
             retrieval_dropout=self.settings.retrieval_dropout,
-            workers=workers if workers >= 0 else 2 if self.placement.device.type == "cuda" else 0,
+            workers=self.placement.num_workers(settings.num_workers),
             placement=self.placement,
         )
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from retro.device import choose_placement
+from indexing.device import Precision
+from retro.device import Placement, choose_placement
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +28,39 @@ def test_attention_on_cuda_uses_every_kernel_except_cudnns(monkeypatch: pytest.M
 def test_choosing_a_cpu_changes_no_kernel_selection() -> None:
     choose_placement("cpu", "float32")
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+CUDA, CPU = (Placement(torch.device(name), torch.bfloat16) for name in ("cuda", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("placement", "choice", "expected"), [(CUDA, "auto", True), (CUDA, "no", False), (CPU, "auto", False)]
+)
+def test_auto_compiles_on_cuda_only(placement: Placement, choice: str, expected: bool) -> None:
+    assert placement.compiles(choice) == expected
+
+
+def test_batches_for_cuda_are_pinned_and_prepared_by_processes() -> None:
+    assert CUDA.pins_memory
+    assert not CPU.pins_memory
+    assert [CUDA.num_workers(-1), CUDA.num_workers(0), CPU.num_workers(-1), CPU.num_workers(3)] == [2, 0, 0, 3]
+
+
+@pytest.mark.parametrize(("precision", "products"), [("tf32", "high"), ("float32", "highest"), ("bfloat16", "highest")])
+def test_float32_products_on_cuda_use_tensorfloat32_only_if_it_is_chosen(
+    precision: Precision, products: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("retro.device._has_tf32", lambda device: True)
+    placement = choose_placement("cuda", precision)
+    assert chosen == [products]
+    assert placement.dtype == (torch.bfloat16 if precision == "bfloat16" else torch.float32)
+
+
+@pytest.mark.parametrize(("supported", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bfloat16_on_gpus_that_multiply_it(supported: bool, dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
+    assert choose_placement("cuda", "auto").dtype == dtype

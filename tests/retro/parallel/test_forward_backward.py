@@ -13,8 +13,10 @@ from retro.device import TensorBatch, choose_placement
 from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
-from tests.retro.small_model import T, U, batch, build
+from tests.retro.small_model import SCHEMES, T, U, batch, build
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
+
+EXPERTS = {"experts.num_experts": 4, "experts.every": 1}
 
 
 @pytest.fixture
@@ -60,6 +62,22 @@ def test_a_compiled_checkpointed_model_has_the_same_gradients(checkpointing: str
     expected = gradients(passes_of("none", compiled=False, **model), inputs())
     found = gradients(passes_of(checkpointing, compiled=True, **model), inputs())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "experts"])
+def test_every_model_is_one_graph(scheme: str, documents: bool) -> None:
+    """A value that the host reads (`item`, `if`) and a shape that depends on values would each break the graph."""
+    torch._dynamo.reset()
+    small = {"num_layers": 2, "retrieval.cca_layers": (2,)}
+    model = build(**small, **EXPERTS) if scheme == "experts" else build(scheme, **small)
+    placement = choose_placement("cpu", "float32")
+    passes = WholeModel(model.train(), Processes(ALONE, placement.device), placement)
+    given = inputs(documents=documents)
+    found = torch._dynamo.explain(passes._run)(given.pop("labels"), **given)
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 
 
 @pytest.mark.slow
