@@ -105,13 +105,12 @@ def document_ends(documents: Tensor, chunk_length: int, num_tokens: int) -> Tens
 
     The size does not depend on the number of documents, so the host reads nothing: bounds that are left over are B·T.
     """
-    batch_size = len(documents)
-    starts = document_starts(documents, chunk_length, num_tokens).flatten()[
-        ::chunk_length
-    ]  # documents begin with chunks
-    firsts = torch.arange(len(starts), device=documents.device) * chunk_length
-    ends = torch.where(starts, firsts, batch_size * num_tokens).sort().values
-    return F.pad(ends, (0, 1), value=batch_size * num_tokens).int()
+    rows, chunks = (torch.arange(size, device=documents.device) for size in documents.shape)
+    firsts = rows[:, None] * num_tokens + chunks * chunk_length  # [B, U]
+    starts = document_starts(documents, chunk_length, num_tokens)[:, ::chunk_length]  # documents begin with chunks
+    total = len(documents) * num_tokens
+    ends = torch.where(starts, firsts, total).flatten().sort().values
+    return F.pad(ends, (0, 1), value=total).int()
 
 
 def by_blocks(documents: Tensor, chunk_length: int, num_tokens: int) -> Attend:

@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,29 +108,36 @@ def test_skipped_and_passed_parts_give_status_0(tmp_path: Path, monkeypatch: pyt
     assert checked(outcomes, tmp_path, monkeypatch)[0] == 0
 
 
-def test_a_part_that_exceeds_its_limit_is_killed_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started, script = tmp_path / "started", tmp_path / "slow.py"
-    script.write_text(
-        "import pathlib, subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"pathlib.Path({str(started)!r}).write_text(str(child.pid))\ntime.sleep(600)\n"
-    )
+def instead(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let parts run this script in place of their own process."""
     popen = subprocess.Popen
-    monkeypatch.setattr(table.subprocess, "Popen", lambda command, **kw: popen([sys.executable, str(script)], **kw))
-    found = run_apart("attention", "cpu", tiny=True, limit=5)
-    assert (found.status, found.message) == ("failed", "stopped after its limit of 5 s")
-    if started.exists():
-        state = Path(f"/proc/{started.read_text()}/stat")
-        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    monkeypatch.setattr(
+        table.subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", script], **options)
+    )
+
+
+def test_a_part_that_exceeds_its_limit_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    instead("import time; time.sleep(600)", monkeypatch)
+    found = run_apart("attention", "cpu", tiny=True, limit=0.1)
+    assert (found.status, found.message) == ("failed", "stopped after its limit of 0.1 s")
+
+
+def test_children_of_a_part_are_killed_with_it() -> None:
+    script = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with process:
+        assert process.stdout is not None
+        child = Path("/proc") / process.stdout.readline().strip() / "stat"
+        assert child.exists()
+        table._kill(process)
+        while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.05)  # the kernel has not run it yet; a test that waits forever fails
 
 
 def test_a_process_that_dies_fails_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        table.subprocess, "Popen", lambda command, **kw: popen([sys.executable, "-c", "raise SystemExit(3)"], **kw)
-    )
+    instead("raise SystemExit(3)", monkeypatch)
     found = run_apart("attention", "cpu", tiny=True)
     assert (found.status, found.message) == ("failed", "the process ended with status 3")
 
