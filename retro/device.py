@@ -175,7 +175,7 @@ def start_copy(values: torch.Tensor) -> Callable[[], list[float]]:
 
     def read() -> list[float]:
         copied.synchronize()
-        return on_host.tolist()  # type: ignore[no-any-return]
+        return on_host.tolist()
 
     return read
 

@@ -5,7 +5,8 @@ import torch
 
 from pipelines.gpu_checks.part import Finding, Job, distance
 from pipelines.gpu_checks.training import K, sized
-from retro.inference.decoder import Decoder, RetrieveNeighbors
+from retro.inference.decoder import Decoder
+from retro.inference.rows import RetrieveNeighbors, Row
 from retro.model.retro import Retro
 
 
@@ -23,13 +24,15 @@ def run(job: Job) -> list[Finding]:
 
     found, steps = [_equality(model, job, retrieve)], 2 * m + 1
     for rows in (1, 8, 64):
-        decoder = Decoder(model, placement, 8 * m, retrieve)
-        decoder.read([np.arange(m, dtype=np.int64) % settings.vocab_size] * rows)
-        token = [np.array([1])] * rows
+        decoder = Decoder(model, placement, 8 * m)
+        texts = [decoder.add(np.arange(m) % settings.vocab_size, retrieve) for _ in range(rows)]
+        decoder.read(texts)
 
-        def decode(decoder: Decoder = decoder, token: list[np.ndarray] = token) -> None:
+        def decode(decoder: Decoder = decoder, texts: list[Row] = texts) -> None:
             for _ in range(steps):
-                decoder.read(token)
+                for text in texts:
+                    decoder.append(text, 1)
+                decoder.read(texts)
 
         found.append(Finding(f"tokens/s, {rows} rows", f"{rows * steps / job.seconds(decode):,.0f}"))
     return found
@@ -40,10 +43,12 @@ def _equality(model: Retro, job: Job, retrieve: RetrieveNeighbors) -> Finding:
     """Distance of the logits after a prompt and some single tokens from those of one pass over all of them."""
     placement, m = job.placement, model.settings.chunk_length
     tokens = np.random.default_rng(0).integers(1, model.settings.vocab_size, 3 * m + 5)
-    decoder = Decoder(model, placement, 8 * m, retrieve)
-    logits = decoder.read([tokens[: 2 * m + 1]])
+    decoder = Decoder(model, placement, 8 * m)
+    row = decoder.add(tokens[: 2 * m + 1], retrieve)
+    logits = decoder.read([row])
     for token in tokens[2 * m + 1 :]:
-        logits = decoder.read([np.array([token])])
+        decoder.append(row, int(token))
+        logits = decoder.read([row])
     neighbors, lengths = retrieve(tokens[: 3 * m].reshape(3, m))
     inputs = {"tokens": tokens[None], "neighbors": neighbors[None], "neighbor_lengths": lengths[None]}
     with placement.autocast():

@@ -11,6 +11,7 @@ import inspect
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,10 +93,11 @@ def by_length(documents: Tensor, chunk_length: int, num_tokens: int) -> Attend:
     ends = document_ends(documents, chunk_length, num_tokens)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch_size = len(q)
-        rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B·T, heads, C]
-        y = varlen_attn(*rows, ends, ends, num_tokens, num_tokens, window_size=(-1, 0), enable_gqa=True)
-        return y.unflatten(0, (batch_size, -1)).transpose(1, 2)
+        of_rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B·T, heads, C]
+        settings: Any = {"window_size": (-1, 0), "enable_gqa": True}
+        y: Any = varlen_attn(of_rows[0], of_rows[1], of_rows[2], ends, ends, num_tokens, num_tokens, **settings)
+        found: Tensor = y.unflatten(0, (len(q), -1)).transpose(1, 2)
+        return found
 
     return attend
 

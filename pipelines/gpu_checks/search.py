@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def products(job: Job) -> list[Finding]:
         found = []
         for name, index in indexes.items():
             index.search(queries[: asked // 2], 32)  # warms up
-            took = job.seconds(lambda index=index: index.search(queries, 32))
+            took = job.seconds(partial(index.search, queries, 32))
             reached = recall(rerank(few, index.search(few, 32), embeddings)[0][:, :10], exact[:, :10])
             least = None if name.startswith("an") else 0.99
             found.append(

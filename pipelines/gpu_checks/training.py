@@ -108,7 +108,7 @@ def eager_equals_compiled(job: Job) -> list[Finding]:
 def retro_pytorch(job: Job) -> list[Finding]:
     """An eager step of retro-pytorch with the sizes of 172m, for comparison."""
     require("retro_pytorch", "pip install --no-deps retro-pytorch==0.3.9")
-    from retro_pytorch import RETRO  # type: ignore[attr-defined]
+    from retro_pytorch import RETRO
 
     settings, batch_size, num_tokens = sized("172m", 8, job)
     placement = job.placement

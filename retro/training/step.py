@@ -86,14 +86,14 @@ class OptimizerStep:
         monitored = monitor.gradients(scale) if monitor else {}
         self._unscale_gradients()
         norm = clip_(self.parameters, self.settings.max_grad_norm or math.inf, self.model.gradient_norm())
-        measured = torch.cat((norm.to(measured).reshape(1), measured))
-        read, before = start_copy(measured), monitor.weights() if monitor else {}
+        figures = torch.cat((norm.to(measured).reshape(1), measured))
+        read, before = start_copy(figures), monitor.weights() if monitor else {}
         if self._skips_on_device:
             # The optimizer is queued before the host waits, and changes nothing if a value is not finite.
-            self.optimizer.found_inf = 1 - measured[:2].isfinite().all().float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = 1 - figures[:2].isfinite().all().float()  # type: ignore[attr-defined]
             self.optimizer.step()
-        norm, loss, *routing = read()  # waits
-        update = judge(loss, norm, scale if self.scaler.is_enabled() else None)
+        gradient_norm, loss, *routing = read()  # waits
+        update = judge(loss, gradient_norm, scale if self.scaler.is_enabled() else None)
         if update == "applied":
             if not self._skips_on_device:
                 self.optimizer.step()
@@ -103,8 +103,8 @@ class OptimizerStep:
         self._finish(update, scale)
         monitored = self.processes.merged(monitored) if monitor else {}
         if self.monitor:
-            self.monitor.watch(step + 1, loss, norm, monitored)
-        metrics = {"loss": loss, "lr": lr, "gradient_norm": norm}
+            self.monitor.watch(step + 1, loss, gradient_norm, monitored)
+        metrics = {"loss": loss, "lr": lr, "gradient_norm": gradient_norm}
         metrics |= {"loss_scale": scale} if self.scaler.is_enabled() else {}
         metrics |= routing_metrics(routing, self.model.model_parts[0].settings)
         return StepResult(metrics, monitored, num_tokens, update)

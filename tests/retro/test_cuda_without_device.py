@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from indexing.vectors.product_search import ProductIndex
 from retro.device import Placement, TensorBatch, choose_placement
-from retro.inference.decoder import Decoder
 from retro.inference.scoring import score
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
@@ -25,7 +24,7 @@ from retro.tuning.settings import ALL, TuningSettings
 from tests.indexing.vectors.vector_files import stored
 from tests.retro.fake_cuda import CUDA, FakeCuda, fake_cuda
 from tests.retro.inference.test_decoder import retriever, rows
-from tests.retro.small_model import SCHEMES, M, T, answers_only, build
+from tests.retro.small_model import SCHEMES, M, T, Together, answers_only, build
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 SMALL = {"num_layers": 2, "retrieval.cca_layers": (2,)}
@@ -135,13 +134,13 @@ def test_cached_decoding_runs_on_the_device(name: str) -> None:
         model, placement = on_cuda(name)
         placement.cast(model)
         retrieve = retriever(2) if model.settings.retrieval.cca_layers else None
-        decoder = Decoder(model, placement, T, retrieve)
+        decoder = Together(model, placement, T, retrieve)
         logits = decoder.read(rows(1, M, 2 * M + 1))
-        decoder.keep([0, 2, 2])
+        decoder.keep([0, 2])
         for token in range(M):
-            logits = decoder.read([np.array([token])] * 3)
+            logits = decoder.read([np.array([token])] * 2)
         assert logits.device == CUDA
-        assert logits.shape == (3, model.settings.vocab_size)
+        assert logits.shape == (2, model.settings.vocab_size)
 
 
 def test_product_search_runs_on_the_device(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
