@@ -1,15 +1,15 @@
 // Entry point of the page: the address selects the view, and the tabs change the address.
 
-import { addressOf, readAddress } from "./address.js";
-import { served, whenServed } from "./api.js";
-import * as datastore from "./datastore.js";
-import * as documents from "./documents.js";
-import { element } from "./elements.js";
-import * as generation from "./generation.js";
-import { roving } from "./keyboard.js";
-import * as neighbors from "./neighbors.js";
-import { count } from "./numbers.js";
-import * as passage from "./passage.js";
+import { addressOf, readAddress } from "./lib/address.js";
+import { served, whenServed } from "./lib/api.js";
+import * as datastore from "./views/datastore.js";
+import * as documents from "./views/documents.js";
+import { element } from "./lib/elements.js";
+import * as generation from "./views/generation.js";
+import { roving } from "./lib/keyboard.js";
+import * as neighbors from "./views/neighbors.js";
+import { count } from "./lib/numbers.js";
+import * as passage from "./views/passage.js";
 
 const views = { neighbors, passage, generation, datastore, document: documents };
 
@@ -42,10 +42,11 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   document.querySelector("main").focus();
 });
 
-/** Apply the server's limits to the form fields, and show the names of datastore and model. */
-function introduce({ datastores, model, limits }) {
+/** Apply the server's limits to the form fields, and show the names of datastore and model and the length of a chunk. */
+function introduce({ datastores, model, limits, chunk_length: length }) {
+  document.querySelector(".chunk-length").textContent = `, here ${length}`;
   const chunks = datastores.reduce((total, each) => total + (each.chunks ?? 0), 0);
-  const names = [datastores.map((each) => each.name).join(", "), `${count(chunks)} chunks`, model?.name];
+  const names = [`datastore ${datastores.map((each) => each.name).join(", ")}`, `${count(chunks)} chunks`, model ? `model ${model.name}` : ""];
   document.querySelector(".served").textContent = names.filter(Boolean).join(" · ");
   for (const field of document.querySelectorAll("[data-limit]")) {
     if (limits[field.dataset.limit]) field.max = limits[field.dataset.limit];

@@ -1,10 +1,10 @@
 // The Document view: one page of a stored document's chunks, with the found chunk highlighted.
 
-import { addressOf } from "./address.js";
-import { get } from "./api.js";
-import { element, valueTable, language, sourceText } from "./elements.js";
-import { count, tableRows } from "./numbers.js";
-import { fill } from "./region.js";
+import { addressOf } from "../lib/address.js";
+import { get } from "../lib/api.js";
+import { element, valueTable, language, sourceText } from "../lib/elements.js";
+import { count, tableRows } from "../lib/numbers.js";
+import { fill } from "../parts/region.js";
 
 const PAGE = 8;
 
@@ -23,7 +23,7 @@ export function show(parameters, id) {
     document.title = `${name} · retro`;
     const title = element("h2", { tabindex: -1, ...language(name) }, name);
     const rows = Object.entries(stored.metadata).flatMap(([key, value]) => tableRows(key, value));
-    const about = element("details", { class: "about" }, element("summary", {}, "Metadata"), valueTable("Metadata", rows));
+    const about = element("details", { class: "about-document" }, element("summary", {}, "Metadata"), valueTable("Metadata", rows));
     const source = stored.source ? element("p", { class: "source" }, sourceText(stored.source)) : "";
     const chunks = stored.chunks.map((chunk, number) => chunkCard(chunk, stored.first + number, chunk.chunk_id === marked));
     const nodes = [element("header", {}, title, source, about), pages(stored, marked, "Pages"), ...chunks];

@@ -30,6 +30,9 @@ export function language(text) {
   return { lang: scripts.find(([pattern]) => pattern.test(text))?.[1] ?? "", dir: "auto" };
 }
 
+/** A name as nodes that break after `/`, `.`, `_` and `-`. @param {string} name @returns {Node[]} */
+export const breakable = (name) => name.split(/(?<=[/._-])/u).flatMap((part) => [document.createTextNode(part), element("wbr")]);
+
 /**
  * The source of a document: a link if it is a web address, otherwise plain text.
  *
@@ -56,12 +59,18 @@ export function valueTable(caption, rows) {
 /**
  * A row of key figures.
  *
- * @param {[string, string, string?][]} items label, value, and a CSS class of the value
+ * @param {{label: string, value: string, kind?: string, note?: string}[]} items `kind`: CSS class of the value; `note`: its meaning
  * @returns {HTMLElement}
  */
 export function figures(items) {
-  const cards = items.map(([label, value, kind]) =>
-    element("div", { class: "card figure" }, element("dt", {}, label), element("dd", { class: kind }, value)),
+  const cards = items.map(({ label, value, kind, note }) =>
+    element(
+      "div",
+      { class: "card figure" },
+      element("dt", {}, label),
+      element("dd", { class: kind }, value),
+      note ? element("dd", { class: "note" }, note) : null,
+    ),
   );
   return element("dl", { class: "figures" }, ...cards);
 }

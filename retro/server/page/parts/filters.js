@@ -1,7 +1,7 @@
 // Filters on the documents' metadata. Each row has a column and a value; rows of one column are combined with OR, columns with AND.
 
-import { whenServed } from "./api.js";
-import { element } from "./elements.js";
+import { get, whenServed } from "../lib/api.js";
+import { element } from "../lib/elements.js";
 
 /**
  * Connect the filter rows of a form. Their fields are named `column` and `value`, so forms and addresses keep their order.
@@ -46,18 +46,46 @@ function typed(text) {
   return text.trim() && Number.isFinite(Number(text)) ? Number(text) : text;
 }
 
+/** The notation of a value: texts that look like numbers or booleans are quoted. */
+const written = (value) => (typeof value === "string" && typeof typed(value) !== "string" ? `"${value}"` : String(value));
+
+let lists = 0;
+
 function row(columns) {
   const select = element("select", { name: "column", "aria-label": "Column" });
   offer(select, columns);
+  const list = element("datalist", { id: `values-${lists++}` });
+  const value = element("input", { name: "value", required: true, "aria-label": "Value", list: list.id, placeholder: "choose or type" });
   const line = element(
     "div",
     { class: "filter" },
     select,
     element("span", { "aria-hidden": "true" }, "is"),
-    element("input", { name: "value", required: true, "aria-label": "Value" }),
+    value,
+    list,
     element("button", { type: "button", class: "quiet", "aria-label": "Remove this filter", click: () => line.remove() }, "×"),
   );
+  const suggest = suggestions(select, value, list);
+  for (const event of ["focus", "input"]) value.addEventListener(event, suggest);
+  select.addEventListener("change", suggest);
   return line;
+}
+
+/** Return a function that offers the column's values which contain the typed text. A new call cancels the previous one. */
+function suggestions(select, value, list) {
+  let control = new AbortController();
+  return async () => {
+    control.abort();
+    control = new AbortController();
+    const { signal } = control;
+    const asked = new URLSearchParams({ column: select.value, contains: value.value, count: 30 });
+    try {
+      const { values } = await get(`filter-values?${asked}`, signal);
+      list.replaceChildren(...values.map((each) => element("option", { value: written(each) })));
+    } catch (error) {
+      if (!signal.aborted) list.replaceChildren(); // Without suggestions, a value can still be typed.
+    }
+  };
 }
 
 /** Set the options of a select to the available columns and keep the selected one. */

@@ -11,14 +11,29 @@ export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? 
 /** @param {number} value @param {number} digits @returns {string} with a true minus sign */
 export const fixed = (value, digits) => value.toFixed(digits).replace(/^-(?=0(\.0*)?$)/, "").replace("-", "−");
 
-/** @param {number} value @param {number} digits @returns {string} with its sign, 0 without */
-export function signed(value, digits) {
-  const text = fixed(value, digits);
-  return Number(value.toFixed(digits)) > 0 ? `+${text}` : text;
-}
-
 /** @param {number} value a fraction of 1 @param {number} [digits] @returns {string} */
 export const percent = (value, digits = 0) => `${fixed(100 * value, digits)} %`;
+
+/** @param {number} value a probability @returns {string} with two significant digits: 62 %, 0.034 % */
+export function probability(value) {
+  if (value < 1e-8) return "below 0.000001 %";
+  return value >= 0.1 ? percent(value) : `${Number((100 * value).toPrecision(2)).toFixed(Math.max(0, 1 - Math.floor(Math.log10(100 * value))))} %`;
+}
+
+/** Bits of a difference of log-probabilities in nats. @param {number} nats @returns {number} */
+export const bitsOf = (nats) => nats / Math.LN2;
+
+/**
+ * A change in bits in words. Fewer bits are better everywhere on this page.
+ *
+ * @param {number} bits above 0: fewer bits are needed
+ * @param {string} [amount]
+ * @returns {{text: string, kind: "helped" | "hurt" | ""}}
+ */
+export function verdict(bits, amount = fixed(Math.abs(bits), 2)) {
+  if (bits === 0) return { text: "no change", kind: "" };
+  return bits > 0 ? { text: `${amount} fewer bits: helped`, kind: "helped" } : { text: `${amount} more bits: hurt`, kind: "hurt" };
+}
 
 /** @param {number} value @returns {string} 11586556 → 11.6 MB */
 export function bytes(value) {

@@ -1,7 +1,7 @@
 // A region of the page that loads: a skeleton, then the answer or an error, with a button to retry if that may help.
 
-import { ApiError } from "./api.js";
-import { element } from "./elements.js";
+import { ApiError } from "../lib/api.js";
+import { element } from "../lib/elements.js";
 
 const running = new WeakMap();
 

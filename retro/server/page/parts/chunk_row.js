@@ -1,0 +1,73 @@
+// A chunk that the model reads or writes, next to the neighbors that it could read: those of the chunk before it.
+
+import { element, language } from "../lib/elements.js";
+import { counted } from "../lib/numbers.js";
+import { codePoints, linkRuns } from "./marks.js";
+import { neighborFold } from "./neighbor.js";
+import { sharedRuns } from "./shared_runs.js";
+
+/**
+ * @param {object} chunk
+ * @param {number} chunk.number from 0
+ * @param {string} [chunk.note] below the title
+ * @param {{text: string, node: HTMLElement}[]} chunk.tokens with the nodes that show them; this function adds marks to them
+ * @param {number} chunk.start characters of the answer's text before its first token
+ * @param {import("./neighbor.js").Hit[]} chunk.neighbors
+ * @param {{text: [number, number], neighbor: number, neighbor_text: [number, number], tokens: number}[]} chunk.copies
+ * @returns {HTMLElement}
+ */
+export function chunkRow({ number, note, tokens, start, neighbors, copies }) {
+  const marks = neighbors.map(() => []);
+  markShared(number, tokens, neighbors, marks);
+  markCopied(number, tokens, start, copies, marks);
+  const text = element("div", { class: "text tokens", ...language(tokens.map((each) => each.text).join("")) }, ...tokens.map(({ node }) => node));
+  const title = element("h3", {}, `Chunk ${number + 1}`, element("small", {}, counted(tokens.length, "token")));
+  const found = neighbors.map((neighbor, rank) => neighborFold(neighbor, rank, marks[rank], factOf(neighbor, marks[rank])));
+  const row = element(
+    "article",
+    { class: "chunk-row", "aria-label": `Chunk ${number + 1}` },
+    element("div", { class: "query" }, title, note ? element("p", { class: "label" }, note) : null, text),
+    element("div", { class: "found" }, ...(found.length ? [element("p", { class: "label" }, `Neighbors of chunk ${number}, which the model could read here`), ...found] : [])),
+  );
+  linkRuns(row);
+  return row;
+}
+
+function markShared(number, tokens, neighbors, marks) {
+  const texts = tokens.map((each) => each.text);
+  neighbors.forEach((neighbor, rank) => {
+    const other = neighbor.text + neighbor.continuation;
+    sharedRuns(texts, other).forEach((run, index) => {
+      const key = `${number}.${rank}.${index}`;
+      const from = codePoints(other.slice(0, run.at));
+      marks[rank].push({ start: from, stop: from + codePoints(run.text), key, tokens: run.stop - run.start, rank });
+      tokens.slice(run.start, run.stop).forEach(({ node }) => addKey(node, key, "shared"));
+    });
+  });
+}
+
+function markCopied(number, tokens, start, copies, marks) {
+  let at = start;
+  const places = tokens.map(({ text }) => [at, (at += codePoints(text))]);
+  copies.forEach(({ text: [from, to], neighbor: rank, neighbor_text: [begin, end], tokens: length }, index) => {
+    const key = `${number}.copy.${index}`;
+    marks[rank]?.push({ start: begin, stop: end, key, tokens: length, rank, copied: true });
+    const copied = tokens.filter((_, token) => places[token][0] >= from && places[token][1] <= to && places[token][1] > from);
+    copied.forEach(({ node }) => addKey(node, key, "copied"));
+    copied.findLast(({ text }) => text.trim())?.node.setAttribute("data-ranks", rank + 1);
+  });
+}
+
+function addKey(node, key, kind) {
+  node.dataset.keys = [node.dataset.keys, key].filter(Boolean).join(" ");
+  node.classList.add(kind);
+}
+
+function factOf({ score }, marks) {
+  const copied = sum(marks.filter((mark) => mark.copied));
+  const longest = Math.max(0, ...marks.filter((mark) => !mark.copied).map((mark) => mark.tokens));
+  const facts = [`similarity ${score.toFixed(2)}`, copied ? `${counted(copied, "token")} copied` : "", longest ? `longest shared run ${longest} tokens` : ""];
+  return facts.filter(Boolean).join(" · ");
+}
+
+const sum = (marks) => marks.reduce((total, mark) => total + mark.tokens, 0);

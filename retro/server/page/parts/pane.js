@@ -1,0 +1,71 @@
+// One of the two generated texts: its card, and the function that generates it.
+
+import { stream } from "../lib/api.js";
+import { element, language } from "../lib/elements.js";
+import { problem } from "./region.js";
+
+const PROMPT_END = 120; // characters of the prompt that a text begins with
+const FINISHED = { stop: "the model ended the text", length: "token limit reached" };
+
+/**
+ * @param {object} request body of POST /generate
+ * @param {() => void} retry
+ * @param {(event: object) => void} add called with each event
+ * @returns {{card: HTMLElement, run: (own: AbortController) => Promise<void>, answer: () => {text: string, sources: object[]}}}
+ */
+export function pane(request, retry, add) {
+  const { prompt, retrieval } = request;
+  const title = retrieval ? "With neighbors" : "Without neighbors";
+  const state = element("p", { class: "state" });
+  const trouble = element("div");
+  const text = element("span", { class: "generated" });
+  const output = element("pre", { class: "text", ...language(prompt) }, element("span", { class: "prompt" }, endOf(prompt)), text);
+  const card = element("section", { class: "card pane", "aria-label": title }, element("h3", {}, title), state, trouble, output);
+  const answer = { text: "", sources: [] };
+
+  const show = (event) => {
+    text.append(...piece(event, answer.text !== ""));
+    answer.text += event.text;
+    if (event.sources) answer.sources.push(event.sources);
+    add(event);
+  };
+  const run = async (own) => {
+    let [started, tokens] = [0, 0];
+    const say = (what) => (state.textContent = `${what} · ${tokens} tokens in ${((performance.now() - started) / 1000).toFixed(1)} s`);
+    card.classList.add("running");
+    state.textContent = "Waiting for the server…";
+    try {
+      for await (const event of stream("generate", request, own.signal)) {
+        started ||= performance.now(); // The time before is waiting: for the other text, or for other users.
+        tokens += 1;
+        show(event);
+        say(event.finish_reason ? FINISHED[event.finish_reason] : "Writing");
+        if (event.finish_reason) break;
+      }
+    } catch (error) {
+      if (own.signal.aborted) tokens ? say("stopped") : (state.textContent = "stopped before the first token");
+      else fail(error, tokens);
+    }
+    card.classList.remove("running");
+  };
+  const fail = (error, tokens) => {
+    state.textContent = tokens ? `broke off after ${tokens} tokens` : "failed";
+    trouble.replaceChildren(problem(error, retry));
+    trouble.scrollIntoView({ block: "nearest" });
+  };
+  return { card, run, answer: () => answer };
+}
+
+function endOf(prompt) {
+  const characters = Array.from(prompt);
+  if (characters.length <= PROMPT_END) return prompt;
+  return `… ${characters.slice(-PROMPT_END).join("").replace(/^\S{0,20}\s+/u, "")}`; // from a whole word on
+}
+
+/** The nodes of an event: a border where a chunk begins, and the text, underlined if it is copied. */
+function piece({ text, sources }, bordered) {
+  const last = sources?.chunks.at(-1);
+  const border = last && bordered ? [element("span", { class: "border", title: `Chunk ${last.chunk + 2} begins.` })] : [];
+  const copy = sources?.copies[0];
+  return [...border, copy ? element("span", { class: "copied", title: `copied from neighbor ${copy.neighbor + 1}` }, text) : text];
+}

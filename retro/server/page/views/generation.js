@@ -1,0 +1,56 @@
+// "Write": two continuations of one prompt side by side, with and without neighbors, token by token, and what was read.
+
+import { whenServed } from "../lib/api.js";
+import { element } from "../lib/elements.js";
+import { downloadButton } from "../parts/download.js";
+import { pane } from "../parts/pane.js";
+import { queryForm } from "../parts/query_form.js";
+import { readChunks } from "../parts/read_chunks.js";
+import { announce, noModel } from "../parts/region.js";
+
+const FIELDS = ["k", "max_tokens", "temperature", "top_k", "top_p", "seed"];
+
+const view = document.getElementById("generation");
+const form = view.querySelector("form");
+const results = view.querySelector(".results");
+let control = new AbortController();
+
+export const show = queryForm(form, "generation", generate);
+whenServed(({ model }) => !model && results.replaceChildren(noModel()));
+
+async function generate(values) {
+  control.abort();
+  const own = (control = new AbortController());
+  const request = requestOf(values);
+  announce("Writing with and without neighbors.");
+  const read = readChunks();
+  const panes = [true, false].map((retrieval) =>
+    pane({ ...request, retrieval, return_sources: retrieval }, () => generate(values), retrieval ? read.add : () => {}),
+  );
+  const stop = element("button", { type: "button", class: "stop", click: () => own.abort() }, "Stop");
+  const save = downloadButton("texts", () => ({ request, with_neighbors: panes[0].answer(), without_neighbors: panes[1].answer() }));
+  const about = element("div", { class: "summary" }, element("p", {}, "Same prompt (grey), same settings, same seed."), stop);
+  results.replaceChildren(about, legend(), element("div", { class: "panes" }, ...panes.map(({ card }) => card)), read.card);
+  await Promise.all(panes.map(({ run }) => run(own)));
+  read.finish();
+  if (own !== control) return;
+  stop.replaceWith(save);
+  announce(own.signal.aborted ? "Stopped." : "Both texts are complete.");
+}
+
+function legend() {
+  const item = (kind, sample, text) => element("li", {}, element("span", { class: kind }, sample), text);
+  return element(
+    "ul",
+    { class: "legend-list" },
+    item("copied", "Underlined", ": copied from a neighbor. The neighbors are listed below the texts."),
+    item("border", "", "A bar: the next chunk begins here, and the model reads other neighbors."),
+  );
+}
+
+/** Convert the form's values to a request of the API; values that the address lacks are read from the form. */
+function requestOf(values) {
+  const request = { prompt: values.get("text"), stream: true };
+  for (const name of FIELDS) request[name] = Number(values.get(name) || form.elements[name].value);
+  return request;
+}

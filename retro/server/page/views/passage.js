@@ -1,0 +1,116 @@
+// "Where it helps": the tokens of a text, colored by how much the neighbors help (blue) or hurt (orange), next to the neighbors.
+
+import { post, whenServed } from "../lib/api.js";
+import { element, figures } from "../lib/elements.js";
+import { roving } from "../lib/keyboard.js";
+import { bitsOf, counted, fixed, percent, verdict } from "../lib/numbers.js";
+import { chunkRow } from "../parts/chunk_row.js";
+import { downloadButton } from "../parts/download.js";
+import { codePoints } from "../parts/marks.js";
+import { queryForm } from "../parts/query_form.js";
+import { fill, noModel, notice } from "../parts/region.js";
+import { LEAST_RUN } from "../parts/shared_runs.js";
+import { colorScale, numbersOf, tokenNode } from "../parts/tokens.js";
+
+const FIRST = "Grey: the model looks up neighbors of complete chunks and reads them in the next one, so the first chunk has none.";
+const UNIT = "bits per byte: the bits that the model needs for each byte of the text. Fewer is better.";
+
+const view = document.getElementById("passage");
+const form = view.querySelector("form");
+const results = view.querySelector(".results");
+
+export const show = queryForm(form, "passage", score);
+whenServed(({ model }) => !model && results.replaceChildren(noModel()));
+
+function score(values) {
+  fill(results, "Scoring the text with and without neighbors…", async (signal) => {
+    const body = { text: values.get("text"), k: Number(values.get("k") ?? form.elements.k.value), return_sources: true };
+    const answer = await post("score", body, signal);
+    const size = `${counted(answer.tokens.length, "token")} in ${counted(answer.tokens.at(-1).chunk + 1, "chunk")}`;
+    const save = element("div", { class: "summary" }, element("p", {}, size), downloadButton("scores", () => ({ request: body, ...answer })));
+    return { nodes: [save, ...details(answer)], summary: sentence(answer) };
+  });
+}
+
+function details(answer) {
+  if (answer.bits_per_byte_on !== null) return [keyFigures(answer), passage(answer)];
+  const missing = notice("Without neighbors only", "This model does not read neighbors, so there is no comparison.");
+  return [figures([{ label: "Bits per byte", value: fixed(answer.bits_per_byte_off, 4), note: UNIT }]), missing];
+}
+
+const change = ({ bits_per_byte_on: on, bits_per_byte_off: off }) => verdict(off - on, `${fixed((100 * Math.abs(on - off)) / off, 2)} %`);
+
+function sentence(answer) {
+  const { tokens, bits_per_byte_on: on, bits_per_byte_off: off } = answer;
+  if (on === null) return `${fixed(off, 4)} bits per byte without neighbors.`;
+  if (!tokens.some(({ chunk }) => chunk > 0)) return "The text ends in its first chunk, which has no neighbors. A longer text shows where they help.";
+  return `Neighbors over the whole text: ${change(answer).text}.`;
+}
+
+function keyFigures(answer) {
+  const { tokens, bits_per_byte_on: on, bits_per_byte_off: off } = answer;
+  const could = tokens.filter(({ chunk }) => chunk > 0).map(({ difference }) => bitsOf(difference));
+  const [helped, hurt] = [could.filter((bits) => bits > 0), could.filter((bits) => bits < 0)];
+  const told = (some) => `by ${fixed(Math.abs(some.reduce((sum, bits) => sum + bits, 0)) / Math.max(1, some.length), 2)} bits on average`;
+  const share = (some) => percent(some.length / Math.max(1, could.length));
+  const { text, kind } = change(answer);
+  return figures([
+    { label: "With neighbors", value: fixed(on, 4), note: UNIT },
+    { label: "Without neighbors", value: fixed(off, 4), note: "bits per byte: the same model and text, but nothing to read." },
+    { label: "Difference", value: text, kind, note: "over the whole text, its first chunk included" },
+    {
+      label: `Of ${counted(could.length, "token")} with neighbors`,
+      value: could.length ? `${share(helped)} helped` : "none",
+      note: could.length ? `${told(helped)}; ${share(hurt)} hurt, ${told(hurt)}` : "The text ends in its first chunk.",
+    },
+  ]);
+}
+
+function passage({ tokens, sources }) {
+  const nodes = tokens.map(tokenNode);
+  const rows = rowsOf(tokens, nodes, sources);
+  const text = element("div", { class: "rows", role: "group", "aria-label": "Chunks of the text" }, ...rows);
+  nodes[0]?.setAttribute("tabindex", "0");
+  roving(text, ".token");
+  return element("section", { class: "card passage" }, colorScale(tokens, nodes), legend(sources), readout(text, tokens, nodes), text);
+}
+
+function legend({ copies }) {
+  const item = (kind, ...text) => element("li", {}, element("span", { class: `token ${kind}` }, "word"), ...text);
+  return element(
+    "ul",
+    { class: "legend-list" },
+    copies.length ? item("copied", ": the model copied it from the neighbor with the number behind it") : "",
+    item("shared", `: a run of at least ${LEAST_RUN} tokens that is also in a neighbor, where it is yellow`),
+  );
+}
+
+function rowsOf(tokens, nodes, { chunks, copies }) {
+  const rows = [];
+  for (let first = 0, start = 0; first < tokens.length; ) {
+    const number = tokens[first].chunk;
+    const length = tokens.slice(first).findIndex(({ chunk }) => chunk !== number);
+    const stop = length < 0 ? tokens.length : first + length;
+    const own = tokens.slice(first, stop).map(({ text }, index) => ({ text, node: nodes[first + index] }));
+    const neighbors = chunks.find(({ chunk }) => chunk === number - 1)?.neighbors ?? [];
+    const copied = copies.filter(({ chunk }) => chunk === number - 1);
+    rows.push(chunkRow({ number, note: number === 0 ? FIRST : "", tokens: own, start, neighbors, copies: copied }));
+    start += own.reduce((sum, { text }) => sum + codePoints(text), 0);
+    first = stop;
+  }
+  return rows;
+}
+
+/** A line with the numbers of the token that the user points at. */
+function readout(text, tokens, nodes) {
+  const line = element("output", { class: "readout" }, "Point at a token, tap it, or use the arrow keys to see its numbers.");
+  const read = ({ target }) => {
+    const number = nodes.indexOf(target.closest(".token"));
+    if (number < 0) return;
+    text.querySelector(".active")?.classList.remove("active");
+    nodes[number].classList.add("active");
+    line.replaceChildren(...numbersOf(tokens[number], nodes[number]));
+  };
+  for (const event of ["pointerover", "focusin", "click"]) text.addEventListener(event, read);
+  return line;
+}
