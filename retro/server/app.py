@@ -55,7 +55,7 @@ def make_app(
         yield
 
     app = FastAPI(
-        title=f"retro: {service.name}",
+        title=f"HTTP API of {service.name}",
         version=version("retro"),
         description="Search a datastore, and score or generate text with a language model that reads the neighbors.",
         lifespan=lifespan,

@@ -51,12 +51,7 @@ def _operation(
     if schema:
         example = json.dumps(schema.get("examples", [{}])[0])
         command += f" \\\n  -H 'Content-Type: application/json' -d {shlex.quote(example)}"
-    required = schema.get("required", ())
-    fields = [
-        {"name": name, "type": _type(value), "required": name in required, "description": value.get("description", "")}
-        for name, value in schema.get("properties", {}).items()
-    ]
-    fields += [
+    fields = _fields(schema) + [
         {
             "name": each["name"],
             "type": _type(each["schema"]),
@@ -65,6 +60,7 @@ def _operation(
         }
         for each in operation.get("parameters", ())
     ]
+    answered = operation["responses"].get("200", {}).get("content", {}).get("application/json", {}).get("schema", {})
     answers = [(status, each["description"]) for status, each in operation["responses"].items()]
     return {
         "method": method,
@@ -72,8 +68,18 @@ def _operation(
         "description": operation.get("description", ""),
         "command": command,
         "fields": fields,
+        "answer": _fields(_resolved(openapi, answered)),
         "answers": answers,
     }
+
+
+def _fields(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields of an object's schema."""
+    required = schema.get("required", ())
+    return [
+        {"name": name, "type": _type(value), "required": name in required, "description": value.get("description", "")}
+        for name, value in schema.get("properties", {}).items()
+    ]
 
 
 def _resolved(openapi: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

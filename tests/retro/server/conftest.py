@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -17,6 +18,7 @@ from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app
 from retro.server.protocol import uvicorn_config
 from retro.server.settings import ServeSettings
+from tests.conftest import PATIENCE
 
 TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
 
@@ -57,6 +59,40 @@ def client(app_with: Make) -> Iterator[TestClient]:
     """A client of an app with default settings."""
     with TestClient(app_with()) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, for the tests with the marks of `browser.py`."""
+    from playwright.sync_api import sync_playwright
+
+    from tests.retro.server.browser import ARGUMENTS, CHROMIUM
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open pages in new browser contexts. Console errors fail the test unless `errors` is True."""
+    opened = []
+
+    def new(address: str, errors: bool = False, **context) -> Any:
+        page = browser.new_context(**context).new_page()
+        page.set_default_timeout(1000 * PATIENCE)
+        said: list[str] = []
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+        page.goto(address)
+        opened.append((page, [] if errors else said))
+        return page
+
+    yield new
+    for page, said in opened:
+        page.context.close()
+        assert said == []
 
 
 @contextmanager

@@ -1,12 +1,7 @@
-"""The web page in a real Chromium with a real server: mouse, keyboard, phone and dark mode.
-
-Playwright drives the system's Chromium (Debian package `chromium`); without it these tests are skipped.
-"""
+"""The web page in a real Chromium with a real server: mouse, keyboard, phone and dark mode."""
 
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,52 +10,11 @@ from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
-from tests.conftest import PATIENCE, build_local, tiny_config
+from tests.conftest import build_local, tiny_config
+from tests.retro.server.browser import LONG, MARKS, VIEWS, Page, expect, submit
 from tests.retro.server.conftest import TEXT, Make, listening
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="no Chromium (Debian's package chromium)")]
-sync_api = pytest.importorskip("playwright.sync_api")
-expect, Page, Browser = sync_api.expect, sync_api.Page, sync_api.Browser
-expect.set_options(timeout=1000 * PATIENCE)
-
-QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
-VIEWS = ("neighbors", "passage", "generation", "datastore")
-LONG = TEXT * 6
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Open pages in new browser contexts. Console errors fail the test unless `errors` is True."""
-    opened = []
-
-    def new(address: str, errors: bool = False, **context) -> Page:
-        page = browser.new_context(**context).new_page()
-        page.set_default_timeout(1000 * PATIENCE)
-        said: list[str] = []
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-        page.goto(address)
-        opened.append((page, [] if errors else said))
-        return page
-
-    yield new
-    for page, said in opened:
-        page.context.close()
-        assert said == []
-
-
-def submit(page: Page, view: str, text: str, button: str) -> None:
-    page.locator(f"#{view} textarea").fill(text)
-    page.get_by_role("button", name=button).click()
+pytestmark = MARKS
 
 
 # --- neighbors -------------------------------------------------------------------------------------------------------
@@ -71,7 +25,7 @@ def test_shared_runs_are_equal_on_both_sides_and_occur_in_the_stored_text(
 ) -> None:
     page = open_page(url)
     chunk = retriever.chunk(40)
-    submit(page, "neighbors", chunk.text, "Find neighbors")
+    submit(page, "neighbors", chunk.text)
     card = page.locator("article.chunk").first
     expect(card.locator(".neighbor").first).to_be_visible()
     neighbor = card.locator(".neighbor").first
@@ -90,7 +44,7 @@ def test_shared_runs_are_equal_on_both_sides_and_occur_in_the_stored_text(
 
 def test_a_neighbor_links_to_its_chunk_in_the_document(open_page, url: str, retriever: Retriever) -> None:
     page = open_page(url, viewport={"width": 900, "height": 300})
-    submit(page, "neighbors", retriever.chunk(90).text, "Find neighbors")
+    submit(page, "neighbors", retriever.chunk(90).text)
     link = page.locator(".neighbor h4 a").first
     number = int(re.search(r"chunk=(\d+)", link.get_attribute("href")).group(1))
     link.click()
@@ -108,9 +62,9 @@ def test_filters_and_ranking_are_sent_and_restored_from_the_url(open_page, url: 
     page.get_by_role("button", name="Add a filter").click()
     page.get_by_label("Column").select_option("title")
     page.get_by_label("Value").fill("Title 7")
-    page.get_by_label("Ranked by").select_option("hybrid")
+    page.get_by_label("Ordered by").select_option("hybrid")
     with page.expect_request("**/neighbors") as sent:
-        submit(page, "neighbors", TEXT, "Find neighbors")
+        submit(page, "neighbors", TEXT)
     assert sent.value.post_data_json["filters"] == {"title": ["Title 7"]}
     assert sent.value.post_data_json["rerank"] == "hybrid"
     for each in (page, open_page(page.url)):
@@ -128,7 +82,7 @@ def test_html_in_documents_is_escaped(open_page, tmp_path: Path) -> None:
     datastore = build_local(tiny_config(tmp_path, corpus))
     with listening(make_app(Retriever.open(datastore.folder), None, ServeSettings())) as url:
         page = open_page(url)
-        submit(page, "neighbors", texts[0], "Find neighbors")
+        submit(page, "neighbors", texts[0])
         expect(page.locator(".neighbor").first).to_be_visible()
         assert "<script>" in page.locator("article.chunk .query pre").first.text_content()
         page.locator(".neighbor h4 a").first.click()
@@ -143,7 +97,7 @@ def test_html_in_documents_is_escaped(open_page, tmp_path: Path) -> None:
 def test_passage_tokens_join_to_the_text_and_are_colored_by_sign(open_page, url: str) -> None:
     page = open_page(f"{url}/#/passage")
     with page.expect_response("**/score") as answered:
-        submit(page, "passage", LONG, "Color the passage")
+        submit(page, "passage", LONG)
     tokens = page.locator(".token")
     expect(tokens.first).to_be_visible()
     assert "".join(tokens.all_text_contents()) == LONG
@@ -153,13 +107,13 @@ def test_passage_tokens_join_to_the_text_and_are_colored_by_sign(open_page, url:
         kind = token.get_attribute("class").split()
         assert ("helped" in kind, "hurt" in kind) == (difference > 0, difference < 0)
     tokens.nth(5).click()
-    expect(page.locator(".readout")).to_contain_text("nats")
+    expect(page.locator(".readout")).to_contain_text("probability")
 
 
 def test_two_texts_generate_in_parallel_and_can_be_stopped(open_page, url: str) -> None:
     page = open_page(f"{url}/#/generation")
-    page.get_by_label("Tokens").fill("900")
-    submit(page, "generation", TEXT, "Generate")
+    page.get_by_label("Tokens to write").fill("900")
+    submit(page, "generation", TEXT)
     expect(page.locator(".pane")).to_have_count(2)
     expect(page.locator(".generated").first).to_have_text(re.compile(r"\S.{10}", re.DOTALL))
     expect(page.locator(".pane.running")).to_have_count(2)  # text appears before it is complete
@@ -170,10 +124,10 @@ def test_two_texts_generate_in_parallel_and_can_be_stopped(open_page, url: str) 
 
 def test_equal_seeds_generate_equal_texts(open_page, url: str) -> None:
     page = open_page(f"{url}/#/generation")
-    page.get_by_label("Tokens").fill("12")
+    page.get_by_label("Tokens to write").fill("12")
     texts = []
     for _ in range(2):
-        submit(page, "generation", TEXT, "Generate")
+        submit(page, "generation", TEXT)
         expect(page.locator(".pane.running")).to_have_count(0)
         expect(page.locator(".pane .state").last).to_contain_text("limit")
         texts.append(page.locator(".generated").all_text_contents())
@@ -199,13 +153,13 @@ def test_the_datastore_view_shows_its_statistics(open_page, url: str, retriever:
 
 def test_no_view_scrolls_horizontally_on_a_phone(open_page, url: str) -> None:
     page = open_page(url, viewport={"width": 360, "height": 700}, has_touch=True, is_mobile=True)
-    submit(page, "neighbors", LONG + "x" * 300, "Find neighbors")
+    submit(page, "neighbors", LONG + "x" * 300)
     expect(page.locator(".neighbor").first).to_be_visible()
     wide = []
     for view in VIEWS:
         page.locator(f"#tab-{view}").click()
         if view == "passage":
-            submit(page, view, LONG + "y" * 300, "Color the passage")
+            submit(page, view, LONG + "y" * 300)
             expect(page.locator(".token").first).to_be_visible()
         expect(page.locator(f"#{view}")).to_be_visible()
         wide.append(page.evaluate("document.documentElement.scrollWidth"))
@@ -255,7 +209,7 @@ CONTRAST = """
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast_in_light_and_dark_mode(open_page, url: str, scheme: str) -> None:
     page = open_page(url, color_scheme=scheme)
-    submit(page, "neighbors", LONG, "Find neighbors")
+    submit(page, "neighbors", LONG)
     expect(page.locator(".neighbor").first).to_be_visible()
     selectors = (
         "p",
@@ -304,7 +258,7 @@ def test_a_permanent_error_offers_no_retry(open_page, url: str, status: int, hea
     body = json.dumps({"error": {"message": "no.", "type": "x", "param": None, "code": None}})
     answer = {"status": status, "content_type": "application/json", "headers": {"Retry-After": "5"}, "body": body}
     page.route("**/neighbors", lambda route: route.fulfill(**answer))
-    submit(page, "neighbors", TEXT, "Find neighbors")
+    submit(page, "neighbors", TEXT)
     problem = page.get_by_role("alert")
     expect(problem).to_contain_text(heading)
     expect(problem).not_to_contain_text("Wait")
@@ -333,7 +287,7 @@ def test_entering_a_token_loads_the_server_details(open_page, app_with: Make) ->
         page = open_page(url, errors=True)
         page.get_by_role("button", name="Cancel").click()
         expect(page.locator("header").get_by_role("alert")).to_contain_text("token")
-        submit(page, "neighbors", TEXT, "Find neighbors")
+        submit(page, "neighbors", TEXT)
         page.get_by_label("Token", exact=True).fill("secret")
         page.get_by_role("button", name="Use token").click()
         expect(page.locator(".neighbor").first).to_be_visible()
@@ -353,7 +307,7 @@ def test_a_server_error_shows_its_message_and_offers_a_retry(open_page, url: str
     page = open_page(url, errors=True)
     body = json.dumps({"error": {"message": "the shelf is on fire.", "type": "x", "param": None, "code": None}})
     page.route("**/neighbors", lambda route: route.fulfill(status=status, content_type="application/json", body=body))
-    submit(page, "neighbors", TEXT, "Find neighbors")
+    submit(page, "neighbors", TEXT)
     problem = page.get_by_role("alert")
     expect(problem).to_contain_text("the shelf is on fire.")
     expect(problem).to_contain_text(heading)
@@ -379,7 +333,7 @@ def test_all_requests_go_to_the_server(open_page, url: str) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(url)
-    submit(page, "neighbors", TEXT, "Find neighbors")
+    submit(page, "neighbors", TEXT)
     expect(page.locator(".neighbor").first).to_be_visible()
     for view in VIEWS:
         page.locator(f"#tab-{view}").click()

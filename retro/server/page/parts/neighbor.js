@@ -19,7 +19,7 @@ import { codePoints, cut, marked, reachable } from "./marks.js";
 export const nameOf = ({ title, document_id: id, chunk_id: chunk }) => title || id || `chunk ${chunk}`;
 
 /**
- * A neighbor as a section with heading, document, facts and text.
+ * A neighbor as an article with heading, document, facts and text.
  *
  * @param {Hit} neighbor
  * @param {number} rank from 0
@@ -29,7 +29,7 @@ export const nameOf = ({ title, document_id: id, chunk_id: chunk }) => title || 
  */
 export function neighborCard(neighbor, rank, marks, facts) {
   const card = element(
-    "section",
+    "article",
     { class: "neighbor", "aria-label": `Neighbor ${rank + 1}` },
     element("h4", {}, element("span", { class: "rank" }, rank + 1), documentLink(neighbor, nameOf(neighbor))),
     ...origin(neighbor),

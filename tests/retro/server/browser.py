@@ -1,0 +1,38 @@
+"""Tests in a real Chromium: Playwright drives the system's (Debian package `chromium`). Without it they are skipped."""
+
+import shutil
+
+import pytest
+
+from tests.conftest import PATIENCE
+from tests.retro.server.conftest import TEXT
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect, Page = sync_api.expect, sync_api.Page
+expect.set_options(timeout=1000 * PATIENCE)
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+MARKS = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="no Chromium (Debian's package chromium)")]
+ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+VIEWS = ("neighbors", "passage", "generation", "datastore")
+BUTTONS = {"neighbors": "Find neighbors", "passage": "Show where neighbors help", "generation": "Write on"}
+LONG = TEXT * 6
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+
+
+def submit(page: Page, view: str, text: str) -> None:
+    """Fill the form of a view, which must be shown, and submit it."""
+    change = page.locator(f"#{view}").get_by_role("button", name="Change text")
+    if change.is_visible():
+        change.click()
+    page.locator(f"#{view} textarea").fill(text)
+    page.get_by_role("button", name=BUTTONS[view]).click()
+
+
+def ask(page: Page, view: str, text: str = LONG) -> None:
+    """Open a view, submit a text and wait for the whole answer."""
+    page.locator(f"#tab-{view}").click()
+    submit(page, view, text)
+    shown = {"neighbors": ".neighbor", "passage": ".token", "generation": ".pane"}[view]
+    expect(page.locator(f"#{view} .results {shown}").first).to_be_visible()
+    expect(page.locator(".pane.running")).to_have_count(0)

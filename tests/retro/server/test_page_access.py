@@ -1,0 +1,132 @@
+"""The page can be read and used by everyone: axe-core's rules, contrast of borders and signs, and no sideways scrolling."""
+
+import re
+
+import pytest
+
+from tests.retro.server.browser import BUTTONS, LONG, MARKS, PHONE, VIEWS, Page, ask, expect
+
+axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+pytestmark = MARKS
+
+DESKTOP = {"viewport": {"width": 1280, "height": 900}}
+
+
+def violations(page: Page) -> list[str]:
+    """Return the rules of axe-core that the page breaks, and the first element that does."""
+    found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    return [f"{each['impact']}: {each['id']} {each['nodes'][0]['target']}" for each in found]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("context", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_axe_finds_no_violation(open_page, url: str, scheme: str, context: dict) -> None:
+    page = open_page(url, color_scheme=scheme, **context)
+    page.get_by_text("Words used here").click()
+    page.get_by_role("button", name="Add a filter").click()
+    assert violations(page) == []
+    page.get_by_role("button", name="Remove this filter").click()
+    for view in BUTTONS:
+        page.locator(f"#tab-{view}").click()
+        if view == "generation":
+            page.get_by_text("How tokens are chosen").click()
+            page.get_by_label("Tokens to write").fill("20")
+        ask(page, view)
+        if view == "passage":
+            page.locator(".rows .token").last.click()
+        assert violations(page) == [], view
+    page.locator("#tab-datastore").click()
+    expect(page.locator("#datastore table").first).to_be_visible()
+    assert violations(page) == []
+    page.locator("#tab-neighbors").click()
+    page.locator(".neighbor h4 a").first.click()
+    expect(page.locator("#document [aria-current]")).to_be_visible()
+    assert violations(page) == []
+    page.goto(f"{url}/docs")
+    assert violations(page) == []
+
+
+def test_the_api_description_leads_back_to_the_page(open_page, url: str) -> None:
+    page = open_page(f"{url}/docs")
+    expect(page).to_have_title("HTTP API of tiny")
+    page.get_by_role("link", name="Page to try it in a browser").click()
+    expect(page.get_by_role("tab").first).to_be_visible()
+
+
+def test_no_answer_scrolls_sideways_on_a_phone(open_page, url: str) -> None:
+    page = open_page(url, **PHONE)
+    for view in BUTTONS:
+        page.locator(f"#tab-{view}").click()
+        if view == "generation":
+            page.get_by_label("Tokens to write").fill("40")
+        ask(page, view, LONG + "x" * 300)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390, view
+    page.locator("#tab-neighbors").click()
+    page.locator(".neighbor h4 a").first.click()
+    expect(page.locator("#document [aria-current]")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+COLORS = """
+([selector, property, pseudo]) => [...document.querySelectorAll(selector)].filter((node) => node.checkVisibility()).map((node) => {
+  const behind = [];
+  for (let each = pseudo || property === "color" ? node : node.parentElement; each; each = each.parentElement) {
+    behind.push(getComputedStyle(each).backgroundColor);
+  }
+  return [getComputedStyle(node, pseudo)[property], behind];
+})
+"""
+
+
+def rgba(color: str) -> tuple[float, float, float, float]:
+    """Read `rgb(…)` or `color(srgb …)` as parts from 0 to 1."""
+    numbers = [float(each) for each in re.findall(r"[\d.]+(?:e-?\d+)?", color)]
+    scale = 1.0 if color.startswith("color(") else 255.0
+    alpha = numbers[3] if len(numbers) > 3 else 1.0
+    return numbers[0] / scale, numbers[1] / scale, numbers[2] / scale, alpha
+
+
+def contrast(color: str, behind: list[str]) -> float:
+    """Return the contrast of WCAG 2 between a color and the backgrounds behind it, the nearest first."""
+    below = (1.0, 1.0, 1.0)
+    for each in reversed(behind):
+        *parts, alpha = rgba(each)
+        below = tuple(alpha * own + (1 - alpha) * under for own, under in zip(parts, below, strict=True))
+
+    def luminance(parts: tuple[float, ...]) -> float:
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(rgba(color)[:3]), luminance(below)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_borders_and_signs_have_the_contrast_of_wcag_aa(open_page, url: str, scheme: str) -> None:
+    page = open_page(url, color_scheme=scheme)
+    page.get_by_role("button", name="Add a filter").click()
+    expect(page.locator(".examples button").first).to_be_visible()
+
+    def least(selector: str, attribute: str, pseudo: str | None = None) -> float:
+        found = page.evaluate(COLORS, [selector, attribute, pseudo])
+        assert found, selector
+        return min(contrast(*each) for each in found)
+
+    for selector in ("input", "select", "textarea", ".examples button"):
+        assert least(f"#neighbors {selector}", "borderTopColor") >= 3, selector
+    ask_text = LONG + "\n\n" + LONG
+    page.get_by_role("button", name="Remove this filter").click()
+    ask(page, "passage", ask_text)
+    # The strongest color that a token can have.
+    page.locator(".rows .token").evaluate_all("nodes => nodes.forEach(node => node.style.setProperty('--strength', 1))")
+    page.evaluate("document.querySelectorAll('.token').forEach(node => node.classList.add('newline'))")
+    assert least(".rows .token", "color") >= 4.5
+    assert least(".rows .token.newline", "color", "::before") >= 4.5
+
+
+def test_a_tab_name_is_never_broken_inside_a_word(open_page, url: str) -> None:
+    page = open_page(url, viewport={"width": 360, "height": 700})
+    for view in VIEWS:
+        tab = page.locator(f"#tab-{view}")
+        assert tab.evaluate("node => node.scrollWidth <= node.clientWidth")
+        assert tab.evaluate("node => getComputedStyle(node).overflowWrap") == "normal"

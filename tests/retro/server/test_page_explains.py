@@ -1,0 +1,349 @@
+"""What the page tells someone who has never heard of RETRO: what was found and read, where it helped, in which unit."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from indexing.retrieval.retriever import Retriever
+from tests.retro.server.browser import BUTTONS, LONG, MARKS, PHONE, Page, ask, expect, submit
+from tests.retro.server.conftest import TEXT
+
+pytestmark = MARKS
+
+
+def answer_with(page: Page, path: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the server's answers before the page sees them."""
+
+    def handle(route) -> None:
+        answer = route.fetch()
+        body = answer.json()
+        change(body)
+        route.fulfill(response=answer, json=body)
+
+    page.route(path, handle)
+
+
+# --- the form --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_it_shows_and_tabs_say_what_they_answer(open_page, url: str) -> None:
+    page = open_page(url)
+    expect(page.locator(".about")).to_contain_text("This page shows which passages a language model looks up")
+    assert page.get_by_role("tab").all_text_contents() == ["What it finds", "Where it helps", "Write", "Datastore"]
+    expect(page.locator(".served")).to_contain_text("model tiny")
+    page.get_by_text("Words used here").click()
+    expect(page.locator(".words")).to_contain_text("fixed number of tokens, here 16.")
+
+
+@pytest.mark.parametrize("view", list(BUTTONS))
+def test_examples_are_texts_of_held_out_documents(open_page, url: str, retriever: Retriever, view: str) -> None:
+    page = open_page(f"{url}/#/{view}")
+    examples = page.locator(f"#{view} .examples")
+    expect(examples).to_contain_text("kept out of the datastore")
+    held_out = retriever.datastore.valid
+    ids = {row["id"] for row in held_out.metadata(range(held_out.num_documents))}
+    assert {each.get_attribute("title") for each in examples.locator("button").all()} <= ids
+    examples.locator("button").first.click()
+    expect(page.locator(f"#{view} .results").locator(".neighbor, .token, .pane").first).to_be_visible()
+
+
+@pytest.mark.parametrize("context", [{"viewport": {"width": 1280, "height": 900}}, PHONE], ids=["desktop", "phone"])
+def test_once_asked_the_form_shrinks_and_the_results_are_in_view(open_page, url: str, context: dict) -> None:
+    page = open_page(url, **context)
+    before = page.locator("#neighbors form").bounding_box()["height"]
+    ask(page, "neighbors")
+    form = page.locator("#neighbors form").bounding_box()
+    assert form["height"] < before / 2
+    assert 0 <= form["y"] < 60
+    expect(page.locator("article.chunk").first).to_be_in_viewport(ratio=0.1)
+    expect(page.locator("#neighbors .results")).to_be_focused()
+    page.get_by_role("button", name="Change text").click()
+    expect(page.locator("#neighbors textarea")).to_be_focused()
+    expect(page.locator("#neighbors textarea")).to_have_value(LONG)
+
+
+def test_a_filter_offers_the_values_of_its_column(open_page, url: str) -> None:
+    page = open_page(url)
+    page.get_by_role("button", name="Add a filter").click()
+    page.get_by_label("Column").select_option("title")
+    page.get_by_label("Value").fill("title 1")
+    options = page.locator("datalist option")
+    expect(options.first).to_have_attribute("value", re.compile("^Title 1"))
+    assert all("Title 1" in each.get_attribute("value") for each in options.all())
+    page.get_by_label("Value").fill(options.first.get_attribute("value"))
+    ask(page, "neighbors")
+    names = set(page.locator(".neighbor h4 a").all_text_contents())
+    assert len(names) == 1
+    assert names.pop().startswith("Title 1")
+
+
+def test_one_of_several_datastores_can_be_chosen(open_page, url: str) -> None:
+    page = open_page("about:blank")
+    answer_with(page, "**/datastore", lambda body: body["datastores"].append({"name": "b/other", "chunks": 1}))
+    page.goto(url)
+    choice = page.get_by_label("Datastore", exact=True)
+    name = choice.locator("option").nth(1).get_attribute("value")
+    choice.select_option(name)
+    with page.expect_request("**/neighbors") as sent:
+        ask(page, "neighbors")
+    assert sent.value.post_data_json["datastore"] == name
+    single = open_page(url)
+    expect(single.locator(".served")).to_contain_text("chunks")
+    expect(single.locator("#neighbors select[name=datastore]")).to_be_hidden()
+
+
+# --- what it finds ---------------------------------------------------------------------------------------------------
+
+
+def test_marks_name_the_neighbor_and_have_at_least_five_tokens(open_page, url: str) -> None:
+    page = open_page(url)
+    with page.expect_response("**/neighbors") as answered:
+        ask(page, "neighbors")
+    chunks = answered.value.json()["chunks"]
+    for card, chunk in zip(page.locator("article.chunk").all(), chunks, strict=True):
+        runs = {
+            f"{rank}.{number}": (rank, span)
+            for rank, neighbor in enumerate(chunk["neighbors"])
+            for number, span in enumerate(each for each in neighbor["spans"] if each["tokens"] >= 5)
+        }
+        shown = card.locator(".query mark").all()
+        assert {key for mark in shown for key in mark.get_attribute("data-keys").split()} == set(runs)
+        numbers = {int(each) for mark in shown for each in (mark.get_attribute("data-ranks") or "").split()}
+        assert numbers == {rank + 1 for rank, _ in runs.values()}
+
+
+def test_the_id_is_below_the_title(open_page, url: str) -> None:
+    page = open_page(url)
+    with page.expect_response("**/neighbors") as answered:
+        ask(page, "neighbors")
+    first = answered.value.json()["chunks"][0]["neighbors"][0]
+    assert first["title"] != first["document_id"]
+    expect(page.locator(".neighbor").first.locator("h4")).to_contain_text(first["title"])
+    expect(page.locator(".neighbor").first.locator(".source").first).to_have_text(first["document_id"])
+
+
+def test_near_copies_are_folded_below_the_first_of_them(open_page, url: str) -> None:
+    def repeat(body: dict) -> None:
+        found = body["chunks"][0]["neighbors"]
+        found[0]["text"] = "Every text in this list of found neighbors begins in another way, but one."
+        found[1]["text"] = "A different text, which has nothing at all in common with its predecessor."
+        found[2]["text"] = found[0]["text"].replace("another", "an other")
+
+    page = open_page(url)
+    answer_with(page, "**/neighbors", repeat)
+    ask(page, "neighbors")
+    card = page.locator("article.chunk").first
+    folded = card.locator("details.copies")
+    expect(folded.locator("summary").first).to_have_text("Neighbor 3: almost the same text as neighbor 1")
+    expect(folded.locator("article.neighbor")).to_be_hidden()
+    assert [each.text_content() for each in card.locator("article.neighbor > h4 .rank").all()] == ["1", "3", "2"]
+    folded.locator("summary").first.click()
+    expect(folded.locator("article.neighbor")).to_be_visible()
+
+
+def test_more_like_this_searches_for_the_neighbor(open_page, url: str, retriever: Retriever) -> None:
+    page = open_page(url)
+    ask(page, "neighbors")
+    neighbor = page.locator("article.neighbor").first
+    text = neighbor.locator("pre.text").text_content()
+    with page.expect_request("**/neighbors") as sent:
+        neighbor.get_by_role("link", name="More like this").click()
+    assert sent.value.post_data_json["text"] == text
+    expect(page.locator(".badge").first).to_have_text("almost the same text as yours")
+
+
+@pytest.mark.parametrize("view", list(BUTTONS))
+def test_the_answer_can_be_downloaded(open_page, url: str, view: str) -> None:
+    page = open_page(f"{url}/#/{view}")
+    if view == "generation":
+        page.get_by_label("Tokens to write").fill("20")
+    ask(page, view)
+    with page.expect_download() as saved:
+        page.locator(f"#{view}").get_by_role("button", name="Download JSON").click()
+    stored = json.loads(saved.value.path().read_text())
+    request = stored.pop("request")
+    assert request.get("text", request.get("prompt")) == LONG
+    if view == "generation":
+        shown = page.locator(".generated").all_text_contents()
+        assert [stored["with_neighbors"]["text"], stored["without_neighbors"]["text"]] == shown
+    else:
+        assert stored[{"neighbors": "chunks", "passage": "tokens"}[view]]
+
+
+# --- where it helps --------------------------------------------------------------------------------------------------
+
+
+def test_the_first_chunk_is_grey_and_says_why(open_page, url: str) -> None:
+    page = open_page(f"{url}/#/passage")
+    with page.expect_response("**/score") as answered:
+        ask(page, "passage")
+    numbers = [token["chunk"] for token in answered.value.json()["tokens"]]
+    grey = ["first" in each.get_attribute("class").split() for each in page.locator(".rows .token").all()]
+    assert grey == [number == 0 for number in numbers]
+    row = page.locator(".chunk-row").first
+    expect(row).to_contain_text("the first chunk has none")
+    expect(row.locator(".neighbor")).to_have_count(0)
+    submit(page, "passage", "the index")
+    expect(page.locator(".figures")).to_contain_text("The text ends in its first chunk.")
+
+
+def test_every_chunk_shows_the_neighbors_that_the_model_could_read(open_page, url: str) -> None:
+    page = open_page(f"{url}/#/passage")
+    with page.expect_response("**/score") as answered:
+        ask(page, "passage")
+    answer = answered.value.json()
+    read = {each["chunk"] + 1: [hit["title"] for hit in each["neighbors"]] for each in answer["sources"]["chunks"]}
+    rows = page.locator(".chunk-row").all()
+    assert len(rows) == answer["tokens"][-1]["chunk"] + 1
+    for number, row in enumerate(rows):
+        assert row.locator(".neighbor > summary b").all_text_contents() == read.get(number, [])
+    assert "".join(page.locator(".rows .token").all_text_contents()) == LONG
+
+
+def test_marked_tokens_have_their_text_in_the_neighbor(open_page, url: str) -> None:
+    """Shared runs have at least five tokens. A copied token points to the text that it was copied from."""
+
+    def add_copy(body: dict) -> None:
+        chunk = body["sources"]["chunks"][0]
+        start = sum(len(token["text"]) for token in body["tokens"] if token["chunk"] == 0)
+        word = next(token["text"] for token in body["tokens"] if token["chunk"] == 1)
+        chunk["neighbors"][1]["text"] = f"before{word}after"
+        copy = {"text": [start, start + len(word)], "chunk": 0, "neighbor": 1, "neighbor_text": [6, 6 + len(word)]}
+        body["sources"]["copies"] = [copy | {"tokens": 1, "share": 0.9}]
+
+    page = open_page(f"{url}/#/passage")
+    answer_with(page, "**/score", add_copy)
+    ask(page, "passage")
+    page.locator(".neighbor:not([open]) > summary").evaluate_all("nodes => nodes.forEach(node => node.click())")
+    for row in page.locator(".chunk-row").all():
+        keys = {
+            key for node in row.locator(".token[data-keys]").all() for key in node.get_attribute("data-keys").split()
+        }
+        for key in keys:
+            tokens = row.locator(f'.token[data-keys~="{key}"]').all_text_contents()
+            assert len(tokens) >= 5 or "copy" in key
+            assert "".join(tokens) == "".join(row.locator(f'mark[data-keys~="{key}"]').all_text_contents())
+    copied = page.locator(".token.copied")
+    expect(copied).to_have_count(1)
+    expect(copied).to_have_attribute("data-ranks", "2")
+    copied.hover()
+    expect(page.locator("mark.copied")).to_have_class(re.compile("linked"))
+    expect(page.locator(".readout")).to_contain_text("copied from a neighbor")
+
+
+@pytest.mark.parametrize(
+    ("on", "said", "kind"), [(0.9, "10.00 % fewer bits: helped", "helped"), (1.0034, "0.34 % more bits: hurt", "hurt")]
+)
+def test_fewer_bits_are_better_everywhere(open_page, url: str, on: float, said: str, kind: str) -> None:
+    sign = 1 if kind == "helped" else -1
+
+    def change(body: dict) -> None:
+        body |= {"bits_per_byte_on": on, "bits_per_byte_off": 1.0}
+        for token in body["tokens"]:
+            token |= {"difference": sign * 2.0} if token["chunk"] else {}
+
+    page = open_page(f"{url}/#/passage")
+    answer_with(page, "**/score", change)
+    ask(page, "passage")
+    expect(page.locator(f".figure dd.{kind}")).to_have_text(said)
+    page.locator(".rows .token").last.click()
+    words = {
+        "helped": ["7.4 times as likely", "2.89 fewer bits: helped"],
+        "hurt": ["7.4 times less likely", "2.89 more bits: hurt"],
+    }
+    for text in words[kind]:
+        expect(page.locator(".readout")).to_contain_text(text)
+    expect(page.locator(f".rows .token.{kind}")).to_have_count(page.locator(".rows .token:not(.first)").count())
+    expect(page.locator(".figures")).to_contain_text(
+        "bits per byte: the bits that the model needs for each byte of the text"
+    )
+
+
+BRUTE_FORCE = """
+async () => {
+  const { sharedRuns, LEAST_RUN } = await import("./parts/shared_runs.js");
+  let seed = 1;
+  const random = (most) => (seed = (seed * 48271) % 2147483647) % most;
+  const word = () => "abc"[random(3)] + (random(4) ? "" : " ");
+  for (let round = 0; round < 300; round++) {
+    const tokens = Array.from({ length: 12 }, word);
+    const other = Array.from({ length: 20 }, word).join("");
+    const found = sharedRuns(tokens, other);
+    let longest = 0;
+    for (let i = 0; i < 12; i++) for (let j = i + LEAST_RUN; j <= 12; j++) {
+      if (other.includes(tokens.slice(i, j).join(""))) longest = Math.max(longest, j - i);
+    }
+    if (Math.max(0, ...found.map(({ start, stop }) => stop - start)) !== longest) return "not the longest";
+    for (const { start, stop, at, text } of found) {
+      if (text !== tokens.slice(start, stop).join("") || !other.startsWith(text, at)) return "another text";
+      if (stop - start < LEAST_RUN) return "too short";
+      if (found.some((run) => run.start > start && run.start < stop)) return "overlapping";
+    }
+  }
+  return "";
+}
+"""
+
+
+def test_shared_runs_are_the_longest_ones(open_page, url: str) -> None:
+    assert open_page(url).evaluate(BRUTE_FORCE) == ""
+
+
+# --- what it writes --------------------------------------------------------------------------------------------------
+
+
+def test_a_generated_text_shows_what_it_read(open_page, url: str) -> None:
+    page = open_page(f"{url}/#/generation")
+    page.get_by_label("Tokens to write").fill("40")
+    ask(page, "generation")
+    with page.expect_download() as saved:
+        page.locator("#generation").get_by_role("button", name="Download JSON").click()
+    stored = json.loads(saved.value.path().read_text())["with_neighbors"]
+    read = {chunk["chunk"] + 1: chunk["neighbors"] for event in stored["sources"] for chunk in event["chunks"]}
+    rows = page.locator("#generation .chunk-row").all()
+    numbers = [int(row.locator("h3").text_content().split()[1]) - 1 for row in rows]
+    assert numbers == list(range(numbers[0], numbers[0] + len(rows)))
+    assert len(rows) >= 3
+    for number, row in zip(numbers, rows, strict=True):
+        assert row.locator(".neighbor > summary b").all_text_contents() == [hit["title"] for hit in read[number]]
+    assert "".join(page.locator("#generation .token").all_text_contents()) == stored["text"]
+    expect(page.locator("#generation .generated .border")).to_have_count(len(rows) - 1)
+
+
+def test_a_prompt_of_less_than_a_chunk_says_why_both_texts_begin_alike(open_page, url: str) -> None:
+    page = open_page(f"{url}/#/generation")
+    page.get_by_label("Tokens to write").fill("30")
+    ask(page, "generation", "the index")
+    first = page.locator("#generation .chunk-row").first
+    expect(first).to_contain_text("the first chunk has none and is the same in both texts")
+    alike = first.locator(".text").text_content()
+    assert all(text.startswith(alike) for text in page.locator(".generated").all_text_contents())
+
+
+def test_an_error_is_in_view_above_the_text_that_broke_off(open_page, url: str) -> None:
+    page = open_page(f"{url}/#/generation", errors=True, **PHONE)
+    event = json.dumps({"text": "long line\n" * 200, "finish_reason": None})
+    error = json.dumps({"error": {"message": "the shelf is on fire.", "type": "server_error", "code": None}})
+    stream = f"data: {event}\n\ndata: {error}\n\ndata: [DONE]\n\n"
+    page.route("**/generate", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=stream))
+    submit(page, "generation", TEXT)
+    problem = page.get_by_role("alert").last
+    expect(problem).to_contain_text("the shelf is on fire.")
+    expect(problem).to_be_in_viewport()
+    expect(page.locator(".pane .state").first).to_have_text("broke off after 1 tokens")
+
+
+def test_a_text_that_waits_says_so(open_page, url: str) -> None:
+    page = open_page(f"{url}/#/generation")
+    # The request of one text is never answered.
+    page.route("**/generate", lambda route: route.continue_() if route.request.post_data_json["retrieval"] else None)
+    page.get_by_label("Tokens to write").fill("5")
+    submit(page, "generation", TEXT)
+    states = page.locator(".pane .state")
+    expect(states.nth(0)).to_contain_text("token limit reached · 5 tokens in")
+    expect(states.nth(1)).to_have_text("Waiting for the server…")
+    page.get_by_role("button", name="Stop").click()
+    expect(states.nth(1)).to_have_text("stopped before the first token")
