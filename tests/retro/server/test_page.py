@@ -39,7 +39,7 @@ def test_shared_runs_are_equal_on_both_sides_and_occur_in_the_stored_text(
     stored = retriever.search([chunk.text], 3).hits[0]
     assert any(run_of(neighbor) in hit.text + hit.continuation for hit in stored)
     mark.hover()
-    expect(card.locator(f'.query mark[data-keys~="{key}"]').first).to_have_class(re.compile("active"))
+    expect(card.locator(f'.query mark[data-keys~="{key}"]').first).to_have_class(re.compile("linked"))
 
 
 def test_a_neighbor_links_to_its_chunk_in_the_document(open_page, url: str, retriever: Retriever) -> None:
