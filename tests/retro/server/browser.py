@@ -17,6 +17,7 @@ ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"
 VIEWS = ("neighbors", "passage", "generation", "datastore")
 BUTTONS = {"neighbors": "Find neighbors", "passage": "Show where neighbors help", "generation": "Write on"}
 LONG = TEXT * 6
+ASKED = {"neighbors": LONG, "passage": LONG, "generation": TEXT}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
 
@@ -29,10 +30,10 @@ def submit(page: Page, view: str, text: str) -> None:
     page.get_by_role("button", name=BUTTONS[view]).click()
 
 
-def ask(page: Page, view: str, text: str = LONG) -> None:
-    """Open a view, submit a text and wait for the whole answer."""
+def ask(page: Page, view: str, text: str = "") -> None:
+    """Open a view, submit a text (default: one that fits the model's context) and wait for the whole answer."""
     page.locator(f"#tab-{view}").click()
-    submit(page, view, text)
+    submit(page, view, text or ASKED[view])
     shown = {"neighbors": ".neighbor", "passage": ".token", "generation": ".pane"}[view]
     expect(page.locator(f"#{view} .results {shown}").first).to_be_visible()
     expect(page.locator(".pane.running")).to_have_count(0)

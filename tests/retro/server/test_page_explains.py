@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from indexing.retrieval.retriever import Retriever
-from tests.retro.server.browser import BUTTONS, LONG, MARKS, PHONE, Page, ask, expect, submit
+from tests.retro.server.browser import ASKED, BUTTONS, LONG, MARKS, PHONE, Page, ask, expect, submit
 from tests.retro.server.conftest import TEXT
 
 pytestmark = MARKS
@@ -84,7 +84,7 @@ def test_one_of_several_datastores_can_be_chosen(open_page, url: str) -> None:
     page = open_page("about:blank")
     answer_with(page, "**/datastore", lambda body: body["datastores"].append({"name": "b/other", "chunks": 1}))
     page.goto(url)
-    choice = page.get_by_label("Datastore", exact=True)
+    choice = page.locator("#neighbors select[name=datastore]")
     name = choice.locator("option").nth(1).get_attribute("value")
     choice.select_option(name)
     with page.expect_request("**/neighbors") as sent:
@@ -165,7 +165,7 @@ def test_the_answer_can_be_downloaded(open_page, url: str, view: str) -> None:
         page.locator(f"#{view}").get_by_role("button", name="Download JSON").click()
     stored = json.loads(saved.value.path().read_text())
     request = stored.pop("request")
-    assert request.get("text", request.get("prompt")) == LONG
+    assert request.get("text", request.get("prompt")) == ASKED[view]
     if view == "generation":
         shown = page.locator(".generated").all_text_contents()
         assert [stored["with_neighbors"]["text"], stored["without_neighbors"]["text"]] == shown
@@ -328,9 +328,14 @@ def test_an_error_is_in_view_above_the_text_that_broke_off(open_page, url: str) 
     event = json.dumps({"text": "long line\n" * 200, "finish_reason": None})
     error = json.dumps({"error": {"message": "the shelf is on fire.", "type": "server_error", "code": None}})
     stream = f"data: {event}\n\ndata: {error}\n\ndata: [DONE]\n\n"
-    page.route("**/generate", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=stream))
+
+    def break_off(route) -> None:
+        if route.request.post_data_json["retrieval"]:  # the other text is never answered
+            route.fulfill(status=200, content_type="text/event-stream", body=stream)
+
+    page.route("**/generate", break_off)
     submit(page, "generation", TEXT)
-    problem = page.get_by_role("alert").last
+    problem = page.get_by_role("alert")
     expect(problem).to_contain_text("the shelf is on fire.")
     expect(problem).to_be_in_viewport()
     expect(page.locator(".pane .state").first).to_have_text("broke off after 1 tokens")

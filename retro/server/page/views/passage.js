@@ -76,7 +76,7 @@ function passage({ tokens, sources }) {
 }
 
 function legend({ copies }) {
-  const item = (kind, ...text) => element("li", {}, element("span", { class: `token ${kind}` }, "word"), ...text);
+  const item = (kind, ...text) => element("li", {}, element("span", { class: kind }, "word"), ...text);
   return element(
     "ul",
     { class: "legend-list" },
