@@ -21,7 +21,7 @@ export function chunkRow({ number, note, tokens, start, neighbors, copies }) {
   markShared(number, tokens, neighbors, marks);
   markCopied(number, tokens, start, copies, marks);
   const text = element("div", { class: "text tokens", ...language(tokens.map((each) => each.text).join("")) }, ...tokens.map(({ node }) => node));
-  const title = element("h3", {}, `Chunk ${number + 1}`, element("small", {}, counted(tokens.length, "token")));
+  const title = element("h3", {}, `Chunk ${number + 1} `, element("small", {}, counted(tokens.length, "token")));
   const found = neighbors.map((neighbor, rank) => neighborFold(neighbor, rank, marks[rank], factOf(neighbor, marks[rank])));
   const row = element(
     "article",

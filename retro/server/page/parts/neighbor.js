@@ -15,6 +15,8 @@ import { codePoints, cut, marked, reachable } from "./marks.js";
  * @property {string} continuation
  */
 
+export const SIMILARITY = "Similarity: how closely the vectors (embeddings) of two chunks agree. 1: the same, 0: unrelated.";
+
 /** @param {Hit} neighbor @returns {string} title, or id of the document if it has none */
 export const nameOf = ({ title, document_id: id, chunk_id: chunk }) => title || id || `chunk ${chunk}`;
 

@@ -3,18 +3,22 @@
 import { element } from "../lib/elements.js";
 import { chunkRow } from "./chunk_row.js";
 import { codePoints } from "./marks.js";
+import { SIMILARITY } from "./neighbor.js";
 
+const COPIED = "Underlined: copied from the neighbor with the number behind it.";
 const NOTHING_YET = "Neighbors are looked up when a chunk is complete, so the first chunk has none and is the same in both texts.";
 
 /**
  * Collect the events of a stream with sources.
  *
+ * @param {string} prompt
  * @returns {{card: HTMLElement, add: (event: object) => void, finish: () => void}}
  */
-export function readChunks() {
+export function readChunks(prompt) {
   const rows = element("div", { class: "rows" });
-  const copying = element("p", { class: "legend-list", hidden: true }, "Underlined: copied from the neighbor with the number behind it.");
-  const card = element("section", { class: "card passage", "aria-label": "What the text with neighbors read", hidden: true }, element("h3", {}, "What the text with neighbors read"), copying, rows);
+  const copying = element("li", { hidden: true }, COPIED);
+  const legend = element("ul", { class: "legend-list" }, copying, element("li", {}, SIMILARITY));
+  const card = element("section", { class: "card passage", "aria-label": "What the text with neighbors read", hidden: true }, element("h3", {}, "What the text with neighbors read"), legend, rows);
   let [length, current] = [0, { number: 0, note: NOTHING_YET, tokens: [], start: 0, neighbors: [], copies: [] }];
 
   const finish = () => {
@@ -26,7 +30,7 @@ export function readChunks() {
     const last = sources?.chunks.at(-1);
     if (last) {
       finish();
-      const note = length ? "" : "It begins in the prompt.";
+      const note = length || prompt.endsWith(last.text) ? "" : "It begins in the prompt.";
       current = { number: last.chunk + 1, note, tokens: [], start: length, neighbors: last.neighbors, copies: [] };
     }
     current.tokens.push({ text, node: element("span", { class: text.includes("\n") ? "token newline" : "token" }, text) });

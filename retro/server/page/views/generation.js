@@ -23,7 +23,7 @@ async function generate(values) {
   const own = (control = new AbortController());
   const request = requestOf(values);
   announce("Writing with and without neighbors.");
-  const read = readChunks();
+  const read = readChunks(request.prompt);
   const panes = [true, false].map((retrieval) =>
     pane({ ...request, retrieval, return_sources: retrieval }, () => generate(values), retrieval ? read.add : () => {}),
   );

@@ -9,13 +9,13 @@ import { downloadButton } from "../parts/download.js";
 import { chosenFilters, filterRows } from "../parts/filters.js";
 import { cut, linkRuns, marked, reachable } from "../parts/marks.js";
 import { groupedCopies, isNearCopy } from "../parts/near_copies.js";
-import { neighborCard } from "../parts/neighbor.js";
+import { neighborCard, SIMILARITY } from "../parts/neighbor.js";
 import { queryForm } from "../parts/query_form.js";
 import { fill, notice } from "../parts/region.js";
 import { LEAST_RUN } from "../parts/shared_runs.js";
 
 const SCORES = {
-  embeddings: ["similarity", "Similarity: how closely the vectors (embeddings) of two chunks agree. 1: the same, 0: unrelated."],
+  embeddings: ["similarity", SIMILARITY],
   bm25: ["BM25 score", "BM25 score: the weight of the words that two chunks have in common. Rare words weigh more. There is no upper limit."],
   hybrid: ["combined score", "Combined score: words in common (BM25, at most 1) plus 0.3 times the similarity of the vectors."],
 };
@@ -65,7 +65,7 @@ function chunkCard(chunk, number, total, scoreName) {
   const text = element("pre", { class: "text", ...language(chunk.text) }, ...marked(cut(chunk.text, marks.flatMap((each) => each.chunk)), true));
   const cards = chunk.neighbors.map((neighbor, rank) => ({ neighbor, rank, card: cardOf(chunk, neighbor, rank, marks[rank].neighbor, scoreName) }));
   const nothing = notice("No neighbors", "No chunk of the datastore passes the filters, or the chunk has no text.");
-  const title = element("h3", {}, `Chunk ${number + 1} of ${total}`, element("small", {}, counted(chunk.tokens, "token")));
+  const title = element("h3", {}, `Chunk ${number + 1} of ${total} `, element("small", {}, counted(chunk.tokens, "token")));
   const card = element(
     "article",
     { class: "card chunk" },

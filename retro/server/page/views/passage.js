@@ -7,6 +7,7 @@ import { bitsOf, counted, fixed, percent, verdict } from "../lib/numbers.js";
 import { chunkRow } from "../parts/chunk_row.js";
 import { downloadButton } from "../parts/download.js";
 import { codePoints } from "../parts/marks.js";
+import { SIMILARITY } from "../parts/neighbor.js";
 import { queryForm } from "../parts/query_form.js";
 import { fill, noModel, notice } from "../parts/region.js";
 import { LEAST_RUN } from "../parts/shared_runs.js";
@@ -80,8 +81,10 @@ function legend({ copies }) {
   return element(
     "ul",
     { class: "legend-list" },
+    element("li", {}, "One bit fewer: the model finds the token twice as likely."),
     copies.length ? item("copied", ": the model copied it from the neighbor with the number behind it") : "",
     item("shared", `: a run of at least ${LEAST_RUN} tokens that is also in a neighbor, where it is yellow`),
+    element("li", {}, SIMILARITY),
   );
 }
 
