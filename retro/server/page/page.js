@@ -8,7 +8,7 @@ import { element } from "./lib/elements.js";
 import * as generation from "./views/generation.js";
 import { roving } from "./lib/keyboard.js";
 import * as neighbors from "./views/neighbors.js";
-import { count } from "./lib/numbers.js";
+import { count, roughly } from "./lib/numbers.js";
 import * as passage from "./views/passage.js";
 
 const views = { neighbors, passage, generation, datastore, document: documents };
@@ -46,7 +46,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 function introduce({ datastores, model, limits, chunk_length: length }) {
   document.querySelector(".chunk-length").textContent = `, here ${length}`;
   const chunks = datastores.reduce((total, each) => total + (each.chunks ?? 0), 0);
-  const names = [`datastore ${datastores.map((each) => each.name).join(", ")}`, `${count(chunks)} chunks`, model ? `model ${model.name}` : ""];
+  const names = [`datastore ${datastores.map((each) => each.name).join(", ")}`, `${count(chunks)} chunks`, model ? `model ${model.name}, ${roughly(model.parameters)} parameters` : ""];
   document.querySelector(".served").textContent = names.filter(Boolean).join(" · ");
   for (const field of document.querySelectorAll("[data-limit]")) {
     if (limits[field.dataset.limit]) field.max = limits[field.dataset.limit];

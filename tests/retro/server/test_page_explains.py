@@ -231,7 +231,7 @@ def test_marked_tokens_have_their_text_in_the_neighbor(open_page, url: str) -> N
     expect(copied).to_have_attribute("data-ranks", "2")
     copied.hover()
     expect(page.locator("mark.copied")).to_have_class(re.compile("linked"))
-    expect(page.locator(".readout")).to_contain_text("copied from a neighbor")
+    expect(page.locator(".readout")).to_contain_text("copied from neighbor 2")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,11 @@ const integers = new Intl.NumberFormat("en");
 /** @param {number} value @returns {string} 1234567 → 1,234,567 */
 export const count = (value) => integers.format(value);
 
+const large = new Intl.NumberFormat("en", { notation: "compact", compactDisplay: "long" });
+
+/** @param {number} value @returns {string} 1853982 → 1.9 million */
+export const roughly = (value) => large.format(value);
+
 /** @param {number} value @param {string} noun @returns {string} 1 chunk, 2 chunks */
 export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 

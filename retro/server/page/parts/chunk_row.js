@@ -4,7 +4,7 @@ import { element, language } from "../lib/elements.js";
 import { counted } from "../lib/numbers.js";
 import { codePoints, linkRuns } from "./marks.js";
 import { neighborFold } from "./neighbor.js";
-import { sharedRuns } from "./shared_runs.js";
+import { LEAST_RUN, sharedRuns } from "./shared_runs.js";
 
 /**
  * @param {object} chunk
@@ -53,7 +53,10 @@ function markCopied(number, tokens, start, copies, marks) {
     const key = `${number}.copy.${index}`;
     marks[rank]?.push({ start: begin, stop: end, key, tokens: length, rank, copied: true });
     const copied = tokens.filter((_, token) => places[token][0] >= from && places[token][1] <= to && places[token][1] > from);
-    copied.forEach(({ node }) => addKey(node, key, "copied"));
+    for (const { node } of copied) {
+      addKey(node, key, "copied");
+      node.dataset.source = rank + 1;
+    }
     copied.findLast(({ text }) => text.trim())?.node.setAttribute("data-ranks", rank + 1);
   });
 }
@@ -67,6 +70,7 @@ function factOf({ score }, marks) {
   const copied = sum(marks.filter((mark) => mark.copied));
   const longest = Math.max(0, ...marks.filter((mark) => !mark.copied).map((mark) => mark.tokens));
   const facts = [`similarity ${score.toFixed(2)}`, copied ? `${counted(copied, "token")} copied` : "", longest ? `longest shared run ${longest} tokens` : ""];
+  if (!marks.length) facts.push(`no shared run of ${LEAST_RUN} tokens`);
   return facts.filter(Boolean).join(" · ");
 }
 

@@ -63,7 +63,7 @@ function fittingScale(tokens) {
  * A token's numbers for the line above the text.
  *
  * @param {Token} token
- * @param {HTMLElement} node with the class `copied` or `shared` if it is in such a run
+ * @param {HTMLElement} node with the class `shared` if it is in such a run, and `data-source` if it is copied
  * @returns {Node[]}
  */
 export function numbersOf({ text, on, off, difference, chunk }, node) {
@@ -71,7 +71,7 @@ export function numbersOf({ text, on, off, difference, chunk }, node) {
   const item = (label, value, kind = "") => element("span", {}, `${label} `, element("b", { class: kind }, value));
   if (chunk === 0) return [name, item("probability", probability(Math.exp(off))), element("span", {}, "chunk 1: no neighbors yet")];
   const { text: change, kind } = verdict(bitsOf(difference));
-  const origin = node.classList.contains("copied") ? "copied from a neighbor" : node.classList.contains("shared") ? "also in a neighbor" : "";
+  const origin = node.dataset.source ? `copied from neighbor ${node.dataset.source}` : node.classList.contains("shared") ? "also in a neighbor" : "";
   return [
     name,
     item("probability with neighbors", probability(Math.exp(on))),
