@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from indexing.device import Precision
 from retro.device import Placement, choose_placement
 
 
@@ -38,15 +39,17 @@ class Job:
     Attributes:
         device: `cuda`, or `cpu` to test the part itself.
         tiny: run at a size for tests.
+        precision: of matrix products; `auto` is that of training.
     """
 
     device: str = "cuda"
     tiny: bool = False
+    precision: Precision = "auto"
 
     @property
     def placement(self) -> Placement:
-        """The device with the precision that training chooses."""
-        return choose_placement(self.device, "auto")
+        """The device with its precision."""
+        return choose_placement(self.device, self.precision)
 
     def synchronize(self) -> None:
         """Wait until the device has finished."""

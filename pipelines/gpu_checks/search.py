@@ -85,7 +85,7 @@ def products(job: Job) -> list[Finding]:
                 Finding(
                     f"{name}, {number:,} vectors",
                     f"{asked / took:,.0f} queries/s, recall@10 {reached:.3f}",
-                    None if least is None else reached >= least,
+                    None if least is None else bool(reached >= least),
                 )
             )
     return found

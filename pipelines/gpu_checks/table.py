@@ -39,19 +39,19 @@ class PartRow:
 
 
 PARTS: dict[str, PartRow] = {
-    "attention": PartRow("Kernel of each attention; outputs and gradients against the math kernel", "attention.run", 40),
-    "packed": PartRow("Packed documents by mask, by length and by FlexAttention: time and memory", "packed_documents.run", 35),
-    "compile": PartRow("Loss and gradient norm of a 172m model, compiled and eager", "training.eager_equals_compiled", 75),
+    "attention": PartRow("Kernel of each attention; outputs and gradients against the math kernel", "attention.run", 30),
+    "packed": PartRow("Packed documents by mask, by length and by FlexAttention: time and memory", "packed_documents.run", 30),
+    "compile": PartRow("Loss and gradient norm of half the layers of 172m, compiled and eager", "training.eager_equals_compiled", 50),
     "train-172m": PartRow(
         "Compiled training at 172m: tokens/s, MFU, graphs, peak memory",
-        "training.compiled", 80, {"preset": "172m", "batch_size": 8},
+        "training.compiled", 85, {"preset": "172m", "batch_size": 8},
     ),
     "train-1.5b": PartRow(
         "Compiled training at 1.5b: tokens/s, MFU, graphs, peak memory",
-        "training.compiled", 110, {"preset": "1.5b", "batch_size": 4},
+        "training.compiled", 150, {"preset": "1.5b", "batch_size": 4},
     ),
     "retro-pytorch": PartRow("The step of retro-pytorch with the sizes of 172m", "training.retro_pytorch", 30),
-    "offload": PartRow("ZeRO-3 with offload on one device, against training without it", "training.offload", 40),
+    "offload": PartRow("ZeRO-3 with offload on one device, against training without it", "training.offload", 30),
     "checkpoint": PartRow("Stall of a checkpoint that a thread writes", "training.checkpoint_stall", 25),
     "generation": PartRow("Decoding with a cache: tokens/s, equality with a full pass", "generation.run", 25),
     "faiss": PartRow("Faiss on the GPU: k-means, add and search", "search.faiss_index", 30),

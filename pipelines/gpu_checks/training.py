@@ -75,19 +75,21 @@ def compiled(job: Job, *, preset: str, batch_size: int) -> list[Finding]:
         *_speed(took, batch_size * num_tokens),
         Finding("model FLOPs utilization", f"{flops / statistics.median(took) / peak_flops(placement):.1%}"),
         Finding("first step, with compilation", f"{first:.1f} s"),
-        Finding("graphs, of model and loss", str(graphs), graphs == 2),
+        Finding("graphs, of model and loss", str(graphs), 0 < graphs <= 2),
         Finding("loss, first and last", f"{losses[0]:.4f}, {losses[-1]:.4f}", 0 < losses[-1] < losses[0]),
     ]
     if placement.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
         value = f"{human_bytes(peak)}, planned {human_bytes(planned.device)}"
-        found.append(Finding("peak memory", value, 0.5 * planned.device < peak < 1.1 * planned.device))
+        found.append(Finding("peak memory", value, peak < 1.1 * planned.device))
     return found
 
 
 def eager_equals_compiled(job: Job) -> list[Finding]:
     """Loss and gradients of a batch, compiled and eager, in the training precision: relative distance."""
     settings, batch_size, num_tokens = sized("172m", 2, job)
+    if not job.tiny:
+        settings = updated(settings, {"num_layers": 6, "retrieval.cca_layers": (6,)})  # compiles in half the time
     placement, processes = job.placement, Processes(ALONE, job.placement.device)
     torch.manual_seed(0)
     model = Retro(settings).to(placement.device).train()

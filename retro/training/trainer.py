@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from indexing.progress import Advance
@@ -341,10 +342,14 @@ class Trainer:
             logger.write({"step": self.step, "tokens": self.tokens, **metrics})
 
     def _agreed(self, signal: int | None) -> int:
-        """The number of the signal that any process received, or 0: all stop after the same step."""
-        if self.processes.count == 1:
-            return signal or 0
-        return int(self.processes.largest(torch.tensor(signal or 0, device=self.processes.device)))
+        """The number of the signal that any process received, or 0: all stop after the same step.
+
+        Processes agree in the host's memory. On a GPU they would wait for the optimizer first.
+        """
+        agreed = torch.tensor(signal or 0)
+        if self.group is not None:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
+        return int(agreed)
 
     def _skip_or_stop(self, result: StepResult) -> None:
         """Name a batch that is not finite in a file. Raise FloatingPointError if the run stops here, after a checkpoint."""

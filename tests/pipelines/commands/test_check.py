@@ -36,6 +36,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # as in the process of a part; FlexAttention warns on a CPU, for example
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "tests"])
 def test_every_part_passes_on_a_cpu_at_a_tiny_size(name: str, traced: None) -> None:
     result = run_part(name, "cpu", tiny=True)
@@ -43,6 +44,7 @@ def test_every_part_passes_on_a_cpu_at_a_tiny_size(name: str, traced: None) -> N
         result
     )
     assert result["findings"] or result["status"] == "skipped"
+    assert json.loads(json.dumps(result)) == result
 
 
 @pytest.mark.slow
@@ -163,6 +165,15 @@ def test_one_failed_finding_fails_its_part(monkeypatch: pytest.MonkeyPatch) -> N
     findings = [Finding("a", "1", True), Finding("b", "2", False), Finding("c", "3")]
     monkeypatch.setattr(attention, "run", lambda job: findings)
     assert run_part("attention", "cpu", tiny=True)["status"] == "failed"
+
+
+def test_the_kernel_of_every_attention_is_named() -> None:
+    """In float32 every attention on a CPU calls `scaled_dot_product_attention`."""
+    found = attention.run(Job("cpu", tiny=True, precision="float32"))
+    assert len(found) == len(list(attention.cases(tiny=True)))
+    for each in found:
+        assert each.value.startswith(("FLASH_ATTENTION; ", "MATH; ")), each
+        assert each.passed, each
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

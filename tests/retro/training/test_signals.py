@@ -6,16 +6,21 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from indexing.store.datastore import Datastore
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
+from retro.parallel.coordination import open_group
 from retro.training.signals import Stopped, signals_as_requests
-from retro.training.trainer import Outcome, train
+from retro.training.trainer import Outcome, Trainer, train
 from tests.conftest import tiny_config
 
 
@@ -115,3 +120,15 @@ def test_a_stopped_command_names_the_next_step_and_exits_with_143(config: Config
     assert status == 143
     assert "SIGTERM" in (said := capsys.readouterr().err)
     assert "the same command resumes it" in said
+
+
+def test_processes_agree_on_a_signal_without_waiting_for_a_gpu(tmp_path) -> None:
+    """The run's device is not asked: it does not exist here."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        trainer: Any = SimpleNamespace(
+            group=open_group(), processes=SimpleNamespace(device=torch.device("cuda"), count=1)
+        )
+        assert [Trainer._agreed(trainer, number) for number in (None, signal.SIGTERM)] == [0, signal.SIGTERM]
+    finally:
+        dist.destroy_process_group()
