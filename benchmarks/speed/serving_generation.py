@@ -63,7 +63,9 @@ def main() -> None:
     options = parser.parse_args()
     limit = budget(options)
     rounds = {(clients, batch): list[list[Text]]() for clients in options.clients for batch in options.batches}
-    settings = [ServeSettings(name="benchmark", max_num_seqs=batch) for batch in options.batches]
+    settings = [
+        ServeSettings(name="benchmark", max_num_seqs=batch, request_seconds=3600.0) for batch in options.batches
+    ]
     with applications(options.datastore, options.checkpoint, settings) as (addresses, _):
         urls = dict(zip(options.batches, addresses, strict=True))
         prompts = prompts_of(options.datastore, options.longest_prompt, max(options.clients))
