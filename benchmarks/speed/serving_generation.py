@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--clients", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 2, 32], help="values of --max-num-seqs")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of each text")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of each text")
     parser.add_argument("--longest-prompt", type=int, default=96, help="tokens; the shortest has 8")
     parser.add_argument("--k", type=int, default=2, help="neighbors of each chunk; 0 = retrieval OFF")
     parser.add_argument("--rounds", type=int, default=3)

@@ -2,9 +2,9 @@
 
     request ─► waits for places in the batch ─► Batch.step, again and again ─► tokens ─► event loop of the request
 
-Requests join and leave between any two steps. A free place goes to the request with the fewest texts in the batch, the
-first of several, so a request with many prompts does not delay one that arrives later, and no request waits forever. When
-a client disconnects, its texts leave before the next step.
+Requests join and leave between any two steps. A free place goes to the first request that waits and has less than an
+eighth of the places, or else to that with the fewest. So a request with many prompts does not delay one that arrives
+later, and no request waits forever. When a client disconnects, its texts leave before the next step.
 """
 
 import asyncio
@@ -161,12 +161,13 @@ class GenerationQueue:
 
     def _admit(self, requests: Sequence[_Request]) -> None:
         """Give free places of the batch to texts that wait. Continuations of a prompt that join together read it once."""
-        joining: dict[_Request, list[int]] = {}
+        joining, share = dict[_Request, list[int]](), max(1, self._max_num_seqs // 8)
         for _ in range(self._max_num_seqs - len(self._batch)):
             waiting = [request for request in requests if request.waiting]
             if not waiting:
                 break
-            chosen = min(waiting, key=lambda request: len(request.running) + len(joining.get(request, ())))
+            places = {request: len(request.running) + len(joining.get(request, ())) for request in waiting}
+            chosen = min(waiting, key=lambda each: places[each] if places[each] >= share else 0)
             joining.setdefault(chosen, []).append(chosen.waiting.popleft())
         for request, numbers in joining.items():
             for prompt, group in groupby(numbers, key=lambda number, n=request.n: number // n):  # type: ignore[misc]
