@@ -77,12 +77,12 @@ function passage({ tokens, sources }) {
 }
 
 function legend({ copies }) {
-  const item = (kind, ...text) => element("li", {}, element("span", { class: kind }, "word"), ...text);
+  const item = (kind, text, rank) => element("li", {}, element("span", { class: kind, "data-ranks": rank }, "word"), text);
   return element(
     "ul",
     { class: "legend-list" },
     element("li", {}, "One bit fewer: the model finds the token twice as likely."),
-    copies.length ? item("copied", ": the model copied it from the neighbor with the number behind it") : "",
+    copies.length ? item("copied", ": the model copied it from the neighbor with this number", 1) : "",
     item("shared", `: a run of at least ${LEAST_RUN} tokens that is also in a neighbor, where it is yellow`),
     element("li", {}, SIMILARITY),
   );
