@@ -188,6 +188,7 @@ def test_the_first_chunk_is_grey_and_says_why(open_page, url: str) -> None:
     expect(row.locator(".neighbor")).to_have_count(0)
     submit(page, "passage", "the index")
     expect(page.locator(".figures")).to_contain_text("The text ends in its first chunk.")
+    expect(page.locator("#passage .summary")).to_contain_text("The first chunk has no neighbors")
 
 
 def test_every_chunk_shows_the_neighbors_that_the_model_could_read(open_page, url: str) -> None:
@@ -352,3 +353,13 @@ def test_a_text_that_waits_says_so(open_page, url: str) -> None:
     expect(states.nth(1)).to_have_text("Waiting for the server…")
     page.get_by_role("button", name="Stop").click()
     expect(states.nth(1)).to_have_text("stopped before the first token")
+
+
+def test_a_model_that_does_not_read_neighbors_writes_one_text(open_page, url: str) -> None:
+    page = open_page("about:blank")
+    answer_with(page, "**/datastore", lambda body: body["model"].update(retrieval=False))
+    page.goto(f"{url}/#/generation")
+    page.get_by_label("Tokens to write").fill("5")
+    ask(page, "generation")
+    expect(page.locator("#generation .results")).to_contain_text("This model does not read neighbors.")
+    assert page.locator(".pane h3").all_text_contents() == ["Without neighbors"]

@@ -16,7 +16,11 @@ const results = view.querySelector(".results");
 let control = new AbortController();
 
 export const show = queryForm(form, "generation", generate);
-whenServed(({ model }) => !model && results.replaceChildren(noModel()));
+let modes = [true, false]; // with and without neighbors
+whenServed(({ model }) => {
+  if (!model) results.replaceChildren(noModel());
+  else if (!model.retrieval) modes = [false];
+});
 
 async function generate(values) {
   control.abort();
@@ -24,13 +28,13 @@ async function generate(values) {
   const request = requestOf(values);
   announce("Writing with and without neighbors.");
   const read = readChunks(request.prompt);
-  const panes = [true, false].map((retrieval) =>
+  const panes = modes.map((retrieval) =>
     pane({ ...request, retrieval, return_sources: retrieval }, () => generate(values), retrieval ? read.add : () => {}),
   );
   const stop = element("button", { type: "button", class: "stop", click: () => own.abort() }, "Stop");
-  const save = downloadButton("texts", () => ({ request, with_neighbors: panes[0].answer(), without_neighbors: panes[1].answer() }));
-  const about = element("div", { class: "summary" }, element("p", {}, "Same prompt (grey), same settings, same seed."), stop);
-  results.replaceChildren(about, legend(), element("div", { class: "panes" }, ...panes.map(({ card }) => card)), read.card);
+  const save = downloadButton("texts", () => ({ request, ...Object.fromEntries(panes.map((each, number) => [modes[number] ? "with_neighbors" : "without_neighbors", each.answer()])) }));
+  const about = element("div", { class: "summary" }, element("p", {}, modes[0] ? "Same prompt (grey), same settings, same seed." : "This model does not read neighbors."), stop);
+  results.replaceChildren(about, modes[0] ? legend() : "", element("div", { class: "panes" }, ...panes.map(({ card }) => card)), read.card);
   await Promise.all(panes.map(({ run }) => run(own)));
   read.finish();
   if (own !== control) return;

@@ -14,6 +14,7 @@ import { LEAST_RUN } from "../parts/shared_runs.js";
 import { colorScale, numbersOf, tokenNode } from "../parts/tokens.js";
 
 const FIRST = "Grey: the model looks up neighbors of complete chunks and reads them in the next one, so the first chunk has none.";
+const ONE_CHUNK = "The first chunk has no neighbors, so both predictions are equal. A longer text shows where neighbors help.";
 const UNIT = "bits per byte: the bits that the model needs for each byte of the text. Fewer is better.";
 
 const view = document.getElementById("passage");
@@ -27,7 +28,8 @@ function score(values) {
   fill(results, "Scoring the text with and without neighbors…", async (signal) => {
     const body = { text: values.get("text"), k: Number(values.get("k") ?? form.elements.k.value), return_sources: true };
     const answer = await post("score", body, signal);
-    const size = `${counted(answer.tokens.length, "token")} in ${counted(answer.tokens.at(-1).chunk + 1, "chunk")}`;
+    const chunks = (answer.tokens.at(-1)?.chunk ?? 0) + 1;
+    const size = `${counted(answer.tokens.length, "token")} in ${counted(chunks, "chunk")}. ${chunks > 1 ? "" : ONE_CHUNK}`;
     const save = element("div", { class: "summary" }, element("p", {}, size), downloadButton("scores", () => ({ request: body, ...answer })));
     return { nodes: [save, ...details(answer)], summary: sentence(answer) };
   });
@@ -44,7 +46,7 @@ const change = ({ bits_per_byte_on: on, bits_per_byte_off: off }) => verdict(off
 function sentence(answer) {
   const { tokens, bits_per_byte_on: on, bits_per_byte_off: off } = answer;
   if (on === null) return `${fixed(off, 4)} bits per byte without neighbors.`;
-  if (!tokens.some(({ chunk }) => chunk > 0)) return "The text ends in its first chunk, which has no neighbors. A longer text shows where they help.";
+  if (!tokens.some(({ chunk }) => chunk > 0)) return ONE_CHUNK;
   return `Neighbors over the whole text: ${change(answer).text}.`;
 }
 
