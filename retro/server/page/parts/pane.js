@@ -11,7 +11,7 @@ const FINISHED = { stop: "the model ended the text", length: "token limit reache
  * @param {object} request body of POST /generate
  * @param {() => void} retry
  * @param {(event: object) => void} add called with each event
- * @returns {{card: HTMLElement, run: (own: AbortController) => Promise<void>, answer: () => {text: string, sources: object[]}}}
+ * @returns {{name: string, card: HTMLElement, run: (own: AbortController) => Promise<void>, answer: () => {text: string, sources: object[]}}}
  */
 export function pane(request, retry, add) {
   const { prompt, retrieval } = request;
@@ -53,7 +53,7 @@ export function pane(request, retry, add) {
     trouble.replaceChildren(problem(error, retry));
     trouble.scrollIntoView({ block: "nearest" });
   };
-  return { card, run, answer: () => answer };
+  return { name: retrieval ? "with_neighbors" : "without_neighbors", card, run, answer: () => answer };
 }
 
 function endOf(prompt) {

@@ -32,7 +32,7 @@ async function generate(values) {
     pane({ ...request, retrieval, return_sources: retrieval }, () => generate(values), retrieval ? read.add : () => {}),
   );
   const stop = element("button", { type: "button", class: "stop", click: () => own.abort() }, "Stop");
-  const save = downloadButton("texts", () => ({ request, ...Object.fromEntries(panes.map((each, number) => [modes[number] ? "with_neighbors" : "without_neighbors", each.answer()])) }));
+  const save = downloadButton("texts", () => ({ request, ...Object.fromEntries(panes.map(({ name, answer }) => [name, answer()])) }));
   const about = element("div", { class: "summary" }, element("p", {}, modes[0] ? "Same prompt (grey), same settings, same seed." : "This model does not read neighbors."), stop);
   results.replaceChildren(about, modes[0] ? legend() : "", element("div", { class: "panes" }, ...panes.map(({ card }) => card)), read.card);
   await Promise.all(panes.map(({ run }) => run(own)));
