@@ -4,7 +4,7 @@ import { element } from "../lib/elements.js";
 import { bitsOf, count, probability, verdict } from "../lib/numbers.js";
 
 /** Choices for the difference in bits that has the full color. */
-const SCALES = [0.1, 0.2, 0.5, 1, 2, 5, 10];
+const SCALES = [0.1, 0.2, 0.5, 2, 5, 10];
 const LEAST_COLOR = 0.12; // of the smallest difference, so that it is visible
 
 /**
