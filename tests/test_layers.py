@@ -16,7 +16,7 @@ LEVELS = (
         "indexing/threads.py",
     ),
     ("indexing/embedders.py", "indexing/tokenization", "indexing/vectors"),
-    ("indexing/corpus", "indexing/index", "indexing/shared_tokens.py"),
+    ("indexing/corpus", "indexing/index", "indexing/shared_tokens.py", "indexing/sparse"),
     ("indexing/dedup", "indexing/neighbors", "indexing/retrieval", "indexing/verification"),
     ("retro/device.py", "retro/model"),
     ("retro/data", "retro/parallel"),
@@ -87,7 +87,7 @@ def test_only_pipelines_imports_ray_and_never_at_module_level(path: Path) -> Non
     top = {module.split(".")[0] for module in imports_of(path, everywhere=False)}
     if path.parent == REMOTE_CODE:
         top -= {"transformers"}
-    assert not top & {"ray", "faiss", "autofaiss", "pyarrow", "sentencepiece", "transformers", "peft"}
+    assert not top & {"ray", "faiss", "autofaiss", "pyarrow", "sentencepiece", "tantivy", "transformers", "peft"}
     if path.is_relative_to(ROOT / "retro"):
         assert not roots & {"faiss", "autofaiss", "ray"}
 

@@ -25,7 +25,7 @@ from benchmarks.quality.qa_data import SETS, prepare
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedders import EmbedderSettings
 from indexing.index.build import IndexSettings
-from indexing.retrieval.results import Rerank
+from indexing.retrieval.results import Retrieval
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from retro.data.settings import DataSettings
@@ -57,7 +57,7 @@ class Phase:
         rows: rows of a step.
         lr: peak learning rate.
         k: passages per question, or neighbors per chunk.
-        rerank: order of the passages. Embeddings are good enough if a passage with the answer always comes first.
+        retrieval: how passages are found. Embeddings are good enough if a passage with the answer always comes first.
     """
 
     examples: str
@@ -66,7 +66,7 @@ class Phase:
     rows: int
     lr: float
     k: int
-    rerank: Rerank = "embeddings"
+    retrieval: Retrieval = "dense"
 
 
 PHASES = {
@@ -150,7 +150,7 @@ def run_config(
         examples=(folder / f"{chosen.examples}.jsonl",),
         format="questions",
         language=SETS[name].language,
-        rerank=chosen.rerank,
+        retrieval=chosen.retrieval,
         positives_first=True,
     )
     return replace(config, finetune=finetune)
@@ -167,7 +167,7 @@ def score(folder: Path, name: str, k: int, questions: int, limit: Budget) -> Non
             "k": "0",
             "max-questions": str(questions),
             "neighbor-passages": str(k),
-            "rerank": "hybrid",
+            "retrieval": "hybrid",
             "language": SETS[name].language,
             "max-tokens": "48",  # answers in Chinese are long
             "batch-size": "32",

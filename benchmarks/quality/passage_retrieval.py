@@ -1,13 +1,13 @@
-"""Search quality: does a search find the passage that answers a question? hit@1, hit@5 and MRR by embedder and ranking.
+"""Search quality: does a search find the passage that answers a question? hit@1, hit@5 and MRR by embedder and retrieval.
 
     python -m benchmarks.quality.passage_retrieval DATA [--sets cmrc2018 …] [--embedders lexical-1024 …]
 
 DATA contains a folder for each set with passages (`id`, `text`, `title`) and questions (`question`, `positive_ids`) as
 JSON Lines. The datastores are built in `--work` and reused. They have default settings except for the embedder, no
 held-out passages, and an exact index, so that errors of an inverted index do not affect the ranking. The baseline is
-BM25 over whole passages with the same constants, once with words and pairs of characters as terms, once with the terms
-and titles of this project. `--weights` prints hit@1 of the hybrid ranking by weight of the cosine instead. The defaults
-take minutes; docs/results/passage-retrieval.md has the options of its results.
+BM25 over whole passages, once with words and pairs of characters as terms, once with the terms and titles of this
+project. `--fusions` prints hit@1 of several ways to join dense and sparse candidates instead. The defaults take minutes;
+docs/results/passage-retrieval.md has the options of its results.
 """
 
 import argparse
@@ -26,8 +26,9 @@ from indexing.corpus.readers import CorpusSettings, Document, read_documents
 from indexing.corpus.scan import list_files
 from indexing.embedders import EmbedderSettings
 from indexing.index.build import IndexSettings
-from indexing.retrieval import bm25
-from indexing.retrieval.retriever import CANDIDATES, COSINE_WEIGHT, Retriever
+from indexing.retrieval.retriever import CANDIDATES, Ranked, Retriever
+from indexing.sparse.index import SparseIndex
+from indexing.sparse.terms import query_terms, terms
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.table import build
@@ -41,7 +42,8 @@ SETS = {
     "cmrc2018": ("passages", "questions"),
     "drcd": ("passages", "questions"),
 }
-# The constants of the ranking were chosen on the sets above, not on these.
+K1, B = 0.9, 0.4  # of the baseline
+# Terms and fusion were chosen on the sets above, not on these.
 HELD_OUT = {"xquad_en": ("passages_en", "questions_en"), "xquad_zh": ("passages_zh", "questions_zh")}
 FOLDERS = {"xquad_en": "xquad_en_zh", "xquad_zh": "xquad_en_zh"}
 EMBEDDERS = {
@@ -59,22 +61,22 @@ def open_passages(work: Path, passages: Path, embedder: EmbedderSettings) -> Ret
         embedder=embedder,
         index=IndexSettings(factory="Flat"),
     )
-    for stage in ("chunk", "embed", "train-index", "add"):
+    for stage in ("chunk", "embed", "train-index", "add", "sparse"):
         build(config, make_executor(config.executor), only=stage)
     return Retriever.open(work)
 
 
 def whole_passages(
-    passages: Path, questions: list[Question], terms: Callable[[str], list[str]], *, titles: bool
+    passages: Path, questions: list[Question], cut: Callable[[str], list[str]], *, titles: bool
 ) -> float:
     """Return hit@1 of the baseline, BM25 over whole passages."""
     settings = CorpusSettings(paths=(str(passages),))
     documents: list[Document] = []
     for file in list_files(settings):
         documents += read_documents(file, settings, on_problem=lambda problem: None)
-    counts = [Counter(terms((each.metadata.get("title", "") + "\n") * titles + each.text)) for each in documents]
+    counts = [Counter(cut((each.metadata.get("title", "") + "\n") * titles + each.text)) for each in documents]
     lengths = np.array([each.total() for each in counts])
-    norms = bm25.K1 * (1 - bm25.B + bm25.B * lengths / lengths.mean())
+    norms = K1 * (1 - B + B * lengths / lengths.mean())
     postings: dict[str, list[tuple[int, int]]] = {}
     for number, each in enumerate(counts):
         for term, count in each.items():
@@ -83,11 +85,11 @@ def whole_passages(
     hits = 0
     for question in questions:
         scores = np.zeros(len(documents))
-        for term, repeated in Counter(terms(question.question)).items():
+        for term, repeated in Counter(cut(question.question)).items():
             if term in arrays:
                 rows, found = arrays[term]
                 weight = np.log1p((len(documents) - len(rows) + 0.5) / (len(rows) + 0.5))
-                scores[rows] += repeated * weight * found * (bm25.K1 + 1) / (found + norms[rows])
+                scores[rows] += repeated * weight * found * (K1 + 1) / (found + norms[rows])
         hits += documents[int(scores.argmax())].id in question.positive_ids
     return hits / len(questions)
 
@@ -108,59 +110,75 @@ def read_set(data: Path, name: str) -> tuple[Path, list[Question]]:
 
 
 def measure_set(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
-    """Return the rows of one set: the baselines, and every embedder with every ranking."""
+    """Return the rows of one set: the baselines, and every embedder with every way of retrieval."""
     passages, questions = read_set(options.data, name)
     say(f"{name}: {len(questions):,} questions, BM25 of whole passages", file=sys.stderr)
     rows: list[dict[str, Any]] = [
-        {"set": name, "baseline": label, "hit": {1: whole_passages(passages, questions, terms, titles=titles)}}
-        for label, terms, titles in (
+        {"set": name, "baseline": label, "hit": {1: whole_passages(passages, questions, cut, titles=titles)}}
+        for label, cut, titles in (
             ("BM25 of whole passages", words_and_pairs, False),
-            ("BM25 with our terms and titles", bm25.terms, True),
+            ("BM25 with our terms and titles", terms, True),
         )
     ]
     settings = RetrievalSettings()
     for embedder in limit.each(options.embedders, "embedder"):
         retriever = open_passages(options.work / f"{name}-{embedder}", passages, EMBEDDERS[embedder])
         right = right_documents(retriever.retrieval, questions)
-        for rerank in limit.each(settings.rerank, "ranking"):
-            with progress(f"{name}: {embedder}, {rerank}", total=len(questions), unit="questions") as advance:
-                result = measure(retriever, questions, right, rerank, settings, advance)
+        for way in limit.each(settings.retrieval, "retrieval"):
+            with progress(f"{name}: {embedder}, {way}", total=len(questions), unit="questions") as advance:
+                result = measure(retriever, questions, right, way, settings, advance)
             rows.append(
                 {"set": name, "embedder": embedder, "datastore": retriever.datastore.fingerprint} | asdict(result)
             )
     return rows
 
 
-def measure_weights(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
-    """Return hit@1 of the hybrid ranking for every weight of the cosine, from one search for all candidates."""
+def measure_fusions(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
+    """Return hit@1 of several fusions of the same candidates."""
     passages, questions = read_set(options.data, name)
     rows = []
     for embedder in limit.each(options.embedders, "embedder"):
         retriever = open_passages(options.work / f"{name}-{embedder}", passages, EMBEDDERS[embedder])
         right = right_documents(retriever.retrieval, questions)
-        hits = np.zeros(len(options.weights))
+        index = SparseIndex.open(retriever.retrieval.splits)
+        hits: Counter[str] = Counter()
         for start in range(0, len(questions), 64):
-            block = slice(start, start + 64)
-            texts = [each.question for each in questions[block]]
-            ranked = retriever.rank(texts, CANDIDATES["hybrid"], rerank="hybrid")
-            for number, weight in enumerate(options.weights):
-                scores = ranked.scores + (weight - COSINE_WEIGHT) * (1 - ranked.distances / 2)
-                best = np.where(ranked.ids < 0, -np.inf, scores).argmax(axis=1)
-                documents = retriever.retrieval.documents_of(ranked.ids[np.arange(len(best)), best])
-                hits[number] += sum(each in wanted for each, wanted in zip(documents, right[block], strict=True))
-        hit_rates = (hits / len(questions)).tolist()
+            texts = [each.question for each in questions[start : start + 64]]
+            sparse = retriever.rank(texts, CANDIDATES, retrieval="sparse")
+            dense = retriever.rank(texts, CANDIDATES, retrieval="dense")
+            largest = np.array([index.largest(query_terms(text)) for text in texts])
+            best = fusions(sparse, dense, largest) | {
+                "agreement": retriever.rank(texts, 1, retrieval="hybrid").ids[:, 0]
+            }
+            for label, ids in best.items():
+                documents = retriever.retrieval.documents_of(ids)
+                hits[label] += sum(each in wanted for each, wanted in zip(documents, right[start:], strict=False))
         rows += [
-            {"set": name, "baseline": f"{embedder}, cosine × {weight:g}", "hit": {1: hit_rate}}
-            for weight, hit_rate in zip(options.weights, hit_rates, strict=True)
+            {"set": name, "baseline": f"{embedder}, {label}", "hit": {1: number / len(questions)}}
+            for label, number in hits.items()
         ]
     return rows
+
+
+def fusions(sparse: Ranked, dense: Ranked, largest: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the best chunk [n] of each query by reciprocal ranks, and by BM25 plus a fixed weight of the cosine."""
+    ids = np.concatenate([sparse.ids, dense.ids], axis=1)
+    same = ids[:, :, None] == ids[:, None, :]
+    ranks = np.where(ids >= 0, 1 / (60 + 1 + np.tile(np.arange(CANDIDATES), 2)), 0)
+    cosines = 1 - np.concatenate([sparse.distances, dense.distances], axis=1) / 2
+    terms = np.concatenate([np.where(sparse.ids >= 0, sparse.scores, 0), np.zeros(dense.ids.shape)], axis=1)
+    bm25 = (same * (terms / np.maximum(largest, 1e-6)[:, None])[:, None, :]).max(axis=2)
+    scores = {"reciprocal ranks": (same * ranks[:, None, :]).sum(axis=2)}
+    scores |= {f"BM25 + {weight:g} × cosine": bm25 + weight * cosines for weight in (0.1, 0.3, 1.0)}
+    rows = np.arange(len(ids))
+    return {label: ids[rows, np.where(ids >= 0, each, -np.inf).argmax(axis=1)] for label, each in scores.items()}
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
     """Return hit@1 as a Markdown table with a row for each kind of search and a column for each set."""
     lines: dict[str, dict[str, float]] = {}
     for row in rows:
-        label = row.get("baseline") or f"{row['embedder']}, {row['rerank']}"
+        label = row.get("baseline") or f"{row['embedder']}, {row['retrieval']}"
         lines.setdefault(label, {})[row["set"]] = row["hit"][1]
     header = ["| hit@1 | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     return header + [
@@ -175,7 +193,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--sets", nargs="+", default=["cmrc2018"], choices=[*SETS, *HELD_OUT])
     parser.add_argument("--embedders", nargs="+", default=["lexical"], choices=list(EMBEDDERS))
-    parser.add_argument("--weights", nargs="+", type=float, default=[])
+    parser.add_argument("--fusions", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("benchmark-questions"))
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-questions.json"))
@@ -183,7 +201,7 @@ def main() -> None:
     limit = budget(options)
     rows: list[dict[str, Any]] = []
     setup_logging()
-    measured = measure_weights if options.weights else measure_set
+    measured = measure_fusions if options.fusions else measure_set
     for number, name in enumerate(limit.each(options.sets, "set")):
         say(name, file=sys.stderr)
         rows += measured(options, name, limit.share(len(options.sets) - number))

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.quality.cloze import cloze_questions
 from indexing.corpus.json_lines import read_json_lines
-from indexing.retrieval.bm25 import terms
+from indexing.sparse.terms import terms
 from indexing.store.files import write_bytes, write_json
 from retro.question_answering.answer_metrics import Language
 

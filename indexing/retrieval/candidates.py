@@ -102,6 +102,13 @@ def find_candidates(
     return Candidates(ids, distances, tuple(missing))
 
 
+def few_chunks(among: Sequence[np.ndarray]) -> list[int] | None:
+    """The chunk ids in some ranges [r, 2] of each datastore, for a search of these only; None if they are too many for that."""
+    if sum(int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in among) > _FEW_CHUNKS:
+        return None
+    return sorted({chunk for ranges in among for first, stop in ranges.tolist() for chunk in range(first, stop)})
+
+
 def _search(index: SearchableIndex, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, tuple[str, ...]]:
     try:
         return index.search(vectors, depth), ()

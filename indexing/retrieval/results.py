@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Rerank = Literal["embeddings", "bm25", "hybrid"]
-"""The order of candidates: exact distances of their embeddings, BM25, or both."""
+Retrieval = Literal["dense", "sparse", "hybrid"]
+"""How chunks are found: by embeddings, by terms (BM25), or by both."""
 
 
 class _DocumentFields:
@@ -34,7 +34,7 @@ class Hit(_DocumentFields):
 
     Attributes:
         chunk_id: id in the retrieval set.
-        score: orders the hits of a query, larger is better: the cosine for `embeddings`, otherwise BM25 or the hybrid score.
+        score: orders the hits of a query, larger is better: the cosine for `dense`, BM25 for `sparse`, a mixture for `hybrid`.
         distance: squared L2 distance of the unit vectors, 0 to 4; cosine = 1 − distance / 2.
         text: text of the chunk.
         continuation: text of the next chunk of the same document, empty at its end.

@@ -1,11 +1,12 @@
 """Retrieve the nearest chunks of datastores for texts, token ids or vectors; used by training, generation, evaluation and serving.
 
 texts → tokens → embedder ┐
-token ids      → embedder ┼→ vectors → every index → candidates → filters → ranking → hits with text and document
-vectors ──────────────────┘
+token ids      → embedder ┼→ vectors → every index → candidates → filters → exact distances ┐
+vectors ──────────────────┘                                                                 ┼→ hits with text and document
+texts, token ids → terms → sparse index → candidates → filters → BM25 ──────────────────────┘
 
-An index gives candidates. They are re-ranked by the stored embeddings (exact distances), by BM25, or by both (`bm25.py`). A
-retriever is read-only, so several threads can search at once.
+Dense retrieval searches by vectors, sparse retrieval by terms, and hybrid retrieval joins the candidates of both. A retriever is
+read-only, so several threads can search at once.
 """
 
 import json
@@ -19,26 +20,29 @@ import numpy as np
 
 from indexing.embedders import Embedder, open_embedder, token_weights
 from indexing.index.sharded import ShardedIndex
-from indexing.retrieval.bm25 import TermStatistics, bm25, sample_statistics
-from indexing.retrieval.candidates import Candidates, SearchableIndex, find_candidates
+from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates
 from indexing.retrieval.filters import Filters, check_filters, matching_chunks
-from indexing.retrieval.results import Hit, Rerank, Results, StoredChunk, StoredDocument
+from indexing.retrieval.results import Hit, Results, Retrieval, StoredChunk, StoredDocument
 from indexing.shared_tokens import SharedTokens
+from indexing.sparse.candidates import find_by_terms, fuse
+from indexing.sparse.index import SparseIndex
+from indexing.sparse.terms import query_terms
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.deletions import deleted_ranges
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, check_searchable, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
-from indexing.vectors.exact_search import order_by_distance
+from indexing.vectors.exact_search import distances_to, order_by_distance
+from indexing.vectors.floats import to_float32
 
 Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 """Texts, token ids [t] of each, or vectors [n, d] float."""
 
-CANDIDATES = {"embeddings": 64, "bm25": 256, "hybrid": 256}
-"""Candidates per query that are re-ranked, at least k. Embeddings only correct the index's codes. BM25 needs more to choose from."""
-COSINE_WEIGHT = 0.3  # weight of the cosine in the hybrid score: see docs/results/passage-retrieval.md
+CANDIDATES = 64
+"""Candidates per query of each search, at least k. Exact distances correct the index's codes, and the hybrid joins both."""
 _FILTERS_KEPT = 8
+_SAMPLED_CHUNKS = 4096  # for the mean embedding
 _PADDED_TOKENS = 2**22  # tokens of texts embedded together, including padding
 
 
@@ -129,15 +133,14 @@ class Retriever:
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32, nearest first."""
-        found = self._candidates(vectors, CANDIDATES["embeddings"], k, None)
+        found = self._candidates(vectors, CANDIDATES, k, None)
         return found.ids[:, :k], found.distances[:, :k]
 
-    def _candidates(self, vectors: np.ndarray, wanted: int, k: int, filters: Filters | None) -> Candidates:
+    def _candidates(self, vectors: np.ndarray, wanted: int, k: int, among: Sequence[np.ndarray] | None) -> Candidates:
         """The nearest chunks of all datastores, [n, at least k]; `wanted` of them if there are as many."""
-        among = self._among(filters) if filters else [None] * len(self.indexes)
         found = [
-            find_candidates(vectors, index, split, wanted, k, chunks)
-            for index, split, chunks in zip(self.indexes, self.retrieval.splits, among, strict=True)
+            find_candidates(vectors, index, split, wanted, k, among[number] if among else None)
+            for number, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=True))
         ]
         if len(found) == 1 and found[0].ids.shape[1] >= k:
             return found[0]
@@ -181,57 +184,82 @@ class Retriever:
     # --- search -----------------------------------------------------------------------------------------------------
 
     def search(
-        self, queries: Queries, k: int = 5, *, filters: Filters | None = None, rerank: Rerank = "embeddings"
+        self, queries: Queries, k: int = 5, *, filters: Filters | None = None, retrieval: Retrieval = "dense"
     ) -> Results:
         """Find the k nearest chunks of each query, nearest first.
 
         Args:
             queries: texts, token ids [t] of each, or vectors [n, d] float, which are scaled to unit length.
-            k: hits per query.
+            k: hits per query; fewer with `sparse` if fewer chunks contain a term of the query.
             filters: column of the documents' metadata → the required value, or a list of accepted values.
-            rerank: order of the candidates: exact distances of the `embeddings`, `bm25`, or both (`hybrid`).
+            retrieval: `dense` searches by embeddings, `sparse` by terms (BM25), `hybrid` by both.
 
         Raises:
-            InputError: a query is empty or invalid, k is below 1, or a filter names an unknown column.
+            InputError: a query is empty or invalid, k is below 1, a filter names an unknown column, or the sparse index is missing.
         """
-        ranked = self.rank(queries, k, filters=filters, rerank=rerank)
+        ranked = self.rank(queries, k, filters=filters, retrieval=retrieval)
         found = iter(self._hits(*(each[ranked.ids >= 0] for each in (ranked.ids, ranked.distances, ranked.scores))))
         counts = (ranked.ids >= 0).sum(axis=1).tolist()
         return Results([[next(found) for _ in range(count)] for count in counts], ranked.missing)
 
     def rank(
-        self, queries: Queries, k: int = 5, *, filters: Filters | None = None, rerank: Rerank = "embeddings"
+        self, queries: Queries, k: int = 5, *, filters: Filters | None = None, retrieval: Retrieval = "dense"
     ) -> Ranked:
         """The results of `search` as ids and numbers, without text."""
         if k < 1:
             raise InputError(f"k = {k}: must be at least 1.")
-        if rerank not in get_args(Rerank):
-            raise InputError(f"rerank = {rerank!r}: accepted are {', '.join(get_args(Rerank))}.")
+        if retrieval not in get_args(Retrieval):
+            raise InputError(f"retrieval = {retrieval!r}: accepted are {', '.join(get_args(Retrieval))}.")
         vectors = self.vectors_of(queries)
-        found = self._candidates(vectors, CANDIDATES[rerank], k, filters)
-        if rerank == "embeddings":
-            ids, distances = found.ids[:, :k], found.distances[:, :k]
-            return Ranked(ids, 1 - distances / 2, distances, found.missing)
-        scores = self._scores_by_words(queries, found, hybrid=rerank == "hybrid")
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]  # the nearer one first if scores are equal
-        ids, distances, scores = (np.take_along_axis(each, order, 1) for each in (found.ids, found.distances, scores))
-        return Ranked(ids, scores, distances, found.missing)
+        among = self._among(filters) if filters else None
+        if retrieval == "dense":
+            near = self._candidates(vectors, CANDIDATES, k, among)
+            return Ranked(near.ids[:, :k], 1 - near.distances[:, :k] / 2, near.distances[:, :k], near.missing)
+        if retrieval == "sparse":
+            return Ranked(*self._by_terms(queries, vectors, k, among), ())
+        near = self._candidates(vectors, CANDIDATES, k, among)
+        found = self._by_terms(queries, vectors, max(k, CANDIDATES), among)
+        largest = np.array([self._sparse.largest(each) for each in self._terms_of(queries)], dtype=np.float32)
+        usual = vectors @ self._mean_embedding
+        ids, scores, distances = fuse(found, (near.ids, near.distances), largest, usual)
+        return Ranked(ids[:, :k], scores[:, :k], distances[:, :k], near.missing)
 
-    def _scores_by_words(self, queries: Queries, found: Candidates, *, hybrid: bool) -> np.ndarray:
-        """BM25 of the candidates [n, c]; for the hybrid, BM25 over its maximum plus the weighted cosine."""
+    def _by_terms(
+        self, queries: Queries, vectors: np.ndarray, wanted: int, among: list[np.ndarray] | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The chunks with the highest BM25: ids, scores (-inf for none) and squared distances, each [n, wanted]."""
+
+        def kept(rows: np.ndarray, found: np.ndarray) -> np.ndarray:
+            return self.retrieval.without_deleted(found) if among is None else self.retrieval.among(found, among)
+
+        few = None if among is None else few_chunks(among)
+        ids, scores = find_by_terms(self._terms_of(queries), self._sparse, wanted, kept, few)
+        scores = np.where(ids >= 0, scores, np.float32(-np.inf))
+        return ids, scores, distances_to(vectors, ids, self.retrieval)
+
+    def _terms_of(self, queries: Queries) -> list[list[str]]:
         if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
-            raise InputError("rerank = 'bm25' and 'hybrid' need texts or token ids: vectors have no words.")
-        texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in queries]
-        scores, largest = bm25(texts, found.ids, self.retrieval, self.tokenizer, self._term_statistics)
-        if hybrid:
-            # Both scores have fixed scales that do not depend on the candidates. Cosines of a good embedder spread widely, those
-            # of a coarse one little. So each embedder has the influence it deserves.
-            scores = scores / np.maximum(largest, 1e-6)[:, None] + COSINE_WEIGHT * (1 - found.distances / 2)
-        return np.where(found.ids >= 0, scores, np.float32(-np.inf))
+            raise InputError("sparse and hybrid retrieval need texts or token ids: vectors have no terms.")
+        return [query_terms(each if isinstance(each, str) else self.tokenizer.decode(each)) for each in queries]
 
     @cached_property
-    def _term_statistics(self) -> TermStatistics:
-        return sample_statistics(self.retrieval, self.tokenizer)
+    def _mean_embedding(self) -> np.ndarray:
+        """The mean embedding [d] float32 of a uniform sample of the chunks, which is always the same."""
+        sampled = min(self.retrieval.num_chunks, _SAMPLED_CHUNKS)
+        positions = np.sort(np.random.default_rng(0).choice(self.retrieval.num_chunks, sampled, replace=False))
+        mean: np.ndarray = to_float32(self.retrieval.embeddings(self.retrieval.ids_at(positions))).mean(axis=0)
+        return mean
+
+    @cached_property
+    def _sparse(self) -> SparseIndex:
+        for split in self.retrieval.splits:
+            Datastore.open(split.folder).require("sparse")
+        return SparseIndex.open(self.retrieval.splits)
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether all datastores have a sparse index."""
+        return all(Datastore.open(split.folder).has("sparse") for split in self.retrieval.splits)
 
     # --- filters ----------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@
       chunks/00000/{train,valid,test}/   tokens.npy lengths.npy documents.npy documents.parquet
       embeddings/00000/             train.npy valid.npy test.npy
       index/trained/  index/00000/  index/tuned/
+      sparse/00000/                 segments.json 0.idx 0.term …
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
       materialized/00000/{train,valid,test}/  tokens.npy lengths.npy
       appended/00001/               corpus/ of each appended generation
@@ -376,12 +377,14 @@ class Datastore:
 
     @property
     def fingerprint(self) -> str:
-        """One fingerprint over every finished stage and the deletions. `materialize` and `merge` are left out, because they only
-        rearrange data of other stages."""
+        """One fingerprint over every finished stage and the deletions. `sparse`, `materialize` and `merge` are left out, because they
+        only rearrange data of other stages."""
         from indexing.store.artifact import fingerprint
 
         stages = {
-            name: value for name, value in self.manifest["fingerprints"].items() if name not in ("materialize", "merge")
+            name: value
+            for name, value in self.manifest["fingerprints"].items()
+            if name not in ("sparse", "materialize", "merge")
         }
         deleted = deleted_ranges(self.folder).tolist()
         return fingerprint(stages | ({"deleted": deleted} if deleted else {}))

@@ -15,6 +15,7 @@ import numpy as np
 
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split
+from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.remote import present
@@ -95,13 +96,11 @@ class RetrievalSet:
             tokens[rows], lengths[rows] = split.tokens.gather(chunk_ids), split.lengths.gather(chunk_ids)
         return tokens, lengths
 
-    def adjacent(self, ids: np.ndarray) -> np.ndarray:
-        """The chunks before and after these in their documents: ids [n] int64, none of them -1 → [n, 2] int64, -1 = none."""
-        out = np.empty((len(ids), 2), dtype=np.int64)
+    def embeddings(self, ids: np.ndarray) -> np.ndarray:
+        """Stored embeddings: ids [n] int64, none of them -1 → [n, d] float16."""
+        out = np.empty((len(ids), *self.own.embeddings.row_shape), dtype=np.float16)
         for split, rows, chunk_ids in self._by_split(ids):
-            _, first, stop = split.documents_of(chunk_ids)
-            out[rows, 0] = np.where(chunk_ids > first, ids[rows] - 1, -1)
-            out[rows, 1] = np.where(chunk_ids + 1 < stop, ids[rows] + 1, -1)
+            out[rows] = split.embeddings.gather(chunk_ids)
         return out
 
     def without_deleted(self, ids: np.ndarray) -> np.ndarray:
@@ -111,6 +110,14 @@ class RetrievalSet:
             present = (ids >= 0) & (ids >> CHUNK_ID_BITS == number)
             kept = split.without_deleted(ids[present] & ((1 << CHUNK_ID_BITS) - 1))
             out[present] = neighbor_ids(number, kept)
+        return out
+
+    def among(self, ids: np.ndarray, ranges: Sequence[np.ndarray]) -> np.ndarray:
+        """Replace ids [...] int64 by -1 that are in none of the ranges [r, 2] of chunk ids of their datastore."""
+        out = np.full_like(ids, -1)
+        for number, allowed in enumerate(ranges):
+            kept = (ids >> CHUNK_ID_BITS == number) & inside(ids & ((1 << CHUNK_ID_BITS) - 1), allowed)
+            out[kept] = ids[kept]
         return out
 
     def metadata(self, ids: np.ndarray) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from indexing.store.datastore import ShardedArray
+from indexing.store.retrieval_set import RetrievalSet
 from indexing.threads import one_thread_each
 from indexing.vectors.floats import to_float32
 
@@ -43,6 +44,18 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
     with one_thread_each() as run:
         run(fill, blocks)
     return distances, ordered
+
+
+def distances_to(queries: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) -> np.ndarray:
+    """Squared L2 distances [n, c] float32 of queries [n, d] float32 to chunks, ids [n, c] int64 of a retrieval set; +inf for -1."""
+    distances = np.full(ids.shape, np.inf, dtype=np.float32)
+    step = max(1, _BLOCK // max(1, ids.shape[1] * queries.shape[1]))
+    for start in range(0, len(queries), step):
+        rows, columns = np.nonzero(ids[start : start + step] >= 0)
+        rows += start
+        vectors = to_float32(retrieval.embeddings(ids[rows, columns]))
+        distances[rows, columns] = np.square(queries[rows] - vectors).sum(axis=1)
+    return distances
 
 
 def order_by_distance(distances: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from indexing.index.faiss_files import ivf_of, read_index
+from indexing.sparse.index import FOLDER as SPARSE_FOLDER
+from indexing.sparse.index import SparseIndex
 from indexing.store.artifact import parse_manifest
 from indexing.store.datastore import SPLITS, Datastore, Split, open_array, shard_name
 from indexing.store.deletions import FILE, REPAIR, read_ranges
@@ -18,6 +20,7 @@ from indexing.store.files import npy_header, read_json
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 
 _BLOCK_ROWS = 65_536
+_CHECKED_IDS = 1000  # of a shard of the sparse index
 
 Check = Callable[[Datastore, int], Iterator[str]]
 
@@ -31,6 +34,7 @@ def check_of(name: str) -> Check | None:
         "chunks": check_chunks,
         "embeddings": check_embeddings,
         "index": check_index,
+        "sparse": check_sparse,
         "neighbors": check_neighbors,
         "materialized": check_materialized,
     }
@@ -137,6 +141,19 @@ def ids_of(index: Any) -> np.ndarray:
     sizes = [lists.list_size(number) for number in range(lists.nlist)]
     found = [faiss.rev_swig_ptr(lists.get_ids(number), size).copy() for number, size in enumerate(sizes) if size]
     return np.concatenate([np.empty(0, np.int64), *found])
+
+
+def check_sparse(datastore: Datastore, shard: int) -> Iterator[str]:
+    """Check that the segments can be opened, and hold each training chunk of the shard once, in order."""
+    folder = datastore.folder / SPARSE_FOLDER / shard_name(shard)
+    rows, first = datastore.train.chunk_rows[shard], int(datastore.train.tokens.starts[shard])
+    if sum(read_json(folder / "segments.json")["chunks"]) != rows:
+        yield f"{folder / 'segments.json'} does not list {rows} chunks"
+    elif rows:
+        index = SparseIndex.open([datastore.train], shards=[shard])
+        places = np.unique(np.linspace(first, first + rows - 1, num=min(rows, _CHECKED_IDS), dtype=np.int64))
+        if any(index.chunks_of(int(place)) != [place] for place in places):
+            yield f"{folder} does not hold the ids from {first} to {first + rows - 1} in order"
 
 
 def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:

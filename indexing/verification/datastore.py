@@ -35,12 +35,13 @@ from indexing.verification.recipes import (
 )
 
 # Artifacts in the order in which they are made. Each is made from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "neighbors", "materialized", "index/merged")  # fmt: skip
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "sparse", "neighbors", "materialized", "index/merged")  # fmt: skip
 _OF_STAGE = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
     "train-index": ("index/trained",),
     "add": ("index/*", "index/tuned"),
+    "sparse": ("sparse/*",),
     "neighbors": ("neighbors/*",),
     "materialize": ("materialized/*",),
     "merge": ("index/merged",),
@@ -277,7 +278,13 @@ def _check_top(
     if 0 < num_shards_of(manifests) < _listed(top):  # a part of the corpus is missing
         return
     single = {"train-index": "index/trained", "add": "index/tuned", "merge": "index/merged"}
-    joint = {"chunk": "chunks", "embed": "embeddings", "neighbors": "neighbors", "materialize": "materialized"}
+    joint = {
+        "chunk": "chunks",
+        "embed": "embeddings",
+        "sparse": "sparse",
+        "neighbors": "neighbors",
+        "materialize": "materialized",
+    }
     for stage, found in top["fingerprints"].items():
         name = single.get(stage, "")
         expected = (

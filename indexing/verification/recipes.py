@@ -91,6 +91,7 @@ def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
         "tokenizer": {"corpus": print_of("corpus")},
         "embedder": {"chunks": joint_fingerprint(manifests, "chunks", first)},
         "embeddings": {"chunks": print_of(f"chunks/{shard}"), "embedder": print_of("embedder")},
+        "sparse": {"chunks": print_of(f"chunks/{shard}")},
         "materialized": {"neighbors": print_of(f"neighbors/{shard}")},
         "index": {"trained": print_of("index/trained"), "embeddings": print_of(f"embeddings/{shard}")},
     }.get(stage, {})
@@ -131,7 +132,7 @@ def strange(folder: Path, name: str, known: Manifests, listed: int) -> Iterator[
     held = settings.get("shard", shard)
     if (shard.isdigit() or stage == "dedup") and (shard_name(held) if isinstance(held, int) else held) != shard:
         yield f"holds shard {held}"
-    in_stage = stage in ("chunks", "embeddings", "index", "neighbors", "materialized")
+    in_stage = stage in ("chunks", "embeddings", "index", "sparse", "neighbors", "materialized")
     # If the shard is listed, the problem is a missing part of the corpus, not this artifact.
     if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= max(num_shards_of(known), listed):
         yield "does not belong to this corpus"

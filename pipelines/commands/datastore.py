@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from indexing.retrieval.results import Hit, Rerank
+from indexing.retrieval.results import Hit, Retrieval
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.deletions import deleted_ranges
@@ -28,7 +28,7 @@ log = logging.getLogger("retro")
 class IndexOptions(Config):
     """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
 
-    stage: Literal["all", "chunk", "embed", "train-index", "add", "neighbors", "materialize", "merge"] = "all"
+    stage: Literal["all", "chunk", "embed", "train-index", "add", "sparse", "neighbors", "materialize", "merge"] = "all"
     """Run one stage only; `all` runs them in order (`materialize` only if neighbors.materialized is set)."""
     rebuild: bool = False
     """First remove the files of this stage and of all later stages."""
@@ -119,12 +119,12 @@ def plan(options: PlanOptions) -> int:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Print the chunks of a datastore that are nearest to a text."""
+    """Print the chunks of a datastore that answer a question or resemble a text best."""
 
     k: int = 5
     """Number of chunks."""
-    rerank: Rerank = "embeddings"
-    """Order of the candidates: exact distances of the `embeddings`, `bm25` scores, or both (`hybrid`)."""
+    retrieval: Retrieval = "hybrid"
+    """How chunks are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     filters: tuple[str, ...] = ()
     """`COLUMN=VALUE`: search only documents with this value. Several values of one column are alternatives."""
     extra_datastores: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
 
     retriever = Retriever.open(datastore, *options.extra_datastores)
     filters = parse_filters(options.filters)
-    hits = retriever.search([text], options.k, filters=filters, rerank=options.rerank).hits[0]
+    hits = retriever.search([text], options.k, filters=filters, retrieval=options.retrieval).hits[0]
     text = "\n".join(_hit_text(rank, hit) for rank, hit in enumerate(hits, start=1))
     print_result([asdict(hit) for hit in hits], text, options.format)
     return 0

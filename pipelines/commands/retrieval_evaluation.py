@@ -11,7 +11,7 @@ from retro.question_answering.retrieval_metrics import RetrievalResult, Retrieva
 
 @dataclass(frozen=True)
 class EvalRetrievalOptions(RetrievalSettings, ResultOptions):
-    """Measure hit@k, recall@k and MRR over documents, for every order of the candidates."""
+    """Measure hit@k, recall@k and MRR over documents, for every way of retrieval."""
 
     extra_datastores: tuple[str, ...] = ()
     """More datastores to search together with the first one."""
@@ -32,9 +32,9 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
     chosen = chosen[: options.max_questions or len(chosen)]
     right = right_documents(retriever.retrieval, chosen)
     results = []
-    for rerank in options.rerank:
-        with progress(f"eval retrieval {rerank}", total=len(chosen), unit="questions") as advance:
-            results.append(measure(retriever, chosen, right, rerank, options, advance))
+    for retrieval in options.retrieval:
+        with progress(f"eval retrieval {retrieval}", total=len(chosen), unit="questions") as advance:
+            results.append(measure(retriever, chosen, right, retrieval, options, advance))
     settings = asdict(options) | {"datastore": datastore, "questions": questions}
     prints = {"datastore": retriever.datastore.fingerprint}
     prints |= {folder: Datastore.open(folder).fingerprint for folder in options.extra_datastores}
@@ -44,11 +44,11 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
 
 
 def results_table(results: list[RetrievalResult]) -> Table:
-    """A row for each order of the candidates."""
+    """A row for each way of retrieval."""
     ks = list(results[0].hit)
-    header = ["ordered by", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
+    header = ["retrieval", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
     rows = []
     for each in results:
         figures = (*each.hit.values(), *each.recall.values(), each.mrr)
-        rows.append([each.rerank, *(f"{figure:.3f}" for figure in figures), f"{each.num_questions:,}"])
+        rows.append([each.retrieval, *(f"{figure:.3f}" for figure in figures), f"{each.num_questions:,}"])
     return Table(header, rows)

@@ -77,7 +77,7 @@ def found_passages(retriever: Retriever, questions: Sequence[Question], settings
     def find(name: str, k: int, *, positives_first: bool) -> list[list[Passage]]:
         with progress(name, total=len(questions), unit="questions") as advance:
             return find_passages(
-                retriever, questions, k, rerank=settings.rerank, positives_first=positives_first, advance=advance
+                retriever, questions, k, retrieval=settings.retrieval, positives_first=positives_first, advance=advance
             )
 
     k = max(settings.prompt_passages, settings.neighbor_passages)

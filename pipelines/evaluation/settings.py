@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from indexing.retrieval.results import Rerank
+from indexing.retrieval.results import Retrieval
 from indexing.store.errors import InputError
 from retro.evaluation.settings import EvaluationSettings
 
@@ -35,8 +35,8 @@ class QaSettings:
     (paper: 20); 0 = not measured."""
     gold: bool = False
     """Also measure these neighbors with the documents first that a question names as `positive_ids`."""
-    rerank: Rerank = "embeddings"
-    """Order of the candidates for passages."""
+    retrieval: Retrieval = "dense"
+    """How passages are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     shots: int = 0
     """Solved questions before each question, except in the paper's prompt. These are the first of the file and are not asked."""
     max_questions: int = 0

@@ -15,7 +15,7 @@ from pipelines.executors.settings import ExecutorSettings
 
 log = logging.getLogger("retro")
 
-StageName = Literal["chunk", "embed", "train_index", "add", "neighbors"]
+StageName = Literal["chunk", "embed", "train_index", "add", "sparse", "neighbors"]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ _MANIFEST_BYTES = {
     "chunks": 1860,
     "embeddings": 630,
     "index": 430,
+    "sparse": 900,
     "neighbors": 1360,
     "materialized": 1360,
 }  # of a shard's artifact, approximately
@@ -90,6 +91,7 @@ class Layout:
         materialized: stored neighbors with tokens.
         document_bytes: of a document's row in `documents.parquet`.
         parquet_bytes: of a `documents.parquet` without rows.
+        sparse_bytes: inverted lists of a chunk of `train`.
     """
 
     chunk_length: int
@@ -99,6 +101,7 @@ class Layout:
     materialized: int
     document_bytes: float
     parquet_bytes: float
+    sparse_bytes: float
 
 
 # --- index -----------------------------------------------------------------------------------------------------------
@@ -170,6 +173,7 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
         "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
         "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
         "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
+        "sparse": layout.sparse_bytes * size.train_chunks,
         "neighbors": (8.0 + 4.0) * layout.stored * size.chunks + 2 * files * _NPY_HEADER,
     }
     if layout.materialized:

@@ -236,6 +236,7 @@ def plan_for(
         materialized=config.neighbors.materialized,
         document_bytes=document_bytes,
         parquet_bytes=parquet_bytes,
+        sparse_bytes=seen[-1].sparse_bytes / seen[-1].workload.train_chunks,
     )
     last = seen[-1].workload
     less = replace(size, nprobe=min(last.nprobe, lists), list_nprobe=min(last.list_nprobe, lists))

@@ -17,12 +17,14 @@ class Observation:
         seconds: of each step, by its name in `step_models`; only `neighbors` if only the search was repeated.
         crossing: interpolated nprobe at which recall reached the target.
         parquet_bytes: of `documents.parquet` in all shards and splits.
+        sparse_bytes: of the inverted lists in all shards.
     """
 
     workload: Workload
     seconds: Mapping[str, float]
     crossing: float
     parquet_bytes: int
+    sparse_bytes: int
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def step_models(sample_bytes: int, fit_chunks: int) -> dict[str, StepModel]:
         "train-index": StepModel(lambda size: (float(size.trained_on) * size.lists, 1.0), shared=False),
         "add": StepModel(lambda size: (size.train_chunks, size.train_chunks * size.coarse)),
         "tune nprobe": StepModel(of_queries, shared=False),
+        "sparse": StepModel(lambda size: (size.train_chunks, 1.0)),
         "neighbors": StepModel(of_neighbors),
     }
 

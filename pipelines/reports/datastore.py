@@ -74,7 +74,7 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "index": index,
         "search": ", ".join(sorted({_way(count["search"], index) for count in counts})),
         "splits": {name: _totals(datastore, name) for name in SPLITS},
-        "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "neighbors")},
+        "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "sparse", "neighbors")},
         "recall": {
             f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
             for k in sorted({1, 2, 10, stored.shape[1]})

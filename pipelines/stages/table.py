@@ -1,6 +1,6 @@
 """The table of stages, and the build that runs the unfinished ones.
 
-    chunk → embed → train-index → add → neighbors (→ materialize, merge)
+    chunk → embed → train-index → add → sparse → neighbors (→ materialize, merge)
 
 Each stage reads the manifests of earlier stages, writes a recipe for each of its artifacts, skips finished artifacts, and runs a
 plain function of `indexing/` for the rest. The executor decides where the tasks run.
@@ -30,6 +30,7 @@ from pipelines.stages.index import run_add, run_merge, run_train_index
 from pipelines.stages.materialize import run_materialize
 from pipelines.stages.neighbors import run_neighbors
 from pipelines.stages.shards import shard_counts
+from pipelines.stages.sparse import run_sparse
 from pipelines.terminal import StagesView
 
 log = logging.getLogger("retro")
@@ -191,7 +192,8 @@ STAGES: dict[str, Stage] = {
     "embed": Stage(run_embed, ("embedder", "embeddings/*")),
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
-    "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html")),
+    "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
+    "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
 }

@@ -121,7 +121,7 @@ def recipe_of(datastores: Sequence[Path], settings: FinetuneSettings, k: int) ->
             inputs[f"examples {number}"] = checksum(path)
         except OSError as error:
             raise InputError(f"finetune.examples: {path} cannot be read: {error.strerror}.") from error
-    names = ["format", "language"] + ["rerank", "positives_first"] * (settings.format == "questions")
+    names = ["format", "language"] + ["retrieval", "positives_first"] * (settings.format == "questions")
     chosen = {f"finetune.{name}": getattr(settings, name) for name in names}
     template = read_template(settings.template)
     return Recipe("examples", _VERSION, {**chosen, "finetune.template": template, "data.k": k}, inputs)
@@ -223,8 +223,13 @@ class _Writer:
         if self.settings.format == "instructions":
             return found_by_chunk(self.retriever, tokens, counts, self.k)
         questions = [line.example for line in block if isinstance(line.example, Question)]
-        rerank, positives_first = self.settings.rerank, self.settings.positives_first
-        passages = find_passages(self.retriever, questions, self.k, rerank=rerank, positives_first=positives_first)
+        passages = find_passages(
+            self.retriever,
+            questions,
+            self.k,
+            retrieval=self.settings.retrieval,
+            positives_first=self.settings.positives_first,
+        )
         return of_questions([self._format(each) for each in questions], passages, counts, self.k)
 
 

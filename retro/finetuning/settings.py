@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from indexing.retrieval.results import Rerank
+from indexing.retrieval.results import Retrieval
 from indexing.store.errors import InputError
 
 ExampleFormat = Literal["instructions", "questions"]
@@ -24,8 +24,8 @@ class FinetuneSettings:
     Empty = plain words for base models: User: and Assistant:, in Chinese 用户： and 助手：."""
     language: Literal["auto", "en", "zh"] = "auto"
     """Language of these words, and of the words around questions and passages; `auto` = that of each example."""
-    rerank: Rerank = "embeddings"
-    """Ranking of the candidates for a question's passages: `embeddings`, `bm25` or `hybrid`."""
+    retrieval: Retrieval = "dense"
+    """How a question's passages are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     positives_first: bool = False
     """Put the documents of "positive_ids" before the passages that the search finds."""
     held_out: float = 0.05

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from indexing.progress import Advance
-from indexing.retrieval.results import Rerank
+from indexing.retrieval.results import Retrieval
 from indexing.retrieval.retriever import Retriever
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def find_passages(
     questions: Sequence[Question],
     k: int,
     *,
-    rerank: Rerank = "embeddings",
+    retrieval: Retrieval = "dense",
     positives_first: bool = False,
     advance: Advance = lambda _: None,
 ) -> list[list[Passage]]:
@@ -122,7 +122,7 @@ def find_passages(
         retriever: retriever of a datastore of passages.
         questions: their texts are the queries.
         k: number of passages for each question.
-        rerank: order of the candidates.
+        retrieval: how passages are found.
         positives_first: put the documents in the question's `positive_ids` first, from their beginning, whether found or not.
         advance: called with numbers of processed questions.
 
@@ -133,7 +133,7 @@ def find_passages(
     found: list[list[Passage]] = []
     for start in range(0, len(questions), _BLOCK_QUESTIONS):
         block = slice(start, start + _BLOCK_QUESTIONS)
-        ranked = retriever.rank([each.question for each in questions[block]], k, rerank=rerank).ids
+        ranked = retriever.rank([each.question for each in questions[block]], k, retrieval=retrieval).ids
         rows = [row[row >= 0] for row in ranked]
         if right is not None:
             rows = [_led_by(retriever.retrieval, *each)[:k] for each in zip(right[block], rows, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from indexing.progress import Advance
-from indexing.retrieval.results import Rerank
+from indexing.retrieval.results import Retrieval
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
@@ -22,8 +22,8 @@ _BLOCK_QUESTIONS = 64
 class RetrievalSettings:
     """Settings of a measurement of retrieval."""
 
-    rerank: tuple[Rerank, ...] = ("embeddings", "bm25", "hybrid")
-    """Orders of the candidates to compare: `embeddings`, `bm25`, `hybrid`."""
+    retrieval: tuple[Retrieval, ...] = ("dense", "sparse", "hybrid")
+    """Ways of retrieval to compare: by embeddings (`dense`), by terms (`sparse`), by both (`hybrid`)."""
     k: tuple[int, ...] = (1, 5, 20)
     """Values of k in hit@k and recall@k: number of documents to search for a right one."""
     chunks: int = 100
@@ -32,9 +32,9 @@ class RetrievalSettings:
     """Use only the first n questions; 0 = all."""
 
     def __post_init__(self) -> None:
-        if not self.rerank or not self.k or min(self.k) < 1:
+        if not self.retrieval or not self.k or min(self.k) < 1:
             raise InputError(
-                f"rerank = {self.rerank}, k = {self.k}: give at least one of each; every k must be at least 1."
+                f"retrieval = {self.retrieval}, k = {self.k}: give at least one of each; every k must be at least 1."
             )
         if self.chunks < max(self.k):
             raise InputError(f"chunks = {self.chunks}: must be at least the largest k, {max(self.k)}.")
@@ -44,17 +44,17 @@ class RetrievalSettings:
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """Metrics for one order of the candidates.
+    """Metrics of one way of retrieval.
 
     Attributes:
-        rerank: order of the candidates.
+        retrieval: how chunks were found.
         num_questions: number of questions.
         hit: k → fraction of the questions with a right document among the first k.
         recall: k → mean fraction of a question's right documents among the first k.
         mrr: mean of 1 / rank of the first right document; 0 if none is found.
     """
 
-    rerank: Rerank
+    retrieval: Retrieval
     num_questions: int
     hit: dict[int, float]
     recall: dict[int, float]
@@ -93,7 +93,7 @@ def measure(
     retriever: Retriever,
     questions: Sequence[Question],
     right: Sequence[np.ndarray],
-    rerank: Rerank,
+    retrieval: Retrieval,
     settings: RetrievalSettings,
     advance: Advance,
 ) -> RetrievalResult:
@@ -101,11 +101,11 @@ def measure(
     ranks = []
     for start in range(0, len(questions), _BLOCK_QUESTIONS):
         block = slice(start, start + _BLOCK_QUESTIONS)
-        ranked = retriever.rank([each.question for each in questions[block]], settings.chunks, rerank=rerank)
+        ranked = retriever.rank([each.question for each in questions[block]], settings.chunks, retrieval=retrieval)
         for ids, wanted in zip(ranked.ids, right[block], strict=True):
             ranks.append(ranks_of(retriever.retrieval.documents_of(ids[ids >= 0]), wanted))
         advance(len(ranked.ids))
-    return summarize(rerank, ranks, settings.k)
+    return summarize(retrieval, ranks, settings.k)
 
 
 def ranks_of(documents: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -114,10 +114,10 @@ def ranks_of(documents: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.array([order.index(each) + 1 if each in order else np.inf for each in wanted.tolist()])
 
 
-def summarize(rerank: Rerank, ranks: Sequence[np.ndarray], ks: Sequence[int]) -> RetrievalResult:
+def summarize(retrieval: Retrieval, ranks: Sequence[np.ndarray], ks: Sequence[int]) -> RetrievalResult:
     """Average the metrics over questions, from the ranks of their right documents."""
     return RetrievalResult(
-        rerank=rerank,
+        retrieval=retrieval,
         num_questions=len(ranks),
         hit={k: float(np.mean([(each <= k).any() for each in ranks])) for k in ks},
         recall={k: float(np.mean([(each <= k).mean() for each in ranks])) for k in ks},

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Rerank = Literal["embeddings", "bm25", "hybrid"]
+Retrieval = Literal["dense", "sparse", "hybrid"]
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -51,7 +51,7 @@ class SearchRequest(Request):
         default_factory=dict,
         description="Column of the documents' metadata → the required value, or a list of accepted values.",
     )
-    rerank: Rerank = "embeddings"
+    retrieval: Retrieval = "dense"
     datastore: str = SEARCHED_DATASTORE
     text: bool = Field(
         True,
@@ -70,7 +70,7 @@ class Hit(BaseModel):
     """A retrieved chunk with its document's metadata."""
 
     chunk_id: int
-    score: float = Field(description="Hits are ordered by it; larger is nearer. Its scale depends on `rerank`.")
+    score: float = Field(description="Hits are ordered by it; larger is nearer. Its scale depends on `retrieval`.")
     distance: float = Field(description="Squared L2 distance of the unit vectors, 0 to 4.")
     text: str
     continuation: str
@@ -96,7 +96,7 @@ class NeighborsRequest(Request):
     text: str = Field(min_length=1)
     k: int = Field(2, ge=1)
     filters: Filters = Field(default_factory=dict)
-    rerank: Rerank = "embeddings"
+    retrieval: Retrieval = "dense"
     datastore: str = SEARCHED_DATASTORE
 
 

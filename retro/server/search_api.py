@@ -65,10 +65,10 @@ async def search_for(service: Service, request: schemas.SearchRequest) -> list[S
         assert request.vectors is not None
         kind, queries = "vectors", decoded_vectors(request.vectors, service.retriever.embedder.dimension)
     service.check_queries(len(queries), kind)
-    service.check_candidates(len(queries), service.check_k(request.k), request.rerank)
+    service.check_candidates(len(queries), service.check_k(request.k), request.retrieval)
     filters = json.dumps(request.filters, sort_keys=True)
     datastore = service.check_datastore(request.datastore)
-    search = SearchKey(kind, request.k, filters, request.rerank, request.text, datastore)
+    search = SearchKey(kind, request.k, filters, request.retrieval, request.text, datastore)
     return await service.search(search, queries)
 
 
@@ -157,10 +157,10 @@ async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependenc
     m = retriever.datastore.chunk_length
     rows = [tokens[start : start + m] for start in range(0, len(tokens), m)]
     service.check_queries(len(rows), "chunks of text")
-    service.check_candidates(len(rows), service.check_k(request.k), request.rerank)
+    service.check_candidates(len(rows), service.check_k(request.k), request.retrieval)
     service.check_neighbors([len(rows) * m], request.k, "text")
     filters, datastore = json.dumps(request.filters, sort_keys=True), service.check_datastore(request.datastore)
-    search = SearchKey("tokens", request.k, filters, request.rerank, datastore=datastore)
+    search = SearchKey("tokens", request.k, filters, request.retrieval, datastore=datastore)
     found = await service.search(search, rows)
     # Chunk by chunk, so that the work stops when the client disconnects or the time is over.
     texts = NeighborTexts(retriever)
@@ -184,8 +184,8 @@ async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: Servi
             raise InvalidRequest(
                 f"chunks[{number}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
             )
-    service.check_candidates(len(request.chunks), service.check_k(request.k), "embeddings")
-    search = SearchKey("tokens", request.k, "{}", "embeddings", text=False)
+    service.check_candidates(len(request.chunks), service.check_k(request.k), "dense")
+    search = SearchKey("tokens", request.k, "{}", "dense", text=False)
     found = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
     ids = np.full((len(found), request.k), -1, dtype=np.int64)
     for number, each in enumerate(found):

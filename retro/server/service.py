@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from fastapi import Depends, Request
 
-from indexing.retrieval.results import Hit
-from indexing.retrieval.retriever import CANDIDATES, Rerank, Retriever
+from indexing.retrieval.results import Hit, Retrieval
+from indexing.retrieval.retriever import CANDIDATES, Retriever
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
@@ -35,7 +35,7 @@ from retro.server.settings import ServeSettings
 Query = str | np.ndarray
 """A text, token ids [t] int64, or a vector [d] float32."""
 
-_COST_WITH_BM25 = 16  # of a query that BM25 ranks too; a query ranked by vectors alone costs 1
+_COST_WITH_TERMS = 16  # of a query that is searched by its terms too; a query searched by its vector alone costs 1
 _TICKS_TO_ANSWER = 20  # of 0.05 s each: time to answer requests that are cut off
 
 QueryKind = Literal["texts", "tokens", "vectors"]
@@ -47,7 +47,7 @@ class SearchKey(NamedTuple):
     kind: QueryKind
     k: int
     filters: str
-    rerank: Rerank
+    retrieval: Retrieval
     text: bool = True
     datastore: str = ""
 
@@ -144,7 +144,8 @@ class Service:
 
     def warm_up(self) -> None:
         """Run one search and one scoring, so that the first request does not wait for initialization."""
-        self.retriever.search(["warm up"], 1, rerank="hybrid")
+        retrieval: Retrieval = "hybrid" if self.retriever.has_terms else "dense"
+        self.retriever.search(["warm up"], 1, retrieval=retrieval)
         if self.language_model is not None:
             self.language_model.score([np.array([self.retriever.tokenizer.bos_id] * 2)])
 
@@ -230,11 +231,12 @@ class Service:
             )
             raise InvalidRequest(f"{message} Ask for fewer neighbors or less text.", param=param)
 
-    def check_candidates(self, queries: int, k: int, rerank: Rerank) -> None:
+    def check_candidates(self, queries: int, k: int, retrieval: Retrieval) -> None:
         """Raise ApiError if a search would rank more candidates than allowed for one request."""
-        number, limit = queries * max(k, CANDIDATES[rerank]), self.settings.max_candidates
+        searches = 2 if retrieval == "hybrid" else 1
+        number, limit = searches * queries * max(k, CANDIDATES), self.settings.max_candidates
         if number > limit:
-            message = f"{queries:,} queries with k = {k} and {rerank} have {number:,} candidates; at most {limit:,} (max_candidates)."
+            message = f"{queries:,} queries with k = {k} and {retrieval} retrieval have {number:,} candidates; at most {limit:,} (max_candidates)."
             raise InvalidRequest(f"{message} Send fewer queries in a request.")
 
     def check_characters(self, texts: Sequence[str], param: str) -> None:
@@ -313,8 +315,8 @@ ServiceDependency = Annotated[Service, Depends(service_of)]
 
 
 def _cost_of_search(search: SearchKey, query: Query) -> int:
-    """Return the cost of one query; a query ranked by vectors alone costs 1."""
-    return 1 if search.rerank == "embeddings" else _COST_WITH_BM25
+    """Return the cost of one query; a query searched by its vector alone costs 1."""
+    return 1 if search.retrieval == "dense" else _COST_WITH_TERMS
 
 
 def datastore_name(folder: Path) -> str:
@@ -330,9 +332,9 @@ def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query], Want
         filters = json.loads(search.filters)
         first_id, searched = alone[search.datastore] if search.datastore else (0, retriever)
         if search.text:
-            results = searched.search(received, search.k, filters=filters, rerank=search.rerank)
+            results = searched.search(received, search.k, filters=filters, retrieval=search.retrieval)
             return [SearchResult(_moved(hits, first_id), results.missing) for hits in results.hits]
-        ranked = searched.rank(received, search.k, filters=filters, rerank=search.rerank)
+        ranked = searched.rank(received, search.k, filters=filters, retrieval=search.retrieval)
         ids = np.where(ranked.ids < 0, -1, first_id + ranked.ids)
         rows = zip(ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
         return [

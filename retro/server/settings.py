@@ -29,7 +29,7 @@ class ServeSettings:
     max_neighbor_tokens: int = 2**16
     """Largest number of neighbor tokens for a request that the model or `/neighbors` reads: chunks × k × 2 chunk lengths."""
     max_candidates: int = 2**14
-    """Largest number of candidates that a search ranks for all queries of a request. A query has 64, or 256 with `bm25` and `hybrid`, or k if k is larger."""
+    """Largest number of candidates that a search ranks for all queries of a request. A query has 64, or k if k is larger, and twice as many with `hybrid`."""
     max_characters: int = 2**18
     """Largest number of characters in all texts of a request."""
     max_input_tokens: int = 16384

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from indexing.retrieval.candidates import PartsMissing
-from indexing.retrieval.results import Hit, Rerank
+from indexing.retrieval.results import Hit, Retrieval
 from indexing.retrieval.retriever import Retriever
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Datastore, read_datastore_manifest, write_datastore_manifest
 from indexing.store.deletions import delete_ranges
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS
@@ -20,7 +20,7 @@ from indexing.vectors.exact_search import exact_search
 from indexing.vectors.floats import to_float32
 from tests.conftest import build_local, tiny_config, write_corpus
 
-RERANKS = get_args(Rerank)
+RETRIEVALS = get_args(Retrieval)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,11 @@ def test_texts_tokens_and_vectors_find_the_same_chunks(retriever: Retriever) -> 
     assert by_text.missing == ()
 
 
-@pytest.mark.parametrize("rerank", RERANKS)
-def test_hits_are_sorted_by_score_and_contain_the_stored_text(retriever: Retriever, rerank: Rerank) -> None:
+@pytest.mark.parametrize("way", RETRIEVALS)
+def test_hits_are_sorted_by_score_and_contain_the_stored_text(retriever: Retriever, way: Retrieval) -> None:
     split = retriever.retrieval.own
     query = text_of(retriever, 61)
-    hits = retriever.search([query], 12, rerank=rerank).hits[0]
+    hits = retriever.search([query], 12, retrieval=way).hits[0]
     assert len(hits) == 12
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
     assert hits[0].text == query  # the text of this chunk, or of another with equal text
@@ -93,39 +93,75 @@ def test_scores_of_embeddings_are_cosines_and_the_nearest_is_first(retriever: Re
     np.testing.assert_allclose([[hit.score for hit in hits] for hits in found.hits], 1 - exact / 2, atol=1e-5)
 
 
-def test_bm25_ranks_by_words_within_a_filter(retriever: Retriever) -> None:
-    """Only the first chunk contains the title, and the vectors of the others do not reflect it. BM25 still finds them."""
-    hits = retriever.search(["title 42"], 5, rerank="bm25", filters={"title": ["Title 42", "Title 41"]}).hits[0]
-    first = [hit.document_id for hit in hits].count("doc-42")
-    assert [hit.document_id for hit in hits[:first]] == ["doc-42"] * first
-    assert first >= 1
+def test_sparse_retrieval_finds_chunks_by_the_words_of_their_title(retriever: Retriever) -> None:
+    """Only the first chunk contains the title, and the vectors of the others do not reflect it."""
+    hits = retriever.search(["title 42"], 3, retrieval="sparse").hits[0]
+    chunks = retriever.document("doc-42").num_chunks
+    assert [hit.document_id for hit in hits[:chunks]] == ["doc-42"] * min(3, chunks)
+    assert retriever.search(["zzz unheard"], 3, retrieval="sparse").hits == [[]]
 
 
-def test_hybrid_scores_are_a_positive_mixture_of_bm25_and_embeddings(retriever: Retriever) -> None:
-    query = [text_of(retriever, 61)[:30]]
-    found = {rerank: retriever.rank(query, 256, rerank=rerank) for rerank in RERANKS}
-    order = {
-        rerank: dict(zip(each.ids[0].tolist(), each.scores[0].tolist(), strict=True)) for rerank, each in found.items()
-    }
-    shared = [
-        chunk for chunk in order["hybrid"] if chunk in order["embeddings"] and chunk in order["bm25"] and chunk >= 0
-    ]
-    factors = np.array([[order["bm25"][chunk], order["embeddings"][chunk]] for chunk in shared])
-    solution, _, rank, _ = np.linalg.lstsq(factors, np.array([order["hybrid"][chunk] for chunk in shared]), rcond=None)
-    assert rank == 2
-    np.testing.assert_allclose(factors @ solution, [order["hybrid"][chunk] for chunk in shared], atol=1e-4)
-    assert (solution > 0).all()
+def test_hybrid_retrieval_joins_the_candidates_of_both(retriever: Retriever) -> None:
+    query = ["42"]  # of few chunks
+    ids = {way: retriever.rank(query, 64, retrieval=way).ids[0] for way in RETRIEVALS}
+    found = {way: set(each[each >= 0].tolist()) for way, each in ids.items()}
+    assert found["hybrid"] <= found["dense"] | found["sparse"]
+    assert found["sparse"] <= found["hybrid"]
+    assert len(found["sparse"]) < 64 == len(found["hybrid"])
 
 
-@pytest.mark.parametrize("rerank", RERANKS)
-def test_filtered_search_finds_k_chunks_of_the_matching_documents(retriever: Retriever, rerank: Rerank) -> None:
+def test_words_without_vectors_and_vectors_without_words_are_found_by_hybrid_retrieval(retriever: Retriever) -> None:
+    """A query without any known term is ordered by embeddings alone."""
+    query = ["…?! zzz"]
+    near = retriever.rank(query, 5).ids
+    np.testing.assert_array_equal(retriever.rank(query, 5, retrieval="hybrid").ids, near)
+
+
+@pytest.mark.parametrize("way", ["sparse", "hybrid"])
+def test_deleted_documents_are_found_by_no_term(tiny_datastore: Datastore, tmp_path: Path, way: Retrieval) -> None:
+    folder = shutil.copytree(tiny_datastore.folder, tmp_path / "copy")
+    opened = Retriever.open(folder)
+    victims = [hit.document_id for hit in opened.search(["title 42"], 3, retrieval=way).hits[0]]
+    split = Datastore.open(folder).train
+    delete_ranges(folder, split.chunk_ranges(np.array(split.find_documents(victims))))
+    hits = opened.search(["title 42"], 40, retrieval=way).hits[0]
+    assert len(hits) == 40
+    assert not {hit.document_id for hit in hits} & set(victims)
+
+
+def test_a_filter_that_matches_many_chunks_holds_for_sparse_retrieval(
+    retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filters = {"title": [f"Title {number}" for number in range(0, 150, 3)]}
+    few = retriever.rank(["memory of a chunk"], 30, filters=filters, retrieval="sparse")
+    monkeypatch.setattr("indexing.retrieval.candidates._FEW_CHUNKS", 0)
+    many = retriever.rank(["memory of a chunk"], 30, filters=filters, retrieval="sparse")
+    np.testing.assert_array_equal(few.ids, many.ids)
+    np.testing.assert_allclose(few.scores, many.scores, rtol=1e-6)
+
+
+def test_a_datastore_without_a_sparse_index_is_refused_by_name(tiny_datastore: Datastore, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_datastore.folder, tmp_path / "copy")
+    manifest = read_datastore_manifest(folder)
+    del manifest["fingerprints"]["sparse"]
+    write_datastore_manifest(folder, {key: value for key, value in manifest.items() if key != "format_version"})
+    opened = Retriever.open(folder)
+    assert not opened.has_terms
+    assert opened.search(["memory"], 2).hits[0]
+    with pytest.raises(InputError, match="no finished 'sparse' stage"):
+        opened.search(["memory"], 2, retrieval="hybrid")
+
+
+@pytest.mark.parametrize("way", RETRIEVALS)
+def test_filtered_search_finds_k_chunks_of_the_matching_documents(retriever: Retriever, way: Retrieval) -> None:
     split = retriever.retrieval.own
     row = max(split.metadata(range(split.num_documents)), key=lambda row: row["chunks"])
-    hits = retriever.search(["数据 gradient"], 3, filters={"id": row["id"]}, rerank=rerank).hits[0]
+    hits = retriever.search(["数据 gradient"], 3, filters={"id": row["id"]}, retrieval=way).hits[0]
     assert [hit.document_id for hit in hits] == [row["id"]] * 3
-    all_of_it = retriever.search(["数据 gradient"], 1000, filters={"id": row["id"]}, rerank=rerank).hits[0]
+    query = ["数据 gradient " + row["title"]]  # all chunks of the document have a term of its title
+    all_of_it = retriever.search(query, 1000, filters={"id": row["id"]}, retrieval=way).hits[0]
     assert len({hit.chunk_id for hit in all_of_it}) == row["chunks"]
-    assert retriever.search(["x"], 3, filters={"id": "nobody"}, rerank=rerank).hits == [[]]
+    assert retriever.search(["x"], 3, filters={"id": "nobody"}, retrieval=way).hits == [[]]
 
 
 def test_filters_omit_deleted_documents(tiny_datastore: Datastore, tmp_path: Path) -> None:
@@ -150,8 +186,8 @@ def test_several_datastores_are_searched_as_one(
     both = Retriever.open(tiny_datastore.folder, other.folder)
     alone = Retriever.open(other.folder)
     queries = [text_of(alone, 30), text_of(retriever, 30)]
-    for rerank in RERANKS:
-        hits = both.search(queries, 8, rerank=rerank).hits
+    for way in RETRIEVALS:
+        hits = both.search(queries, 8, retrieval=way).hits
         assert {hit.text for hit in (hits[0][0], hits[1][0])} == set(queries)
     ids = [np.array(chunk_ids(each)) for each in both.search(queries, 8).hits]
     assert set((ids[0] >> CHUNK_ID_BITS).tolist()) | set((ids[1] >> CHUNK_ID_BITS).tolist()) == {0, 1}
@@ -209,9 +245,9 @@ def test_unknown_chunk_id_is_not_found(retriever: Retriever, chunk_id: int) -> N
         (np.zeros((1, 32)), {}, "zero"),
         (np.full((1, 32), np.nan), {}, "not finite"),
         (np.ones((1, 31)), {}, r"shape \[1, 31\]: must be \[queries, 32\]"),
-        (np.ones((1, 32)), {"rerank": "bm25"}, "vectors have no words"),
+        (np.ones((1, 32)), {"retrieval": "sparse"}, "vectors have no terms"),
         (["a"], {"k": 0}, "k = 0: must be at least 1"),
-        (["a"], {"rerank": "magic"}, "accepted are embeddings, bm25, hybrid"),
+        (["a"], {"retrieval": "magic"}, "accepted are dense, sparse, hybrid"),
         (["a"], {"filters": {"lang": "en"}}, "no column 'lang'; accepted are id, file, title"),
     ],
 )
@@ -221,22 +257,22 @@ def test_invalid_queries_are_refused_with_the_reason(retriever: Retriever, queri
 
 
 def test_empty_batch_of_queries_returns_no_hits(retriever: Retriever) -> None:
-    for rerank in RERANKS:
-        assert retriever.search([], 3, rerank=rerank).hits == []
+    for way in RETRIEVALS:
+        assert retriever.search([], 3, retrieval=way).hits == []
 
 
 def test_batch_finds_the_same_hits_as_single_queries(retriever: Retriever) -> None:
     queries = [text_of(retriever, chunk) for chunk in range(0, 200, 7)]
-    for rerank in RERANKS:
-        together = retriever.search(queries, 5, rerank=rerank).hits
+    for way in RETRIEVALS:
+        together = retriever.search(queries, 5, retrieval=way).hits
         assert [chunk_ids(hits) for hits in together] == [
-            chunk_ids(retriever.search([query], 5, rerank=rerank).hits[0]) for query in queries
+            chunk_ids(retriever.search([query], 5, retrieval=way).hits[0]) for query in queries
         ]
 
 
 def test_several_threads_can_search_at_once(tiny_datastore: Datastore, retriever: Retriever) -> None:
     queries = [text_of(retriever, chunk) for chunk in range(0, 96, 4)]
-    options = [{"rerank": rerank, "filters": filters} for rerank in RERANKS for filters in (None, {"title": "Title 3"})]
+    options = [{"retrieval": way, "filters": filters} for way in RETRIEVALS for filters in (None, {"title": "Title 3"})]
     expected = [[retriever.search([query], 3, **each) for query in queries] for each in options]
     fresh = Retriever.open(tiny_datastore.folder)  # its caches are empty
     with ThreadPoolExecutor(8) as pool:

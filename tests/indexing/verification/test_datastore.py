@@ -64,8 +64,8 @@ def test_intact_datastore_has_no_problems_and_is_not_changed(folder) -> None:
     found = verify(folder)
     assert found.problems == ()
     shards = len(Datastore.open(folder).train.chunk_rows)
-    assert found.artifacts == 5 + 4 * shards
-    assert found.stages == ("chunk", "embed", "train-index", "add", "neighbors")
+    assert found.artifacts == 5 + 5 * shards
+    assert found.stages == ("chunk", "embed", "train-index", "add", "sparse", "neighbors")
     assert found.bytes == sum(
         path.stat().st_size for path in folder.glob("*/**/*") if path.is_file() and path.name != "manifest.json"
     )
@@ -256,6 +256,23 @@ def test_index_with_missing_or_wrong_ids_is_found(folder, tiny_datastore) -> Non
         found = lines(folder)
         assert len(found) == 1
         assert words in found[0]
+
+
+def test_inverted_lists_of_other_chunks_are_found(folder) -> None:
+    """The lists of another shard, with its number of chunks changed to match."""
+    made = {
+        file: (folder / "sparse/00002" / file).read_bytes() for file in ("0.idx", "0.term", "0.fieldnorm", "0.fast")
+    }
+    for file, data in made.items():
+        path = folder / "sparse/00001" / file
+        path.write_bytes(data)
+        told = {"bytes": path.stat().st_size, "checksum": checksum(path)}
+        edit(
+            folder / "sparse/00001/manifest.json",
+            lambda manifest, file=file, told=told: manifest["files"].update({file: told}),
+        )
+    (found,) = lines(folder)
+    assert found.startswith("sparse/00001 does not hold the ids from")
 
 
 @pytest.mark.parametrize("key", ["IVF8,Flat", "IVF8,PQ8x4fs", "PCA8,IVF8,SQ8", "Flat"])

@@ -24,43 +24,43 @@ def questions(tmp_path_factory: pytest.TempPathFactory, tiny_datastore: Datastor
     return path
 
 
-def test_question_set_is_measured_with_every_reranking_method(
+def test_question_set_is_measured_with_every_way_of_retrieval(
     tiny_datastore: Datastore, questions: Path, tmp_path, capsys
 ) -> None:
     out = tmp_path / "found.json"
     folder = str(tiny_datastore.folder)
     assert main(["eval", "retrieval", folder, str(questions), "--k", "1", "10", "--output", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"ordered by +hit@1 +hit@10 +recall@1 +recall@10 +MRR +questions", printed)
+    assert re.search(r"retrieval +hit@1 +hit@10 +recall@1 +recall@10 +MRR +questions", printed)
     written = json.loads(out.read_text())
     assert written["fingerprints"] == {"datastore": tiny_datastore.fingerprint}
     assert (written["settings"]["questions"], written["settings"]["chunks"]) == (str(questions), 100)
-    figures = {each["rerank"]: each for each in written["results"]}
-    assert list(figures) == ["embeddings", "bm25", "hybrid"]
+    figures = {each["retrieval"]: each for each in written["results"]}
+    assert list(figures) == ["dense", "sparse", "hybrid"]
     num_questions = len(questions.read_text().splitlines())
-    for rerank, each in figures.items():
-        assert re.search(rf"{rerank} +{each['hit']['1']:.3f} +{each['hit']['10']:.3f}", printed)
+    for way, each in figures.items():
+        assert re.search(rf"{way} +{each['hit']['1']:.3f} +{each['hit']['10']:.3f}", printed)
         assert each["num_questions"] == num_questions
-    assert figures["bm25"]["hit"]["10"] > figures["embeddings"]["hit"]["10"]  # numbers in titles are words
+    assert figures["sparse"]["hit"]["10"] > figures["dense"]["hit"]["10"]  # numbers in titles are words
 
 
-def test_options_limit_questions_and_reranking_methods(tiny_datastore: Datastore, questions: Path, capsys) -> None:
-    arguments = ["--rerank", "bm25", "--max-questions", "7"]
+def test_options_limit_questions_and_ways_of_retrieval(tiny_datastore: Datastore, questions: Path, capsys) -> None:
+    arguments = ["--retrieval", "sparse", "--max-questions", "7"]
     assert main(["eval", "retrieval", str(tiny_datastore.folder), str(questions), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert re.fullmatch(r"bm25 .* 7", lines[1])
+    assert re.fullmatch(r"sparse .* 7", lines[1])
 
 
-def test_search_applies_filters_and_reranking(tiny_datastore: Datastore, capsys) -> None:
+def test_search_applies_filters_and_retrieval(tiny_datastore: Datastore, capsys) -> None:
     folder = str(tiny_datastore.folder)
     filters = ["--filters", "title=Title 42", "title=Title 41", "file=corpus.jsonl"]
-    assert main(["search", folder, "title 42", "--rerank", "hybrid", "--k", "2", *filters, "--format", "json"]) == 0
+    assert main(["search", folder, "title 42", "--retrieval", "hybrid", "--k", "2", *filters, "--format", "json"]) == 0
     hits = json.loads(capsys.readouterr().out)
     assert len(hits) == 2
     assert hits[0]["document"]["title"] == "Title 42"
     assert {hit["document"]["title"] for hit in hits} <= {"Title 41", "Title 42"}
-    assert main(["search", folder, "title 42", "--rerank", "bm25", "--k", "1"]) == 0
+    assert main(["search", folder, "title 42", "--retrieval", "sparse", "--k", "1"]) == 0
     assert re.match(
         r"1\. score \d+\.\d+  distance \d\.\d+  ", capsys.readouterr().out
     )  # the same labels as in the API and on the page

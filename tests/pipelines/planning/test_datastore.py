@@ -56,7 +56,14 @@ SIZE = Workload(
     tune_queries=500,
 )
 LAYOUT = Layout(
-    chunk_length=64, token_bytes=2, dimension=32, stored=16, materialized=0, document_bytes=100.0, parquet_bytes=3000.0
+    chunk_length=64,
+    token_bytes=2,
+    dimension=32,
+    stored=16,
+    materialized=0,
+    document_bytes=100.0,
+    parquet_bytes=3000.0,
+    sparse_bytes=60.0,
 )
 
 
@@ -87,8 +94,16 @@ def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> d
     )  # fmt: skip
     parquet = sum(path.stat().st_size for path in datastore.folder.glob("chunks/*/*/*.parquet"))
     dtype = datastore.train.tokens.shard(0).dtype
+    lists = sum(file.stat().st_size for file in datastore.folder.glob("sparse/*/[0-9]*.*"))
     layout = Layout(
-        datastore.chunk_length, dtype.itemsize, index["dimension"], stored, materialized, parquet / documents, 0.0
+        datastore.chunk_length,
+        dtype.itemsize,
+        index["dimension"],
+        stored,
+        materialized,
+        parquet / documents,
+        0.0,
+        lists / datastore.train.num_chunks,
     )
     return artifact_bytes(size, layout)
 
@@ -101,7 +116,7 @@ def assert_bytes_close(datastore: Datastore, planned: dict[str, float]) -> None:
 def test_planned_bytes_are_close_to_those_of_a_datastore_with_an_exact_index(tiny_datastore: Datastore) -> None:
     planned = planned_bytes(tiny_datastore, stored=6)
     assert_bytes_close(tiny_datastore, planned)
-    assert set(planned) == {"chunks", "embeddings", "index", "neighbors"}
+    assert set(planned) == {"chunks", "embeddings", "index", "sparse", "neighbors"}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +150,9 @@ def test_bytes_per_chunk_are_those_of_the_file_format() -> None:
         artifact_bytes(replace(SIZE, chunks=17_000, train_chunks=16_000), LAYOUT),
     )
     grown = {name: (large[name] - small[name]) / 1000 for name in small}
-    assert grown == pytest.approx({"chunks": 64 * 2 + 2, "embeddings": 2 * 32, "index": 8 + 8, "neighbors": 16 * 12})
+    assert grown == pytest.approx(
+        {"chunks": 64 * 2 + 2, "embeddings": 2 * 32, "index": 8 + 8, "sparse": 60, "neighbors": 16 * 12}
+    )
 
 
 def test_vocabularies_above_65536_take_four_bytes_per_token() -> None:
@@ -222,7 +239,7 @@ def calibrated() -> Calibration:
         larger(4, shards=1, key="IVF512,PQ16x4fs", nprobe=32),
     ]
     observations = tuple(
-        Observation(size, seconds_of(size), size.nprobe, int(100 * size.documents + 9000 * size.shards))
+        Observation(size, seconds_of(size), size.nprobe, int(100 * size.documents + 9000 * size.shards), 0)
         for size in seen
     )
     return Calibration("machine", 10**10, 10**9, observations, 2, 32, "text", 8e8, 60.0)
@@ -236,7 +253,7 @@ def test_times_that_follow_the_models_are_predicted_exactly() -> None:
 
 def test_search_time_is_predicted_only_from_searches_of_the_same_kind() -> None:
     seen = [
-        Observation(replace(larger(n), search=search), {"neighbors": n * rate * larger(n).chunks}, 1.0, 0)
+        Observation(replace(larger(n), search=search), {"neighbors": n * rate * larger(n).chunks}, 1.0, 0, 0)
         for search, rate in (("exact", 1e-3), ("index", 1e-5))
         for n in (1, 4)
     ]
@@ -247,7 +264,7 @@ def test_search_time_is_predicted_only_from_searches_of_the_same_kind() -> None:
 
 
 def test_step_without_a_model_grows_with_the_number_of_chunks() -> None:
-    seen = [Observation(larger(n), {"dedup": 3.0 * n}, 1.0, 0) for n in (1, 4)]
+    seen = [Observation(larger(n), {"dedup": 3.0 * n}, 1.0, 0, 0) for n in (1, 4)]
     assert step_seconds(larger(40), seen, {}) == pytest.approx({"dedup": 120.0})
 
 
@@ -285,7 +302,7 @@ def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample(
     """Counted chunks of peps and TiDB's documentation at 2, 8 and 24 MB. The third count follows from the first two."""
     counted = {2.026e6: 8798, 8.003e6: 35_831, 23.959e6: 108_581}
     seen = [
-        Observation(replace(SIZE, text_bytes=text, chunks=chunks, tokens=60 * chunks), {}, 1.0, 0)
+        Observation(replace(SIZE, text_bytes=text, chunks=chunks, tokens=60 * chunks), {}, 1.0, 0, 0)
         for text, chunks in list(counted.items())[:2]
     ]
     trained = Config().tokenizer
@@ -402,7 +419,7 @@ def test_calibrated_plan_predicts_the_bytes_of_the_real_datastore(tmp_path, tiny
     assert_bytes_close(tiny_datastore, plan.bytes)
     names = [step.name for step in plan.steps]
     assert names[0] == "scan"
-    assert {"tokenizer", "chunk", "embed", "train-index", "add", "tune nprobe", "neighbors"} < set(names)
+    assert {"tokenizer", "chunk", "embed", "train-index", "add", "tune nprobe", "sparse", "neighbors"} < set(names)
     assert min(step.seconds for step in plan.steps) > 0
 
 

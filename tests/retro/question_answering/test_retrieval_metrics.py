@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from indexing.retrieval.results import Rerank
+from indexing.retrieval.results import Retrieval
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -24,11 +24,11 @@ def test_a_document_is_ranked_by_its_best_chunk() -> None:
 
 def test_metrics_are_means_over_questions() -> None:
     ranks = [np.array([1.0, 4.0]), np.array([2.0]), np.array([np.inf, np.inf])]
-    result = summarize("bm25", ranks, (1, 2, 5))
+    result = summarize("sparse", ranks, (1, 2, 5))
     assert result.hit == pytest.approx({1: 1 / 3, 2: 2 / 3, 5: 2 / 3})
     assert result.recall == pytest.approx({1: 0.5 / 3, 2: 1.5 / 3, 5: 2 / 3})
     assert result.mrr == pytest.approx((1 + 1 / 2) / 3)
-    assert (result.rerank, result.num_questions) == ("bm25", 3)
+    assert (result.retrieval, result.num_questions) == ("sparse", 3)
 
 
 def test_positive_documents_are_found_by_id(retriever: Retriever) -> None:
@@ -56,8 +56,8 @@ def test_questions_without_positive_documents_are_rejected(retriever: Retriever,
         right_documents(retriever.retrieval, [Question("q", "?", (), positive_ids)])
 
 
-@pytest.mark.parametrize("rerank", ["embeddings", "bm25", "hybrid"])
-def test_documents_are_found_by_their_own_text_only(retriever: Retriever, rerank: Rerank) -> None:
+@pytest.mark.parametrize("way", ["dense", "sparse", "hybrid"])
+def test_documents_are_found_by_their_own_text_only(retriever: Retriever, way: Retrieval) -> None:
     split = retriever.retrieval.own
     numbers = list(range(0, split.num_documents, 9))
     rows = split.metadata(numbers)
@@ -66,11 +66,11 @@ def test_documents_are_found_by_their_own_text_only(retriever: Retriever, rerank
     asked = [Question(str(n), text, (), (row["id"],)) for n, (text, row) in enumerate(zip(texts, rows, strict=True))]
     right, settings = right_documents(retriever.retrieval, asked), RetrievalSettings(k=(1, 5), chunks=30)
     done: list[int] = []
-    result = measure(retriever, asked, right, rerank, settings, done.append)
+    result = measure(retriever, asked, right, way, settings, done.append)
     assert result.hit[1] > 0.8
     assert sum(done) == result.num_questions == len(asked)
     assert result.hit[1] <= result.mrr <= result.hit[5] + (1 - result.hit[5]) / 6
-    wrong = measure(retriever, asked, [each + 1 for each in right], rerank, settings, done.append)
+    wrong = measure(retriever, asked, [each + 1 for each in right], way, settings, done.append)
     assert wrong.hit[1] < 0.2
 
 
@@ -80,7 +80,7 @@ def test_documents_are_found_by_their_own_text_only(retriever: Retriever, rerank
         ({"k": ()}, "at least one"),
         ({"k": (0,)}, "at least 1"),
         ({"k": (200,)}, "chunks = 100"),
-        ({"rerank": ()}, "at least one"),
+        ({"retrieval": ()}, "at least one"),
     ],
 )
 def test_empty_or_inconsistent_settings_are_rejected(settings, words: str) -> None:

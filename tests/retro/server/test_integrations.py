@@ -68,7 +68,7 @@ def documented(package: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def hits(url: str) -> list[dict[str, Any]]:
-    body = {"texts": [TEXT], "k": 3, "rerank": "hybrid"}
+    body = {"texts": [TEXT], "k": 3, "retrieval": "hybrid"}
     return httpx.post(url + "/search", json=body, timeout=PATIENCE).json()["results"][0]
 
 

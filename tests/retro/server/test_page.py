@@ -62,11 +62,11 @@ def test_filters_and_ranking_are_sent_and_restored_from_the_url(open_page, url: 
     page.get_by_role("button", name="Add a filter").click()
     page.get_by_label("Column").select_option("title")
     page.get_by_label("Value").fill("Title 7")
-    page.get_by_label("Ordered by").select_option("hybrid")
+    page.get_by_label("Found by").select_option("hybrid")
     with page.expect_request("**/neighbors") as sent:
         submit(page, "neighbors", TEXT)
     assert sent.value.post_data_json["filters"] == {"title": ["Title 7"]}
-    assert sent.value.post_data_json["rerank"] == "hybrid"
+    assert sent.value.post_data_json["retrieval"] == "hybrid"
     for each in (page, open_page(page.url)):
         expect(each.locator(".neighbor").first).to_be_visible()
         assert set(each.locator(".neighbor h4 a").all_text_contents()) == {"Title 7"}
@@ -245,7 +245,7 @@ def test_a_filter_fits_on_one_line_on_a_phone(open_page, url: str) -> None:
 
 def test_fields_of_a_row_are_aligned(open_page, url: str) -> None:
     page = open_page(url)
-    number, choice = (page.locator(f"#neighbors [name={name}]").bounding_box() for name in ("k", "rerank"))
+    number, choice = (page.locator(f"#neighbors [name={name}]").bounding_box() for name in ("k", "retrieval"))
     assert (number["y"], number["height"]) == (choice["y"], choice["height"])
 
 

@@ -82,7 +82,7 @@ def test_concurrent_requests_get_their_own_answers(client: TestClient) -> None:
         ({"tokens": [[10**6]]}, None, "token id 1000000"),
         ({"tokens": [[5] * 17_000]}, "tokens", "at most 16,384 (max_input_tokens)"),
         ({"texts": ["a" * 200_000, "b" * 70_000]}, "texts", "270,000 characters; at most 262,144 (max_characters)"),
-        ({"texts": ["a"] * 65, "rerank": "hybrid"}, None, "16,640 candidates; at most 16,384 (max_candidates)"),
+        ({"texts": ["a"] * 129, "retrieval": "hybrid"}, None, "16,512 candidates; at most 16,384 (max_candidates)"),
         ({"texts": ["a"] * 164, "k": 100}, None, "16,400 candidates; at most 16,384 (max_candidates)"),
         ({"vectors": [[0.5] * 31]}, "vectors", "vectors[0] has 31 numbers; the embedder's vectors have 32"),
         ({"vectors": [[0.5] * 32, [math.nan] * 32]}, "vectors.1.0", "finite"),
@@ -92,7 +92,7 @@ def test_concurrent_requests_get_their_own_answers(client: TestClient) -> None:
         ({"vectors": ["%%%"]}, "vectors", "base64"),
         ({"vectors": ["AAAA"]}, "vectors", "base64"),
         ({"vectors": [base64.b64encode(np.full(32, np.nan, "<f4").tobytes()).decode()]}, "vectors", "not finite"),
-        ({"texts": ["a"], "rerank": "magic"}, "rerank", "hybrid"),
+        ({"texts": ["a"], "retrieval": "magic"}, "retrieval", "hybrid"),
     ],
 )
 def test_invalid_searches_are_rejected_with_their_field(client: TestClient, body, param, said: str) -> None:

@@ -15,9 +15,9 @@ import { fill, notice } from "../parts/region.js";
 import { LEAST_RUN } from "../parts/shared_runs.js";
 
 const SCORES = {
-  embeddings: ["similarity", SIMILARITY],
-  bm25: ["BM25 score", "BM25 score: the weight of the words that two chunks have in common. Rare words weigh more. There is no upper limit."],
-  hybrid: ["combined score", "Combined score: words in common (BM25, at most 1) plus 0.3 times the similarity of the vectors."],
+  dense: ["similarity", SIMILARITY],
+  sparse: ["BM25 score", "BM25 score: the weight of the words that two chunks have in common. Rare words weigh more. There is no upper limit."],
+  hybrid: ["combined score", "Combined score: words in common (BM25, at most 1) plus the weighted similarity of the vectors."],
 };
 
 const view = document.getElementById("neighbors");
@@ -33,7 +33,7 @@ function search(values) {
     const body = {
       text: values.get("text"),
       k: Number(values.get("k") ?? form.elements.k.value),
-      rerank: values.get("rerank") ?? form.elements.rerank.value,
+      retrieval: values.get("retrieval") ?? form.elements.retrieval.value,
       datastore: values.get("datastore") ?? "",
       filters: chosenFilters(values),
     };
@@ -42,9 +42,9 @@ function search(values) {
     const found = chunks.reduce((sum, chunk) => sum + chunk.neighbors.length, 0);
     const summary = `${counted(chunks.length, "chunk")}, ${counted(found, "neighbor")}`;
     const warning = partial ? notice("Partial results", `Parts of the index did not answer: ${missing.join(", ")}.`) : null;
-    const cards = chunks.map((chunk, number) => chunkCard(chunk, number, chunks.length, SCORES[body.rerank][0]));
+    const cards = chunks.map((chunk, number) => chunkCard(chunk, number, chunks.length, SCORES[body.retrieval][0]));
     const about = element("div", { class: "summary" }, element("p", {}, summary), downloadButton("neighbors", () => ({ request: body, ...answer })));
-    return { nodes: [about, legend(SCORES[body.rerank][1]), warning, ...cards].filter(Boolean), summary: `${summary} found.` };
+    return { nodes: [about, legend(SCORES[body.retrieval][1]), warning, ...cards].filter(Boolean), summary: `${summary} found.` };
   });
 }
 

@@ -1,0 +1,140 @@
+"""The sparse index finds the chunks with the highest BM25, over all shards and datastores."""
+
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.sparse import segments
+from indexing.sparse.index import SparseIndex
+from indexing.sparse.segments import write_segments
+from indexing.sparse.terms import terms
+from indexing.store.datastore import Datastore, Split
+from indexing.store.errors import InputError
+from indexing.store.retrieval_set import CHUNK_ID_BITS
+from indexing.tokenization.tokenizer import Tokenizer
+
+K1, B = 1.2, 0.75
+
+
+def counted_terms(split: Split, tokenizer: Tokenizer) -> list[Counter[str]]:
+    """The terms of each chunk as often as they count: own 2, adjacent 1, title 4."""
+    tokens, lengths = split.tokens.read(0, split.num_chunks), split.lengths.read(0, split.num_chunks)
+    own = [
+        terms(text)
+        for text in tokenizer.decode_batch([row[:length] for row, length in zip(tokens, lengths, strict=True)])
+    ]
+    numbers, first, stop = split.documents_of(np.arange(split.num_chunks))
+    titles = [terms(row["title"]) for row in split.metadata(numbers.tolist())]
+    out = []
+    for chunk, found in enumerate(own):
+        counts = Counter(2 * found + 4 * titles[chunk])
+        for side in (chunk - 1, chunk + 1):
+            if first[chunk] <= side < stop[chunk]:
+                counts.update(own[side])
+        out.append(counts)
+    return out
+
+
+def bm25(query: list[str], counted: list[Counter[str]]) -> np.ndarray:
+    """The formula of Robertson and Zaragoza (2009), with tantivy's weight of a term."""
+    mean = np.mean([counts.total() for counts in counted])
+    scores = np.zeros(len(counted))
+    for term in query:
+        holding = sum(term in counts for counts in counted)
+        weight = math.log(1 + (len(counted) - holding + 0.5) / (holding + 0.5))
+        for chunk, counts in enumerate(counted):
+            norm = K1 * (1 - B + B * counts.total() / mean)
+            scores[chunk] += weight * (K1 + 1) * counts[term] / (counts[term] + norm)
+    return scores
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_datastore: Datastore) -> Tokenizer:
+    return Tokenizer.open(tiny_datastore.folder / "tokenizer")
+
+
+QUERIES = ["title 42 gradient", "检索 检索 the memory", "document 7 return", "nowhere", ""]
+
+
+def test_scores_follow_the_formula_over_all_shards(tiny_datastore: Datastore, tokenizer: Tokenizer) -> None:
+    split = tiny_datastore.train
+    assert len(split.chunk_rows) > 1
+    counted = counted_terms(split, tokenizer)
+    ids, scores = SparseIndex.open([split]).search([terms(query) for query in QUERIES], split.num_chunks)
+    for row, query in enumerate(QUERIES):
+        expected = bm25(terms(query), counted)
+        found = ids[row][ids[row] >= 0]
+        assert set(found.tolist()) == set(np.flatnonzero(expected).tolist())
+        # tantivy stores the length of a chunk in a byte.
+        np.testing.assert_allclose(scores[row, : len(found)], expected[found], rtol=0.05)
+        assert (np.diff(scores[row]) <= 0).all()
+    assert (ids[3:] == -1).all()
+
+
+def test_number_of_segments_changes_no_result(
+    tiny_datastore: Datastore, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = tiny_datastore.train
+    monkeypatch.setattr(segments, "_SEGMENT_TOKENS", 20 * split.chunk_length)
+    monkeypatch.setattr(segments, "_BLOCK_CHUNKS", 7)
+    for shard in range(len(split.chunk_rows)):
+        rows = (int(split.tokens.starts[shard]), int(split.tokens.starts[shard + 1]))
+        work = tmp_path / "sparse" / f"{shard:05d}"
+        work.mkdir(parents=True)
+        assert write_segments(work, split, rows, tokenizer, lambda _: None) == rows[1] - rows[0]
+    queries = [terms(query) for query in QUERIES]
+    divided, whole = SparseIndex.open([replace(split, folder=tmp_path)]), SparseIndex.open([split])
+    assert len(divided.first_ids) > len(whole.first_ids) == len(split.chunk_rows)
+    for found, expected in zip(divided.search(queries, 50), whole.search(queries, 50), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_equal_chunks_give_equal_bytes(tiny_datastore: Datastore, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    split = tiny_datastore.train
+    write_segments(tmp_path, split, (0, split.chunk_rows[0]), tokenizer, lambda _: None)
+    made = tiny_datastore.folder / "sparse" / "00000"
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in made.iterdir()} - {"manifest.json"}
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (made / path.name).read_bytes(), path.name
+
+
+def test_search_among_some_chunks_finds_no_others(tiny_datastore: Datastore) -> None:
+    index = SparseIndex.open([tiny_datastore.train])
+    query = [terms("the memory of a document")]
+    ids, scores = index.search(query, index.num_chunks)
+    among = ids[0, 1:30:3]
+    found, their_scores = index.search(query, 20, among.tolist())
+    np.testing.assert_array_equal(found[0, : len(among)], among)
+    np.testing.assert_allclose(their_scores[0, : len(among)], scores[0, 1:30:3], rtol=1e-6)
+    assert (found[0, len(among) :] == -1).all()
+
+
+def test_several_datastores_are_searched_with_the_weights_of_all(tiny_datastore: Datastore) -> None:
+    """The same chunks twice: both copies of a chunk get the same score."""
+    split = tiny_datastore.train
+    index = SparseIndex.open([split, split])
+    (ids,), (scores,) = index.search([terms("title 42 memory")], index.num_chunks)
+    of_copy = [
+        dict(zip(ids[chosen].tolist(), scores[chosen].tolist(), strict=True))
+        for chosen in (ids >> CHUNK_ID_BITS == 0, ids >> CHUNK_ID_BITS == 1)
+    ]
+    assert of_copy[0] == {chunk & ((1 << CHUNK_ID_BITS) - 1): score for chunk, score in of_copy[1].items()}
+    assert len(of_copy[0]) > 40
+
+
+def test_files_may_be_moved_after_opening(tiny_datastore: Datastore) -> None:
+    """The index maps its files when it is opened, and leaves nothing behind."""
+    before = set(os.listdir("/tmp")) if os.path.isdir("/tmp") else set()
+    index = SparseIndex.open([tiny_datastore.train])
+    assert not {name for name in set(os.listdir("/tmp")) - before if name.startswith("retro-sparse-")}
+    assert (index.search([terms("memory")], 3)[0] >= 0).all()
+
+
+def test_a_missing_shard_is_named(tiny_datastore: Datastore, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"sparse/00000 is missing: .*--stage sparse"):
+        SparseIndex.open([replace(tiny_datastore.train, folder=tmp_path)])
